@@ -1,0 +1,74 @@
+"""jaxvec steps any Python RL environment from inside `jax.jit`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jaxvec._errors import (
+    ActionError,
+    EnvDataError,
+    EnvError,
+    EnvTimeoutError,
+    JaxvecError,
+    PoolBrokenError,
+    PoolClosedError,
+    ResetNeededError,
+    SpaceMismatchError,
+    StaleHandleError,
+    UnsupportedSpaceError,
+    WorkerDiedError,
+)
+from jaxvec._timestep import TimeStep
+
+if TYPE_CHECKING:
+    from jaxvec import testing
+    from jaxvec._vector_env import VectorEnv
+    from jaxvec.callbacks._functional import reset, step
+    from jaxvec.callbacks._handle import Handle
+    from jaxvec.callbacks._make import make
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActionError",
+    "EnvDataError",
+    "EnvError",
+    "EnvTimeoutError",
+    "Handle",
+    "JaxvecError",
+    "PoolBrokenError",
+    "PoolClosedError",
+    "ResetNeededError",
+    "SpaceMismatchError",
+    "StaleHandleError",
+    "TimeStep",
+    "UnsupportedSpaceError",
+    "VectorEnv",
+    "WorkerDiedError",
+    "make",
+    "reset",
+    "step",
+    "testing",
+]
+
+# Loaded on first use: workers import this package too, and must never import jax.
+_LAZY = {
+    "Handle": "jaxvec.callbacks._handle",
+    "VectorEnv": "jaxvec._vector_env",
+    "make": "jaxvec.callbacks._make",
+    "reset": "jaxvec.callbacks._functional",
+    "step": "jaxvec.callbacks._functional",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return importlib.import_module("jaxvec.testing")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

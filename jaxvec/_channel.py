@@ -1,0 +1,132 @@
+"""One end of a worker's control socket: single wake bytes and framed messages, in order.
+
+A wake byte says "look at your ring in the segment". A frame carries a pickled message, and
+descriptors if there are any. End of file is the death notice, in both directions.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import struct
+import time
+from typing import Any, Final
+
+import cloudpickle
+
+_WAKE_BYTE = b"\0"
+_FRAME_BYTE = b"\1"
+_HEADER = struct.Struct("!Q")  # length of the frame in bytes
+_CHUNK = 1 << 20
+
+
+class _Wake:
+    """Type of `WAKE`."""
+
+
+WAKE: Final = _Wake()
+
+
+class Channel:
+    """One end of a control socket. Not thread-safe; the pool's lock guards the parent's end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.descriptors: list[int] = []  # that came with frames; the receiver takes them from here
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def wake(self) -> None:
+        """Sends a wake byte. A dead peer is not an error here: the next `receive` will tell."""
+        try:
+            self._socket.send(_WAKE_BYTE)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def send(self, message: Any, *, deadline: float | None = None, descriptors: list[int] | None = None) -> None:
+        """Sends a message by cloudpickle.
+
+        Raises:
+            TimeoutError: the peer didn't take it by `deadline` (`time.monotonic()` seconds).
+            EOFError: the peer is dead.
+        """
+        payload = cloudpickle.dumps(message)
+        try:
+            self._socket.settimeout(_remaining(deadline))
+            # Descriptors ride on the header: they would be lost on a byte that is read by recv().
+            self._socket.sendall(_FRAME_BYTE)
+            socket.send_fds(self._socket, [_HEADER.pack(len(payload))], descriptors or [])
+            self._socket.sendall(payload)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise EOFError from error
+        finally:
+            self._socket.settimeout(None)
+
+    def receive(self, deadline: float | None = None) -> Any:
+        """Waits for `WAKE` or a message; who must not wait polls the channel first.
+
+        Raises:
+            TimeoutError: it came in part, but not whole by `deadline` (`time.monotonic()` seconds).
+            EOFError: the peer is dead, or has closed its end.
+        """
+        try:
+            kind = self._socket.recv(1)
+        except ConnectionResetError as error:
+            raise EOFError from error
+        if not kind:
+            raise EOFError
+        if kind == _WAKE_BYTE:
+            return WAKE
+        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline))
+        return pickle.loads(self._read(length, deadline))
+
+    def shut(self) -> None:
+        """Tells the peer that nothing more will come; it sees an end of file."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _read(self, count: int, deadline: float | None) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            if deadline is not None and not _readable(self._socket, deadline):
+                raise TimeoutError
+            try:
+                part, descriptors, _, _ = socket.recv_fds(self._socket, min(count, _CHUNK), 1)
+            except ConnectionResetError as error:
+                raise EOFError from error
+            if not part:
+                raise EOFError
+            self.descriptors += descriptors
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+
+def pair() -> tuple[Channel, int]:
+    """Makes a control socket: the parent's end, and the worker's as a bare descriptor."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(ours), theirs.detach()
+
+
+def adopt(descriptor: int) -> Channel:
+    """Makes the worker's end from an inherited descriptor, and keeps it from being inherited on."""
+    os.set_inheritable(descriptor, False)
+    return Channel(socket.socket(fileno=descriptor))
+
+
+def _remaining(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.001)
+
+
+def _readable(sock: socket.socket, deadline: float) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(max(deadline - time.monotonic(), 0) * 1000))

@@ -1,0 +1,121 @@
+"""Every error that jaxvec raises: who failed, and whether the pool survives it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ActionError",
+    "EnvDataError",
+    "EnvError",
+    "EnvTimeoutError",
+    "JaxvecError",
+    "PoolBrokenError",
+    "PoolClosedError",
+    "ResetNeededError",
+    "SpaceMismatchError",
+    "StaleHandleError",
+    "UnsupportedSpaceError",
+    "WorkerDiedError",
+]
+
+
+class JaxvecError(Exception):
+    """Base of all errors that jaxvec raises on purpose."""
+
+
+# --- the caller's mistakes: nothing was stepped, the pool stays usable -----------------------
+
+
+class UnsupportedSpaceError(JaxvecError, TypeError):
+    """A space has a leaf that cannot become a fixed-shape array; names the leaf's path."""
+
+
+class SpaceMismatchError(JaxvecError, ValueError):
+    """Envs of one pool have different spaces; names the env."""
+
+
+class ActionError(JaxvecError, ValueError):
+    """An action has the wrong structure, shape or dtype; names the leaf."""
+
+
+class ResetNeededError(JaxvecError, RuntimeError):
+    """An env was stepped before its first reset or, without autoreset, after its episode's end."""
+
+
+class StaleHandleError(JaxvecError, ValueError):
+    """A handle was used twice, after a step on the host, or with a foreign pool."""
+
+
+class PoolClosedError(JaxvecError, RuntimeError):
+    """The pool was closed, or its `VectorEnv` was garbage collected."""
+
+
+# --- failures of envs and workers: in `make`, `reset` and `step` they break the pool ----------
+
+
+class EnvError(JaxvecError, RuntimeError):
+    """An env's own code raised an exception.
+
+    `__cause__` is the original exception wherever that could be pickled and built again.
+
+    Attributes:
+        env_id: index of the env in the pool.
+        worker: index of the worker process, `None` for the serial backend.
+        operation: `"constructor"`, `"reset"`, `"step"`, `"close"` or the name of the method called.
+        action: `repr` of the action that the env was given, shortened; `None` outside `step`.
+        remote_traceback: the traceback's text as the worker saw it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        env_id: int,
+        worker: int | None,
+        operation: str,
+        action: str | None = None,
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.env_id = env_id
+        self.worker = worker
+        self.operation = operation
+        self.action = action
+        self.remote_traceback = remote_traceback
+
+
+class EnvDataError(EnvError):
+    """An env returned data of the wrong structure, shape or dtype; names env and leaf."""
+
+
+class WorkerDiedError(JaxvecError, RuntimeError):
+    """A worker process ended by itself.
+
+    Attributes:
+        worker: index of the worker process.
+        env_ids: the envs that it held.
+        exitcode: its exit code, negative for a signal's number; `None` if it could not be read.
+    """
+
+    def __init__(
+        self, message: str, *, worker: int, env_ids: tuple[int, ...], exitcode: int | None
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.env_ids = env_ids
+        self.exitcode = exitcode
+
+
+class EnvTimeoutError(JaxvecError, TimeoutError):
+    """Envs did not finish in time.
+
+    Attributes:
+        env_ids: the envs that were running, or waiting behind a running one, when time was up.
+    """
+
+    def __init__(self, message: str, *, env_ids: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.env_ids = env_ids
+
+
+class PoolBrokenError(JaxvecError, RuntimeError):
+    """The pool failed earlier; `__cause__` is the first failure. Close the pool and make another."""

@@ -1,0 +1,125 @@
+"""Who owns a slot now: an inbox for each worker, an outbox back, and a way to wake each other.
+
+A slot (an env's row of the segment) belongs to the parent until `ParentEnd.send` puts its id into
+its worker's inbox, and to the worker until `WorkerEnd.post` puts it into the outbox. Each ring has
+one writer and one reader, and room for every slot of the worker, which has at most one request
+each; so a ring is never full. Counters only grow; 64 bits don't run out.
+
+This is the portable implementation: rings in the segment, one byte over the control socket to wake.
+Both sides write their entries, then the counter, then the byte; the other reads them in the
+opposite order. The system calls order memory between the processes, so no fences are needed.
+
+A slot's `asked` counts requests and `done` is the count that was current when its worker finished.
+They are equal only for a row that answers the latest request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._channel import WAKE, Channel
+from jaxvec._segment import Arrays
+
+RESET, STEP = range(2)
+
+
+class Work(NamedTuple):
+    """Slots of one worker that want the same operation."""
+
+    operation: int
+    slots: NDArray[Any]
+
+
+class ParentEnd:
+    """The parent's end of the rings of all workers."""
+
+    def __init__(
+        self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]
+    ) -> None:
+        self._asked, self._done = arrays["asked",], arrays["done",]
+        self._inbox, self._inbox_count = arrays["inbox",], arrays["inbox_count",]
+        self._outbox, self._outbox_count = arrays["outbox",], arrays["outbox_count",]
+        self._starts = np.array([first for first, _ in slices])
+        self._stops = np.array([stop for _, stop in slices])
+        self._channels = channels
+        self._taken = [0] * len(slices)  # of each outbox
+
+    def send(self, operation: int, slots: NDArray[Any]) -> None:
+        """Hands `slots`, ascending, to their workers. The parent must own them."""
+        self._asked[slots] += np.uint32(1)
+        starts = slots.searchsorted(self._starts).tolist()
+        stops = slots.searchsorted(self._stops).tolist()
+        for worker, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            if start != stop:
+                _push(self._inbox, self._inbox_count, worker, slots[start:stop] * 2 + operation)
+                self._channels[worker].wake()
+
+    def receive(self, count: int, listen: Callable[[], Iterable[int]]) -> None:
+        """Waits until `count` slots are the parent's again.
+
+        Args:
+            count: of the slots sent and not yet received.
+            listen: waits for wakes and returns the workers that sent one; raises if none can come.
+        """
+        while count:
+            for worker in listen():
+                taken = self._taken[worker]
+                slots = _pending(self._outbox, self._outbox_count, worker, taken)
+                self._taken[worker] = taken + len(slots)
+                if not np.array_equal(self._done[slots], self._asked[slots]):
+                    raise AssertionError(f"worker {worker} posted rows of an earlier request")
+                count -= len(slots)
+
+    def unfinished(self) -> NDArray[Any]:
+        """Returns the ids of slots whose latest request is not finished."""
+        return np.flatnonzero(self._asked != self._done)
+
+
+class WorkerEnd:
+    """One worker's end of its rings."""
+
+    def __init__(self, arrays: Arrays, worker: int, channel: Channel) -> None:
+        self._asked, self._done = arrays["asked",], arrays["done",]
+        self._inbox, self._inbox_count = arrays["inbox",], arrays["inbox_count",]
+        self._outbox, self._outbox_count = arrays["outbox",], arrays["outbox_count",]
+        self._worker = worker
+        self._channel = channel
+        self._taken = 0
+
+    def receive(self) -> Iterator[Any]:
+        """Waits for the parent, then yields `Work`, or the one message that came instead.
+
+        Raises:
+            EOFError: the parent closed the pool, or is dead.
+        """
+        message = self._channel.receive()
+        if message is not WAKE:
+            yield message
+            return
+        entries = _pending(self._inbox, self._inbox_count, self._worker, self._taken)
+        self._taken += len(entries)
+        operations = entries % 2
+        for run in np.split(entries, np.flatnonzero(np.diff(operations)) + 1):
+            if run.size:
+                yield Work(int(run[0] % 2), run // 2)
+
+    def post(self, slots: NDArray[Any]) -> None:
+        """Hands finished `slots` back."""
+        self._done[slots] = self._asked[slots]
+        _push(self._outbox, self._outbox_count, self._worker, slots)
+        self._channel.wake()
+
+
+def _push(ring: NDArray[Any], counts: NDArray[Any], worker: int, entries: NDArray[Any]) -> None:
+    count = int(counts[worker])
+    ring[worker, (count + np.arange(len(entries))) % ring.shape[1]] = entries
+    counts[worker] = count + len(entries)
+
+
+def _pending(ring: NDArray[Any], counts: NDArray[Any], worker: int, taken: int) -> NDArray[Any]:
+    count = int(counts[worker]) - taken
+    return ring[worker, (taken + np.arange(count)) % ring.shape[1]].astype(np.intp)

@@ -1,0 +1,87 @@
+"""Pure arithmetic: where each array of a pool lies in its segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from jaxvec._spaces import Path
+from jaxvec._spec import PoolSpec
+
+ALIGNMENT = 64  # bytes: a cache line, what XLA asks of an array it may alias, and SIMD's best
+
+
+@dataclass(frozen=True)
+class Field:
+    """One C-contiguous array in the segment, `offset` bytes from its start."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All arrays of a pool.
+
+    Attributes:
+        fields: none overlaps another; each starts on a multiple of `ALIGNMENT`.
+        slices: `slices[w]` is the `(first, stop)` range of env ids that worker `w` holds.
+        nbytes: size of the segment.
+    """
+
+    fields: tuple[Field, ...]
+    slices: tuple[tuple[int, int], ...]
+    nbytes: int
+
+
+def make_layout(spec: PoolSpec, *, num_workers: int) -> Layout:
+    """Lays out the segment of a pool of `num_workers` workers."""
+    slices = split(spec.num_envs, num_workers)
+    fields: list[Field] = []
+    offset = 0
+    for path, shape, dtype in _arrays(spec, slices):
+        field = Field(path, shape, dtype, offset)
+        fields.append(field)
+        offset = _align(offset + field.nbytes)
+    return Layout(tuple(fields), slices, max(offset, ALIGNMENT))
+
+
+def split(num_envs: int, num_workers: int) -> tuple[tuple[int, int], ...]:
+    """Splits `range(num_envs)` into `num_workers` ranges whose sizes differ by at most one."""
+    cuts = [num_envs * worker // num_workers for worker in range(num_workers + 1)]
+    return tuple(zip(cuts, cuts[1:], strict=False))
+
+
+def _arrays(
+    spec: PoolSpec, slices: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[Path, tuple[int, ...], np.dtype[Any]]]:
+    """Yields path, shape and dtype of every array, with its one writer."""
+    n = spec.num_envs
+    # Data. The parent writes actions and seeds, workers the rest.
+    for leaf in (*spec.action_leaves, *spec.timestep_leaves):
+        yield leaf.path, spec.batch_shape(leaf), leaf.stored
+    yield ("seed",), (n,), np.dtype(np.int64)  # negative: reset without a seed
+    # Hand-off, see _handoff.py. A slot is an env's row.
+    workers = len(slices)
+    capacity = max(stop - first for first, stop in slices)
+    yield ("status",), (n,), np.dtype(np.uint8)  # worker writes
+    yield ("asked",), (n,), np.dtype(np.uint32)  # parent writes: requests sent to the slot
+    yield ("done",), (n,), np.dtype(np.uint32)  # worker writes: the request it finished last
+    yield ("inbox",), (workers, capacity), np.dtype(np.uint32)  # parent writes
+    yield ("inbox_count",), (workers,), np.dtype(np.int64)  # parent writes
+    yield ("outbox",), (workers, capacity), np.dtype(np.uint32)  # worker writes
+    yield ("outbox_count",), (workers,), np.dtype(np.int64)  # worker writes
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,56 @@
+"""The messages on a worker's control socket, in the order in which they are first sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from jaxvec._failures import Report
+from jaxvec._layout import Layout
+from jaxvec._spec import PoolSpec
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Parent: build these envs."""
+
+    sys_path: list[str]
+    python_path: str | None
+    first: int  # env id of the slice's first env
+    env_fns: bytes  # cloudpickled, to be opened only once sys.path is set
+    learn_info: bool
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Worker: the envs are built; a cloudpickled `Description`."""
+
+    description: bytes
+
+
+@dataclass(frozen=True)
+class Attach:
+    """Parent: map the segment, whose descriptor comes with this message, and begin to serve."""
+
+    worker: int
+    layout: Layout
+    spec: PoolSpec
+    autoreset_mode: AutoresetMode
+
+
+@dataclass(frozen=True)
+class Request:
+    """Parent: call this method of `EnvSlice`, or read this attribute."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Worker: a `Request`'s cloudpickled result, or why there is none."""
+
+    result: bytes = b""
+    failure: Report | None = None

@@ -1,0 +1,273 @@
+"""The one state machine of a pool: OPEN, then BROKEN by a cause, or CLOSED.
+
+Counts steps, keeps rows whole, and decides what each caller may do. Which processes do the work is
+its workers' affair, and what the data means is its callers'.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from jaxvec._description import Description
+from jaxvec._errors import (
+    EnvError,
+    PoolBrokenError,
+    PoolClosedError,
+    ResetNeededError,
+    StaleHandleError,
+)
+from jaxvec._handoff import RESET, STEP
+from jaxvec._layout import Layout, make_layout
+from jaxvec._segment import Arrays
+from jaxvec._spec import PoolSpec
+
+_COUNTS = 2**32  # a handle's step count is a uint32
+
+# Handles name their pool by number, so that a compiled program holds no pointer and serves every
+# pool of its specification.
+_ids = itertools.count(1)
+_pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
+
+
+def find(pool_id: int) -> Pool:
+    """Returns the pool with this id, or raises `PoolClosedError`."""
+    pool = _pools.get(pool_id)
+    if pool is None:
+        raise PoolClosedError(
+            f"there is no pool {pool_id}: its VectorEnv was garbage collected, or belongs to another "
+            "process; keep the VectorEnv alive for as long as its handles are used"
+        )
+    return pool
+
+
+class Workers(Protocol):
+    """What the pool asks of its backend."""
+
+    description: Description
+
+    def attach(
+        self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
+    ) -> Arrays: ...
+    def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None: ...
+    def request(
+        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
+    ) -> list[Any]: ...
+    def close(self, timeout: float) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds; `None` waits for ever."""
+
+    start: float | None
+    reset: float | None
+    step: float | None
+
+
+class Pool:
+    """The envs, their memory, and who may step them now."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        spec: PoolSpec,
+        *,
+        num_workers: int,
+        autoreset_mode: AutoresetMode,
+        timeouts: Timeouts,
+    ) -> None:
+        self.spec = spec
+        self._workers = workers
+        self._autoreset_mode = autoreset_mode
+        self._timeouts = timeouts
+        layout = make_layout(spec, num_workers=num_workers)
+        arrays = workers.attach(layout, spec, autoreset_mode, timeouts.start)
+        self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
+        self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
+        self._terminated, self._truncated = arrays["terminated",], arrays["truncated",]
+        self._seeds = arrays["seed",]
+        self._all = np.arange(spec.num_envs)
+        self._needs_reset = np.ones(spec.num_envs, np.bool_)
+        self._options: dict[str, Any] | None = None  # that the workers hold
+
+        self._lock = threading.Lock()  # held for the whole of a reset, step or request
+        self._count = 0  # resets and steps so far: what a fresh handle must say
+        self._last_caller = ""
+        self._broken_by: BaseException | None = None
+        self._closed = False
+        self._program_error: BaseException | None = None
+        self.id = next(_ids)
+        _pools[self.id] = self
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def broken_by(self) -> BaseException | None:
+        """What broke the pool, if anything did."""
+        return self._broken_by
+
+    @contextmanager
+    def serving_program(self) -> Iterator[None]:
+        """Keeps an error of the block, because JAX passes only its text on to the user."""
+        try:
+            yield
+        except BaseException as error:
+            self._program_error = error
+            raise
+        self._program_error = None
+
+    def take_program_error(self) -> BaseException | None:
+        """Returns the error of the last program that failed in this pool, once."""
+        error, self._program_error = self._program_error, None
+        return error
+
+    def reset(
+        self,
+        *,
+        seeds: NDArray[Any] | None,
+        mask: NDArray[Any] | None,
+        options: dict[str, Any] | None,
+        count: int | None,
+        caller: str,
+    ) -> tuple[int, list[NDArray[Any]]]:
+        """Resets the envs of `mask`; other rows stay as they are.
+
+        Args:
+            seeds: `[num_envs]` int64, negative where an env gets none.
+            mask: `[num_envs]` bool; `None` for all.
+            options: for every env's `reset`.
+            count: that of the caller's handle; `None` if it has none.
+            caller: who is to be named when the handles of others go stale.
+
+        Returns:
+            The new step count, and a copy of each leaf of the time step.
+        """
+        with self._lock:
+            self._require_usable()
+            self._require_fresh(count)
+            slots = self._all if mask is None else np.flatnonzero(mask)
+            self._seeds[:] = -1 if seeds is None else seeds
+            with self._breaking():
+                self._send_options(options)
+                self._workers.run(RESET, slots, name="reset", timeout=self._timeouts.reset)
+            self._needs_reset[slots] = False
+            return self._finish(caller)
+
+    def step(
+        self, actions: Sequence[NDArray[Any]], *, count: int | None, caller: str
+    ) -> tuple[int, list[NDArray[Any]]]:
+        """Steps every env once.
+
+        Args:
+            actions: a `[num_envs, ...]` array for each leaf of the action, of the stored dtype.
+            count, caller: as in `reset`.
+
+        Returns:
+            The new step count, and a copy of each leaf of the time step.
+        """
+        with self._lock:
+            self._require_usable()
+            self._require_fresh(count)
+            self._require_reset()
+            for stored, action in zip(self._actions, actions, strict=True):
+                np.copyto(stored, action)
+            with self._breaking():
+                self._workers.run(STEP, self._all, name="step", timeout=self._timeouts.step)
+            if self._autoreset_mode is AutoresetMode.DISABLED:
+                np.logical_or(self._terminated, self._truncated, out=self._needs_reset)
+            return self._finish(caller)
+
+    def request(
+        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]
+    ) -> list[Any]:
+        """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
+
+        Args:
+            name: of the method.
+            arguments: of the slice of envs `first` to `stop - 1`.
+
+        Returns:
+            One result for each slice, in env order.
+        """
+        with self._lock:
+            self._require_usable()
+            with self._breaking(survives=EnvError):
+                return self._workers.request(name, arguments, timeout=self._timeouts.step)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Closes the envs and ends the workers, by force after `timeout` seconds.
+
+        Legal at any time, from any thread, and twice: a step that is under way is ended by force,
+        and raises `PoolClosedError`.
+        """
+        self._closed = True
+        if not self._lock.acquire(blocking=False):
+            self._workers.kill()
+            self._lock.acquire()
+        try:
+            self._workers.close(timeout if self._broken_by is None else min(timeout, 1.0))
+        finally:
+            self._lock.release()
+
+    def _require_usable(self) -> None:
+        if self._closed:
+            raise PoolClosedError(f"pool {self.id} is closed")
+        if self._broken_by is not None:
+            raise PoolBrokenError(
+                f"pool {self.id} is broken since an earlier failure; close it and make another. It "
+                f"failed with {type(self._broken_by).__name__}: {self._broken_by}"
+            ) from self._broken_by
+
+    def _require_fresh(self, count: int | None) -> None:
+        if count is None or count == self._count:
+            return
+        raise StaleHandleError(
+            f"stale handle: it says step {count}, but pool {self.id} is at step {self._count}, last moved "
+            f"by {self._last_caller}. Each handle can be used once: pass on the one that the latest "
+            "jaxvec.reset or jaxvec.step returned; after stepping on the host, call jaxvec.reset"
+        )
+
+    def _require_reset(self) -> None:
+        if not self._needs_reset.any():
+            return
+        waiting = np.flatnonzero(self._needs_reset).tolist()
+        why = "have not been reset" if self._count == 0 else "have ended their episode or never been reset"
+        raise ResetNeededError(
+            f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
+            "reset(..., mask=terminated | truncated)). Nothing was stepped"
+        )
+
+    def _send_options(self, options: dict[str, Any] | None) -> None:
+        if options is not None or self._options is not None:
+            self._options = options
+            self._workers.request("set_options", lambda _first, _stop: (options,), timeout=self._timeouts.reset)
+
+    def _finish(self, caller: str) -> tuple[int, list[NDArray[Any]]]:
+        self._count = (self._count + 1) % _COUNTS
+        self._last_caller = caller
+        return self._count, [array.copy() for array in self._results]
+
+    @contextmanager
+    def _breaking(self, *, survives: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
+        """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
+        try:
+            yield
+        except BaseException as error:
+            if self._closed:
+                raise PoolClosedError(f"pool {self.id} was closed during a call") from error
+            if not isinstance(error, survives):
+                self._broken_by = error
+            raise

@@ -1,0 +1,157 @@
+"""Between an env's values and rows of the segment: checks and casts one way, copies the other.
+
+The rules of casting are those of `gymnasium.vector.SyncVectorEnv`, which stacks observations with
+NumPy's `same_kind`: float64 into a float32 space is fine, a float into an integer space is not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import repeat
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._segment import Arrays
+from jaxvec._spaces import DictNode, Leaf, Node, TupleNode, format_path, leaves
+
+Write: TypeAlias = Callable[[int, Any], None]
+
+
+class InvalidValue(Exception):
+    """An env's value doesn't fit its leaf; becomes an `EnvDataError` that names the env too."""
+
+
+def writer(node: Node, arrays: Arrays) -> Write:
+    """Returns `write(slot, value)`, which writes one env's nested value into row `slot`.
+
+    It raises `InvalidValue` where the value has another structure, shape or dtype than `node`.
+    """
+    if isinstance(node, Leaf):
+        return _leaf_writer(node, arrays[node.path])
+    children = [writer(child, arrays) for child in node.children]
+    keys = node.keys if isinstance(node, DictNode) else tuple(range(len(children)))
+    kinds = (dict, Mapping) if isinstance(node, DictNode) else (tuple, list)
+    pairs = tuple(zip(keys, children, strict=True))
+
+    def write(slot: int, value: Any) -> None:
+        if not isinstance(value, kinds) or len(value) != len(pairs):
+            raise InvalidValue(_wrong_structure(node, value))
+        try:
+            for key, write_child in pairs:
+                write_child(slot, value[key])
+        except KeyError as error:
+            raise InvalidValue(_wrong_structure(node, value)) from error
+
+    return write
+
+
+def reader(node: Node, arrays: Arrays) -> Callable[[NDArray[Any]], Iterator[Any]]:
+    """Returns `read(slots)`, which yields each slot's nested value, as Gymnasium's envs take it.
+
+    Values are copies that an env may keep and change: rows of a fresh array in the env's own dtype,
+    NumPy scalars where a leaf has no shape.
+    """
+    if isinstance(node, Leaf):
+        array, dtype = arrays[node.path], node.dtype
+        return lambda slots: iter(array[slots].astype(dtype, copy=False))
+    children = [reader(child, arrays) for child in node.children]
+    if isinstance(node, TupleNode):
+        if not children:
+            return lambda slots: repeat((), len(slots))
+        return lambda slots: zip(*(read(slots) for read in children), strict=True)
+    if not children:
+        return lambda slots: ({} for _ in slots)
+
+    def read(slots: NDArray[Any]) -> Iterator[Any]:
+        for values in zip(*(read_child(slots) for read_child in children), strict=True):
+            yield dict(zip(node.keys, values, strict=True))
+
+    return read
+
+
+def zeroer(node: Node, arrays: Arrays) -> Callable[[int], None]:
+    """Returns `clear(slot)`, which zeroes row `slot` of every leaf."""
+    fields = [arrays[leaf.path] for leaf in leaves(node)]
+
+    def clear(slot: int) -> None:
+        for array in fields:
+            array[slot] = 0
+
+    return clear
+
+
+def column(node: Node, arrays: Arrays) -> NDArray[Any]:
+    """Returns the array `[num_envs, ...]` of a node that is a leaf."""
+    (leaf,) = leaves(node)
+    return arrays[leaf.path]
+
+
+def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
+    narrowed = leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
+    if leaf.shape == () and leaf.dtype.kind in "iu":
+
+        def write_integer(slot: int, value: Any) -> None:
+            # A Python int, unlike an array, makes NumPy refuse what doesn't fit.
+            try:
+                array[slot] = operator.index(value)
+            except TypeError:
+                array[slot] = int(conform(leaf, value))
+            except OverflowError as error:
+                raise InvalidValue(_overflow(leaf, value)) from error
+
+        return write_integer
+
+    shape, dtype = leaf.shape, leaf.dtype
+
+    def write(slot: int, value: Any) -> None:
+        if type(value) is not np.ndarray or value.shape != shape or value.dtype != dtype:
+            value = conform(leaf, value)
+        array[slot] = value
+        if narrowed and not np.array_equal(array[slot], value):
+            raise InvalidValue(_overflow(leaf, value))
+
+    return write
+
+
+def conform(leaf: Leaf, value: Any) -> NDArray[Any]:
+    """Returns `value` as an array of the leaf's shape that casts to its dtype by `same_kind`.
+
+    Raises:
+        InvalidValue: it has another shape, or a dtype of another kind.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise InvalidValue(f"{leaf}: expected shape {leaf.shape}, got a ragged sequence") from error
+    if array.shape != leaf.shape:
+        raise InvalidValue(f"{leaf}: expected shape {leaf.shape}, got {array.shape}")
+    if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
+        raise InvalidValue(f"{leaf}: expected {leaf.dtype}, got {_describe(value, array.dtype)}")
+    return array
+
+
+def _wrong_structure(node: DictNode | TupleNode, value: Any) -> str:
+    where = format_path(node.path)
+    if isinstance(node, TupleNode):
+        expected = f"a tuple of {len(node.children)}"
+        got = f"one of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__
+        return f"{where}: expected {expected}, got {got}"
+    if not isinstance(value, Mapping):
+        return f"{where}: expected a dict with keys {list(node.keys)}, got {type(value).__name__}"
+    missing = [key for key in node.keys if key not in value]
+    extra = [key for key in value if key not in node.keys]
+    return f"{where}: expected keys {list(node.keys)}; missing {missing}, not in the space {extra}"
+
+
+def _overflow(leaf: Leaf, value: Any) -> str:
+    return (
+        f"{leaf}: {value!r} doesn't fit into {leaf.stored}, as which JAX stores the space's "
+        f"{leaf.dtype}"
+    )
+
+
+def _describe(value: Any, dtype: np.dtype[Any]) -> str:
+    return type(value).__name__ if dtype.kind == "O" else f"{dtype} ({type(value).__name__})"

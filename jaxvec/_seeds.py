@@ -1,0 +1,55 @@
+"""Checks seeds and masks, and expands a seed over the envs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_LARGEST = 2**63 - 1
+
+
+def expand(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
+    """Returns `[num_envs]` int64 seeds, -1 where an env gets none.
+
+    Args:
+        seed: `None`, an int (env *i* gets `seed + i`), or one seed, perhaps `None`, for each env.
+
+    Raises:
+        ValueError: a seed is negative or too large, or their number is not `num_envs`.
+        TypeError: a seed is no integer.
+    """
+    if seed is None:
+        return None
+    if np.ndim(seed) == 0:
+        first = _index(seed)
+        seeds: list[int | None] = [first + i for i in range(num_envs)]
+    else:
+        seeds = [None if one is None else _index(one) for one in seed]
+        if len(seeds) != num_envs:
+            raise ValueError(f"got {len(seeds)} seeds for {num_envs} envs")
+    for env_id, one in enumerate(seeds):
+        if one is not None and not 0 <= one <= _LARGEST:
+            raise ValueError(f"seed {one} of env {env_id} is not between 0 and 2**63 - 1")
+    return np.array([-1 if one is None else one for one in seeds], np.int64)
+
+
+def check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_] | None:
+    """Returns `mask` as `[num_envs]` bool; raises `ValueError` if it is anything else."""
+    if mask is None:
+        return None
+    array = np.asarray(mask)
+    if array.dtype != np.bool_ or array.shape != (num_envs,):
+        raise ValueError(
+            f"mask must be bool of shape ({num_envs},), got {array.dtype} of shape {array.shape}"
+        )
+    return array
+
+
+def _index(seed: Any) -> int:
+    try:
+        return operator.index(seed)
+    except TypeError as error:
+        raise TypeError(f"a seed must be an integer, got {seed!r}") from error

@@ -1,0 +1,70 @@
+"""Creates and maps a pool's memory; NumPy views of it by path.
+
+The memory has no name: nothing to collide with, nothing to leak whatever is killed. It lives for as
+long as any process or any NumPy view holds it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import sys
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._layout import Layout
+from jaxvec._spaces import Path
+
+Arrays: TypeAlias = dict[Path, NDArray[Any]]
+
+
+def create(layout: Layout) -> int:
+    """Creates zeroed shared memory for `layout`; returns its file descriptor, not inheritable.
+
+    Raises:
+        OSError: no memory or no descriptor was left.
+    """
+    fd = _anonymous()
+    try:
+        # ftruncate alone would let a full machine kill a process at the first touch of a page.
+        if sys.platform == "linux":
+            os.posix_fallocate(fd, 0, layout.nbytes)
+        else:
+            os.ftruncate(fd, layout.nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def attach(fd: int, layout: Layout) -> Arrays:
+    """Maps `fd` and returns the array of each field. The views keep the mapping alive."""
+    return view(memoryview(mmap.mmap(fd, layout.nbytes)), layout)
+
+
+def view(buffer: memoryview, layout: Layout) -> Arrays:
+    """Returns the arrays of `layout` over `buffer`, by path."""
+    return {
+        field.path: np.ndarray(field.shape, field.dtype, buffer, field.offset)
+        for field in layout.fields
+    }
+
+
+def private(layout: Layout) -> Arrays:
+    """Returns the arrays of `layout` over memory of this process alone."""
+    return view(memoryview(mmap.mmap(-1, layout.nbytes)), layout)
+
+
+def _anonymous() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("jaxvec", os.MFD_CLOEXEC)
+    # POSIX elsewhere: a name that lives for the instant between these two calls.
+    import _posixshmem  # pyright: ignore[reportMissingImports]  # CPython's own, behind shared_memory
+
+    name = f"/jaxvec-{secrets.token_hex(8)}"
+    fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+    _posixshmem.shm_unlink(name)
+    return fd

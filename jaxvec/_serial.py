@@ -1,0 +1,72 @@
+"""The serial backend: the whole pool as one slice in this process. Same stepper, no processes.
+
+For debugging, and for envs so cheap that handing them over costs more than stepping them. It can't
+interrupt an env, so timeouts don't apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from jaxvec import _env_slice, _failures, _segment
+from jaxvec._description import describe
+from jaxvec._env_slice import EnvFailure, EnvFn, EnvSlice
+from jaxvec._handoff import STEP
+from jaxvec._layout import Layout
+from jaxvec._segment import Arrays
+from jaxvec._spec import PoolSpec
+
+
+class SerialWorkers:
+    """Stands in for `ProcessWorkers`, with its methods."""
+
+    def __init__(self, env_fns: Sequence[EnvFn], *, learn_info: bool) -> None:
+        self._envs: list[_env_slice.Env] = []
+        with _typed():
+            self._envs = _env_slice.build(env_fns, 0)
+            self.description = describe(self._envs, first=0, learn_info=learn_info)
+
+    def attach(
+        self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
+    ) -> Arrays:
+        arrays = _segment.private(layout)
+        self._slice = EnvSlice(
+            self._envs, first=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode
+        )
+        return arrays
+
+    def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None:
+        with _typed():
+            (self._slice.step if operation == STEP else self._slice.reset)(slots)
+
+    def request(
+        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
+    ) -> list[Any]:
+        attribute = getattr(self._slice, name)
+        with _typed():
+            return [
+                attribute(*arguments(0, len(self._envs))) if callable(attribute) else attribute
+            ]
+
+    def close(self, timeout: float) -> None:
+        envs, self._envs = self._envs, []
+        with _typed():
+            _env_slice.close(envs, 0)
+
+    def kill(self) -> None:
+        """There is nothing to kill."""
+
+
+@contextmanager
+def _typed() -> Iterator[None]:
+    try:
+        yield
+    except EnvFailure as failure:
+        if isinstance(failure.__cause__, KeyboardInterrupt):
+            raise failure.__cause__ from None
+        raise _failures.to_error(_failures.report(failure), worker=None) from failure.__cause__

@@ -1,0 +1,195 @@
+"""The specification of a pool: what goes into a step and what comes out, hashable by value.
+
+Two pools of equal specification can serve the same compiled program. The memory layout and the
+`jax.ShapeDtypeStruct`s are both made from the leaves listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+
+from jaxvec._errors import UnsupportedSpaceError
+from jaxvec._spaces import DictNode, DtypePolicy, Leaf, Node, build, leaves, move, walk
+from jaxvec._timestep import TimeStep
+
+STATISTICS = ("env_id", "episode_return", "episode_length")
+_FINAL = ("final_obs", "_final_obs", "final_info")
+
+
+@dataclass(frozen=True)
+class EnvSpaces:
+    """What an env says of itself; `reward` is `None` for a scalar reward."""
+
+    observation: Space[Any]
+    action: Space[Any]
+    reward: Space[Any] | None
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """The shapes and dtypes of a pool's data.
+
+    Attributes:
+        num_envs: length of the first axis of every array.
+        action: leaves that a step takes.
+        obs, reward, terminated, truncated, info: leaves that a step returns.
+        declared: the part of `info` that the env itself fills in.
+    """
+
+    num_envs: int
+    action: Node
+    obs: Node
+    reward: Leaf
+    terminated: Leaf
+    truncated: Leaf
+    info: DictNode
+    declared: DictNode
+
+    @property
+    def has_final_obs(self) -> bool:
+        return "final_obs" in self.info.keys
+
+    @property
+    def has_final_info(self) -> bool:
+        return "final_info" in self.info.keys
+
+    @property
+    def timestep(self) -> tuple[Node, ...]:
+        """The nodes of a `TimeStep`, in its order."""
+        return (self.obs, self.reward, self.terminated, self.truncated, self.info)
+
+    @property
+    def timestep_leaves(self) -> tuple[Leaf, ...]:
+        return tuple(leaf for node in self.timestep for leaf in leaves(node))
+
+    @property
+    def action_leaves(self) -> tuple[Leaf, ...]:
+        return tuple(leaves(self.action))
+
+    def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Returns `(num_envs, *leaf.shape)`."""
+        return (self.num_envs, *leaf.shape)
+
+    def build_timestep(self, value: Callable[[Leaf], Any]) -> TimeStep:
+        """Builds a `TimeStep` with `value(leaf)` at each leaf."""
+        return TimeStep(*(build(node, value) for node in self.timestep))
+
+
+def make_spec(
+    spaces: EnvSpaces,
+    *,
+    num_envs: int,
+    autoreset_mode: AutoresetMode,
+    final_obs: bool,
+    declared: Mapping[str, Any],
+    policy: DtypePolicy,
+) -> PoolSpec:
+    """Makes the specification of a pool of `num_envs` envs.
+
+    Args:
+        spaces: of every env.
+        num_envs: number of envs.
+        autoreset_mode: under `SAME_STEP` info has `final_obs`, and `final_info` if keys are declared.
+        final_obs: whether to keep the last observation of an episode under `SAME_STEP`.
+        declared: info keys with a declaration each, see `declared_leaves`.
+        policy: from an env's dtypes to the stored ones.
+
+    Raises:
+        UnsupportedSpaceError: a leaf has no fixed shape or no dtype that JAX can hold.
+    """
+
+    def scalar(dtype: Any, *path: Any) -> Leaf:
+        return Leaf(path, (), np.dtype(dtype), policy(np.dtype(dtype)))
+
+    obs = walk(spaces.observation, root=("obs",), policy=policy)
+    reward = scalar(np.float64, "reward")
+    if spaces.reward is not None:
+        node = walk(spaces.reward, root=("reward",), policy=policy)
+        if not isinstance(node, Leaf):
+            raise UnsupportedSpaceError("reward: reward_space must be a single Box, not a nested space")
+        reward = node
+
+    declared_node = declared_leaves(declared, policy)
+    fields: dict[str, Node] = {
+        "env_id": scalar(np.int32, "info", "env_id"),
+        "episode_return": move(reward, ("info", "episode_return")),
+        "episode_length": scalar(np.int32, "info", "episode_length"),
+    }
+    if autoreset_mode is AutoresetMode.SAME_STEP:
+        if final_obs:
+            fields["final_obs"] = move(obs, ("info", "final_obs"))
+            fields["_final_obs"] = scalar(np.bool_, "info", "_final_obs")
+        if declared:
+            fields["final_info"] = move(declared_node, ("info", "final_info"))
+    fields |= zip(declared_node.keys, declared_node.children, strict=True)
+    return PoolSpec(
+        num_envs=num_envs,
+        action=walk(spaces.action, root=("action",), policy=policy),
+        obs=obs,
+        reward=reward,
+        terminated=scalar(np.bool_, "terminated"),
+        truncated=scalar(np.bool_, "truncated"),
+        info=DictNode(("info",), tuple(fields), tuple(fields.values())),
+        declared=declared_node,
+    )
+
+
+def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNode:
+    """Returns the node of the declared info keys, each followed by its mask `_key`.
+
+    Args:
+        declared: key to a Gymnasium space, a NumPy dtype (`int`, `"f4"`, `(np.float32, (3,))`), or
+            anything with `shape` and `dtype` (an array, a `jax.ShapeDtypeStruct`).
+        policy: from the declared dtypes to the stored ones.
+    """
+    keys: list[str] = []
+    children: list[Node] = []
+    for key, declaration in declared.items():
+        mask = f"_{key}"
+        if {key, mask} & {*STATISTICS, *_FINAL, *keys}:
+            raise ValueError(f"info: the key {key!r} is taken by jaxvec or declared twice; rename it")
+        keys += [key, mask]
+        children += [
+            _declared_node(key, declaration, policy),
+            Leaf(("info", mask), (), np.dtype(np.bool_), np.dtype(np.bool_)),
+        ]
+    return DictNode(("info",), tuple(keys), tuple(children))
+
+
+def undeclared(info: Mapping[str, Any] | Iterable[str] | None) -> tuple[dict[str, Any], list[str]]:
+    """Splits the user's `info=` into declarations and keys to be learnt from a first reset."""
+    if info is None:
+        return {}, []
+    if isinstance(info, str):
+        raise TypeError(f"info must be a dict or a list of keys, not the string {info!r}; use [{info!r}]")
+    given = dict(info) if isinstance(info, Mapping) else dict.fromkeys(info)
+    return given, [key for key, declaration in given.items() if declaration is None]
+
+
+def _declared_node(key: str, declaration: Any, policy: DtypePolicy) -> Node:
+    path = ("info", key)
+    if isinstance(declaration, Space):
+        return walk(declaration, root=path, policy=policy)
+    shape, dtype = getattr(declaration, "shape", None), getattr(declaration, "dtype", None)
+    if shape is None or dtype is None:
+        try:
+            parsed = np.dtype(declaration)
+        except TypeError as error:
+            raise UnsupportedSpaceError(
+                f"info[{key!r}]: can't read a shape and dtype from {declaration!r}; declare a "
+                "Gymnasium space, a NumPy dtype, or an array"
+            ) from error
+        dtype, shape = parsed.subdtype or (parsed, ())
+    dtype = np.dtype(dtype).newbyteorder("=")
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise UnsupportedSpaceError(
+            f"info[{key!r}]: {dtype} can't be an array inside jax.jit; declare numbers or bools, or "
+            "leave the key out and read it with VectorEnv.infos"
+        )
+    return Leaf(path, tuple(shape), dtype, policy(dtype))

@@ -1,0 +1,294 @@
+"""`VectorEnv`: what `jaxvec.make` returns, and the verbs for Python loops on NumPy."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, final
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from jaxvec import _actions, _env_fns, _seeds
+from jaxvec._description import Description
+from jaxvec._errors import UnsupportedSpaceError
+from jaxvec._pool import Pool, Timeouts
+from jaxvec._serial import SerialWorkers
+from jaxvec._spaces import DtypePolicy
+from jaxvec._spec import PoolSpec, make_spec, undeclared
+from jaxvec._timestep import TimeStep
+from jaxvec._workers import ProcessWorkers
+
+
+@final
+class VectorEnv:
+    """A pool of envs, stepped together. Made by `jaxvec.make`; closed by `close`, `with` or its end.
+
+    Its own `reset` and `step` serve Python loops on NumPy; `jaxvec.reset` and `jaxvec.step` serve
+    JAX. Both step the same envs: a call of one makes the handles of the other stale.
+
+    Attributes:
+        num_envs, num_workers: how many.
+        single_observation_space, single_action_space: of one env.
+        observation_space, action_space: batched, as Gymnasium batches them.
+        reward_space: of one env, `None` for a scalar reward.
+        autoreset_mode: what happens when an episode ends.
+        metadata, render_mode: of env 0.
+        spec: the shapes and dtypes of the pool's data.
+        transport: how compiled programs reach the pool.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        description: Description,
+        *,
+        num_workers: int,
+        autoreset_mode: AutoresetMode,
+        transport: str,
+    ) -> None:
+        spaces = description.spaces
+        self._pool = pool
+        self.spec: PoolSpec = pool.spec
+        self.num_envs = pool.spec.num_envs
+        self.num_workers = num_workers
+        self.single_observation_space: Space[Any] = spaces.observation
+        self.single_action_space: Space[Any] = spaces.action
+        self.observation_space: Space[Any] = batch_space(spaces.observation, self.num_envs)
+        self.action_space: Space[Any] = batch_space(spaces.action, self.num_envs)
+        self.reward_space = spaces.reward
+        self.autoreset_mode = autoreset_mode
+        self.metadata = {**description.metadata, "autoreset_mode": autoreset_mode}
+        self.render_mode = description.render_mode
+        self.transport = transport
+        # Runs once: at close(), at garbage collection or at the interpreter's exit.
+        self._close = weakref.finalize(self, pool.close)
+
+    @property
+    def pool(self) -> Pool:
+        """The pool itself, for jaxvec's own faces."""
+        return self._pool
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool was closed."""
+        return self._pool.closed
+
+    def reset(
+        self, *, seed: Any = None, mask: Any = None, options: dict[str, Any] | None = None
+    ) -> TimeStep:
+        """Resets all envs, or those of `mask`, whose rows alone change.
+
+        Args:
+            seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
+            mask: `[num_envs]` bool.
+            options: passed to every env's `reset`.
+
+        Returns:
+            NumPy arrays that later calls don't overwrite; reward 0, flags false for envs reset.
+
+        Raises:
+            EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
+            PoolBrokenError, PoolClosedError: it was already.
+            ValueError, TypeError: a bad argument; nothing was reset.
+        """
+        _, rows = self._pool.reset(
+            seeds=_seeds.expand(seed, self.num_envs),
+            mask=_seeds.check_mask(mask, self.num_envs),
+            options=options,
+            count=None,
+            caller="VectorEnv.reset on the host",
+        )
+        return self._timestep(rows)
+
+    def step(self, action: Any) -> TimeStep:
+        """Steps every env once.
+
+        Args:
+            action: pytree of the action space, leaves `[num_envs, ...]`.
+
+        Returns:
+            NumPy arrays that later calls don't overwrite.
+
+        Raises:
+            ActionError: wrong structure, shape or dtype; nothing was stepped.
+            ResetNeededError: an env was never reset or, without autoreset, has ended its episode.
+            EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
+            PoolBrokenError, PoolClosedError: it was already.
+        """
+        actions = _actions.flatten(self.spec, action)
+        _, rows = self._pool.step(actions, count=None, caller="VectorEnv.step on the host")
+        return self._timestep(rows)
+
+    @property
+    def infos(self) -> tuple[dict[str, Any], ...]:
+        """The raw info of each env's last reset or step, as the env returned it."""
+        return self._request("infos", lambda _first, _stop: ())
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Calls a method of every env, or reads an attribute; wrappers are looked through.
+
+        Returns:
+            One result for each env.
+
+        Raises:
+            EnvError: an env raised, or has no such attribute; the pool stays usable.
+        """
+        return self._request("call", lambda first, stop: (range(first, stop), name, args, kwargs))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Returns an attribute of every env; a method is called, as in Gymnasium."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets an attribute of every env: a list or tuple gives each its own value."""
+        each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * self.num_envs
+        if len(each) != self.num_envs:
+            raise ValueError(f"got {len(each)} values for {self.num_envs} envs")
+        self._request("set_attr", lambda first, stop: (range(first, stop), name, each[first:stop]))
+
+    def render(self) -> tuple[Any, ...]:
+        """Returns each env's `render()`."""
+        return self.call("render")
+
+    def raise_if_failed(self) -> None:
+        """Raises the typed error behind the last failure of a compiled program, if there was one."""
+        error = self._pool.take_program_error() or self._pool.broken_by
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Closes the envs and ends the workers; at most five seconds. Twice is fine."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes; where a program failed because of the pool, raises the pool's own, typed error."""
+        cause = self._pool.take_program_error()
+        self.close()
+        if cause is not None and kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+            raise cause from error
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "broken" if self._pool.broken_by else "open"
+        return (
+            f"VectorEnv(num_envs={self.num_envs}, num_workers={self.num_workers}, "
+            f"autoreset_mode={self.autoreset_mode.name}, {state})"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a VectorEnv can't be pickled: it owns processes and memory; make it anew")
+
+    def _request(
+        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
+        slices = self._pool.request(name, arguments)
+        return tuple(result for results in slices for result in results or ())
+
+    def _timestep(self, rows: list[NDArray[Any]]) -> TimeStep:
+        by_path = {leaf.path: row for leaf, row in zip(self.spec.timestep_leaves, rows, strict=True)}
+        return self.spec.build_timestep(lambda leaf: by_path[leaf.path])
+
+
+def start(
+    env: str | EnvSpec | Callable[..., Any] | Sequence[Callable[..., Any]],
+    num_envs: int | None,
+    *,
+    num_workers: int | None,
+    backend: str,
+    autoreset_mode: AutoresetMode | str,
+    final_obs: bool,
+    info: Mapping[str, Any] | Iterable[str] | None,
+    worker_env: Mapping[str, str | None] | None,
+    timeouts: Timeouts,
+    transport: str,
+    policy: DtypePolicy,
+    env_kwargs: dict[str, Any],
+) -> VectorEnv:
+    """Starts a pool; see `jaxvec.make`. `policy` maps the spaces' dtypes to the stored ones."""
+    mode = _autoreset_mode(autoreset_mode)
+    declared, learnt = undeclared(info)
+    env_fns = _env_fns.resolve(env, num_envs, env_kwargs)
+    num_workers = _num_workers(num_workers, len(env_fns), backend)
+    if backend == "serial":
+        if worker_env:
+            raise ValueError('worker_env needs worker processes; backend="serial" has none')
+        workers = SerialWorkers(env_fns, learn_info=bool(learnt))
+    else:
+        workers = ProcessWorkers(
+            env_fns,
+            num_workers=num_workers,
+            worker_env=worker_env,
+            learn_info=bool(learnt),
+            timeout=timeouts.start,
+        )
+    try:
+        description = workers.description
+        spec = make_spec(
+            description.spaces,
+            num_envs=len(env_fns),
+            autoreset_mode=mode,
+            final_obs=final_obs,
+            declared=declared | _learn(learnt, description),
+            policy=policy,
+        )
+        pool = Pool(
+            workers, spec, num_workers=num_workers, autoreset_mode=mode, timeouts=timeouts
+        )
+        return VectorEnv(
+            pool, description, num_workers=num_workers, autoreset_mode=mode, transport=transport
+        )
+    except BaseException:
+        workers.close(timeout=1)
+        raise
+
+
+def _autoreset_mode(mode: AutoresetMode | str) -> AutoresetMode:
+    for known in AutoresetMode:
+        if mode in (known, known.name, known.value):
+            return known
+    names = ", ".join(known.name for known in AutoresetMode)
+    raise ValueError(f"autoreset_mode must be one of {names}, not {mode!r}")
+
+
+def _num_workers(num_workers: int | None, num_envs: int, backend: str) -> int:
+    if backend not in ("process", "serial"):
+        raise ValueError(f'backend must be "process" or "serial", not {backend!r}')
+    if backend == "serial":
+        if num_workers not in (None, 1):
+            raise ValueError(f'backend="serial" has one worker, this process, not {num_workers}')
+        return 1
+    if num_workers is None:
+        # Cores this process may use, where the platform can tell: containers often allow fewer.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return min(num_envs, cores or 1)
+    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or not 1 <= num_workers <= num_envs:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(
+            f"num_workers must be an integer from 1 to num_envs ({num_envs}), not {num_workers!r}"
+        )
+    return num_workers
+
+
+def _learn(keys: list[str], description: Description) -> dict[str, Any]:
+    """Takes the arrays of undeclared info keys from env 0's first reset."""
+    info = description.info or {}
+    for key in keys:
+        if key not in info:
+            raise UnsupportedSpaceError(
+                f"info: env 0's first reset returned no {key!r}, only {sorted(info)}; declare its dtype "
+                f"and shape, as in info={{{key!r}: np.float32}}"
+            )
+    return {key: np.asarray(info[key]) for key in keys}

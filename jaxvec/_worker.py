@@ -1,0 +1,150 @@
+"""`python -m jaxvec._worker`: a worker process. Attaches, builds its slice, serves until end of file.
+
+It never imports jax. It is its own interpreter, not a child of `multiprocessing`: so it neither runs
+the user's script again nor is forked from a process that has JAX's threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cloudpickle
+
+from jaxvec import _channel, _env_slice, _failures, _segment
+from jaxvec._description import describe
+from jaxvec._env_slice import Env, EnvFailure, EnvSlice
+from jaxvec._handoff import STEP, Work, WorkerEnd
+from jaxvec._messages import Attach, Ready, Reply, Request, Setup
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    lifeline, control = int(sys.argv[1]), int(sys.argv[2])
+    _die_with_parent(lifeline)
+    channel = _channel.adopt(control)
+    try:
+        setup: Setup = channel.receive()
+        _adopt_paths(setup)
+        with _reporting(channel):
+            envs = _build(setup)
+            try:
+                with _reporting(channel):
+                    channel.send(Ready(_describe(envs, setup)))
+                    _serve(channel, envs, setup.first)
+            finally:
+                _env_slice.close(envs, setup.first)
+    except EOFError:
+        pass  # the parent closed the pool
+
+
+def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
+    """Serves until end of file. A failed env is reported; what then happens is up to the parent."""
+    attach: Attach = channel.receive()
+    segment = channel.descriptors.pop()
+    arrays = _segment.attach(segment, attach.layout)
+    os.close(segment)
+    env_slice = EnvSlice(
+        envs, first=first, spec=attach.spec, arrays=arrays, autoreset_mode=attach.autoreset_mode
+    )
+    end = WorkerEnd(arrays, attach.worker, channel)
+    channel.send(Reply())
+    while True:
+        for message in end.receive():
+            if isinstance(message, Work):
+                with _reporting(channel):
+                    (env_slice.step if message.operation == STEP else env_slice.reset)(message.slots)
+                    end.post(message.slots)
+            else:
+                channel.send(_answer(env_slice, message))
+
+
+@contextmanager
+def _reporting(channel: _channel.Channel) -> Iterator[None]:
+    try:
+        yield
+    except EnvFailure as failure:
+        channel.send(_failures.report(failure))
+
+
+def _adopt_paths(setup: Setup) -> None:
+    """Imports from where the parent imports, whatever we had to be started with."""
+    sys.path[:] = setup.sys_path
+    if setup.python_path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = setup.python_path
+
+
+def _build(setup: Setup) -> list[Env]:
+    try:
+        env_fns = pickle.loads(setup.env_fns)
+    except BaseException as error:
+        raise EnvFailure(setup.first, "constructor") from error
+    return _env_slice.build(env_fns, setup.first)
+
+
+def _describe(envs: list[Env], setup: Setup) -> bytes:
+    description = describe(envs, first=setup.first, learn_info=setup.learn_info)
+    try:
+        return cloudpickle.dumps(description)
+    except Exception as error:
+        raise EnvFailure(setup.first, "constructor") from error
+
+
+def _answer(env_slice: EnvSlice, request: Request) -> Reply:
+    """Serves a request; a failure is an answer, too."""
+    try:
+        attribute = getattr(env_slice, request.name)
+        result: Any = attribute(*request.args) if callable(attribute) else attribute
+        try:
+            return Reply(cloudpickle.dumps(result))
+        except Exception as error:
+            raise EnvFailure(env_slice.first, request.name) from error
+    except EnvFailure as failure:
+        return Reply(failure=_failures.report(failure))
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """Makes the end of the parent, however it comes, the end of this process group.
+
+    The parent alone holds the lifeline's write end, so its death closes the pipe. On Linux the
+    kernel then kills the whole group: even while env code holds the GIL, and with all processes
+    that the envs have started. Each worker opens the pipe anew, because a signal's owner belongs
+    to the open file description. (PR_SET_PDEATHSIG would fire when the *thread* ends that started
+    us.) Elsewhere a thread watches.
+    """
+    if sys.platform == "linux":
+        own = os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+        os.close(lifeline)
+        if _closed(own):  # the parent died before we asked for the signal
+            os._exit(1)
+    else:
+        os.set_inheritable(lifeline, False)
+
+        def watch() -> None:
+            os.read(lifeline, 1)
+            os.killpg(0, signal.SIGKILL)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _closed(pipe: int) -> bool:
+    try:
+        return os.read(pipe, 1) == b""
+    except BlockingIOError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Starts and supervises worker processes; every way in which one can fail becomes a typed error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from jaxvec import _channel, _failures, _segment
+from jaxvec._channel import Channel
+from jaxvec._description import Description, require_equal
+from jaxvec._env_slice import RUNNING, EnvFn
+from jaxvec._errors import EnvTimeoutError, WorkerDiedError
+from jaxvec._handoff import ParentEnd
+from jaxvec._layout import Layout, split
+from jaxvec._messages import Attach, Ready, Reply, Request, Setup
+from jaxvec._rows import reader
+from jaxvec._segment import Arrays
+from jaxvec._spec import PoolSpec
+
+_logger = logging.getLogger("jaxvec")
+
+# Workers share the machine's cores, so each gets one thread; and they never touch the accelerator.
+_WORKER_ENV: dict[str, str | None] = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": None,
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
+_LOOK_AROUND = 0.2  # seconds between looks at processes that died without closing their socket
+
+
+class ProcessWorkers:
+    """The worker processes of one pool. `close()` ends them, whatever state they are in."""
+
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        *,
+        num_workers: int,
+        worker_env: Mapping[str, str | None] | None,
+        learn_info: bool,
+        timeout: float | None,
+    ) -> None:
+        """Starts the workers and waits until every env is built.
+
+        Raises:
+            EnvError: an env's constructor raised.
+            WorkerDiedError: a worker died.
+            EnvTimeoutError: the envs were not built within `timeout` seconds.
+        """
+        self._slices = split(len(env_fns), num_workers)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._poll = select.poll()
+        self._by_fd: dict[int, int] = {}
+        self._arrays: Arrays | None = None
+        self._handoff: ParentEnd | None = None
+        read_end, self._lifeline = os.pipe()
+        try:
+            for _ in self._slices:
+                self._spawn(read_end, worker_env or {})
+            deadline = _deadline(timeout)
+            for worker, (first, stop) in enumerate(self._slices):
+                self._send(worker, _setup(env_fns[first:stop], first, learn_info), deadline)
+            self.description = self._describe(deadline, timeout)
+        except BaseException:
+            self.close(timeout=0)
+            raise
+        finally:
+            os.close(read_end)
+
+    def attach(
+        self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
+    ) -> Arrays:
+        """Creates the segment, shares it with the workers, and returns its arrays."""
+        deadline = _deadline(timeout)
+        descriptor = _segment.create(layout)
+        try:
+            for worker, channel in enumerate(self._channels):
+                message = Attach(worker, layout, spec, autoreset_mode)
+                channel.send(message, deadline=deadline, descriptors=[descriptor])
+            arrays = _segment.attach(descriptor, layout)
+        finally:
+            os.close(descriptor)
+        self._spec = spec
+        self._gather(deadline, "attach", timeout)
+        self._arrays = arrays
+        self._handoff = ParentEnd(arrays, self._slices, self._channels)
+        return arrays
+
+    def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None:
+        """Hands `slots` to the workers and waits until all are done.
+
+        Raises:
+            EnvError: an env raised or returned wrong data.
+            WorkerDiedError: a worker died.
+            EnvTimeoutError: the envs did not finish within `timeout` seconds.
+        """
+        assert self._handoff is not None
+        deadline = _deadline(timeout)
+        self._handoff.send(operation, slots)
+
+        def listen() -> Iterable[int]:
+            return [worker for worker, _ in self._listen(deadline, name, timeout)]
+
+        self._handoff.receive(len(slots), listen)
+
+    def request(
+        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
+    ) -> list[Any]:
+        """Calls the method `name` of each worker's `EnvSlice`; returns a result per worker.
+
+        Args:
+            arguments: of the slice of envs `first` to `stop - 1`.
+
+        Raises:
+            EnvError: an env raised; every worker has finished the call all the same.
+        """
+        deadline = _deadline(timeout)
+        for worker, (first, stop) in enumerate(self._slices):
+            self._send(worker, Request(name, arguments(first, stop)), deadline)
+        replies = self._gather(deadline, name, timeout)
+        for worker, reply in enumerate(replies):
+            if reply.failure is not None:
+                raise _failures.to_error(reply.failure, worker=worker)
+        return [pickle.loads(reply.result) for reply in replies]
+
+    def close(self, timeout: float) -> None:
+        """Ends the workers: politely for `timeout` seconds, so that envs can close; then by SIGKILL."""
+        for channel in self._channels:
+            channel.shut()
+        self._await_end(time.monotonic() + timeout)
+        # Not reaped yet, so no pid can have been given to another process. The whole group goes:
+        # with a worker that won't end, whatever its envs have started.
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        for channel in self._channels:
+            channel.close()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+        self._lifeline = -1
+        self._processes, self._channels = [], []
+        self._arrays = self._handoff = None
+
+    def kill(self) -> None:
+        """Kills the workers at once, from any thread; whoever waits for them gets an error."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _spawn(self, lifeline: int, worker_env: Mapping[str, str | None]) -> None:
+        channel, theirs = _channel.pair()
+        self._channels.append(channel)
+        package_root = str(Path(__file__).resolve().parents[1])
+        python_path = os.environ.get("PYTHONPATH")
+        env = {**os.environ, **_WORKER_ENV, **worker_env}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, python_path]))
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "jaxvec._worker", str(lifeline), str(theirs)],
+                env={name: value for name, value in env.items() if value is not None},
+                pass_fds=[lifeline, theirs],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C in a terminal is for the parent alone
+            )
+        finally:
+            os.close(theirs)
+        self._processes.append(process)
+        self._by_fd[channel.fileno()] = len(self._channels) - 1
+        self._poll.register(channel, select.POLLIN)
+
+    def _send(self, worker: int, message: Any, deadline: float | None) -> None:
+        try:
+            self._channels[worker].send(message, deadline=deadline)
+        except EOFError as error:
+            raise self._died(worker) from error
+
+    def _describe(self, deadline: float | None, timeout: float | None) -> Description:
+        """Waits for every worker's description; returns worker 0's, which all others must equal."""
+        ready = self._gather(deadline, "constructor", timeout)
+        descriptions: list[Description] = [pickle.loads(said.description) for said in ready]
+        for (env_id, _), description in zip(self._slices, descriptions, strict=True):
+            require_equal(descriptions[0].spaces, description.spaces, 0, env_id)
+        return descriptions[0]
+
+    def _gather(self, deadline: float | None, name: str, timeout: float | None) -> list[Any]:
+        """Waits for one message from each worker."""
+        messages: dict[int, Ready | Reply] = {}
+        while len(messages) < len(self._slices):
+            missing = [worker for worker in range(len(self._slices)) if worker not in messages]
+            for worker, message in self._listen(deadline, name, timeout, missing):
+                messages[worker] = message
+        return [messages[worker] for worker in range(len(self._slices))]
+
+    def _listen(
+        self,
+        deadline: float | None,
+        name: str,
+        timeout: float | None,
+        waiting_for: Sequence[int] = (),
+    ) -> list[tuple[int, Any]]:
+        """Waits for wakes and messages, at least one, and returns them with their workers.
+
+        Every wait of the parent is this one, so a worker's death or an env's failure ends it at
+        once. It sleeps in `poll`, without the GIL, and lets signal handlers run.
+        """
+        while True:
+            remaining = _LOOK_AROUND if deadline is None else deadline - time.monotonic()
+            events = self._poll.poll(max(min(remaining, _LOOK_AROUND), 0) * 1000)
+            heard: list[tuple[int, Any]] = []
+            for fd, _ in events:
+                worker = self._by_fd[fd]
+                try:
+                    message = self._channels[worker].receive(deadline)
+                except EOFError as error:
+                    raise self._died(worker) from error
+                if isinstance(message, _failures.Report):
+                    raise _failures.to_error(message, worker=worker)
+                heard.append((worker, message))
+            if heard:
+                return heard
+            # An env may have forked a process that keeps a dead worker's socket open.
+            for worker, process in enumerate(self._processes):
+                if process.poll() is not None:
+                    raise self._died(worker)
+            if remaining <= 0:
+                raise self._timed_out(name, timeout, waiting_for)
+
+    def _died(self, worker: int) -> WorkerDiedError:
+        try:
+            exitcode = self._processes[worker].wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            exitcode = None  # closed its socket, but lives; close() will kill it
+        first, stop = self._slices[worker]
+        doing = self._running(range(first, stop))
+        return WorkerDiedError(
+            f"worker {worker} ({_envs(range(first, stop))}) {_ending(exitcode)} while "
+            f"{doing or 'idle or starting'}; what it printed on its standard error may tell more",
+            worker=worker,
+            env_ids=tuple(range(first, stop)),
+            exitcode=exitcode,
+        )
+
+    def _timed_out(
+        self, name: str, timeout: float | None, waiting_for: Sequence[int]
+    ) -> EnvTimeoutError:
+        if self._handoff is None or waiting_for:
+            slow = [slot for worker in waiting_for for slot in range(*self._slices[worker])]
+            doing = f"the workers of {_envs(slow)} have not answered"
+        else:
+            slow = self._handoff.unfinished().tolist()
+            doing = f"{self._running(slow) or 'no env is running'}; unfinished: {_envs(slow)}"
+        return EnvTimeoutError(
+            f"{name} timed out after {timeout} s: {doing}", env_ids=tuple(slow)
+        )
+
+    def _running(self, slots: Iterable[int]) -> str:
+        """Says which of `slots` are inside their env's code now, and with what action."""
+        if self._arrays is None:
+            return ""
+        status = self._arrays["status",]
+        running = np.array([slot for slot in slots if status[slot] == RUNNING], np.intp)
+        actions = reader(self._spec.action, self._arrays)(running)
+        return ", ".join(
+            f"env {slot} (worker {self._worker_of(slot)}) is running, last action "
+            f"{_failures.describe_action(action)}"
+            for slot, action in zip(running.tolist(), actions, strict=True)
+        )
+
+    def _worker_of(self, slot: int) -> int:
+        return next(w for w, (first, stop) in enumerate(self._slices) if first <= slot < stop)
+
+    def _await_end(self, deadline: float) -> None:
+        """Waits until every worker has closed its end; logs envs whose `close` failed."""
+        open_fds = dict(self._by_fd)
+        poll = select.poll()
+        for fd in open_fds:
+            poll.register(fd, select.POLLIN)
+        while open_fds and (remaining := deadline - time.monotonic()) > 0:
+            for fd, _ in poll.poll(remaining * 1000):
+                try:
+                    message = self._channels[open_fds[fd]].receive(deadline)
+                except (EOFError, TimeoutError):
+                    poll.unregister(fd)
+                    del open_fds[fd]
+                    continue
+                if isinstance(message, _failures.Report) and message.operation == "close":
+                    _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
+
+
+def _setup(env_fns: Sequence[EnvFn], first: int, learn_info: bool) -> Setup:
+    try:
+        pickled: bytes = cloudpickle.dumps(list(env_fns))
+    except Exception as error:
+        raise TypeError(
+            f"the constructor of env {first} can't be pickled, so it can't be sent to a worker: {error}; "
+            'make what it needs inside it, or use backend="serial"'
+        ) from error
+    return Setup(
+        sys_path=list(sys.path),
+        python_path=os.environ.get("PYTHONPATH"),
+        first=first,
+        env_fns=pickled,
+        learn_info=learn_info and first == 0,
+    )
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _envs(env_ids: Sequence[int]) -> str:
+    if len(env_ids) == 1:
+        return f"env {env_ids[0]}"
+    if len(env_ids) > 2 and list(env_ids) == list(range(env_ids[0], env_ids[-1] + 1)):
+        return f"envs {env_ids[0]} to {env_ids[-1]}"
+    return f"envs {', '.join(map(str, env_ids))}"
+
+
+def _ending(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closed its control socket"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    name = signal.Signals(-exitcode).name
+    hint = " (perhaps by the kernel, for want of memory)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

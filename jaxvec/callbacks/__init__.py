@@ -1,0 +1,1 @@
+"""The JAX face: the only part of jaxvec that imports jax."""

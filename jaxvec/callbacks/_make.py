@@ -1,0 +1,89 @@
+"""`make`: starts a pool that stores what JAX will see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode
+
+from jaxvec._pool import Timeouts
+from jaxvec._spaces import as_is, as_jax
+from jaxvec._vector_env import VectorEnv, start
+
+_TRANSPORTS = ("auto", "io_callback")
+
+
+def make(
+    env: str | EnvSpec | Callable[..., Any] | Sequence[Callable[..., Any]],
+    num_envs: int | None = None,
+    *,
+    num_workers: int | None = None,
+    backend: str = "process",
+    autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+    final_obs: bool = True,
+    info: Mapping[str, Any] | Iterable[str] | None = None,
+    worker_env: Mapping[str, str | None] | None = None,
+    start_timeout: float | None = 60,
+    reset_timeout: float | None = 60,
+    step_timeout: float | None = 60,
+    transport: str = "auto",
+    **env_kwargs: Any,
+) -> VectorEnv:
+    """Starts worker processes, builds the envs in them, and returns the pool.
+
+    Args:
+        env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list of such
+            callables. One with a required positional parameter gets the env's index. Lambdas,
+            closures and classes of `__main__` or a notebook are fine; no main guard is needed.
+        num_envs: how many envs; may be left out for a list.
+        num_workers: how many processes share them; as many as there are usable cores by default.
+        backend: `"process"`, or `"serial"` to step all envs in this process, for debugging.
+        autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name.
+        final_obs: under `SAME_STEP`, return the last observation of episodes in `info`.
+        info: keys of the envs' info to return as arrays: a dict of key to dtype (`int`, `"f4"`,
+            `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of
+            keys. dtype and shape of a key without a declaration are those of env 0's first info, for
+            which env 0 is reset once. Each key comes with a mask `_key`; a missing one reads as 0.
+        worker_env: environment variables of the workers; `None` as a value unsets one. By default
+            they run numerical libraries on one thread and keep off the accelerator.
+        start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
+            processes; the serial backend has none.
+        transport: how compiled programs reach the pool: `"io_callback"`, or `"auto"` to choose.
+        **env_kwargs: for `gymnasium.make`, or the callables.
+
+    Returns:
+        The pool. Keep it for as long as its handles are used.
+
+    Raises:
+        UnsupportedSpaceError: a space has a leaf without fixed shape and dtype; names the leaf.
+        SpaceMismatchError: the envs' spaces differ.
+        EnvError: a constructor raised; names the env, with its traceback.
+        WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
+        ValueError, TypeError: a bad argument.
+    """
+    if transport not in _TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {transport!r}")
+    for name, seconds in (
+        ("start_timeout", start_timeout),
+        ("reset_timeout", reset_timeout),
+        ("step_timeout", step_timeout),
+    ):
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{name} must be above 0 seconds, or None, not {seconds!r}")
+    return start(
+        env,
+        num_envs,
+        num_workers=num_workers,
+        backend=backend,
+        autoreset_mode=autoreset_mode,
+        final_obs=final_obs,
+        info=info,
+        worker_env=worker_env,
+        timeouts=Timeouts(start_timeout, reset_timeout, step_timeout),
+        transport="io_callback" if transport == "auto" else transport,
+        policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        env_kwargs=env_kwargs,
+    )
