@@ -75,6 +75,16 @@ class Timeouts:
     step: float | None
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The pool's views of its segment; all `[num_envs, ...]`."""
+
+    seeds: NDArray[np.int64]
+    actions: list[NDArray[Any]]
+    results: list[NDArray[Any]]
+    over: tuple[NDArray[np.bool_], NDArray[np.bool_]]  # terminated, truncated
+
+
 class Pool:
     """The envs, their memory, and who may step them now."""
 
@@ -93,10 +103,12 @@ class Pool:
         self._timeouts = timeouts
         layout = make_layout(spec, num_workers=num_workers)
         arrays = workers.attach(layout, spec, autoreset_mode, timeouts.start)
-        self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
-        self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
-        self._terminated, self._truncated = arrays["terminated",], arrays["truncated",]
-        self._seeds = arrays["seed",]
+        self._rows = _Rows(
+            seeds=arrays["seed",],
+            actions=[arrays[leaf.path] for leaf in spec.action_leaves],
+            results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
+            over=(arrays["terminated",], arrays["truncated",]),
+        )
         self._all = np.arange(spec.num_envs)
         self._needs_reset = np.ones(spec.num_envs, np.bool_)
         self._options: dict[str, Any] | None = None  # that the workers hold
@@ -159,7 +171,7 @@ class Pool:
             self._require_usable()
             self._require_fresh(count)
             slots = self._all if mask is None else np.flatnonzero(mask)
-            self._seeds[:] = -1 if seeds is None else seeds
+            self._rows.seeds[:] = -1 if seeds is None else seeds
             with self._breaking():
                 self._send_options(options)
                 self._workers.run(RESET, slots, name="reset", timeout=self._timeouts.reset)
@@ -182,12 +194,12 @@ class Pool:
             self._require_usable()
             self._require_fresh(count)
             self._require_reset()
-            for stored, action in zip(self._actions, actions, strict=True):
+            for stored, action in zip(self._rows.actions, actions, strict=True):
                 np.copyto(stored, action)
             with self._breaking():
                 self._workers.run(STEP, self._all, name="step", timeout=self._timeouts.step)
             if self._autoreset_mode is AutoresetMode.DISABLED:
-                np.logical_or(self._terminated, self._truncated, out=self._needs_reset)
+                np.logical_or(*self._rows.over, out=self._needs_reset)
             return self._finish(caller)
 
     def request(
@@ -213,12 +225,15 @@ class Pool:
         Legal at any time, from any thread, and twice: a step that is under way is ended by force,
         and raises `PoolClosedError`.
         """
+        if self._closed:
+            return
         self._closed = True
         if not self._lock.acquire(blocking=False):
             self._workers.kill()
             self._lock.acquire()
         try:
             self._workers.close(timeout if self._broken_by is None else min(timeout, 1.0))
+            del self._rows  # and with it the segment: nobody else has views of it
         finally:
             self._lock.release()
 
@@ -258,7 +273,7 @@ class Pool:
     def _finish(self, caller: str) -> tuple[int, list[NDArray[Any]]]:
         self._count = (self._count + 1) % _COUNTS
         self._last_caller = caller
-        return self._count, [array.copy() for array in self._results]
+        return self._count, [array.copy() for array in self._rows.results]
 
     @contextmanager
     def _breaking(self, *, survives: type[BaseException] | tuple[()] = ()) -> Iterator[None]:

@@ -1,0 +1,67 @@
+"""Fixtures, and the watch for anything left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import psutil
+import pytest
+
+import jaxvec
+
+
+def _leftovers() -> dict[str, int]:
+    """Counts what a pool could leave behind in this process and machine."""
+    found = {"children": len(psutil.Process().children(recursive=True))}
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except OSError:
+            continue
+        kind = "segment" if "memfd:jaxvec" in target else target.split(":")[0] if ":" in target else "file"
+        found[kind] = found.get(kind, 0) + 1
+    found["shm"] = len(list(Path("/dev/shm").iterdir()))
+    found["segment maps"] = Path("/proc/self/maps").read_text().count("memfd:jaxvec")
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails the session if it leaves children, descriptors, maps or /dev/shm entries."""
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # what JAX opens, it opens now
+    before = _leftovers()
+    yield
+    deadline = time.monotonic() + 5
+    while True:
+        gc.collect()
+        after = _leftovers()
+        more = {kind: n for kind, n in after.items() if n > before.get(kind, 0)}
+        if not more or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)  # a killed process is reaped a moment later
+    assert not more, f"left behind: {more}; before: {before}"
+
+
+@pytest.fixture(params=["process", "serial"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Runs a test over both backends."""
+    return request.param
+
+
+@pytest.fixture
+def make() -> Iterator[object]:
+    """Yields `jaxvec.make`, and closes every pool made by it."""
+    made: list[jaxvec.VectorEnv] = []
+
+    def make(*args: object, **kwargs: object) -> jaxvec.VectorEnv:
+        made.append(jaxvec.make(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for envs in made:
+        envs.close()

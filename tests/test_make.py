@@ -1,0 +1,378 @@
+"""`jaxvec.make`: every kind of env and argument, and what `VectorEnv` says of itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+
+class SizedEnv(CountingEnv):
+    def __init__(self, size=4, flavour=None):
+        super().__init__()
+        self.size, self.flavour = size, flavour
+        self.observation_space = spaces.Box(-1, 1, (size,), np.float32)
+
+    def _observe(self, action):
+        return np.full(self.size, 0.5, np.float32)
+
+
+def test_an_id_and_its_spec_and_kwargs(make, backend):
+    for env in ("CartPole-v1", gymnasium.spec("CartPole-v1")):
+        envs = make(env, 3, backend=backend, max_episode_steps=2, sutton_barto_reward=True)
+        envs.reset(seed=0)
+        assert envs.get_attr("_sutton_barto_reward") == (True,) * 3
+        envs.step(np.zeros(3, int))
+        assert envs.step(np.zeros(3, int)).truncated.all()
+
+
+def test_an_id_with_its_module_and_one_without_version(make):
+    assert make("gymnasium.envs.classic_control:CartPole-v1", 1).num_envs == 1
+    assert make("CartPole", 1).num_envs == 1
+
+
+def test_an_unknown_id_is_gymnasiums_own_error():
+    with pytest.raises(gymnasium.error.NameNotFound, match="CartPool"):
+        jaxvec.make("CartPool-v1", 2)
+
+
+def test_an_env_registered_here_works_in_workers(make):
+    class Local(CountingEnv):
+        pass
+
+    gymnasium.register("Local-v0", entry_point=Local, max_episode_steps=3)
+    try:
+        envs = make("Local-v0", 2)
+        envs.reset()
+        assert [envs.step(np.zeros(2, int)).truncated.all() for _ in range(3)] == [False, False, True]
+    finally:
+        del gymnasium.registry["Local-v0"]
+
+
+def test_callables_lambdas_closures_and_kwargs(make, backend):
+    flavour = "closure"
+    assert make(SizedEnv, 2, backend=backend, flavour="kw").get_attr("flavour") == ("kw", "kw")
+    assert make(lambda: SizedEnv(flavour=flavour), 2, backend=backend).get_attr("flavour") == ("closure",) * 2
+    assert make(lambda index: SizedEnv(flavour=index), 3, backend=backend).get_attr("flavour") == (0, 1, 2)
+    assert make([lambda i=i: SizedEnv(flavour=i) for i in (7, 8)], backend=backend).get_attr("flavour") == (7, 8)
+    assert make([lambda i: SizedEnv(flavour=i)] * 2, 2, backend=backend).get_attr("flavour") == (0, 1)
+
+
+def test_classes_of_main_need_no_main_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import helper_beside_the_script, jax, jaxvec
+            print("main runs")
+            class Mine(helper_beside_the_script.Base):
+                def answer(self):
+                    return helper_beside_the_script.ANSWER
+            envs = jaxvec.make(Mine, 2)
+            handle, _ = jaxvec.reset(envs, seed=0)
+            handle, timestep = jax.jit(jaxvec.step)(handle, jax.numpy.array([3, 4]))
+            print(envs.call("answer"), timestep.obs[:, 3])
+            """
+        )
+    )
+    (tmp_path / "helper_beside_the_script.py").write_text(
+        "from jaxvec.testing import CountingEnv as Base\nANSWER = 42\n"
+    )
+    root = os.path.dirname(os.path.dirname(jaxvec.__file__))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("main runs\n(42, 42) [3 4]\n", "")
+
+
+def test_workers_are_as_many_as_asked_and_split_evenly(make):
+    class Env(CountingEnv):
+        def pid(self):
+            return os.getpid()
+
+    envs = make(Env, 5, num_workers=3)
+    pids = envs.call("pid")
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [1, 2, 2]
+    assert envs.num_workers == 3
+    assert len(set(make(Env, 2).call("pid")) - {os.getpid()}) == min(2, len(os.sched_getaffinity(0)))
+    assert make(Env, 2, backend="serial").call("pid") == (os.getpid(),) * 2
+
+
+def test_worker_env_and_its_defaults(make):
+    class Env(CountingEnv):
+        def environ(self):
+            names = ("OMP_NUM_THREADS", "JAX_PLATFORMS", "XLA_FLAGS", "MINE", "HOME", "PYTHONPATH")
+            return [os.environ.get(name) for name in names]
+
+    (seen,) = make(Env, 1).call("environ")
+    assert seen == ["1", "cpu", None, None, os.environ.get("HOME"), os.environ.get("PYTHONPATH")]
+    (seen,) = make(Env, 1, worker_env={"OMP_NUM_THREADS": "4", "MINE": "yes", "HOME": None}).call("environ")
+    assert seen[:5] == ["4", "cpu", None, "yes", None]
+
+
+BAD = [
+    (("CartPole-v1", 0), {}, ValueError, "num_envs must be an integer of at least 1, not 0"),
+    (("CartPole-v1", 2.0), {}, ValueError, "num_envs must be an integer"),
+    (("CartPole-v1",), {}, ValueError, "num_envs is missing"),
+    (([CountingEnv], 2), {}, ValueError, "num_envs is 2, but the list has 1"),
+    (([],), {}, ValueError, "num_envs must be"),
+    ((3, 2), {}, TypeError, "got int for env 0"),
+    ((CountingEnv(), 2), {}, TypeError, "pass a function that makes the env"),
+    ((lambda a, b: CountingEnv(), 2), {}, TypeError, r"requires the arguments \['a', 'b'\]"),
+    ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process" or "serial"'),
+    ((CountingEnv, 2), {"autoreset_mode": "SOMETIMES"}, ValueError, "SAME_STEP, DISABLED|NEXT_STEP"),
+    ((CountingEnv, 2), {"num_workers": 3}, ValueError, r"from 1 to num_envs \(2\), not 3"),
+    ((CountingEnv, 2), {"num_workers": 0}, ValueError, "from 1 to num_envs"),
+    ((CountingEnv, 2), {"transport": "pigeon"}, ValueError, "transport must be one of"),
+    ((CountingEnv, 2), {"step_timeout": 0}, ValueError, "step_timeout must be above 0"),
+    ((CountingEnv, 2), {"info": "lives"}, TypeError, r"use \['lives'\]"),
+    ((CountingEnv, 2), {"info": ["lives"]}, TypeError, "first reset returned no 'lives', only"),
+    ((CountingEnv, 2), {"info": {"env_id": int}}, ValueError, "'env_id' is taken"),
+    ((CountingEnv, 2), {"info": {"x": "what?"}}, TypeError, "can't read a shape and dtype"),
+    ((CountingEnv, 2), {"info": {"x": str}}, TypeError, "can't be an array inside jax.jit"),
+    ((lambda: 3, 2), {}, jaxvec.EnvError, "expected a gymnasium.Env, got int"),
+    (
+        (CountingEnv, 2),
+        {"backend": "serial", "worker_env": {"A": "b"}},
+        ValueError,
+        "worker_env needs worker processes",
+    ),
+    ((CountingEnv, 2), {"backend": "serial", "num_workers": 2}, ValueError, "has one worker"),
+    ((CountingEnv, 2), {"nonsense": 1}, jaxvec.EnvError, "unexpected keyword argument 'nonsense'"),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "kind", "text"), BAD)
+def test_bad_arguments_say_what_to_do(args, kwargs, kind, text):
+    with pytest.raises(kind, match=text):
+        jaxvec.make(*args, **kwargs)
+
+
+def test_an_env_that_cannot_be_pickled_is_refused():
+    lock = __import__("threading").Lock()
+    with pytest.raises(TypeError, match=r"constructor of env 0 can't be pickled.*serial"):
+        jaxvec.make(lambda: (lock, CountingEnv())[1], 2)
+
+
+def test_it_says_of_itself_what_gymnasium_would(make):
+    envs = make("Pendulum-v1", 3, autoreset_mode="NEXT_STEP", render_mode="rgb_array")
+    oracle = gymnasium.make_vec("Pendulum-v1", 3, vectorization_mode="sync", render_mode="rgb_array")
+    for name in ("num_envs", "single_observation_space", "observation_space", "single_action_space",
+                 "action_space", "metadata", "render_mode"):
+        assert getattr(envs, name) == getattr(oracle, name), name
+    assert envs.autoreset_mode is AutoresetMode.NEXT_STEP
+    assert repr(envs) == "VectorEnv(num_envs=3, num_workers=2, autoreset_mode=NEXT_STEP, open)"
+    oracle.close()
+
+
+def test_attributes_calls_and_raw_infos(make, backend):
+    envs = make(lambda index: SizedEnv(flavour=index), 3, backend=backend)
+    envs.reset(seed=5, options={"level": 2})
+    assert envs.infos == tuple({"seed": 5 + i, "options": {"level": 2}} for i in range(3))
+    envs.set_attr("flavour", ["a", "b", "c"])
+    assert envs.get_attr("flavour") == ("a", "b", "c")
+    envs.set_attr("flavour", "d")
+    assert envs.get_attr("flavour") == ("d", "d", "d")
+    assert envs.call("_observe", 1)[2].shape == (4,)
+    with pytest.raises(ValueError, match="got 2 values for 3 envs"):
+        envs.set_attr("flavour", ["a", "b"])
+    envs.step(np.zeros(3, int))
+    assert envs.infos == ({"steps": 1},) * 3
+
+
+def test_it_cannot_be_pickled(make):
+    with pytest.raises(TypeError, match="can't be pickled"):
+        __import__("pickle").dumps(make(CountingEnv, 1))
+
+
+def test_seeds_reach_the_envs(make, backend):
+    envs = make(CountingEnv, 3, backend=backend)
+
+    def seeds():
+        return [info["seed"] for info in envs.infos]
+
+    envs.reset(seed=10)
+    assert seeds() == [10, 11, 12]
+    envs.reset(seed=[5, None, 2**40])
+    assert seeds() == [5, -1, 2**40]
+    envs.reset()
+    assert seeds() == [-1, -1, -1]
+    jaxvec.reset(envs, seed=2**40)
+    assert seeds() == [2**40, 2**40 + 1, 2**40 + 2]
+    jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs, seed=2**40))())
+    assert seeds() == [2**40, 2**40 + 1, 2**40 + 2]
+    jax.block_until_ready(jax.jit(lambda s: jaxvec.reset(envs, seed=s))(7))
+    assert seeds() == [7, 8, 9]
+    jax.block_until_ready(jax.jit(lambda s: jaxvec.reset(envs, seed=s))(np.array([4, 1, 9])))
+    assert seeds() == [4, 1, 9]
+
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        jaxvec.reset(envs, seed=key)
+        eager = seeds()
+        jax.block_until_ready(jax.jit(lambda key: jaxvec.reset(envs, seed=key))(key))
+        assert seeds() == eager
+        assert len(set(eager)) == 3
+        assert all(0 <= seed < 2**31 for seed in eager)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"seed": -1}, "seed -1 of env 0"),
+        ({"seed": [1, 2]}, "2 seeds for 3 envs"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"mask": np.ones(2, bool)}, r"mask must be bool of shape \(3,\)"),
+        ({"mask": np.ones(3, int)}, "mask must be bool"),
+    ],
+)
+def test_bad_seeds_and_masks_reset_nothing(make, kwargs, text):
+    envs = make(CountingEnv, 3)
+    for reset in (envs.reset, lambda **kw: jaxvec.reset(envs, **kw), jax.jit(lambda: jaxvec.reset(envs, **kwargs))):
+        with pytest.raises((ValueError, TypeError), match=text):
+            reset(**kwargs) if not isinstance(reset, jax.stages.Wrapped) else reset()
+    assert envs.get_attr("resets") == (0, 0, 0)
+
+
+def test_a_partial_reset_changes_only_its_rows(make, backend):
+    envs = make(CountingEnv, 3, backend=backend)
+    with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0, 1, 2\] have not been reset"):
+        envs.step(np.zeros(3, int))
+    envs.reset(seed=0)
+    stepped = envs.step(np.array([5, 6, 7]))
+    partial = envs.reset(seed=4, mask=np.array([False, True, False]), options={"a": 1})
+    assert partial.obs.tolist() == [[1, 1, 1, 5], [2, 1, 0, -1], [1, 1, 1, 7]]
+    assert partial.reward.tolist() == [1, 0, 1]
+    assert envs.infos[1] == {"seed": 5, "options": {"a": 1}}
+    assert stepped.obs[1].tolist() == [1, 1, 1, 6]  # earlier results are not overwritten
+    assert envs.reset(mask=np.zeros(3, bool)).obs.tolist() == partial.obs.tolist()
+    envs.reset(mask=np.ones(3, bool))
+    assert [info["options"] for info in envs.infos] == [None] * 3
+
+
+def test_options_in_a_program(make):
+    envs = make(CountingEnv, 2)
+    handle, _ = jax.jit(lambda: jaxvec.reset(envs, seed=0, options={"level": "hard"}))()
+    jax.block_until_ready(handle)
+    assert [info["options"] for info in envs.infos] == [{"level": "hard"}] * 2
+
+
+class RewardEnv(CountingEnv):
+    def __init__(self, kind):
+        super().__init__(episode_length=3)
+        if kind == "vector":
+            self.reward_space = spaces.Box(-1, 1, (2,), np.float32)
+        self.kind = kind
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        value = {
+            "float": reward,
+            "int": int(reward),
+            "zero-dimensional": np.array(reward),
+            "shape (1,)": np.array([reward], np.float32),
+            "vector": np.array([reward, -reward]),
+            "NumPy scalar": np.float32(reward),
+            "bool": bool(reward),
+        }[self.kind]
+        return obs, value, *rest
+
+
+@pytest.mark.parametrize("kind", ["float", "int", "zero-dimensional", "shape (1,)", "NumPy scalar", "bool"])
+def test_scalar_rewards_of_every_type(make, backend, kind):
+    envs = make(RewardEnv, 2, kind=kind, backend=backend)
+    envs.reset()
+    envs.step(np.zeros(2, int))
+    timestep = envs.step(np.zeros(2, int))
+    assert timestep.reward.dtype == np.float32
+    assert timestep.reward.tolist() == [1 if kind == "bool" else 2] * 2
+    assert timestep.info["episode_return"].tolist() == [2 if kind == "bool" else 3] * 2
+
+
+def test_vector_rewards(make, backend):
+    envs = make(RewardEnv, 2, kind="vector", backend=backend)
+    handle, timestep = jaxvec.reset(envs)
+    for _ in range(3):
+        handle, timestep = jaxvec.step(handle, np.zeros(2, int))
+    assert timestep.reward.tolist() == [[3, -3]] * 2
+    assert timestep.info["episode_return"].tolist() == [[6, -6]] * 2
+    assert timestep.info["episode_length"].tolist() == [3, 3]
+    assert timestep.terminated.all()
+    assert envs.reward_space.shape == (2,)
+
+
+def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
+    source = """
+    import jax, jaxvec, numpy as np
+    jax.config.update("jax_enable_x64", True)
+    from jaxvec.testing import NestedEnv
+    envs = jaxvec.make(NestedEnv, 2)
+    handle, timestep = jaxvec.reset(envs, seed=0)
+    action = envs.action_space.sample()
+    handle, timestep = jax.jit(jaxvec.step)(handle, action)
+    assert timestep.reward.dtype == timestep.obs["clock"][1].dtype == np.float64
+    assert timestep.obs["clock"][0].dtype == np.int64
+    np.testing.assert_array_equal(timestep.obs["last"]["arm"][0], action["arm"][0])
+    jax.config.update("jax_enable_x64", False)
+    try:
+        jaxvec.step(handle, action)
+    except TypeError as error:
+        assert "jax_enable_x64" in str(error), error
+    else:
+        raise AssertionError
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_integers_beyond_32_bits_are_an_error_and_not_another_number(make, backend):
+    class Wide(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.Box(-(2**60), 2**60, (2,), np.int64)
+
+        def _observe(self, action):
+            return np.array([1, 2**40 if action == 7 else 2])
+
+    envs = make(Wide, 2, backend=backend)
+    assert envs.reset().obs.tolist() == [[1, 2]] * 2
+    with pytest.raises(jaxvec.EnvDataError, match="obs: .*1099511627776.* doesn't fit into int32"):
+        envs.step(np.full(2, 7))
+
+
+def test_public_names_are_there_and_load_jax_lazily():
+    source = """
+    import sys, jaxvec, jaxvec.testing
+    jaxvec.TimeStep, jaxvec.EnvError, jaxvec.VectorEnv
+    assert "jax" not in sys.modules
+    for name in jaxvec.__all__:
+        assert getattr(jaxvec, name) is not None
+    assert "jax" in sys.modules
+    assert set(jaxvec.__all__) <= set(dir(jaxvec))
+    try:
+        jaxvec.nonsense
+    except AttributeError as error:
+        assert "nonsense" in str(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
