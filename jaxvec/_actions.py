@@ -35,20 +35,20 @@ def _collect(spec: PoolSpec, node: Node, action: Any, found: list[NDArray[Any]])
         case Leaf():
             found.append(_leaf(spec, node, action))
         case DictNode():
-            if not isinstance(action, Mapping) or set(action) != set(node.keys):  # pyright: ignore[reportUnknownArgumentType]
-                got = list(action) if isinstance(action, Mapping) else type(action).__name__  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            if not isinstance(action, Mapping) or set(action) != set(node.keys):
+                got = list(action) if isinstance(action, Mapping) else type(action).__name__
                 raise ActionError(
                     f"{format_path(node.path)}: expected a dict with keys {list(node.keys)}, got {got}"
                 )
             for key, child in zip(node.keys, node.children, strict=True):
                 _collect(spec, child, action[key], found)
         case TupleNode():
-            if not isinstance(action, (tuple, list)) or len(action) != len(node.children):  # pyright: ignore[reportUnknownArgumentType]
-                got = f"{len(action)}" if isinstance(action, (tuple, list)) else type(action).__name__  # pyright: ignore[reportUnknownArgumentType]
+            if not isinstance(action, (tuple, list)) or len(action) != len(node.children):
+                got = f"{len(action)}" if isinstance(action, (tuple, list)) else type(action).__name__
                 raise ActionError(
                     f"{format_path(node.path)}: expected a tuple of {len(node.children)}, got {got}"
                 )
-            for child, part in zip(node.children, action, strict=True):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+            for child, part in zip(node.children, action, strict=True):
                 _collect(spec, child, part, found)
 
 

@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 import cloudpickle
@@ -41,12 +42,12 @@ class Channel:
 
     def wake(self) -> None:
         """Sends a wake byte. A dead peer is not an error here: the next `receive` will tell."""
-        try:
+        with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(_WAKE_BYTE)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
 
-    def send(self, message: Any, *, deadline: float | None = None, descriptors: list[int] | None = None) -> None:
+    def send(
+        self, message: Any, *, deadline: float | None = None, descriptors: list[int] | None = None
+    ) -> None:
         """Sends a message by cloudpickle.
 
         Raises:
@@ -85,10 +86,8 @@ class Channel:
 
     def shut(self) -> None:
         """Tells the peer that nothing more will come; it sees an end of file."""
-        try:
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         self._socket.close()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxvec._env_slice import Env, EnvFailure
-from jaxvec._errors import SpaceMismatchError
 from jaxvec._spec import EnvSpaces
 
 
@@ -19,42 +18,43 @@ class Description:
         spaces: those of all its envs.
         metadata, render_mode: those of its first env.
         info: of the first env's first reset, if that was asked for.
+        mismatch: says which env of the slice has other spaces than the first, if one has.
     """
 
     spaces: EnvSpaces
     metadata: dict[str, Any]
     render_mode: str | None
     info: dict[str, Any] | None
+    mismatch: str | None
 
 
 def describe(envs: Sequence[Env], *, first: int, learn_info: bool) -> Description:
     """Describes the envs `first`, `first + 1`, …; resets the first one once if `learn_info`.
 
     Raises:
-        EnvFailure: the reset raised, or the spaces differ (its cause is a `SpaceMismatchError`).
+        EnvFailure: the reset raised.
     """
     try:
         info = dict(envs[0].reset()[1]) if learn_info else None
     except BaseException as error:
         raise EnvFailure(first, "reset") from error
-    all_spaces = [_spaces(env) for env in envs]
-    for env_id, spaces in enumerate(all_spaces, first):
-        try:
-            require_equal(all_spaces[0], spaces, first, env_id)
-        except SpaceMismatchError as error:
-            raise EnvFailure(env_id, "constructor") from error
-    return Description(all_spaces[0], dict(envs[0].metadata), envs[0].render_mode, info)
+    spaces = _spaces(envs[0])
+    mismatches = (compare(spaces, first, _spaces(env), env_id) for env_id, env in enumerate(envs, first))
+    return Description(
+        spaces, dict(envs[0].metadata), envs[0].render_mode, info, next(filter(None, mismatches), None)
+    )
 
 
-def require_equal(expected: EnvSpaces, actual: EnvSpaces, first: int, env_id: int) -> None:
-    """Raises `SpaceMismatchError` if env `env_id` has other spaces than env `first`."""
+def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int) -> str | None:
+    """Says how the spaces of env `b_id` differ from those of env `a_id`; `None` if they don't."""
     for name in ("observation", "action", "reward"):
-        a, b = getattr(expected, name), getattr(actual, name)
-        if a != b:
-            raise SpaceMismatchError(
-                f"env {env_id} has {name} space {b}, but env {first} has {a}; all envs of a pool need "
-                "the same spaces"
+        expected, actual = getattr(a, name), getattr(b, name)
+        if expected != actual:
+            return (
+                f"env {b_id} has {name} space {actual}, but env {a_id} has {expected}; all envs of a pool "
+                "need the same spaces"
             )
+    return None
 
 
 def _spaces(env: Env) -> EnvSpaces:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 from gymnasium.envs.registration import (
@@ -53,8 +53,7 @@ def resolve(
         match env:
             case str():
                 # Resolved here, so that an env registered only in this process works in a worker.
-                env_fns = [partial(gymnasium.make, _find_spec(env), **env_kwargs)] * num_envs
-                return env_fns
+                return [partial(gymnasium.make, _find_spec(env), **env_kwargs)] * num_envs
             case EnvSpec():
                 return [partial(gymnasium.make, env, **env_kwargs)] * num_envs
             case _:
@@ -67,9 +66,14 @@ def _bind(env_fn: Any, index: int, env_kwargs: dict[str, Any]) -> EnvFn:
         raise TypeError(
             f"env must be a Gymnasium id, an EnvSpec, a callable or a list of callables; got "
             f"{type(env_fn).__name__} for env {index}"
-            + ("; pass a function that makes the env, not the env" if isinstance(env_fn, gymnasium.Env) else "")
+            + (
+                "; pass a function that makes the env, not the env"
+                if isinstance(env_fn, gymnasium.Env)
+                else ""
+            )
         )
-    return partial(env_fn, *([index] if _takes_index(env_fn, env_kwargs) else []), **env_kwargs)
+    index_or_not = [index] if _takes_index(env_fn, env_kwargs) else []
+    return cast(EnvFn, partial(env_fn, *index_or_not, **env_kwargs))
 
 
 def _takes_index(env_fn: Callable[..., Any], env_kwargs: dict[str, Any]) -> bool:
@@ -93,7 +97,7 @@ def _takes_index(env_fn: Callable[..., Any], env_kwargs: dict[str, Any]) -> bool
 
 
 def _find_spec(env_id: str) -> EnvSpec:
-    """Finds the `EnvSpec` of an id; imports `module` of `module:id`; takes the newest version of a bare name."""
+    """Finds the `EnvSpec` of an id, as `gymnasium.make` would: `module:id`, and bare names, too."""
     module, _, name = env_id.rpartition(":")
     if module:
         importlib.import_module(module)

@@ -219,9 +219,9 @@ class EnvSlice:
         result: Any = self._envs[index].reset(seed=seed, options=options)
         self._returns[index] = np.zeros(self._spec.reward.shape)
         self._lengths[index] = 0
-        if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        if not isinstance(result, tuple) or len(result) != 2:
             raise InvalidValue(f"reset must return (obs, info), got {_outline(result)}")
-        obs, info = result  # pyright: ignore[reportUnknownVariableType]
+        obs, info = result
         return obs, _require_dict("reset", info)
 
     def _write_reward(self, slot: int, reward: Any) -> Any:
@@ -301,8 +301,8 @@ class _FinalStep:
 def _require_dict(operation: str, info: Any) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise InvalidValue(f"{operation} must return info as a dict, got {type(info).__name__}")
-    return info  # pyright: ignore[reportUnknownVariableType]
+    return info
 
 
 def _outline(result: Any) -> str:
-    return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__  # pyright: ignore[reportUnknownArgumentType]
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__

@@ -96,9 +96,7 @@ class WorkerDiedError(JaxvecError, RuntimeError):
         exitcode: its exit code, negative for a signal's number; `None` if it could not be read.
     """
 
-    def __init__(
-        self, message: str, *, worker: int, env_ids: tuple[int, ...], exitcode: int | None
-    ) -> None:
+    def __init__(self, message: str, *, worker: int, env_ids: tuple[int, ...], exitcode: int | None) -> None:
         super().__init__(message)
         self.worker = worker
         self.env_ids = env_ids

@@ -97,9 +97,7 @@ def _text(error: BaseException) -> str:
 
 def _traceback(error: BaseException) -> str:
     try:
-        return "".join(
-            traceback.format_exception(type(error), error, _in_env(error.__traceback__))
-        )
+        return "".join(traceback.format_exception(type(error), error, _in_env(error.__traceback__)))
     except BaseException as second:
         return f"<formatting the traceback raised {type(second).__name__}>"
 

@@ -37,9 +37,7 @@ class Work(NamedTuple):
 class ParentEnd:
     """The parent's end of the rings of all workers."""
 
-    def __init__(
-        self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]
-    ) -> None:
+    def __init__(self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
         self._asked, self._done = arrays["asked",], arrays["done",]
         self._inbox, self._inbox_count = arrays["inbox",], arrays["inbox_count",]
         self._outbox, self._outbox_count = arrays["outbox",], arrays["outbox_count",]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -59,7 +60,7 @@ def make_layout(spec: PoolSpec, *, num_workers: int) -> Layout:
 def split(num_envs: int, num_workers: int) -> tuple[tuple[int, int], ...]:
     """Splits `range(num_envs)` into `num_workers` ranges whose sizes differ by at most one."""
     cuts = [num_envs * worker // num_workers for worker in range(num_workers + 1)]
-    return tuple(zip(cuts, cuts[1:], strict=False))
+    return tuple(pairwise(cuts))
 
 
 def _arrays(

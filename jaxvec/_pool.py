@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -132,7 +132,7 @@ class Pool:
         return self._broken_by
 
     @contextmanager
-    def serving_program(self) -> Iterator[None]:
+    def serving_program(self) -> Generator[None]:
         """Keeps an error of the block, because JAX passes only its text on to the user."""
         try:
             yield
@@ -202,9 +202,7 @@ class Pool:
                 np.logical_or(*self._rows.over, out=self._needs_reset)
             return self._finish(caller)
 
-    def request(
-        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]
-    ) -> list[Any]:
+    def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
 
         Args:
@@ -268,7 +266,9 @@ class Pool:
     def _send_options(self, options: dict[str, Any] | None) -> None:
         if options is not None or self._options is not None:
             self._options = options
-            self._workers.request("set_options", lambda _first, _stop: (options,), timeout=self._timeouts.reset)
+            self._workers.request(
+                "set_options", lambda _first, _stop: (options,), timeout=self._timeouts.reset
+            )
 
     def _finish(self, caller: str) -> tuple[int, list[NDArray[Any]]]:
         self._count = (self._count + 1) % _COUNTS
@@ -276,7 +276,7 @@ class Pool:
         return self._count, [array.copy() for array in self._rows.results]
 
     @contextmanager
-    def _breaking(self, *, survives: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
+    def _breaking(self, *, survives: type[BaseException] | tuple[()] = ()) -> Generator[None]:
         """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
         try:
             yield

@@ -147,10 +147,7 @@ def _wrong_structure(node: DictNode | TupleNode, value: Any) -> str:
 
 
 def _overflow(leaf: Leaf, value: Any) -> str:
-    return (
-        f"{leaf}: {value!r} doesn't fit into {leaf.stored}, as which JAX stores the space's "
-        f"{leaf.dtype}"
-    )
+    return f"{leaf}: {value!r} doesn't fit into {leaf.stored}, as which JAX stores the space's {leaf.dtype}"
 
 
 def _describe(value: Any, dtype: np.dtype[Any]) -> str:

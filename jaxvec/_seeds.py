@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LARGEST = 2**63 - 1
+_NONE = -1
 
 
 def expand(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
@@ -32,8 +33,15 @@ def expand(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
             raise ValueError(f"got {len(seeds)} seeds for {num_envs} envs")
     for env_id, one in enumerate(seeds):
         if one is not None and not 0 <= one <= _LARGEST:
-            raise ValueError(f"seed {one} of env {env_id} is not between 0 and 2**63 - 1")
-    return np.array([-1 if one is None else one for one in seeds], np.int64)
+            raise ValueError(_out_of_range(one, env_id))
+    return np.array([_NONE if one is None else one for one in seeds], np.int64)
+
+
+def check(seeds: NDArray[np.int64]) -> None:
+    """Raises `ValueError` if one of `[num_envs]` expanded seeds is out of range."""
+    wrong = np.flatnonzero(seeds < _NONE)
+    if wrong.size:
+        raise ValueError(_out_of_range(int(seeds[wrong[0]]), int(wrong[0])))
 
 
 def check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_] | None:
@@ -46,6 +54,10 @@ def check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_] | None:
             f"mask must be bool of shape ({num_envs},), got {array.dtype} of shape {array.shape}"
         )
     return array
+
+
+def _out_of_range(seed: int, env_id: int) -> str:
+    return f"seed {seed} of env {env_id} is not between 0 and 2**63 - 1"
 
 
 def _index(seed: Any) -> int:

@@ -47,10 +47,7 @@ def attach(fd: int, layout: Layout) -> Arrays:
 
 def view(buffer: memoryview, layout: Layout) -> Arrays:
     """Returns the arrays of `layout` over `buffer`, by path."""
-    return {
-        field.path: np.ndarray(field.shape, field.dtype, buffer, field.offset)
-        for field in layout.fields
-    }
+    return {field.path: np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in layout.fields}
 
 
 def private(layout: Layout) -> Arrays:

@@ -6,7 +6,7 @@ interrupt an env, so timeouts don't apply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jaxvec import _env_slice, _failures, _segment
 from jaxvec._description import describe
 from jaxvec._env_slice import EnvFailure, EnvFn, EnvSlice
+from jaxvec._errors import SpaceMismatchError
 from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
 from jaxvec._segment import Arrays
@@ -30,14 +31,15 @@ class SerialWorkers:
         with _typed():
             self._envs = _env_slice.build(env_fns, 0)
             self.description = describe(self._envs, first=0, learn_info=learn_info)
+        if self.description.mismatch is not None:
+            self.close(timeout=0)
+            raise SpaceMismatchError(self.description.mismatch)
 
     def attach(
         self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
     ) -> Arrays:
         arrays = _segment.private(layout)
-        self._slice = EnvSlice(
-            self._envs, first=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode
-        )
+        self._slice = EnvSlice(self._envs, first=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
         return arrays
 
     def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None:
@@ -49,9 +51,7 @@ class SerialWorkers:
     ) -> list[Any]:
         attribute = getattr(self._slice, name)
         with _typed():
-            return [
-                attribute(*arguments(0, len(self._envs))) if callable(attribute) else attribute
-            ]
+            return [attribute(*arguments(0, len(self._envs))) if callable(attribute) else attribute]
 
     def close(self, timeout: float) -> None:
         envs, self._envs = self._envs, []
@@ -63,7 +63,7 @@ class SerialWorkers:
 
 
 @contextmanager
-def _typed() -> Iterator[None]:
+def _typed() -> Generator[None]:
     try:
         yield
     except EnvFailure as failure:

@@ -89,14 +89,12 @@ def walk(space: spaces.Space[Any], *, root: Path, policy: DtypePolicy) -> Node:
         case spaces.Dict():
             _require_sortable_keys(space, root)
             children = tuple(
-                walk(child, root=(*root, key), policy=policy)
-                for key, child in space.spaces.items()
+                walk(child, root=(*root, key), policy=policy) for key, child in space.spaces.items()
             )
             return DictNode(root, tuple(space.spaces), children)
         case spaces.Tuple():
             children = tuple(
-                walk(child, root=(*root, index), policy=policy)
-                for index, child in enumerate(space.spaces)
+                walk(child, root=(*root, index), policy=policy) for index, child in enumerate(space.spaces)
             )
             return TupleNode(root, children)
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
@@ -124,10 +122,7 @@ def build(node: Node, value: Callable[[Leaf], Any]) -> Any:
         case Leaf():
             return value(node)
         case DictNode():
-            return {
-                key: build(child, value)
-                for key, child in zip(node.keys, node.children, strict=True)
-            }
+            return {key: build(child, value) for key, child in zip(node.keys, node.children, strict=True)}
         case TupleNode():
             return tuple(build(child, value) for child in node.children)
 
@@ -170,9 +165,7 @@ def _require_known_dtype(dtype: np.dtype[Any], root: Path) -> None:
         )
 
 
-def _require_bounds_fit(
-    space: spaces.Space[Any], stored: np.dtype[Any], root: Path
-) -> None:
+def _require_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: Path) -> None:
     """Refuses counted spaces whose largest or smallest element would wrap when stored."""
     match space:
         case spaces.Discrete():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,11 +65,11 @@ class PoolSpec:
         """The nodes of a `TimeStep`, in its order."""
         return (self.obs, self.reward, self.terminated, self.truncated, self.info)
 
-    @property
+    @cached_property
     def timestep_leaves(self) -> tuple[Leaf, ...]:
         return tuple(leaf for node in self.timestep for leaf in leaves(node))
 
-    @property
+    @cached_property
     def action_leaves(self) -> tuple[Leaf, ...]:
         return tuple(leaves(self.action))
 

@@ -80,9 +80,7 @@ class VectorEnv:
         """Whether the pool was closed."""
         return self._pool.closed
 
-    def reset(
-        self, *, seed: Any = None, mask: Any = None, options: dict[str, Any] | None = None
-    ) -> TimeStep:
+    def reset(self, *, seed: Any = None, mask: Any = None, options: dict[str, Any] | None = None) -> TimeStep:
         """Resets all envs, or those of `mask`, whose rows alone change.
 
         Args:
@@ -192,9 +190,7 @@ class VectorEnv:
     def __reduce__(self) -> Any:
         raise TypeError("a VectorEnv can't be pickled: it owns processes and memory; make it anew")
 
-    def _request(
-        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]
-    ) -> tuple[Any, ...]:
+    def _request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> tuple[Any, ...]:
         slices = self._pool.request(name, arguments)
         return tuple(result for results in slices for result in results or ())
 
@@ -245,12 +241,8 @@ def start(
             declared=declared | _learn(learnt, description),
             policy=policy,
         )
-        pool = Pool(
-            workers, spec, num_workers=num_workers, autoreset_mode=mode, timeouts=timeouts
-        )
-        return VectorEnv(
-            pool, description, num_workers=num_workers, autoreset_mode=mode, transport=transport
-        )
+        pool = Pool(workers, spec, num_workers=num_workers, autoreset_mode=mode, timeouts=timeouts)
+        return VectorEnv(pool, description, num_workers=num_workers, autoreset_mode=mode, transport=transport)
     except BaseException:
         workers.close(timeout=1)
         raise

@@ -12,7 +12,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
 
 
 @contextmanager
-def _reporting(channel: _channel.Channel) -> Iterator[None]:
+def _reporting(channel: _channel.Channel) -> Generator[None]:
     try:
         yield
     except EnvFailure as failure:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from jaxvec import _channel, _failures, _segment
 from jaxvec._channel import Channel
-from jaxvec._description import Description, require_equal
+from jaxvec._description import Description, compare
 from jaxvec._env_slice import RUNNING, EnvFn
-from jaxvec._errors import EnvTimeoutError, WorkerDiedError
+from jaxvec._errors import EnvTimeoutError, SpaceMismatchError, WorkerDiedError
 from jaxvec._handoff import ParentEnd
 from jaxvec._layout import Layout, split
 from jaxvec._messages import Attach, Ready, Reply, Request, Setup
@@ -201,17 +201,19 @@ class ProcessWorkers:
         """Waits for every worker's description; returns worker 0's, which all others must equal."""
         ready = self._gather(deadline, "constructor", timeout)
         descriptions: list[Description] = [pickle.loads(said.description) for said in ready]
-        for (env_id, _), description in zip(self._slices, descriptions, strict=True):
-            require_equal(descriptions[0].spaces, description.spaces, 0, env_id)
-        return descriptions[0]
+        first = descriptions[0]
+        for (env_id, _), other in zip(self._slices, descriptions, strict=True):
+            mismatch = compare(first.spaces, 0, other.spaces, env_id) or other.mismatch
+            if mismatch is not None:
+                raise SpaceMismatchError(mismatch)
+        return first
 
     def _gather(self, deadline: float | None, name: str, timeout: float | None) -> list[Any]:
         """Waits for one message from each worker."""
         messages: dict[int, Ready | Reply] = {}
         while len(messages) < len(self._slices):
             missing = [worker for worker in range(len(self._slices)) if worker not in messages]
-            for worker, message in self._listen(deadline, name, timeout, missing):
-                messages[worker] = message
+            messages.update(self._listen(deadline, name, timeout, missing))
         return [messages[worker] for worker in range(len(self._slices))]
 
     def _listen(
@@ -263,18 +265,14 @@ class ProcessWorkers:
             exitcode=exitcode,
         )
 
-    def _timed_out(
-        self, name: str, timeout: float | None, waiting_for: Sequence[int]
-    ) -> EnvTimeoutError:
+    def _timed_out(self, name: str, timeout: float | None, waiting_for: Sequence[int]) -> EnvTimeoutError:
         if self._handoff is None or waiting_for:
             slow = [slot for worker in waiting_for for slot in range(*self._slices[worker])]
             doing = f"the workers of {_envs(slow)} have not answered"
         else:
             slow = self._handoff.unfinished().tolist()
             doing = f"{self._running(slow) or 'no env is running'}; unfinished: {_envs(slow)}"
-        return EnvTimeoutError(
-            f"{name} timed out after {timeout} s: {doing}", env_ids=tuple(slow)
-        )
+        return EnvTimeoutError(f"{name} timed out after {timeout} s: {doing}", env_ids=tuple(slow))
 
     def _running(self, slots: Iterable[int]) -> str:
         """Says which of `slots` are inside their env's code now, and with what action."""

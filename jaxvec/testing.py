@@ -83,7 +83,11 @@ class NestedEnv(gymnasium.Env[Any, Any]):
         echoed: dict[str, Any] = {
             "turn": spaces.Discrete(5, start=-2),
             "arm": spaces.Tuple(
-                (spaces.Box(-1, 1, (2, 3), np.float64), spaces.MultiBinary(4), spaces.Box(-1, 1, (), np.float32))
+                (
+                    spaces.Box(-1, 1, (2, 3), np.float64),
+                    spaces.MultiBinary(4),
+                    spaces.Box(-1, 1, (), np.float32),
+                )
             ),
             "keys": spaces.MultiDiscrete([3, 4], start=[1, -1]),
         }
@@ -93,7 +97,7 @@ class NestedEnv(gymnasium.Env[Any, Any]):
                 "last": spaces.Dict(echoed),
                 "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
                 "half": spaces.Box(-10, 10, (3,), np.float16),
-                "flag": spaces.Box(0, 1, (2,), np.bool_),
+                "flag": spaces.Box(0, 1, (2,), np.bool_),  # pyright: ignore[reportCallIssue, reportArgumentType]
                 "empty": spaces.Box(-1, 1, (0, 2), np.float32),
                 "clock": spaces.Tuple((spaces.Discrete(1_000), spaces.Box(0, 1, (), np.float64))),
             }
@@ -176,9 +180,7 @@ def _trace(env_fn: Callable[[], Any], num_steps: int, seed: int) -> list[dict[st
         envs = build([env_fn], 0)
         spaces_ = describe(envs, first=0, learn_info=False).spaces
         mode = gymnasium.vector.AutoresetMode.SAME_STEP
-        spec = make_spec(
-            spaces_, num_envs=1, autoreset_mode=mode, final_obs=True, declared={}, policy=as_jax
-        )
+        spec = make_spec(spaces_, num_envs=1, autoreset_mode=mode, final_obs=True, declared={}, policy=as_jax)
         arrays = _segment.private(make_layout(spec, num_workers=1))
         env_slice = EnvSlice(envs, first=0, spec=spec, arrays=arrays, autoreset_mode=mode)
         spaces_.action.seed(seed)

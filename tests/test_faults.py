@@ -11,7 +11,6 @@ import textwrap
 import threading
 from pathlib import Path
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,11 +139,9 @@ def test_in_a_program_the_error_comes_as_text_and_typed_from_with(name):
 
     @jax.jit
     def run(handle):
-        return jax.lax.scan(
-            lambda h, _: (jaxvec.step(h, jnp.full(4, 7))[0], None), handle, length=5
-        )
+        return jax.lax.scan(lambda h, _: (jaxvec.step(h, jnp.full(4, 7))[0], None), handle, length=5)
 
-    with pytest.raises(jaxvec.EnvError, match=f"(?s)env 2.*{text}") as caught:  # noqa: SIM117
+    with pytest.raises(jaxvec.EnvError, match=f"(?s)env 2.*{text}") as caught:
         with jaxvec.make(failing("step", action), 4) as envs:
             handle, _ = jaxvec.reset(envs, seed=0)
             with pytest.raises(RuntimeError, match=f"(?s)env 2 .worker 1. raised .*{text}") as program:
@@ -160,7 +157,7 @@ def test_in_a_program_the_error_comes_as_text_and_typed_from_with(name):
 
 
 def test_with_raises_the_typed_error_behind_a_programs_error():
-    with pytest.raises(jaxvec.EnvError) as caught:  # noqa: SIM117
+    with pytest.raises(jaxvec.EnvError) as caught:
         with jaxvec.make(failing("step", FAILURES["picklable"][0]), 4) as envs:
             handle, _ = jaxvec.reset(envs, seed=0)
             jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.full(4, 7)))
@@ -236,8 +233,11 @@ def test_a_hanging_env_is_named_by_the_timeout(make):
     envs = make(SleepingEnv, 4, num_workers=2, step_timeout=0.3)
     envs.reset()
     envs.step(np.zeros(4, int))
-    with pytest.raises(jaxvec.EnvTimeoutError, match=r"step timed out after 0.3 s: env 1 .worker 0. is running, last "
-                       r"action np.int64\(7\)") as caught:
+    with pytest.raises(
+        jaxvec.EnvTimeoutError,
+        match=r"step timed out after 0.3 s: env 1 .worker 0. is running, last "
+        r"action np.int64\(7\)",
+    ) as caught:
         envs.step(np.full(4, 7))
     assert caught.value.env_ids == (0, 1)  # env 0 finished, but its slice was not handed back
     assert isinstance(caught.value, TimeoutError)
@@ -332,7 +332,7 @@ def test_envs_with_different_spaces_are_refused(make, backend):
             env.action_space = spaces.Discrete(5)
         return env
 
-    with pytest.raises((jaxvec.SpaceMismatchError, jaxvec.EnvError), match=r"env 3 has action space Discrete\(5\)"):
+    with pytest.raises(jaxvec.SpaceMismatchError, match=r"env 3 has action space Discrete\(5\)"):
         make(different, 4, backend=backend)
 
 

@@ -65,7 +65,10 @@ def test_callables_lambdas_closures_and_kwargs(make, backend):
     assert make(SizedEnv, 2, backend=backend, flavour="kw").get_attr("flavour") == ("kw", "kw")
     assert make(lambda: SizedEnv(flavour=flavour), 2, backend=backend).get_attr("flavour") == ("closure",) * 2
     assert make(lambda index: SizedEnv(flavour=index), 3, backend=backend).get_attr("flavour") == (0, 1, 2)
-    assert make([lambda i=i: SizedEnv(flavour=i) for i in (7, 8)], backend=backend).get_attr("flavour") == (7, 8)
+    assert make([lambda i=i: SizedEnv(flavour=i) for i in (7, 8)], backend=backend).get_attr("flavour") == (
+        7,
+        8,
+    )
     assert make([lambda i: SizedEnv(flavour=i)] * 2, 2, backend=backend).get_attr("flavour") == (0, 1)
 
 
@@ -174,8 +177,15 @@ def test_an_env_that_cannot_be_pickled_is_refused():
 def test_it_says_of_itself_what_gymnasium_would(make):
     envs = make("Pendulum-v1", 3, autoreset_mode="NEXT_STEP", render_mode="rgb_array")
     oracle = gymnasium.make_vec("Pendulum-v1", 3, vectorization_mode="sync", render_mode="rgb_array")
-    for name in ("num_envs", "single_observation_space", "observation_space", "single_action_space",
-                 "action_space", "metadata", "render_mode"):
+    for name in (
+        "num_envs",
+        "single_observation_space",
+        "observation_space",
+        "single_action_space",
+        "action_space",
+        "metadata",
+        "render_mode",
+    ):
         assert getattr(envs, name) == getattr(oracle, name), name
     assert envs.autoreset_mode is AutoresetMode.NEXT_STEP
     assert repr(envs) == "VectorEnv(num_envs=3, num_workers=2, autoreset_mode=NEXT_STEP, open)"
@@ -244,9 +254,21 @@ def test_seeds_reach_the_envs(make, backend):
 )
 def test_bad_seeds_and_masks_reset_nothing(make, kwargs, text):
     envs = make(CountingEnv, 3)
-    for reset in (envs.reset, lambda **kw: jaxvec.reset(envs, **kw), jax.jit(lambda: jaxvec.reset(envs, **kwargs))):
+    for reset in (
+        envs.reset,
+        lambda **kw: jaxvec.reset(envs, **kw),
+        jax.jit(lambda: jaxvec.reset(envs, **kwargs)),
+    ):
         with pytest.raises((ValueError, TypeError), match=text):
             reset(**kwargs) if not isinstance(reset, jax.stages.Wrapped) else reset()
+    assert envs.get_attr("resets") == (0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", [-1, -5])
+def test_a_negative_traced_seed_is_refused_when_the_program_runs(make, seed):
+    envs = make(CountingEnv, 3)
+    with pytest.raises(RuntimeError, match=r"ValueError: seed -\d+ of env 0 is not between"):
+        jax.block_until_ready(jax.jit(lambda seed: jaxvec.reset(envs, seed=seed))(seed))
     assert envs.get_attr("resets") == (0, 0, 0)
 
 
@@ -338,7 +360,11 @@ def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
         raise AssertionError
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -373,6 +399,10 @@ def test_public_names_are_there_and_load_jax_lazily():
         assert "nonsense" in str(error)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

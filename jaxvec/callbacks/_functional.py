@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import NDArray
 
 from jaxvec import _actions, _pool, _seeds
@@ -133,7 +134,9 @@ def _check_action(spec: PoolSpec, action: Any) -> list[jax.Array]:
         for leaf, array in given.items():
             chex.assert_shape(array, spec.batch_shape(leaf), custom_message=f"{leaf}, env axis first")
     except AssertionError as error:
-        raise ActionError(f"the action doesn't fit the action space of {spec.num_envs} envs: {error}") from error
+        raise ActionError(
+            f"the action doesn't fit the action space of {spec.num_envs} envs: {error}"
+        ) from error
     for leaf, array in given.items():
         if not _actions.castable(array.dtype, leaf):
             raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}")
@@ -152,7 +155,7 @@ def _require_same_precision(spec: PoolSpec) -> None:
 def _staged(*values: Any) -> bool:
     """Says whether the call is being traced, even if no argument is."""
     probe = jax.lax.full((), 0, np.uint32)  # a tracer wherever operations are staged out
-    return any(isinstance(value, jax.core.Tracer) for value in (probe, *values))
+    return any(isinstance(value, Tracer) for value in (probe, *values))
 
 
 def _eager(handle: Handle, count: int, rows: Sequence[NDArray[Any]]) -> tuple[Handle, TimeStep]:
@@ -160,9 +163,7 @@ def _eager(handle: Handle, count: int, rows: Sequence[NDArray[Any]]) -> tuple[Ha
     return _staged_result(handle, token, [jnp.asarray(row) for row in rows])
 
 
-def _staged_result(
-    handle: Handle, token: jax.Array, rows: Sequence[jax.Array]
-) -> tuple[Handle, TimeStep]:
+def _staged_result(handle: Handle, token: jax.Array, rows: Sequence[jax.Array]) -> tuple[Handle, TimeStep]:
     spec = handle.spec
     by_path = {leaf.path: row for leaf, row in zip(spec.timestep_leaves, rows, strict=True)}
     return Handle(token, spec, handle.transport), spec.build_timestep(lambda leaf: by_path[leaf.path])
@@ -187,8 +188,8 @@ def _to_host(value: Any) -> Any:
 
 
 def _seed_words(seed: Any, num_envs: int) -> jax.Array:
-    """Returns `[num_envs, 2]` uint32: low and high word of each seed, negative for none."""
-    if not isinstance(seed, jax.core.Tracer):
+    """Returns `[num_envs, 2]` uint32: low and high word of each seed, -1 for none."""
+    if not isinstance(seed, Tracer):
         seeds = _seeds.expand(_to_host(seed), num_envs)
         seeds = np.full(num_envs, -1) if seeds is None else seeds
         return jnp.asarray(seeds.astype("<i8").view("<u4").reshape(num_envs, 2))
@@ -200,13 +201,14 @@ def _seed_words(seed: Any, num_envs: int) -> jax.Array:
         seed = seed + jnp.arange(num_envs, dtype=seed.dtype)
     low = seed.astype(np.uint32)
     high = jnp.zeros_like(low) if seed.dtype.itemsize < 8 else (seed >> 32).astype(np.uint32)
-    return jnp.stack([low, jnp.where(seed < 0, np.uint32(0x80000000), high)], axis=-1)
+    # A negative seed must not look like -1, which is none, but be refused when the program runs.
+    return jnp.stack([low, jnp.where(seed < 0, np.uint32(1 << 31), high)], axis=-1)
 
 
 def _mask(mask: Any, num_envs: int) -> jax.Array:
     if mask is None:
         return jnp.ones(num_envs, np.bool_)
-    if not isinstance(mask, jax.core.Tracer):
+    if not isinstance(mask, Tracer):
         return jnp.asarray(_seeds.check_mask(_to_host(mask), num_envs))
     if mask.dtype != np.bool_ or mask.shape != (num_envs,):
         raise ValueError(f"mask must be bool of shape ({num_envs},), got {mask.dtype} of shape {mask.shape}")

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _pool
+from jaxvec import _pool, _seeds
 from jaxvec._errors import StaleHandleError
 from jaxvec._spec import PoolSpec
 
@@ -56,7 +56,7 @@ def reset(
 
     Args:
         token: see `Handle`.
-        seeds: `[num_envs, 2]` uint32, low and high word of an int64, negative for none.
+        seeds: `[num_envs, 2]` uint32, low and high word of an int64, -1 for none.
         mask: `[num_envs]` bool.
         sequenced: whether the token's step count must be the pool's.
         options: for the envs' `reset`, fixed when the program is traced.
@@ -78,7 +78,8 @@ class _Step:
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         spec = self.spec
         (pool_id, count), *actions = _unpack(
-            pieces, [_TOKEN, *(np.dtype((leaf.stored, spec.batch_shape(leaf))) for leaf in spec.action_leaves)]
+            pieces,
+            [_TOKEN, *(np.dtype((leaf.stored, spec.batch_shape(leaf))) for leaf in spec.action_leaves)],
         )
         pool = _find(int(pool_id), spec)
         with pool.serving_program():
@@ -99,6 +100,7 @@ class _Reset:
         )
         pool = _find(int(pool_id), self.spec)
         with pool.serving_program():
+            _seeds.check(seeds)
             count, rows = pool.reset(
                 seeds=seeds,
                 mask=mask,
@@ -113,9 +115,7 @@ def _call(
     callback: Any, spec: PoolSpec, arrays: Sequence[jax.Array]
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
     results = [jax.ShapeDtypeStruct((2,), np.uint32)]
-    results += [
-        jax.ShapeDtypeStruct(spec.batch_shape(leaf), leaf.stored) for leaf in spec.timestep_leaves
-    ]
+    results += [jax.ShapeDtypeStruct(spec.batch_shape(leaf), leaf.stored) for leaf in spec.timestep_leaves]
     token, *rows = io_callback(callback, results, *_pack(arrays), ordered=False)
     return token, rows
 
