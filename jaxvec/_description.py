@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._env_slice import Env, EnvFailure
+from jaxvec._envs import Env, EnvFailure
 from jaxvec._spec import EnvSpaces
 
 

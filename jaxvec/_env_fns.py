@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,10 +14,11 @@ from gymnasium.envs.registration import (
     EnvSpec,
     find_highest_version,
     get_env_id,
+    load_env_creator,
     parse_env_id,
 )
 
-from jaxvec._env_slice import EnvFn
+from jaxvec._envs import EnvFn
 
 
 def resolve(
@@ -51,11 +53,10 @@ def resolve(
 
     if env_fns is None:
         match env:
-            case str():
+            case str() | EnvSpec():
                 # Resolved here, so that an env registered only in this process works in a worker.
-                return [partial(gymnasium.make, _find_spec(env), **env_kwargs)] * num_envs
-            case EnvSpec():
-                return [partial(gymnasium.make, env, **env_kwargs)] * num_envs
+                spec = _portable(_find_spec(env) if isinstance(env, str) else env)
+                return [partial(gymnasium.make, spec, **env_kwargs)] * num_envs
             case _:
                 env_fns = [env] * num_envs
     return [_bind(env_fn, index, env_kwargs) for index, env_fn in enumerate(env_fns)]
@@ -94,6 +95,13 @@ def _takes_index(env_fn: Callable[..., Any], env_kwargs: dict[str, Any]) -> bool
             "required argument, and its own keyword arguments to the others"
         )
     return bool(required)
+
+
+def _portable(spec: EnvSpec) -> EnvSpec:
+    """Replaces an entry point by name in `__main__`, which is another module in a worker."""
+    if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
+        return dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
+    return spec
 
 
 def _find_spec(env_id: str) -> EnvSpec:

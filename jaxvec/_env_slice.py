@@ -6,72 +6,22 @@ whole pool. A slot's index is its env's index in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _rows
+from jaxvec._envs import Env, EnvFailure
 from jaxvec._rows import InvalidValue
 from jaxvec._segment import Arrays
 from jaxvec._spaces import DictNode
 from jaxvec._spec import PoolSpec
 
-Env: TypeAlias = gymnasium.Env[Any, Any]
-EnvFn: TypeAlias = Callable[[], Env]
-
 # Status of a slot, in the segment: what a timeout or a death is blamed on.
 IDLE, RUNNING = range(2)
-
-
-class EnvFailure(Exception):
-    """An env failed; `__cause__` is its own exception, or `InvalidValue` for wrong data."""
-
-    def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
-        super().__init__(env_id, operation)
-        self.env_id = env_id
-        self.operation = operation
-        self.action = action
-
-
-def build(env_fns: Sequence[EnvFn], first: int) -> list[Env]:
-    """Builds the envs `first`, `first + 1`, …; closes those built if one fails.
-
-    Raises:
-        EnvFailure: a constructor raised, or returned something else than an env.
-    """
-    envs: list[Env] = []
-    for env_id, env_fn in enumerate(env_fns, first):
-        try:
-            env = env_fn()
-            if not isinstance(env, gymnasium.Env):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(
-                    f"expected a gymnasium.Env, got {type(env).__name__}; wrap other kinds of env first"
-                )
-            envs.append(env)
-        except BaseException as error:
-            with suppress(EnvFailure):
-                close(envs, first)
-            raise EnvFailure(env_id, "constructor") from error
-    return envs
-
-
-def close(envs: Sequence[Env], first: int) -> None:
-    """Closes every env, then raises an `EnvFailure` of the first whose `close` raised."""
-    failure: EnvFailure | None = None
-    for env_id, env in enumerate(envs, first):
-        try:
-            env.close()
-        except BaseException as error:
-            if failure is None:
-                failure = EnvFailure(env_id, "close")
-                failure.__cause__ = error
-    if failure is not None:
-        raise failure
 
 
 class EnvSlice:
@@ -140,6 +90,8 @@ class EnvSlice:
                     self._begin_episode(slot, None, None)
                 else:
                     self._step(slot, action)
+            except EnvFailure:
+                raise  # of the reset that follows an episode's last step
             except BaseException as error:
                 raise EnvFailure(slot, "step", action) from error
             self._status[slot] = IDLE
@@ -188,8 +140,13 @@ class EnvSlice:
         over = terminated or truncated
         if over and self._autoreset_mode is AutoresetMode.SAME_STEP:
             # Write before the reset: an env may reuse its observation's and its info's memory.
-            self._final.write(slot, obs, _require_dict("step", info))
-            obs, info = self._restart(index, None, None)
+            final_info = dict(_require_dict("step", info))
+            self._final.write(slot, obs, final_info)
+            try:
+                obs, info = self._restart(index, None, None)
+            except BaseException as error:
+                raise EnvFailure(slot, "reset") from error
+            info = {**info, "final_info": final_info}
             over = False
         else:
             self._final.clear(slot)

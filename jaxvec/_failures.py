@@ -14,7 +14,7 @@ from types import TracebackType
 
 import cloudpickle
 
-from jaxvec._env_slice import EnvFailure
+from jaxvec._envs import EnvFailure
 from jaxvec._errors import EnvDataError, EnvError
 from jaxvec._rows import InvalidValue
 

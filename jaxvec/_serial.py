@@ -13,9 +13,10 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _env_slice, _failures, _segment
+from jaxvec import _envs, _failures, _segment
 from jaxvec._description import describe
-from jaxvec._env_slice import EnvFailure, EnvFn, EnvSlice
+from jaxvec._env_slice import EnvSlice
+from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._errors import SpaceMismatchError
 from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
@@ -27,9 +28,9 @@ class SerialWorkers:
     """Stands in for `ProcessWorkers`, with its methods."""
 
     def __init__(self, env_fns: Sequence[EnvFn], *, learn_info: bool) -> None:
-        self._envs: list[_env_slice.Env] = []
+        self._envs: list[Env] = []
         with _typed():
-            self._envs = _env_slice.build(env_fns, 0)
+            self._envs = _envs.build(env_fns, 0)
             self.description = describe(self._envs, first=0, learn_info=learn_info)
         if self.description.mismatch is not None:
             self.close(timeout=0)
@@ -56,7 +57,7 @@ class SerialWorkers:
     def close(self, timeout: float) -> None:
         envs, self._envs = self._envs, []
         with _typed():
-            _env_slice.close(envs, 0)
+            _envs.close(envs, 0)
 
     def kill(self) -> None:
         """There is nothing to kill."""

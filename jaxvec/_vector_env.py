@@ -126,7 +126,11 @@ class VectorEnv:
 
     @property
     def infos(self) -> tuple[dict[str, Any], ...]:
-        """The raw info of each env's last reset or step, as the env returned it."""
+        """The raw info of each env's last reset or step.
+
+        Where same-step autoreset began a new episode, it is that of the reset, with the last step's
+        under `final_info`, as in Gymnasium.
+        """
         return self._request("infos", lambda _first, _stop: ())
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -18,9 +18,10 @@ from typing import Any
 
 import cloudpickle
 
-from jaxvec import _channel, _env_slice, _failures, _segment
+from jaxvec import _channel, _envs, _failures, _segment
 from jaxvec._description import describe
-from jaxvec._env_slice import Env, EnvFailure, EnvSlice
+from jaxvec._env_slice import EnvSlice
+from jaxvec._envs import Env, EnvFailure
 from jaxvec._handoff import STEP, Work, WorkerEnd
 from jaxvec._messages import Attach, Ready, Reply, Request, Setup
 
@@ -40,7 +41,7 @@ def main() -> None:
                     channel.send(Ready(_describe(envs, setup)))
                     _serve(channel, envs, setup.first)
             finally:
-                _env_slice.close(envs, setup.first)
+                _envs.close(envs, setup.first)
     except EOFError:
         pass  # the parent closed the pool
 
@@ -88,7 +89,7 @@ def _build(setup: Setup) -> list[Env]:
         env_fns = pickle.loads(setup.env_fns)
     except BaseException as error:
         raise EnvFailure(setup.first, "constructor") from error
-    return _env_slice.build(env_fns, setup.first)
+    return _envs.build(env_fns, setup.first)
 
 
 def _describe(envs: list[Env], setup: Setup) -> bytes:

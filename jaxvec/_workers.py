@@ -8,42 +8,29 @@ import pickle
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _channel, _failures, _segment
+from jaxvec import _failures, _segment, _spawn
 from jaxvec._channel import Channel
 from jaxvec._description import Description, compare
-from jaxvec._env_slice import RUNNING, EnvFn
+from jaxvec._env_slice import RUNNING
+from jaxvec._envs import EnvFn
 from jaxvec._errors import EnvTimeoutError, SpaceMismatchError, WorkerDiedError
 from jaxvec._handoff import ParentEnd
 from jaxvec._layout import Layout, split
-from jaxvec._messages import Attach, Ready, Reply, Request, Setup
+from jaxvec._messages import Attach, Request
 from jaxvec._rows import reader
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 
 _logger = logging.getLogger("jaxvec")
-
-# Workers share the machine's cores, so each gets one thread; and they never touch the accelerator.
-_WORKER_ENV: dict[str, str | None] = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "NUMEXPR_NUM_THREADS": "1",
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": None,
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-}
 
 _LOOK_AROUND = 0.2  # seconds between looks at processes that died without closing their socket
 
@@ -76,11 +63,16 @@ class ProcessWorkers:
         self._handoff: ParentEnd | None = None
         read_end, self._lifeline = os.pipe()
         try:
-            for _ in self._slices:
-                self._spawn(read_end, worker_env or {})
+            for worker in range(num_workers):
+                process, channel = _spawn.spawn(read_end, worker_env or {})
+                self._processes.append(process)
+                self._channels.append(channel)
+                self._by_fd[channel.fileno()] = worker
+                self._poll.register(channel, select.POLLIN)
             deadline = _deadline(timeout)
             for worker, (first, stop) in enumerate(self._slices):
-                self._send(worker, _setup(env_fns[first:stop], first, learn_info), deadline)
+                setup = _spawn.setup(env_fns[first:stop], first=first, learn_info=learn_info)
+                self._send(worker, setup, deadline)
             self.description = self._describe(deadline, timeout)
         except BaseException:
             self.close(timeout=0)
@@ -170,27 +162,6 @@ class ProcessWorkers:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _spawn(self, lifeline: int, worker_env: Mapping[str, str | None]) -> None:
-        channel, theirs = _channel.pair()
-        self._channels.append(channel)
-        package_root = str(Path(__file__).resolve().parents[1])
-        python_path = os.environ.get("PYTHONPATH")
-        env = {**os.environ, **_WORKER_ENV, **worker_env}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, python_path]))
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "jaxvec._worker", str(lifeline), str(theirs)],
-                env={name: value for name, value in env.items() if value is not None},
-                pass_fds=[lifeline, theirs],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal is for the parent alone
-            )
-        finally:
-            os.close(theirs)
-        self._processes.append(process)
-        self._by_fd[channel.fileno()] = len(self._channels) - 1
-        self._poll.register(channel, select.POLLIN)
-
     def _send(self, worker: int, message: Any, deadline: float | None) -> None:
         try:
             self._channels[worker].send(message, deadline=deadline)
@@ -210,7 +181,7 @@ class ProcessWorkers:
 
     def _gather(self, deadline: float | None, name: str, timeout: float | None) -> list[Any]:
         """Waits for one message from each worker."""
-        messages: dict[int, Ready | Reply] = {}
+        messages: dict[int, Any] = {}
         while len(messages) < len(self._slices):
             missing = [worker for worker in range(len(self._slices)) if worker not in messages]
             messages.update(self._listen(deadline, name, timeout, missing))
@@ -306,23 +277,6 @@ class ProcessWorkers:
                     continue
                 if isinstance(message, _failures.Report) and message.operation == "close":
                     _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
-
-
-def _setup(env_fns: Sequence[EnvFn], first: int, learn_info: bool) -> Setup:
-    try:
-        pickled: bytes = cloudpickle.dumps(list(env_fns))
-    except Exception as error:
-        raise TypeError(
-            f"the constructor of env {first} can't be pickled, so it can't be sent to a worker: {error}; "
-            'make what it needs inside it, or use backend="serial"'
-        ) from error
-    return Setup(
-        sys_path=list(sys.path),
-        python_path=os.environ.get("PYTHONPATH"),
-        first=first,
-        env_fns=pickled,
-        learn_info=learn_info and first == 0,
-    )
 
 
 def _deadline(timeout: float | None) -> float | None:

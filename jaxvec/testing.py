@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from jaxvec import _rows, _segment
 from jaxvec._description import describe
-from jaxvec._env_slice import EnvFailure, EnvSlice, build, close
+from jaxvec._env_slice import EnvSlice
+from jaxvec._envs import EnvFailure, build, close
 from jaxvec._failures import report, to_error
 from jaxvec._layout import make_layout
 from jaxvec._spaces import as_jax

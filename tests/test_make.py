@@ -82,6 +82,9 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
             class Mine(helper_beside_the_script.Base):
                 def answer(self):
                     return helper_beside_the_script.ANSWER
+            import gymnasium
+            gymnasium.register("Mine-v0", entry_point="__main__:Mine", order_enforce=False)
+            assert jaxvec.make("Mine-v0", 1).call("answer") == (42,)
             envs = jaxvec.make(Mine, 2)
             handle, _ = jaxvec.reset(envs, seed=0)
             handle, timestep = jax.jit(jaxvec.step)(handle, jax.numpy.array([3, 4]))

@@ -18,7 +18,9 @@ def test_check_env_names_the_leaf_of_wrong_data():
         def _observe(self, action):
             return super()._observe(action) | {"half": np.zeros(4, np.float16)}
 
-    with pytest.raises(jaxvec.EnvDataError, match=r"env 0 .*obs\['half'\]: expected shape \(3,\), got \(4,\)"):
+    with pytest.raises(
+        jaxvec.EnvDataError, match=r"env 0 .*obs\['half'\]: expected shape \(3,\), got \(4,\)"
+    ):
         check_env(Wrong)
 
 

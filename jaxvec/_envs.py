@@ -1,0 +1,58 @@
+"""Builds envs and closes them, and says which one failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import gymnasium
+
+Env: TypeAlias = gymnasium.Env[Any, Any]
+EnvFn: TypeAlias = Callable[[], Env]
+
+
+class EnvFailure(Exception):
+    """An env failed; `__cause__` is its own exception, or `InvalidValue` for wrong data."""
+
+    def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
+        super().__init__(env_id, operation)
+        self.env_id = env_id
+        self.operation = operation
+        self.action = action
+
+
+def build(env_fns: Sequence[EnvFn], first: int) -> list[Env]:
+    """Builds the envs `first`, `first + 1`, …; closes those built if one fails.
+
+    Raises:
+        EnvFailure: a constructor raised, or returned something else than an env.
+    """
+    envs: list[Env] = []
+    for env_id, env_fn in enumerate(env_fns, first):
+        try:
+            env = env_fn()
+            if not isinstance(env, gymnasium.Env):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(
+                    f"expected a gymnasium.Env, got {type(env).__name__}; wrap other kinds of env first"
+                )
+            envs.append(env)
+        except BaseException as error:
+            with suppress(EnvFailure):
+                close(envs, first)
+            raise EnvFailure(env_id, "constructor") from error
+    return envs
+
+
+def close(envs: Sequence[Env], first: int) -> None:
+    """Closes every env, then raises an `EnvFailure` of the first whose `close` raised."""
+    failure: EnvFailure | None = None
+    for env_id, env in enumerate(envs, first):
+        try:
+            env.close()
+        except BaseException as error:
+            if failure is None:
+                failure = EnvFailure(env_id, "close")
+                failure.__cause__ = error
+    if failure is not None:
+        raise failure
