@@ -131,6 +131,14 @@ class Pool:
         """What broke the pool, if anything did."""
         return self._broken_by
 
+    def require_spec(self, spec: PoolSpec) -> None:
+        """Raises `StaleHandleError` if a handle made for `spec` can't be this pool's."""
+        if spec is not self.spec and spec != self.spec:
+            raise StaleHandleError(
+                f"foreign handle: pool {self.id} has another specification than the pool that the handle "
+                "was made for"
+            )
+
     @contextmanager
     def serving_program(self) -> Generator[None]:
         """Keeps an error of the block, because JAX passes only its text on to the user."""

@@ -120,7 +120,7 @@ class VectorEnv:
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
         """
-        actions = _actions.flatten(self.spec, action)
+        actions = _actions.check_on_host(self.spec, action)
         _, rows = self._pool.step(actions, count=None, caller="VectorEnv.step on the host")
         return self._timestep(rows)
 

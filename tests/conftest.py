@@ -23,8 +23,9 @@ def _leftovers() -> dict[str, int]:
             target = os.readlink(fd)
         except OSError:
             continue
-        kind = "segment" if "memfd:jaxvec" in target else target.split(":")[0] if ":" in target else "file"
-        found[kind] = found.get(kind, 0) + 1
+        if target.startswith(("pipe:", "socket:", "anon_inode:", "/memfd:jaxvec")):
+            kind = target.partition(":")[0]
+            found[kind] = found.get(kind, 0) + 1
     found["shm"] = len(list(Path("/dev/shm").iterdir()))
     found["segment maps"] = Path("/proc/self/maps").read_text().count("memfd:jaxvec")
     return found

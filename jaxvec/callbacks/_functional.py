@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _actions, _pool, _seeds
 from jaxvec._errors import ActionError
-from jaxvec._spaces import Leaf, build
+from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
@@ -64,8 +64,8 @@ def reset(
         # 31 bits: some simulators take their seed as a C int.
         seed = jax.random.bits(seed, (spec.num_envs,), np.uint32) >> 1
     if not _staged(handle.token, seed, mask):
-        pool_id, count = np.asarray(handle.token).tolist()
-        count, rows = _pool.find(pool_id).reset(
+        pool, count = _pool_of(handle)
+        count, rows = pool.reset(
             seeds=_seeds.expand(_to_host(seed), spec.num_envs),
             mask=_seeds.check_mask(_to_host(mask), spec.num_envs),
             options=options,
@@ -115,32 +115,38 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
     _require_same_precision(spec)
     actions = _check_action(spec, action)
     if not _staged(handle.token, *actions):
-        pool_id, count = np.asarray(handle.token).tolist()
-        count, rows = _pool.find(pool_id).step(
-            [np.asarray(leaf) for leaf in actions], count=count, caller="jaxvec.step"
-        )
+        pool, count = _pool_of(handle)
+        count, rows = pool.step([np.asarray(leaf) for leaf in actions], count=count, caller="jaxvec.step")
         return _eager(handle, count, rows)
     token, rows = _io.step(spec, jnp.asarray(handle.token), actions)
     return _staged_result(handle, token, rows)
 
 
+def _pool_of(handle: Handle) -> tuple[_pool.Pool, int]:
+    """Returns the pool of a concrete handle, and the step count that the handle says."""
+    pool_id, count = np.asarray(handle.token).tolist()
+    pool = _pool.find(pool_id)
+    pool.require_spec(handle.spec)
+    return pool, count
+
+
 def _check_action(spec: PoolSpec, action: Any) -> list[jax.Array]:
     """Returns the action's leaves in the order and dtypes of the spec."""
-    expected = build(spec.action, lambda leaf: leaf)
-    try:
-        chex.assert_trees_all_equal_structs(expected, action)
-        leaves: list[Leaf] = jax.tree.leaves(expected)
-        given = dict(zip(leaves, map(jnp.asarray, jax.tree.leaves(action)), strict=True))
-        for leaf, array in given.items():
-            chex.assert_shape(array, spec.batch_shape(leaf), custom_message=f"{leaf}, env axis first")
-    except AssertionError as error:
-        raise ActionError(
-            f"the action doesn't fit the action space of {spec.num_envs} envs: {error}"
-        ) from error
-    for leaf, array in given.items():
+
+    def check(leaf: Leaf, value: Any) -> jax.Array:
+        try:
+            array = jnp.asarray(value)
+        except (TypeError, ValueError) as error:
+            raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
+        try:
+            chex.assert_shape(array, spec.batch_shape(leaf), custom_message="env axis first")
+        except AssertionError as error:
+            raise ActionError(f"{leaf}: {error}") from error
         if not _actions.castable(array.dtype, leaf):
             raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}")
-    return [given[leaf].astype(leaf.stored) for leaf in spec.action_leaves]
+        return array.astype(leaf.stored)
+
+    return _actions.flatten(spec.action, action, check)
 
 
 def _require_same_precision(spec: PoolSpec) -> None:

@@ -21,7 +21,6 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pool, _seeds
-from jaxvec._errors import StaleHandleError
 from jaxvec._spec import PoolSpec
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
@@ -81,8 +80,9 @@ class _Step:
             pieces,
             [_TOKEN, *(np.dtype((leaf.stored, spec.batch_shape(leaf))) for leaf in spec.action_leaves)],
         )
-        pool = _find(int(pool_id), spec)
+        pool = _pool.find(int(pool_id))
         with pool.serving_program():
+            pool.require_spec(spec)
             count, rows = pool.step(actions, count=int(count), caller="jaxvec.step")
         return [np.array([pool_id, count], np.uint32), *rows]
 
@@ -98,8 +98,9 @@ class _Reset:
         (pool_id, count), seeds, mask = _unpack(
             pieces, [_TOKEN, np.dtype((np.int64, num_envs)), np.dtype((np.bool_, num_envs))]
         )
-        pool = _find(int(pool_id), self.spec)
+        pool = _pool.find(int(pool_id))
         with pool.serving_program():
+            pool.require_spec(self.spec)
             _seeds.check(seeds)
             count, rows = pool.reset(
                 seeds=seeds,
@@ -144,10 +145,3 @@ def _unpack(pieces: Sequence[Any], dtypes: Sequence[np.dtype[Any]]) -> list[NDAr
         unpacked.append(packed[start:stop].view(base).reshape(shape))
         start = stop
     return unpacked
-
-
-def _find(pool_id: int, spec: PoolSpec) -> _pool.Pool:
-    pool = _pool.find(pool_id)
-    if pool.spec is not spec and pool.spec != spec:
-        raise StaleHandleError(f"foreign handle: pool {pool_id} has another specification than the handle")
-    return pool

@@ -1,0 +1,427 @@
+"""PPO on Gymnasium envs, the whole of training under one `jax.jit`.
+
+    python -m jaxvec.examples.ppo
+    python -m jaxvec.examples.ppo --env Pendulum-v1
+
+The envs are plain Python in worker processes; `jaxvec.step` reaches them from within the compiled
+loop. So one call of `train` plays, learns and reports until the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from gymnasium import Space, spaces
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+import jaxvec
+
+
+def _option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "type": kind or type(default)})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Holds the command line's options."""
+
+    env: str = _option("CartPole-v1", "Gymnasium id; observations and actions Box or Discrete")
+    num_envs: int = _option(64, "envs stepped together")
+    num_workers: int | None = _option(
+        None, "worker processes; None for as many as there are usable cores", int
+    )
+    total_steps: int = _option(524_288, "env steps, rounded up to whole updates of num-envs x num-steps")
+    seed: int = _option(0, "of envs, weights and actions")
+    num_steps: int = _option(64, "steps of each env between updates")
+    num_epochs: int = _option(4, "passes over the steps of an update")
+    num_minibatches: int = _option(8, "gradient steps in a pass")
+    lr: float = _option(1e-3, "learning rate, falling linearly to 0")
+    gamma: float = _option(0.99, "discount per step")
+    gae_lambda: float = _option(0.95, "decay of the advantage estimate per step")
+    clip: float = _option(0.2, "how far from 1 a probability ratio still pays")
+    entropy_weight: float = _option(0.005, "weight of the entropy bonus")
+    value_weight: float = _option(0.5, "weight of the value loss")
+    max_grad_norm: float = _option(0.5, "longer gradients are shortened to this norm")
+    plot: str | None = _option(None, "file for the learning curve; None for ppo_<env>.png", str)
+
+    @property
+    def steps_per_update(self) -> int:
+        """Counts env steps."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Counts the updates that reach `total_steps`."""
+        return -(-self.total_steps // self.steps_per_update)
+
+
+def parse(argv: Sequence[str] | None) -> Config:
+    """Reads the options from `argv`, or from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxvec.examples.ppo",
+        description="Trains PPO on a Gymnasium env, the whole loop under jax.jit.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for option in fields(Config):
+        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata)
+    config = Config(**vars(parser.parse_args(argv)))
+    if (
+        min(config.num_envs, config.num_steps, config.num_epochs, config.num_minibatches, config.total_steps)
+        < 1
+    ):
+        parser.error("the numbers of envs, steps, epochs and minibatches must be at least 1")
+    if config.steps_per_update % config.num_minibatches:
+        parser.error("--num-envs times --num-steps must be a multiple of --num-minibatches")
+    return config
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """Acts in a `Discrete` space. The network's outputs are logits, actions `[...]` int32 from 0."""
+
+    space: spaces.Discrete
+
+    def sample(self, logits: jax.Array, key: jax.Array) -> jax.Array:
+        """Draws an action."""
+        return jax.random.categorical(key, logits)
+
+    def evaluate(self, logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the action's log-probability and the policy's entropy, `[...]` in nats."""
+        log_probs = jax.nn.log_softmax(logits)
+        log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+        return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
+
+    def to_env(self, action: jax.Array) -> jax.Array:
+        """Returns `[num_envs]` as the env counts."""
+        return action + int(self.space.start)
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Acts in a `Box`. The network's outputs are means, then logs of deviations; actions `[..., n]`."""
+
+    space: spaces.Box
+
+    def sample(self, outputs: jax.Array, key: jax.Array) -> jax.Array:
+        """Draws an action; -1 and 1 stand for the bounds."""
+        mean, log_std = jnp.split(outputs, 2, axis=-1)
+        return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+
+    def evaluate(self, outputs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the unclipped action's log-density and the policy's entropy, `[...]` in nats."""
+        mean, log_std = jnp.split(outputs, 2, axis=-1)
+        log_prob = jax.scipy.stats.norm.logpdf(action, mean, jnp.exp(log_std))
+        return log_prob.sum(-1), (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
+
+    def to_env(self, action: jax.Array) -> jax.Array:
+        """Returns `[num_envs, ...]` in the env's units, clipped."""
+        low, high = self.space.low.astype(np.float64), self.space.high.astype(np.float64)
+        bounded = high - low < 1e6  # some spaces put the largest float for infinity
+        low, high = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, reach = ((low + high) / 2).astype(np.float32), ((high - low) / 2).astype(np.float32)
+        return jnp.clip(middle + reach * action.reshape(-1, *low.shape), self.space.low, self.space.high)
+
+
+class ActorCritic(nn.Module):
+    """Two networks of two hidden layers, one for the policy and one for the value."""
+
+    num_actions: int
+    gaussian: bool
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Maps `[..., obs_size]` to the policy's outputs `[..., num_outputs]` and values `[...]`."""
+
+        def network(num_outputs: int, scale: float) -> jax.Array:
+            hidden = obs
+            for _ in range(2):
+                hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
+            return nn.Dense(num_outputs, kernel_init=nn.initializers.orthogonal(scale))(hidden)
+
+        outputs = network(self.num_actions, 0.01)  # small: at first, all actions are about as likely
+        if self.gaussian:
+            log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,))
+            outputs = jnp.concatenate([outputs, jnp.broadcast_to(log_std, outputs.shape)], axis=-1)
+        return outputs, network(1, 1.0)[..., 0]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """Bundles what stays the same throughout training."""
+
+    config: Config
+    obs_space: Space[Any]
+    policy: Categorical | Gaussian
+    network: Any  # an ActorCritic, whose `apply` flax leaves without a result type
+    optimizer: optax.GradientTransformation
+
+    def encode(self, obs: jax.Array) -> jax.Array:
+        """Turns `[num_envs, ...]` into `[num_envs, obs_size]` float32."""
+        if isinstance(self.obs_space, spaces.Discrete):
+            return jax.nn.one_hot(obs - int(self.obs_space.start), int(self.obs_space.n))
+        return obs.reshape(len(obs), -1).astype(jnp.float32)
+
+
+def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
+    """Fits an agent to the spaces of the envs."""
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(obs_space, spaces.Box | spaces.Discrete):
+        raise SystemExit(f"{config.env}: this PPO takes Box and Discrete observations, not {obs_space}")
+    if isinstance(action_space, spaces.Discrete):
+        policy, num_actions = Categorical(action_space), int(action_space.n)
+    elif isinstance(action_space, spaces.Box) and np.issubdtype(action_space.dtype, np.floating):
+        policy, num_actions = Gaussian(action_space), int(np.prod(action_space.shape))
+    else:
+        raise SystemExit(f"{config.env}: this PPO takes Discrete and float Box actions, not {action_space}")
+    network = ActorCritic(num_actions, gaussian=isinstance(policy, Gaussian))
+    lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr))
+    return Agent(config, envs.single_observation_space, policy, network, optimizer)
+
+
+class Moments(NamedTuple):
+    """A running mean and variance."""
+
+    mean: jax.Array  # [...] float32
+    variance: jax.Array  # [...] float32
+    weight: jax.Array  # [] float32, how many values went in
+
+    def add(self, batch: jax.Array) -> Moments:
+        """Merges in `[num_steps, num_envs, ...]` values."""
+        number = batch.shape[0] * batch.shape[1]
+        share = number / (self.weight + number)
+        delta = batch.mean((0, 1)) - self.mean
+        variance = (1 - share) * self.variance + share * (batch.var((0, 1)) + (1 - share) * delta**2)
+        return Moments(self.mean + share * delta, variance, self.weight + number)
+
+    def normalise(self, values: jax.Array) -> jax.Array:
+        """Brings `[..., obs_size]` to mean 0 and variance 1, within 10 deviations."""
+        return jnp.clip((values - self.mean) * jax.lax.rsqrt(self.variance + 1e-8), -10, 10)
+
+
+class State(NamedTuple):
+    """What training carries from update to update."""
+
+    params: Any
+    opt_state: Any
+    obs_moments: Moments  # [obs_size]
+    reward_moments: Moments  # []
+    handle: jaxvec.Handle
+    obs: jax.Array  # [num_envs, obs_size] float32
+    recent: jax.Array  # [100] float32, returns of the last episodes, the newest last; NaN: none yet
+
+
+class Steps(NamedTuple):
+    """What is kept of steps; `collect` stacks them to `[num_steps, num_envs, ...]`."""
+
+    obs: jax.Array  # [num_envs, obs_size] float32
+    next_obs: jax.Array  # [num_envs, obs_size] float32, within the episode
+    action: jax.Array  # [num_envs] int32 or [num_envs, num_actions] float32
+    log_prob: jax.Array  # [num_envs] float32
+    reward: jax.Array  # [num_envs] float32
+    terminated: jax.Array  # [num_envs] bool
+    done: jax.Array  # [num_envs] bool
+    episode_return: jax.Array  # [num_envs] float32
+
+
+def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
+    """Plays `num_steps` steps in every env."""
+
+    def play(carry: tuple[jaxvec.Handle, jax.Array], key: jax.Array) -> tuple[Any, Steps]:
+        handle, obs = carry
+        outputs, _ = agent.network.apply(state.params, state.obs_moments.normalise(obs))
+        action = agent.policy.sample(outputs, key)
+        log_prob, _ = agent.policy.evaluate(outputs, action)
+        handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
+        next_obs, reward, terminated, truncated, info = timestep
+        next_obs, final_obs = agent.encode(next_obs), agent.encode(info["final_obs"])
+        done = terminated | truncated
+        # Where an episode ended, next_obs is already the first of the next one.
+        within = jnp.where(done[:, None], final_obs, next_obs)
+        steps = Steps(obs, within, action, log_prob, reward, terminated, done, info["episode_return"])
+        return (handle, next_obs), steps
+
+    keys = jax.random.split(key, agent.config.num_steps)
+    (handle, obs), steps = jax.lax.scan(play, (state.handle, state.obs), keys)
+    return state._replace(handle=handle, obs=obs), steps
+
+
+def estimate(agent: Agent, params: Any, steps: Steps) -> tuple[jax.Array, jax.Array]:
+    """Returns generalised advantages and value targets, `[num_steps, num_envs]` float32."""
+    gamma, decay = agent.config.gamma, agent.config.gamma * agent.config.gae_lambda
+    _, value = agent.network.apply(params, steps.obs)
+    _, next_value = agent.network.apply(params, steps.next_obs)
+    # Only a terminated episode has no future: what a time limit truncates would have gone on.
+    surprise = steps.reward + gamma * jnp.where(steps.terminated, 0, next_value) - value
+
+    def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        advantage = now[0] + jnp.where(now[1], 0, decay * later)
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, steps.done), reverse=True)
+    return advantage, advantage + value
+
+
+def loss(agent: Agent, params: Any, steps: Steps, advantage: jax.Array, target: jax.Array) -> jax.Array:
+    """Returns PPO's loss of a minibatch of steps, `[]` float32."""
+    clip = agent.config.clip
+    outputs, value = agent.network.apply(params, steps.obs)
+    log_prob, entropy = agent.policy.evaluate(outputs, steps.action)
+    ratio = jnp.exp(log_prob - steps.log_prob)
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+    error = 0.5 * jnp.square(value - target)
+    return jnp.mean(agent.config.value_weight * error - gain - agent.config.entropy_weight * entropy)
+
+
+def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
+    """Takes an update's gradient steps."""
+    config = agent.config
+    advantage, target = estimate(agent, state.params, steps)
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+    def flatten(leaf: jax.Array) -> jax.Array:
+        return leaf.reshape(config.steps_per_update, *leaf.shape[2:])
+
+    batch = jax.tree.map(flatten, (steps, advantage, target))
+
+    def descend(carry: tuple[Any, Any], rows: jax.Array) -> tuple[tuple[Any, Any], None]:
+        params, opt_state = carry
+        minibatch = jax.tree.map(partial(jnp.take, indices=rows, axis=0), batch)
+        gradient = jax.grad(loss, argnums=1)(agent, params, *minibatch)
+        change, opt_state = agent.optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, change), opt_state), None
+
+    keys = jax.random.split(key, config.num_epochs)
+    order = jax.vmap(jax.random.permutation, (0, None))(keys, config.steps_per_update)
+    rows = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
+    (params, opt_state), _ = jax.lax.scan(descend, (state.params, state.opt_state), rows)
+    return state._replace(params=params, opt_state=opt_state)
+
+
+def update(agent: Agent, report: Any, state: State, key: jax.Array) -> tuple[State, jax.Array]:
+    """Plays and learns once; returns the new state and the mean return of recent episodes, `[]`."""
+    play_key, learn_key = jax.random.split(key)
+    before = state.obs_moments
+    state, steps = collect(agent, state, play_key)
+    reward = state.reward_moments.add(steps.reward)
+    ended = jnp.where(steps.done, steps.episode_return, jnp.nan).reshape(-1)
+    returns = jnp.concatenate([state.recent, ended])  # the oldest first
+    returns = returns[jnp.argsort(~jnp.isnan(returns), stable=True)]  # those of no episode before all others
+    state = state._replace(
+        obs_moments=before.add(steps.obs), reward_moments=reward, recent=returns[-state.recent.size :]
+    )
+    # Brings values to the order of 1: a value sums about 1 / (1 - gamma) rewards, more or less alike.
+    unit = jnp.sqrt((reward.mean**2 + reward.variance + 1e-8) / max(1 - agent.config.gamma, 1e-3))
+    steps = steps._replace(
+        obs=before.normalise(steps.obs), next_obs=before.normalise(steps.next_obs), reward=steps.reward / unit
+    )
+    mean_return = jnp.nanmean(state.recent)
+    jax.debug.callback(report, mean_return)
+    return learn(agent, state, steps, learn_key), mean_return
+
+
+def train(
+    agent: Agent, report: Callable[[Any], None], handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
+) -> tuple[State, jax.Array]:
+    """Trains from a reset's `handle` and `obs` on.
+
+    Returns the last state and, for every update, what `report` got on the host too: the mean return
+    of recent episodes, `[num_updates]` float32.
+    """
+    init_key, train_key = jax.random.split(key)
+    obs = agent.encode(obs)
+    params = agent.network.init(init_key, obs)
+    state = State(
+        params=params,
+        opt_state=agent.optimizer.init(params),
+        obs_moments=Moments(jnp.zeros_like(obs[0]), jnp.ones_like(obs[0]), jnp.float32(0)),
+        reward_moments=Moments(jnp.float32(0), jnp.float32(1), jnp.float32(0)),
+        handle=handle,
+        obs=obs,
+        recent=jnp.full(100, jnp.nan),
+    )
+    keys = jax.random.split(train_key, agent.config.num_updates)
+    return jax.lax.scan(partial(update, agent, report), state, keys)
+
+
+class Result(NamedTuple):
+    """What a run came to."""
+
+    mean_return: float  # of the last `num_episodes`; NaN if none ended
+    num_episodes: int  # at most 100
+    env_steps: int
+    seconds: float  # compilation included
+    curve: NDArray[np.float32]  # [num_updates], the mean return after each update
+
+
+def run(config: Config) -> Result:
+    """Starts the envs, trains, and closes them."""
+    env_steps = config.num_updates * config.steps_per_update
+    with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
+        agent = make_agent(config, envs)
+        bar = tqdm(total=env_steps, desc=config.env, unit=" steps", unit_scale=True)
+
+        def report(mean_return: Any) -> None:
+            # The compiled program waits for this, so it must not call jax; NumPy is safe.
+            bar.set_postfix_str(f"mean return {np.asarray(mean_return).item():.1f}", refresh=False)
+            bar.update(config.steps_per_update)
+
+        program: Callable[..., tuple[State, jax.Array]] = jax.jit(partial(train, agent, report))
+        start = time.perf_counter()
+        with bar:
+            handle, timestep = jaxvec.reset(envs, seed=config.seed)
+            state, curve = program(handle, timestep.obs, jax.random.key(config.seed))
+            recent, curve = np.asarray(state.recent), np.asarray(curve)  # waits for the program
+            jax.effects_barrier()  # waits for the last report
+        seconds = time.perf_counter() - start
+    return Result(float(curve[-1]), int(np.isfinite(recent).sum()), env_steps, seconds, curve)
+
+
+def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
+    """Draws the curve as a line of text, between its lowest and highest values."""
+    known = curve[np.isfinite(curve)]
+    if not known.size:
+        return "No episode ended."
+    points = known[np.linspace(0, known.size - 1, min(width, known.size)).astype(int)]
+    heights = np.interp(points, (known.min(), known.max()), (0, 7)).astype(int)
+    return f"{known.min():.1f} {''.join('▁▂▃▄▅▆▇█'[height] for height in heights)} {known.max():.1f}"
+
+
+def plot(config: Config, result: Result, path: str) -> None:
+    """Saves a picture of the learning curve."""
+    figure = Figure(figsize=(7, 4), layout="constrained")  # draws with Agg; pyplot might open a window
+    axes = figure.subplots()
+    axes.plot(np.arange(1, config.num_updates + 1) * config.steps_per_update, result.curve)
+    axes.set(title=f"PPO on {config.env}", xlabel="env steps", ylabel="mean return of the last 100 episodes")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
+    config = parse(argv)
+    result = run(config)
+    rate = result.env_steps / result.seconds
+    print(f"mean return {result.mean_return:.1f} of the last {result.num_episodes} episodes")
+    print(f"{result.env_steps:,} env steps in {result.seconds:.1f} s with compilation: {rate:,.0f} steps/s")
+    path = config.plot or "ppo_" + re.sub(r"[^\w.-]", "_", config.env) + ".png"
+    plot(config, result, path)
+    print(f"learning curve {sparkline(result.curve)}, drawn in {path}")
+    return result
+
+
+if __name__ == "__main__":
+    main()
