@@ -81,7 +81,7 @@ def reset(
         sequenced=sequenced,
         options=options,
     )
-    return _staged_result(handle, token, rows)
+    return _result(handle, token, rows)
 
 
 def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
@@ -119,7 +119,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         count, rows = pool.step([np.asarray(leaf) for leaf in actions], count=count, caller="jaxvec.step")
         return _eager(handle, count, rows)
     token, rows = _io.step(spec, jnp.asarray(handle.token), actions)
-    return _staged_result(handle, token, rows)
+    return _result(handle, token, rows)
 
 
 def _pool_of(handle: Handle) -> tuple[_pool.Pool, int]:
@@ -165,11 +165,12 @@ def _staged(*values: Any) -> bool:
 
 
 def _eager(handle: Handle, count: int, rows: Sequence[NDArray[Any]]) -> tuple[Handle, TimeStep]:
-    token = jnp.asarray(np.array([np.asarray(handle.token)[0], count], np.uint32))
-    return _staged_result(handle, token, [jnp.asarray(row) for row in rows])
+    # The rows are copies that nobody else holds, so jax may alias them.
+    token, *arrays = jax.device_put([np.array([np.asarray(handle.token)[0], count], np.uint32), *rows])
+    return _result(handle, token, arrays)
 
 
-def _staged_result(handle: Handle, token: jax.Array, rows: Sequence[jax.Array]) -> tuple[Handle, TimeStep]:
+def _result(handle: Handle, token: jax.Array, rows: Sequence[jax.Array]) -> tuple[Handle, TimeStep]:
     spec = handle.spec
     by_path = {leaf.path: row for leaf, row in zip(spec.timestep_leaves, rows, strict=True)}
     return Handle(token, spec, handle.transport), spec.build_timestep(lambda leaf: by_path[leaf.path])
