@@ -209,6 +209,36 @@ def test_the_gradient_of_a_loss_over_a_rollout_steps_once_per_step(envs, constan
     np.testing.assert_allclose(gradient, weights - 3 * 21 / 4, rtol=1e-5)
 
 
+class ContinuousEnv(CountingEnv):
+    """Rewards with its action, a float."""
+
+    def __init__(self):
+        super().__init__()
+        self.action_space = spaces.Box(-9, 9, (2,), np.float32)
+
+    def step(self, action):
+        obs, _, *rest = super().step(0)
+        return obs, float(action.sum()), *rest
+
+
+def test_no_gradient_flows_through_an_env_and_none_of_its_steps_is_lost(make):
+    envs = make(ContinuousEnv, 2, backend="serial")
+
+    def loss(x, handle):
+        handle, timesteps = scan(handle, 5, jnp.broadcast_to(x, (2, 2)))
+        return timesteps.reward.sum() * x, handle
+
+    handle, _ = jaxvec.reset(envs)
+    with pool_moves(envs, steps=5):
+        (value, handle), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(3.0, handle)
+    assert (value, gradient) == (5 * 4 * 3 * 3, 5 * 4 * 3)  # rewards count as constants
+    with pool_moves(envs, steps=1):
+        _, tangent = jax.jvp(
+            lambda x: jaxvec.step(handle, x)[1].reward, [jnp.ones((2, 2))], [jnp.ones((2, 2))]
+        )
+    np.testing.assert_array_equal(tangent, 0)
+
+
 def test_two_pools_interleaved_in_one_program(envs, make):
     other = make(CountingEnv, 2, backend="serial")
 
@@ -305,6 +335,16 @@ def test_seeds_reach_the_envs_alike_eagerly_and_in_programs(make, name):
         _, timestep = program()
         np.testing.assert_array_equal(timestep.info["seed"], expected)
         np.testing.assert_array_equal(timestep.info["_seed"], True)
+
+
+@pytest.mark.parametrize(
+    "seed", [np.uint8(255), np.int8(126), np.int32(2**31 - 2), np.uint32(2**32 - 1)], ids=repr
+)
+def test_seeds_count_up_beyond_the_dtype_of_the_first(make, seed):
+    envs = make(CountingEnv, 3, backend="serial")
+    for reset in (jaxvec.reset, jax.jit(lambda envs, seed: jaxvec.reset(envs, seed=seed), static_argnums=0)):
+        jax.block_until_ready(reset(envs, seed=jnp.asarray(seed)))
+        assert [info["seed"] for info in envs.infos] == [int(seed) + i for i in range(3)]
 
 
 def test_a_key_gives_each_env_a_seed_of_its_own(make):
