@@ -57,7 +57,11 @@ def check_on_host(spec: PoolSpec, action: Any) -> list[NDArray[Any]]:
             raise ActionError(f"{expected} a ragged sequence") from error
         if array.shape != spec.batch_shape(leaf) or not castable(array.dtype, leaf):
             raise ActionError(f"{expected} {array.dtype} of shape {array.shape}")
-        return array.astype(leaf.stored, copy=False)
+        stored = array.astype(leaf.stored, copy=False)
+        safe = leaf.stored.kind == "f" or np.can_cast(array.dtype, leaf.stored)
+        if not safe and not np.array_equal(stored, array):
+            raise ActionError(f"{expected} values that don't fit into {leaf.stored}")
+        return stored
 
     return flatten(spec.action, action, check)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jaxvec import _rows
 from jaxvec._envs import Env, EnvFailure
 from jaxvec._rows import InvalidValue
+from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
 from jaxvec._spaces import DictNode
 from jaxvec._spec import PoolSpec
@@ -71,7 +72,7 @@ class EnvSlice:
             seed = int(self._seeds[slot])
             self._status[slot] = RUNNING
             try:
-                self._begin_episode(slot, None if seed < 0 else seed, self._options)
+                self._begin_episode(slot, None if seed == NONE else seed, self._options)
             except BaseException as error:
                 raise EnvFailure(slot, "reset") from error
             self._status[slot] = IDLE

@@ -71,7 +71,7 @@ def _arrays(
     # Data. The parent writes actions and seeds, workers the rest.
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         yield leaf.path, spec.batch_shape(leaf), leaf.stored
-    yield ("seed",), (n,), np.dtype(np.int64)  # negative: reset without a seed
+    yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
     # Hand-off, see _handoff.py. A slot is an env's row.
     workers = len(slices)
     capacity = max(stop - first for first, stop in slices)

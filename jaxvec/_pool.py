@@ -7,6 +7,7 @@ its workers' affair, and what the data means is its callers'.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -28,6 +29,7 @@ from jaxvec._errors import (
 )
 from jaxvec._handoff import RESET, STEP
 from jaxvec._layout import Layout, make_layout
+from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 
@@ -119,6 +121,7 @@ class Pool:
         self._broken_by: BaseException | None = None
         self._closed = False
         self._program_error: BaseException | None = None
+        self._process = os.getpid()
         self.id = next(_ids)
         _pools[self.id] = self
 
@@ -166,7 +169,7 @@ class Pool:
         """Resets the envs of `mask`; other rows stay as they are.
 
         Args:
-            seeds: `[num_envs]` int64, negative where an env gets none.
+            seeds: `[num_envs]` int64, `NONE` where an env gets none.
             mask: `[num_envs]` bool; `None` for all.
             options: for every env's `reset`.
             count: that of the caller's handle; `None` if it has none.
@@ -179,7 +182,7 @@ class Pool:
             self._require_usable()
             self._require_fresh(count)
             slots = self._all if mask is None else np.flatnonzero(mask)
-            self._rows.seeds[:] = -1 if seeds is None else seeds
+            self._rows.seeds[:] = NONE if seeds is None else seeds
             with self._breaking():
                 self._send_options(options)
                 self._workers.run(RESET, slots, name="reset", timeout=self._timeouts.reset)
@@ -231,7 +234,7 @@ class Pool:
         Legal at any time, from any thread, and twice: a step that is under way is ended by force,
         and raises `PoolClosedError`.
         """
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a fork's exit must not close our pool
             return
         self._closed = True
         if not self._lock.acquire(blocking=False):
@@ -244,6 +247,11 @@ class Pool:
             self._lock.release()
 
     def _require_usable(self) -> None:
+        if os.getpid() != self._process:
+            raise PoolClosedError(
+                f"pool {self.id} belongs to process {self._process}, from which this one was forked; make "
+                "a pool of its own here"
+            )
         if self._closed:
             raise PoolClosedError(f"pool {self.id} is closed")
         if self._broken_by is not None:
@@ -258,7 +266,8 @@ class Pool:
         raise StaleHandleError(
             f"stale handle: it says step {count}, but pool {self.id} is at step {self._count}, last moved "
             f"by {self._last_caller}. Each handle can be used once: pass on the one that the latest "
-            "jaxvec.reset or jaxvec.step returned; after stepping on the host, call jaxvec.reset"
+            "jaxvec.reset or jaxvec.step returned. After stepping on the host, call jaxvec.reset; to reset "
+            "within a program that steps, use reset(handle). vmap over step is not supported"
         )
 
     def _require_reset(self) -> None:

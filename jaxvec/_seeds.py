@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LARGEST = 2**63 - 1
-_NONE = -1
+NONE = -(2**63)  # in place of a seed: no seed
 
 
 def expand(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
-    """Returns `[num_envs]` int64 seeds, -1 where an env gets none.
+    """Returns `[num_envs]` int64 seeds, `NONE` where an env gets none.
 
     Args:
         seed: `None`, an int (env *i* gets `seed + i`), or one seed, perhaps `None`, for each env.
@@ -34,12 +34,12 @@ def expand(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
     for env_id, one in enumerate(seeds):
         if one is not None and not 0 <= one <= _LARGEST:
             raise ValueError(_out_of_range(one, env_id))
-    return np.array([_NONE if one is None else one for one in seeds], np.int64)
+    return np.array([NONE if one is None else one for one in seeds], np.int64)
 
 
 def check(seeds: NDArray[np.int64]) -> None:
     """Raises `ValueError` if one of `[num_envs]` expanded seeds is out of range."""
-    wrong = np.flatnonzero(seeds < _NONE)
+    wrong = np.flatnonzero((seeds < 0) & (seeds != NONE))
     if wrong.size:
         raise ValueError(_out_of_range(int(seeds[wrong[0]]), int(wrong[0])))
 

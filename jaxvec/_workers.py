@@ -22,10 +22,10 @@ from jaxvec._channel import Channel
 from jaxvec._description import Description, compare
 from jaxvec._env_slice import RUNNING
 from jaxvec._envs import EnvFn
-from jaxvec._errors import EnvTimeoutError, SpaceMismatchError, WorkerDiedError
+from jaxvec._errors import EnvError, EnvTimeoutError, SpaceMismatchError, WorkerDiedError
 from jaxvec._handoff import ParentEnd
 from jaxvec._layout import Layout, split
-from jaxvec._messages import Attach, Request
+from jaxvec._messages import Attach, Reply, Request
 from jaxvec._rows import reader
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
@@ -131,29 +131,25 @@ class ProcessWorkers:
         for worker, (first, stop) in enumerate(self._slices):
             self._send(worker, Request(name, arguments(first, stop)), deadline)
         replies = self._gather(deadline, name, timeout)
-        for worker, reply in enumerate(replies):
-            if reply.failure is not None:
-                raise _failures.to_error(reply.failure, worker=worker)
-        return [pickle.loads(reply.result) for reply in replies]
+        return [self._open(worker, name, reply) for worker, reply in enumerate(replies)]
 
     def close(self, timeout: float) -> None:
         """Ends the workers: politely for `timeout` seconds, so that envs can close; then by SIGKILL."""
         for channel in self._channels:
             channel.shut()
         self._await_end(time.monotonic() + timeout)
-        # Not reaped yet, so no pid can have been given to another process. The whole group goes:
-        # with a worker that won't end, whatever its envs have started.
+        # The whole group goes: with a worker that won't end, whatever its envs have started. Only
+        # then is it reaped, so its pid can't have been given to another process.
+        self.kill()
         for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it can
+                process.wait(timeout=1)
         for channel in self._channels:
             channel.close()
         if self._lifeline >= 0:
             os.close(self._lifeline)
         self._lifeline = -1
-        self._processes, self._channels = [], []
+        self._processes, self._channels, self._by_fd = [], [], {}
         self._arrays = self._handoff = None
 
     def kill(self) -> None:
@@ -220,6 +216,20 @@ class ProcessWorkers:
                     raise self._died(worker)
             if remaining <= 0:
                 raise self._timed_out(name, timeout, waiting_for)
+
+    def _open(self, worker: int, name: str, reply: Reply) -> Any:
+        if reply.failure is not None:
+            raise _failures.to_error(reply.failure, worker=worker)
+        try:
+            return pickle.loads(reply.result)
+        except Exception as error:
+            first, _ = self._slices[worker]
+            raise EnvError(
+                f"worker {worker} answered {name}, but the answer can't be unpickled here: {error}",
+                env_id=first,
+                worker=worker,
+                operation=name,
+            ) from error
 
     def _died(self, worker: int) -> WorkerDiedError:
         try:

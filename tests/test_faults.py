@@ -345,6 +345,22 @@ def test_a_failed_call_leaves_the_pool_usable(make, backend):
     assert envs.get_attr("steps") == (1, 1)
 
 
+def test_an_answer_that_does_not_travel_leaves_the_pool_usable(make):
+    class Env(CountingEnv):
+        def lock(self):
+            return threading.Lock()
+
+        def unpicklable_here(self):
+            return TwoArguments(1, 2)
+
+    envs = make(Env, 2)
+    with pytest.raises(jaxvec.EnvError, match=r"env 0 .*cannot pickle '_thread.lock'"):
+        envs.call("lock")
+    with pytest.raises(jaxvec.EnvError, match="worker 0 .*can't be unpickled here: TwoArguments"):
+        envs.call("unpicklable_here")
+    assert envs.get_attr("resets") == (0, 0)
+
+
 def test_close_during_a_step_ends_it(make):
     envs = make(SleepingEnv, 2, num_workers=2)
     envs.reset()
@@ -444,6 +460,25 @@ def test_a_script_that_just_ends_closes_its_pool():
     assert script.returncode == 0
     assert err == ""
     assert gone(map(int, out.split()))
+
+
+def test_a_fork_of_the_parent_can_neither_use_nor_close_the_pool():
+    then = """
+if os.fork() == 0:
+    try:
+        envs.step(np.zeros(2, int))
+    except jaxvec.PoolClosedError as error:
+        print("fork:", error, flush=True)
+    sys.exit()
+os.wait()
+print(envs.step(np.zeros(2, int)).reward)
+"""
+    script = run_script(then=then)
+    out, err = script.communicate(timeout=30)
+    pids, fork, parent = out.splitlines()
+    assert "belongs to process" in fork
+    assert (parent, err) == ("[1. 1.]", "")
+    assert gone(map(int, pids.split()))
 
 
 def test_ctrl_c_ends_a_script_with_one_traceback():

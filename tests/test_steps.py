@@ -636,6 +636,14 @@ def change(**changes):
     return lambda action: {**action, **changes}
 
 
+def test_host_actions_beyond_32_bits_are_refused_and_not_wrapped(envs):
+    envs.reset()
+    with pool_moves(envs), pytest.raises(jaxvec.ActionError, match="action: .* don't fit into int32"):
+        envs.step(np.full(3, 2**32 + 1))
+    with pool_moves(envs, steps=1):
+        envs.step(np.ones(3, np.int64))
+
+
 NESTED_WRONG = {
     "shape": (lambda a: {**a, "arm": (a["arm"][0][:, :1], *a["arm"][1:])}, "action['arm'][0]"),
     "env axis": (lambda a: {**a, "keys": a["keys"][0]}, "action['keys']"),

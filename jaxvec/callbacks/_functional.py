@@ -195,21 +195,24 @@ def _to_host(value: Any) -> Any:
 
 
 def _seed_words(seed: Any, num_envs: int) -> jax.Array:
-    """Returns `[num_envs, 2]` uint32: low and high word of each seed, -1 for none."""
+    """Returns `[num_envs, 2]` uint32: low and high word of each seed, as `_seeds.expand`."""
     if not isinstance(seed, Tracer):
         seeds = _seeds.expand(_to_host(seed), num_envs)
-        seeds = np.full(num_envs, -1) if seeds is None else seeds
+        seeds = np.full(num_envs, _seeds.NONE) if seeds is None else seeds
         return jnp.asarray(seeds.astype("<i8").view("<u4").reshape(num_envs, 2))
     if not jnp.issubdtype(seed.dtype, np.integer) or seed.shape not in ((), (num_envs,)):
         raise TypeError(
             f"seed must be an integer or {num_envs} of them, or a key; got {seed.dtype} of shape {seed.shape}"
         )
-    if seed.ndim == 0:
-        seed = seed + jnp.arange(num_envs, dtype=seed.dtype)
     low = seed.astype(np.uint32)
-    high = jnp.zeros_like(low) if seed.dtype.itemsize < 8 else (seed >> 32).astype(np.uint32)
-    # A negative seed must not look like -1, which is none, but be refused when the program runs.
-    return jnp.stack([low, jnp.where(seed < 0, np.uint32(1 << 31), high)], axis=-1)
+    if seed.dtype.itemsize == 8:
+        high = (seed >> 32).astype(np.uint32)
+    else:  # sign-extended, so that a negative seed is refused by its own name
+        high = jnp.where(seed < 0, ~np.uint32(0), np.uint32(0))
+    if seed.ndim == 0:
+        first, low = low, low + jnp.arange(num_envs, dtype=np.uint32)
+        high = high + (low < first)  # the carry
+    return jnp.stack([low, high], axis=-1)
 
 
 def _mask(mask: Any, num_envs: int) -> jax.Array:

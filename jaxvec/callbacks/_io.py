@@ -55,7 +55,7 @@ def reset(
 
     Args:
         token: see `Handle`.
-        seeds: `[num_envs, 2]` uint32, low and high word of an int64, -1 for none.
+        seeds: `[num_envs, 2]` uint32, low and high word of each, as `_seeds.expand`.
         mask: `[num_envs]` bool.
         sequenced: whether the token's step count must be the pool's.
         options: for the envs' `reset`, fixed when the program is traced.
