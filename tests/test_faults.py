@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -482,11 +483,10 @@ print(envs.step(np.zeros(2, int)).reward)
 
 
 def test_ctrl_c_ends_a_script_with_one_traceback():
-    script = run_script("signal.pause()", "envs.step(np.zeros(2, int))", start_new_session=True)
+    step = 'print("stepping", flush=True); signal.pause()'
+    script = run_script(step, "envs.step(np.zeros(2, int))", start_new_session=True)
     pids = list(map(int, script.stdout.readline().split()))
-    status = Path(f"/proc/{script.pid}/wchan")
-    while "poll" not in status.read_text():
-        pass
+    assert script.stdout.readline() == "stepping\n"  # so the parent waits for it, or is about to
     os.killpg(script.pid, signal.SIGINT)
     _, err = script.communicate(timeout=10)
     assert script.returncode != 0
@@ -510,10 +510,12 @@ def test_many_pools_leave_nothing_behind():
     process = psutil.Process()
     with jaxvec.make(CountingEnv, 2):
         pass
+    gc.collect()  # what earlier tests left to it
     fds, threads = process.num_fds(), process.num_threads()
     for _ in range(10):
         with jaxvec.make(CountingEnv, 2) as envs:
             envs.reset()
-    assert process.num_fds() == fds
+    gc.collect()
+    assert process.num_fds() <= fds
     assert process.num_threads() <= threads
     assert process.children() == []
