@@ -483,7 +483,7 @@ print(envs.step(np.zeros(2, int)).reward)
 
 
 def test_ctrl_c_ends_a_script_with_one_traceback():
-    step = 'print("stepping", flush=True); signal.pause()'
+    step = r'os.write(1, b"stepping\n"); signal.pause()'
     script = run_script(step, "envs.step(np.zeros(2, int))", start_new_session=True)
     pids = list(map(int, script.stdout.readline().split()))
     assert script.stdout.readline() == "stepping\n"  # so the parent waits for it, or is about to
