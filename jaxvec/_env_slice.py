@@ -51,11 +51,14 @@ class EnvSlice:
         self._return = arrays["info", "episode_return"]
         self._length = arrays["info", "episode_length"]
         self._declared = _DeclaredInfo(spec.declared, arrays)
+        self._declares = bool(spec.declared.keys)
+        self._vector_reward = spec.reward.shape != ()
         self._final = _FinalStep(spec, arrays)
 
         count = len(envs)
         # Returns add up in float64 here, whatever the segment stores.
-        self._returns: list[Any] = [np.zeros(spec.reward.shape) for _ in range(count)]
+        self._no_return: Any = np.zeros(spec.reward.shape) if spec.reward.shape else 0.0
+        self._returns: list[Any] = [self._no_return] * count
         self._lengths = [0] * count
         self._over = [False] * count
         self._options: dict[str, Any] | None = None  # of resets from outside
@@ -130,7 +133,11 @@ class EnvSlice:
             raise InvalidValue(
                 f"step must return (obs, reward, terminated, truncated, info), got {_outline(result)}"
             ) from error
-        reward = self._write_reward(slot, reward)
+        if type(info) is not dict:
+            _require_dict("step", info)
+        if self._vector_reward or not isinstance(reward, float):
+            reward = self._conform_reward(reward)
+        self._reward[slot] = reward
         terminated, truncated = bool(terminated), bool(truncated)
         self._terminated[slot] = terminated
         self._truncated[slot] = truncated
@@ -141,7 +148,7 @@ class EnvSlice:
         over = terminated or truncated
         if over and self._autoreset_mode is AutoresetMode.SAME_STEP:
             # Write before the reset: an env may reuse its observation's and its info's memory.
-            final_info = dict(_require_dict("step", info))
+            final_info = dict(info)
             self._final.write(slot, obs, final_info)
             try:
                 obs, info = self._restart(index, None, None)
@@ -149,11 +156,12 @@ class EnvSlice:
                 raise EnvFailure(slot, "reset") from error
             info = {**info, "final_info": final_info}
             over = False
-        else:
+        elif slot in self._final.written:
             self._final.clear(slot)
         self._over[index] = over
         self._write_obs(slot, obs)
-        self._declared.write(slot, _require_dict("step", info))
+        if self._declares:
+            self._declared.write(slot, info)
         self.infos[index] = info
 
     def _begin_episode(self, slot: int, seed: int | None, options: dict[str, Any] | None) -> None:
@@ -166,7 +174,8 @@ class EnvSlice:
         self._truncated[slot] = False
         self._return[slot] = 0
         self._length[slot] = 0
-        self._final.clear(slot)
+        if slot in self._final.written:
+            self._final.clear(slot)
         self._write_obs(slot, obs)
         self._declared.write(slot, info)
         self.infos[index] = info
@@ -175,31 +184,27 @@ class EnvSlice:
         self, index: int, seed: int | None, options: dict[str, Any] | None
     ) -> tuple[Any, dict[str, Any]]:
         result: Any = self._envs[index].reset(seed=seed, options=options)
-        self._returns[index] = np.zeros(self._spec.reward.shape)
+        self._returns[index] = self._no_return
         self._lengths[index] = 0
         if not isinstance(result, tuple) or len(result) != 2:
             raise InvalidValue(f"reset must return (obs, info), got {_outline(result)}")
         obs, info = result
         return obs, _require_dict("reset", info)
 
-    def _write_reward(self, slot: int, reward: Any) -> Any:
-        """Writes the reward; returns it in float64 for the episode's return."""
-        if type(reward) is not float:
-            value = np.asarray(reward)
-            if self._spec.reward.shape == () and value.size == 1:
-                value = value.reshape(())  # Gymnasium takes shape (1,) for a scalar too
-            if value.shape != self._spec.reward.shape:
-                raise InvalidValue(
-                    f"reward: expected shape {self._spec.reward.shape}, got {value.shape}; an env with "
-                    "vector rewards says so in a reward_space attribute"
-                )
-            if value.dtype.kind not in "biuf":
-                raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}")
-            reward = value.astype(np.float64)
-        elif self._spec.reward.shape != ():
-            raise InvalidValue(f"reward: expected shape {self._spec.reward.shape}, got a float")
-        self._reward[slot] = reward
-        return reward
+    def _conform_reward(self, reward: Any) -> Any:
+        """Returns the reward in float64 and the spec's shape."""
+        shape = self._spec.reward.shape
+        value = np.asarray(reward)
+        if shape == () and value.size == 1:
+            value = value.reshape(())  # Gymnasium takes shape (1,) for a scalar too
+        if value.shape != shape:
+            raise InvalidValue(
+                f"reward: expected shape {shape}, got {value.shape}; an env with vector rewards says so in "
+                "a reward_space attribute"
+            )
+        if value.dtype.kind not in "biuf":
+            raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}")
+        return float(value) if shape == () else value.astype(np.float64)
 
 
 class _DeclaredInfo:
@@ -233,10 +238,10 @@ class _FinalStep:
             self._obs = (_rows.writer(node, arrays), _rows.zeroer(node, arrays), mask)
         if spec.has_final_info:
             self._info = _DeclaredInfo(spec.info.child("final_info"), arrays)
-        self._written: set[int] = set()
+        self.written: set[int] = set()  # slots whose final rows are not zero
 
     def write(self, slot: int, obs: Any, info: dict[str, Any]) -> None:
-        self._written.add(slot)
+        self.written.add(slot)
         if self._obs is not None:
             write, _, mask = self._obs
             write(slot, obs)
@@ -245,9 +250,7 @@ class _FinalStep:
             self._info.write(slot, info)
 
     def clear(self, slot: int) -> None:
-        if slot not in self._written:
-            return
-        self._written.remove(slot)
+        self.written.remove(slot)
         if self._obs is not None:
             _, clear, mask = self._obs
             clear(slot)
