@@ -5,7 +5,9 @@ its worker's inbox, and to the worker until `WorkerEnd.post` puts it into the ou
 one writer and one reader, and room for every slot of the worker, which has at most one request
 each; so a ring is never full. Counters only grow; 64 bits don't run out.
 
-This is the portable implementation: rings in the segment, one byte over the control socket to wake.
+The portable implementation is here: rings in the segment, one byte over the control socket to wake.
+The native one, in `_native/handoff.py`, sleeps and wakes on futexes in the segment.
+
 Both sides write their entries, then the counter, then the byte; the other reads them in the
 opposite order. The system calls order memory between the processes, so no fences are needed.
 
@@ -15,8 +17,10 @@ They are equal only for a row that answers the latest request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +29,7 @@ from jaxvec._channel import WAKE, Channel
 from jaxvec._segment import Arrays
 
 RESET, STEP = range(2)
+LOOK_AROUND = 0.2  # seconds between looks at processes that died without closing their socket
 
 
 class Work(NamedTuple):
@@ -34,8 +39,65 @@ class Work(NamedTuple):
     slots: NDArray[Any]
 
 
+class Supervision(Protocol):
+    """What watches the workers while the parent waits for slots."""
+
+    @property
+    def deadline(self) -> float | None:
+        """In seconds of `time.monotonic()`; `None` for never."""
+        ...
+
+    def look(self, seconds: float) -> Sequence[tuple[int, Any]]:
+        """Waits for at most `seconds`; returns workers with what they sent, raises if one failed."""
+        ...
+
+    def expire(self) -> NoReturn:
+        """Raises the error of a deadline that has passed."""
+        ...
+
+
+class ParentHandoff(Protocol):
+    """The parent's end, to all workers."""
+
+    def send(self, operation: int, slots: NDArray[Any]) -> None:
+        """Hands `slots`, ascending, to their workers. The parent must own them."""
+        ...
+
+    def receive(self, count: int, supervision: Supervision) -> None:
+        """Waits until `count` of the slots sent are the parent's again."""
+        ...
+
+    def knock(self, worker: int) -> None:
+        """Tells a worker that a message, or the end, is on its control socket."""
+        ...
+
+    def unfinished(self) -> NDArray[Any]:
+        """Returns the ids of slots whose latest request is not finished."""
+        ...
+
+
+class WorkerHandoff(Protocol):
+    """A worker's end."""
+
+    def receive(self) -> Iterator[Any]:
+        """Waits for the parent, then yields `Work`, or the one message that came instead.
+
+        Raises:
+            EOFError: the parent closed the pool, or is dead.
+        """
+        ...
+
+    def post(self, slots: NDArray[Any]) -> None:
+        """Hands finished `slots` back."""
+        ...
+
+    def alarm(self) -> None:
+        """Makes the parent look at its control sockets at once."""
+        ...
+
+
 class ParentEnd:
-    """The parent's end of the rings of all workers."""
+    """The portable `ParentHandoff`."""
 
     def __init__(self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
         self._asked, self._done = arrays["asked",], arrays["done",]
@@ -47,7 +109,6 @@ class ParentEnd:
         self._taken = [0] * len(slices)  # of each outbox
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
-        """Hands `slots`, ascending, to their workers. The parent must own them."""
         self._asked[slots] += np.uint32(1)
         starts = slots.searchsorted(self._starts).tolist()
         stops = slots.searchsorted(self._stops).tolist()
@@ -56,15 +117,9 @@ class ParentEnd:
                 _push(self._inbox, self._inbox_count, worker, slots[start:stop] * 2 + operation)
                 self._channels[worker].wake()
 
-    def receive(self, count: int, listen: Callable[[], Iterable[int]]) -> None:
-        """Waits until `count` slots are the parent's again.
-
-        Args:
-            count: of the slots sent and not yet received.
-            listen: waits for wakes and returns the workers that sent one; raises if none can come.
-        """
+    def receive(self, count: int, supervision: Supervision) -> None:
         while count:
-            for worker in listen():
+            for worker, _ in listen(supervision):
                 taken = self._taken[worker]
                 slots = _pending(self._outbox, self._outbox_count, worker, taken)
                 self._taken[worker] = taken + len(slots)
@@ -72,13 +127,15 @@ class ParentEnd:
                     raise AssertionError(f"worker {worker} posted rows of an earlier request")
                 count -= len(slots)
 
+    def knock(self, worker: int) -> None:
+        pass  # the worker waits at its socket
+
     def unfinished(self) -> NDArray[Any]:
-        """Returns the ids of slots whose latest request is not finished."""
         return np.flatnonzero(self._asked != self._done)
 
 
 class WorkerEnd:
-    """One worker's end of its rings."""
+    """The portable `WorkerHandoff`."""
 
     def __init__(self, arrays: Arrays, worker: int, channel: Channel) -> None:
         self._asked, self._done = arrays["asked",], arrays["done",]
@@ -89,11 +146,6 @@ class WorkerEnd:
         self._taken = 0
 
     def receive(self) -> Iterator[Any]:
-        """Waits for the parent, then yields `Work`, or the one message that came instead.
-
-        Raises:
-            EOFError: the parent closed the pool, or is dead.
-        """
         message = self._channel.receive()
         if message is not WAKE:
             yield message
@@ -106,10 +158,28 @@ class WorkerEnd:
                 yield Work(int(run[0] % 2), run // 2)
 
     def post(self, slots: NDArray[Any]) -> None:
-        """Hands finished `slots` back."""
         self._done[slots] = self._asked[slots]
         _push(self._outbox, self._outbox_count, self._worker, slots)
         self._channel.wake()
+
+    def alarm(self) -> None:
+        pass  # the parent waits at its sockets
+
+
+def listen(supervision: Supervision) -> Sequence[tuple[int, Any]]:
+    """Waits for wakes or messages, at least one, and returns them with their workers."""
+    while True:
+        left = time_left(supervision.deadline)
+        heard = supervision.look(min(left, LOOK_AROUND))
+        if heard:
+            return heard
+        if left <= 0:
+            supervision.expire()
+
+
+def time_left(deadline: float | None) -> float:
+    """Returns the seconds until `deadline`, at least 0; infinite for `None`."""
+    return math.inf if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def _push(ring: NDArray[Any], counts: NDArray[Any], worker: int, entries: NDArray[Any]) -> None:

@@ -72,16 +72,37 @@ def _arrays(
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         yield leaf.path, spec.batch_shape(leaf), leaf.stored
     yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
-    # Hand-off, see _handoff.py. A slot is an env's row.
+    # Hand-off, see _handoff.py and _native/handoff.h. A slot is an env's row. Rings hold a power of
+    # two of entries, so that their counters may wrap.
     workers = len(slices)
-    capacity = max(stop - first for first, stop in slices)
-    yield ("status",), (n,), np.dtype(np.uint8)  # worker writes
-    yield ("asked",), (n,), np.dtype(np.uint32)  # parent writes: requests sent to the slot
-    yield ("done",), (n,), np.dtype(np.uint32)  # worker writes: the request it finished last
-    yield ("inbox",), (workers, capacity), np.dtype(np.uint32)  # parent writes
-    yield ("inbox_count",), (workers,), np.dtype(np.int64)  # parent writes
-    yield ("outbox",), (workers, capacity), np.dtype(np.uint32)  # worker writes
-    yield ("outbox_count",), (workers,), np.dtype(np.int64)  # worker writes
+    inbox = _power_of_two(max(stop - first for first, stop in slices))
+    outbox = _power_of_two(n)
+    line = (ALIGNMENT // 4,)  # one word that has a cache line to itself
+    for name, shape, dtype in (
+        ("status", (n,), np.uint8),  # worker writes
+        ("asked", (n,), np.uint32),  # parent writes: requests sent to the slot
+        ("done", (n,), np.uint32),  # worker writes: the request it finished last
+        ("inbox", (workers, inbox), np.uint32),  # parent writes
+        # portable
+        ("inbox_count", (workers,), np.int64),  # parent writes
+        ("outbox", (workers, inbox), np.uint32),  # worker writes
+        ("outbox_count", (workers,), np.int64),  # worker writes
+        # native; handoff.h says who writes
+        ("native_inbox_count", (workers, *line), np.uint32),
+        ("bell", (workers, *line), np.uint32),
+        ("knocks", (workers, *line), np.uint32),
+        ("asleep", (workers, *line), np.uint32),
+        ("native_outbox", (outbox,), np.uint32),
+        ("native_outbox_count", line, np.uint32),
+        ("finished", line, np.uint32),
+        ("target", line, np.uint32),
+        ("alarm", line, np.uint32),
+    ):
+        yield (name,), shape, np.dtype(dtype)
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()
 
 
 def _align(offset: int) -> int:

@@ -38,6 +38,8 @@ class Attach:
     layout: Layout
     spec: PoolSpec
     autoreset_mode: AutoresetMode
+    handoff: str  # "native" or "portable"
+    spin: int
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -15,7 +14,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from jaxvec import _actions, _env_fns, _seeds
+from jaxvec import _actions, _env_fns, _handoffs, _seeds
+from jaxvec._cores import usable_cores
 from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._pool import Pool, Timeouts
@@ -215,6 +215,7 @@ def start(
     worker_env: Mapping[str, str | None] | None,
     timeouts: Timeouts,
     transport: str,
+    handoff: str,
     policy: DtypePolicy,
     env_kwargs: dict[str, Any],
 ) -> VectorEnv:
@@ -223,6 +224,7 @@ def start(
     declared, learnt = undeclared(info)
     env_fns = _env_fns.resolve(env, num_envs, env_kwargs)
     num_workers = _num_workers(num_workers, len(env_fns), backend)
+    handoff = _handoffs.choose(handoff)
     if backend == "serial":
         if worker_env:
             raise ValueError('worker_env needs worker processes; backend="serial" has none')
@@ -231,6 +233,7 @@ def start(
         workers = ProcessWorkers(
             env_fns,
             num_workers=num_workers,
+            handoff=handoff,
             worker_env=worker_env,
             learn_info=bool(learnt),
             timeout=timeouts.start,
@@ -268,9 +271,7 @@ def _num_workers(num_workers: int | None, num_envs: int, backend: str) -> int:
             raise ValueError(f'backend="serial" has one worker, this process, not {num_workers}')
         return 1
     if num_workers is None:
-        # Cores this process may use, where the platform can tell: containers often allow fewer.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return min(num_envs, cores or 1)
+        return min(num_envs, usable_cores())
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or not 1 <= num_workers <= num_envs:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"num_workers must be an integer from 1 to num_envs ({num_envs}), not {num_workers!r}"

@@ -18,11 +18,11 @@ from typing import Any
 
 import cloudpickle
 
-from jaxvec import _channel, _envs, _failures, _segment
+from jaxvec import _channel, _envs, _failures, _handoffs, _segment
 from jaxvec._description import describe
 from jaxvec._env_slice import EnvSlice
 from jaxvec._envs import Env, EnvFailure
-from jaxvec._handoff import STEP, Work, WorkerEnd
+from jaxvec._handoff import STEP, Work
 from jaxvec._messages import Attach, Ready, Reply, Request, Setup
 
 
@@ -55,13 +55,19 @@ def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
     env_slice = EnvSlice(
         envs, first=first, spec=attach.spec, arrays=arrays, autoreset_mode=attach.autoreset_mode
     )
-    end = WorkerEnd(arrays, attach.worker, channel)
+    end = _handoffs.worker_end(
+        attach.handoff, arrays, worker=attach.worker, channel=channel, spin=attach.spin
+    )
     channel.send(Reply())
     while True:
         for message in end.receive():
             if isinstance(message, Work):
-                with _reporting(channel):
+                try:
                     (env_slice.step if message.operation == STEP else env_slice.reset)(message.slots)
+                except EnvFailure as failure:
+                    channel.send(_failures.report(failure))
+                    end.alarm()
+                else:
                     end.post(message.slots)
             else:
                 channel.send(_answer(env_slice, message))

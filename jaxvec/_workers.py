@@ -11,19 +11,22 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _failures, _segment, _spawn
+from jaxvec import _handoffs as handoffs
 from jaxvec._channel import Channel
+from jaxvec._cores import usable_cores
 from jaxvec._description import Description, compare
 from jaxvec._env_slice import RUNNING
 from jaxvec._envs import EnvFn
 from jaxvec._errors import EnvError, EnvTimeoutError, SpaceMismatchError, WorkerDiedError
-from jaxvec._handoff import ParentEnd
+from jaxvec._handoff import ParentHandoff, listen
 from jaxvec._layout import Layout, split
 from jaxvec._messages import Attach, Reply, Request
 from jaxvec._rows import reader
@@ -32,7 +35,24 @@ from jaxvec._spec import PoolSpec
 
 _logger = logging.getLogger("jaxvec")
 
-_LOOK_AROUND = 0.2  # seconds between looks at processes that died without closing their socket
+_SPIN = 2_000  # looks before sleeping, some tens of microseconds
+
+
+@dataclass(frozen=True)
+class _Supervision:
+    """One wait for the workers; see `_handoff.Supervision`."""
+
+    workers: ProcessWorkers
+    deadline: float | None
+    name: str  # of the operation
+    timeout: float | None  # as the user set it
+    waiting_for: Sequence[int] = ()  # workers that owe a message
+
+    def look(self, seconds: float) -> list[tuple[int, Any]]:
+        return self.workers.look(seconds, self.deadline)
+
+    def expire(self) -> NoReturn:
+        raise self.workers.timed_out(self.name, self.timeout, self.waiting_for)
 
 
 class ProcessWorkers:
@@ -43,6 +63,7 @@ class ProcessWorkers:
         env_fns: Sequence[EnvFn],
         *,
         num_workers: int,
+        handoff: str,
         worker_env: Mapping[str, str | None] | None,
         learn_info: bool,
         timeout: float | None,
@@ -60,7 +81,8 @@ class ProcessWorkers:
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         self._arrays: Arrays | None = None
-        self._handoff: ParentEnd | None = None
+        self._kind = handoff
+        self._handoff: ParentHandoff | None = None
         read_end, self._lifeline = os.pipe()
         try:
             for worker in range(num_workers):
@@ -85,10 +107,11 @@ class ProcessWorkers:
     ) -> Arrays:
         """Creates the segment, shares it with the workers, and returns its arrays."""
         deadline = _deadline(timeout)
+        spin = _spin(len(self._slices))
         descriptor = _segment.create(layout)
         try:
             for worker, channel in enumerate(self._channels):
-                message = Attach(worker, layout, spec, autoreset_mode)
+                message = Attach(worker, layout, spec, autoreset_mode, self._kind, spin)
                 channel.send(message, deadline=deadline, descriptors=[descriptor])
             arrays = _segment.attach(descriptor, layout)
         finally:
@@ -96,7 +119,9 @@ class ProcessWorkers:
         self._spec = spec
         self._gather(deadline, "attach", timeout)
         self._arrays = arrays
-        self._handoff = ParentEnd(arrays, self._slices, self._channels)
+        self._handoff = handoffs.parent_end(
+            self._kind, arrays, slices=self._slices, channels=self._channels, spin=spin
+        )
         return arrays
 
     def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None:
@@ -110,11 +135,7 @@ class ProcessWorkers:
         assert self._handoff is not None
         deadline = _deadline(timeout)
         self._handoff.send(operation, slots)
-
-        def listen() -> Iterable[int]:
-            return [worker for worker, _ in self._listen(deadline, name, timeout)]
-
-        self._handoff.receive(len(slots), listen)
+        self._handoff.receive(len(slots), _Supervision(self, deadline, name, timeout))
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
@@ -135,8 +156,10 @@ class ProcessWorkers:
 
     def close(self, timeout: float) -> None:
         """Ends the workers: politely for `timeout` seconds, so that envs can close; then by SIGKILL."""
-        for channel in self._channels:
+        for worker, channel in enumerate(self._channels):
             channel.shut()
+            if self._handoff is not None:
+                self._handoff.knock(worker)
         self._await_end(time.monotonic() + timeout)
         # The whole group goes: with a worker that won't end, whatever its envs have started. Only
         # then is it reaped, so its pid can't have been given to another process.
@@ -163,6 +186,8 @@ class ProcessWorkers:
             self._channels[worker].send(message, deadline=deadline)
         except EOFError as error:
             raise self._died(worker) from error
+        if self._handoff is not None:
+            self._handoff.knock(worker)
 
     def _describe(self, deadline: float | None, timeout: float | None) -> Description:
         """Waits for every worker's description; returns worker 0's, which all others must equal."""
@@ -180,42 +205,41 @@ class ProcessWorkers:
         messages: dict[int, Any] = {}
         while len(messages) < len(self._slices):
             missing = [worker for worker in range(len(self._slices)) if worker not in messages]
-            messages.update(self._listen(deadline, name, timeout, missing))
+            messages.update(listen(_Supervision(self, deadline, name, timeout, missing)))
         return [messages[worker] for worker in range(len(self._slices))]
 
-    def _listen(
-        self,
-        deadline: float | None,
-        name: str,
-        timeout: float | None,
-        waiting_for: Sequence[int] = (),
-    ) -> list[tuple[int, Any]]:
-        """Waits for wakes and messages, at least one, and returns them with their workers.
+    def look(self, seconds: float, deadline: float | None) -> list[tuple[int, Any]]:
+        """Waits for wakes and messages, for at most `seconds`, and returns them with their workers.
 
-        Every wait of the parent is this one, so a worker's death or an env's failure ends it at
-        once. It sleeps in `poll`, without the GIL, and lets signal handlers run.
+        Every wait of the parent comes by here, so a worker's death or an env's failure ends it. It
+        sleeps in `poll`, without the GIL, and lets signal handlers run.
         """
-        while True:
-            remaining = _LOOK_AROUND if deadline is None else deadline - time.monotonic()
-            events = self._poll.poll(max(min(remaining, _LOOK_AROUND), 0) * 1000)
-            heard: list[tuple[int, Any]] = []
-            for fd, _ in events:
-                worker = self._by_fd[fd]
-                try:
-                    message = self._channels[worker].receive(deadline)
-                except EOFError as error:
-                    raise self._died(worker) from error
-                if isinstance(message, _failures.Report):
-                    raise _failures.to_error(message, worker=worker)
-                heard.append((worker, message))
-            if heard:
-                return heard
+        heard: list[tuple[int, Any]] = []
+        for fd, _ in self._poll.poll(seconds * 1000):
+            worker = self._by_fd[fd]
+            try:
+                message = self._channels[worker].receive(deadline)
+            except EOFError as error:
+                raise self._died(worker) from error
+            if isinstance(message, _failures.Report):
+                raise _failures.to_error(message, worker=worker)
+            heard.append((worker, message))
+        if not heard:
             # An env may have forked a process that keeps a dead worker's socket open.
             for worker, process in enumerate(self._processes):
                 if process.poll() is not None:
                     raise self._died(worker)
-            if remaining <= 0:
-                raise self._timed_out(name, timeout, waiting_for)
+        return heard
+
+    def timed_out(self, name: str, timeout: float | None, waiting_for: Sequence[int]) -> EnvTimeoutError:
+        """Makes the error of a wait that took too long; names the envs that hold it up."""
+        if self._handoff is None or waiting_for:
+            slow = [slot for worker in waiting_for for slot in range(*self._slices[worker])]
+            doing = f"the workers of {_envs(slow)} have not answered"
+        else:
+            slow = self._handoff.unfinished().tolist()
+            doing = f"{self._running(slow) or 'no env is running'}; unfinished: {_envs(slow)}"
+        return EnvTimeoutError(f"{name} timed out after {timeout} s: {doing}", env_ids=tuple(slow))
 
     def _open(self, worker: int, name: str, reply: Reply) -> Any:
         if reply.failure is not None:
@@ -245,15 +269,6 @@ class ProcessWorkers:
             env_ids=tuple(range(first, stop)),
             exitcode=exitcode,
         )
-
-    def _timed_out(self, name: str, timeout: float | None, waiting_for: Sequence[int]) -> EnvTimeoutError:
-        if self._handoff is None or waiting_for:
-            slow = [slot for worker in waiting_for for slot in range(*self._slices[worker])]
-            doing = f"the workers of {_envs(slow)} have not answered"
-        else:
-            slow = self._handoff.unfinished().tolist()
-            doing = f"{self._running(slow) or 'no env is running'}; unfinished: {_envs(slow)}"
-        return EnvTimeoutError(f"{name} timed out after {timeout} s: {doing}", env_ids=tuple(slow))
 
     def _running(self, slots: Iterable[int]) -> str:
         """Says which of `slots` are inside their env's code now, and with what action."""
@@ -287,6 +302,11 @@ class ProcessWorkers:
                     continue
                 if isinstance(message, _failures.Report) and message.operation == "close":
                     _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
+
+
+def _spin(num_workers: int) -> int:
+    """Spinning pays only where it takes no core from a worker or from the program."""
+    return _SPIN if usable_cores() > num_workers else 0
 
 
 def _deadline(timeout: float | None) -> float | None:

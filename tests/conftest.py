@@ -13,6 +13,19 @@ import psutil
 import pytest
 
 import jaxvec
+from jaxvec import _handoffs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--handoff", choices=["native", "portable"], help="what handoff='auto' means")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _handoff(request: pytest.FixtureRequest) -> None:
+    kind = request.config.getoption("--handoff")
+    if kind is not None:
+        choose = _handoffs.choose
+        _handoffs.choose = lambda asked: choose(kind if asked == "auto" else asked)
 
 
 def _leftovers() -> dict[str, int]:

@@ -30,6 +30,7 @@ def make(
     reset_timeout: float | None = 60,
     step_timeout: float | None = 60,
     transport: str = "auto",
+    handoff: str = "auto",
     **env_kwargs: Any,
 ) -> VectorEnv:
     """Starts worker processes, builds the envs in them, and returns the pool.
@@ -52,6 +53,8 @@ def make(
         start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
             processes; the serial backend has none.
         transport: how compiled programs reach the pool: `"io_callback"`, or `"auto"` to choose.
+        handoff: how this process and the workers hand envs to each other: `"native"` by futexes,
+            `"portable"` over sockets, or `"auto"` for the first that works here.
         **env_kwargs: for `gymnasium.make`, or the callables.
 
     Returns:
@@ -84,6 +87,7 @@ def make(
         worker_env=worker_env,
         timeouts=Timeouts(start_timeout, reset_timeout, step_timeout),
         transport="io_callback" if transport == "auto" else transport,
+        handoff=handoff,
         policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         env_kwargs=env_kwargs,
     )

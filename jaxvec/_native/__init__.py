@@ -1,0 +1,1 @@
+"""The native library: C++ behind plain C functions, loaded with ctypes by `library`."""

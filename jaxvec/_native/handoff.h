@@ -1,0 +1,84 @@
+// The hand-off between parent and workers: rings of slot ids in shared memory, and futexes to wake.
+//
+// A slot (an env's row) belongs to the parent until `send` puts its id into its worker's inbox, and to
+// the worker until `post` puts it into the outbox. The words lie in the segment; `_layout.py` says
+// where. Each is written by one side only, or only by atomic addition.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace jaxvec {
+
+// One cache line for each word that another process polls, so that neighbours don't disturb it.
+struct alignas(64) Line {
+  std::atomic<uint32_t> word;
+};
+static_assert(sizeof(Line) == 64);
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+
+// The segment's words. Plain pointers: Python fills it in, and keeps the segment mapped.
+struct Board {
+  uint32_t num_slots;
+  uint32_t num_workers;
+  uint32_t capacity;              // of an inbox, in entries: a power of two, so that counters may wrap
+  uint32_t outbox_capacity;       // a power of two of at least num_slots
+  uint32_t spin;                  // how often to look before sleeping; 0 where cores are scarce
+  std::atomic<uint32_t>* asked;   // [num_slots] parent writes: requests sent to the slot
+  std::atomic<uint32_t>* done;    // [num_slots] worker writes: the request it finished last
+  uint32_t* inbox;                // [num_workers, capacity] parent writes: 2 * slot + operation
+  Line* inbox_count;              // [num_workers] parent writes: entries ever put in
+  Line* bell;                     // [num_workers] parent adds: something new, look around
+  Line* knocks;                   // [num_workers] parent writes: messages on the control socket
+  Line* asleep;                   // [num_workers] worker writes: 1 if it may need a wake
+  std::atomic<uint32_t>* outbox;  // [outbox_capacity] workers write slot + 1, the parent 0 when it took it
+  Line* outbox_count;             // workers add: places taken in the outbox
+  Line* finished;                 // workers add: slots finished; the parent sleeps on it
+  Line* target;                   // parent writes: the value of `finished` that it sleeps for
+  Line* alarm;                    // anyone adds: the parent should look at its control sockets
+};
+
+enum Operation : uint32_t { kReset = 0, kStep = 1 };
+
+// What a wait ended with.
+enum Outcome : int32_t {
+  kDone = 0,
+  kLookAround = 1,   // a control socket has something, or an alarm was rung
+  kTimeout = 2,      // of this wait; whether that is an error is the caller's business
+  kInterrupted = 3,  // by a signal: let Python's handlers run
+};
+
+// The parent's own counters. One thread at a time uses it, under the pool's lock.
+struct Parent {
+  Board board;
+  const int32_t* sockets;  // [num_workers] control sockets
+  uint32_t taken;          // slots ever received
+  uint32_t alarms;         // seen so far
+};
+
+struct Worker {
+  Board board;
+  uint32_t index;
+  uint32_t taken;   // entries ever taken from the inbox
+  uint32_t knocks;  // messages received
+};
+
+// Hands `count` slots of one worker to it and wakes it.
+void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count);
+
+// Tells a worker that a message is on its control socket.
+void knock(Parent& parent, uint32_t worker);
+
+// Waits until `count` more slots are finished and takes their ids, in the order of finishing.
+Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_ns);
+
+// Waits for work or a knock. `count` is 0 for a knock, else of one `operation`.
+void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count);
+
+// Hands finished slots back to the parent.
+void post(Worker& worker, const int64_t* slots, uint32_t count);
+
+// Makes the parent look at its control sockets at once.
+void ring(Board& board);
+
+}  // namespace jaxvec

@@ -1,0 +1,174 @@
+"""The native hand-off: futexes in the segment, waits without the GIL. Twin of `handoff.cc`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._channel import Channel
+from jaxvec._handoff import LOOK_AROUND, Supervision, Work, time_left
+from jaxvec._native import library
+from jaxvec._segment import Arrays
+
+_DONE = 0
+
+
+class _Board(ctypes.Structure):
+    """`Board` of handoff.h."""
+
+    _numbers = ("num_slots", "num_workers", "capacity", "outbox_capacity", "spin")
+    _words = (
+        "asked",
+        "done",
+        "inbox",
+        "native_inbox_count",
+        "bell",
+        "knocks",
+        "asleep",
+        "native_outbox",
+        "native_outbox_count",
+        "finished",
+        "target",
+        "alarm",
+    )
+    _fields_ = [(name, ctypes.c_uint32) for name in _numbers] + [(name, ctypes.c_void_p) for name in _words]
+
+    def __init__(self, arrays: Arrays, spin: int) -> None:
+        super().__init__()
+        self._arrays = arrays  # keeps the segment mapped for as long as C++ has its addresses
+        self.num_slots = arrays["asked",].size
+        self.num_workers, self.capacity = arrays["inbox",].shape
+        self.outbox_capacity = arrays["native_outbox",].size
+        self.spin = spin
+        for word in self._words:
+            setattr(self, word, arrays[word,].ctypes.data)
+
+
+class _Parent(ctypes.Structure):
+    _fields_ = [
+        ("board", _Board),
+        ("sockets", ctypes.POINTER(ctypes.c_int32)),
+        ("taken", ctypes.c_uint32),
+        ("alarms", ctypes.c_uint32),
+    ]
+
+
+class _Worker(ctypes.Structure):
+    _fields_ = [
+        ("board", _Board),
+        ("index", ctypes.c_uint32),
+        ("taken", ctypes.c_uint32),
+        ("knocks", ctypes.c_uint32),
+    ]
+
+
+class NativeParentEnd:
+    """The parent's end; see `ParentEnd`."""
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        slices: tuple[tuple[int, int], ...],
+        channels: list[Channel],
+        *,
+        spin: int,
+    ) -> None:
+        self._library = _declared()
+        self._asked, self._done = arrays["asked",], arrays["done",]
+        self._board = _Board(arrays, spin)
+        self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
+        self._parent = _Parent(self._board, self._sockets, 0, 0)
+        self._reference = ctypes.byref(self._parent)
+        self._starts = np.array([first for first, _ in slices])
+        self._stops = np.array([stop for _, stop in slices])
+        self._received = np.empty(self._asked.size, np.int64)
+
+    def send(self, operation: int, slots: NDArray[Any]) -> None:
+        """Hands `slots`, ascending, to their workers. The parent must own them."""
+        starts = slots.searchsorted(self._starts).tolist()
+        stops = slots.searchsorted(self._stops).tolist()
+        address = slots.ctypes.data
+        for worker, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            if start != stop:
+                self._library.jaxvec_send(
+                    self._reference, worker, operation, address + 8 * start, stop - start
+                )
+
+    def receive(self, count: int, supervision: Supervision) -> None:
+        """Waits until `count` slots are the parent's again."""
+        while True:
+            left = time_left(supervision.deadline)
+            outcome = self._library.jaxvec_receive(
+                self._reference, count, self._received.ctypes.data, int(min(left, LOOK_AROUND) * 1e9)
+            )
+            if outcome == _DONE:
+                return
+            # Raises what has happened. After an interrupt, Python's signal handlers have run by now.
+            supervision.look(0)
+            if left <= 0:
+                supervision.expire()
+
+    def knock(self, worker: int) -> None:
+        """Tells a worker that a message, or the end, is on its control socket."""
+        self._library.jaxvec_knock(self._reference, worker)
+
+    def unfinished(self) -> NDArray[Any]:
+        """Returns the ids of slots whose latest request is not finished."""
+        return np.flatnonzero(self._asked != self._done)
+
+
+class NativeWorkerEnd:
+    """One worker's end; see `WorkerEnd`."""
+
+    def __init__(self, arrays: Arrays, worker: int, channel: Channel, *, spin: int) -> None:
+        self._library = _declared()
+        self._board = _Board(arrays, spin)
+        self._worker = _Worker(self._board, worker, 0, 0)
+        self._reference = ctypes.byref(self._worker)
+        self._channel = channel
+        self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
+        self._slots = np.empty(self._board.capacity, np.int64)
+
+    def receive(self) -> Iterator[Any]:
+        """Waits for the parent, then yields `Work`, or the one message that came instead."""
+        self._library.jaxvec_take(
+            self._reference, ctypes.byref(self._operation), self._slots.ctypes.data, ctypes.byref(self._count)
+        )
+        count = self._count.value
+        yield Work(self._operation.value, self._slots[:count]) if count else self._channel.receive()
+
+    def post(self, slots: NDArray[Any]) -> None:
+        """Hands finished `slots` back."""
+        self._library.jaxvec_post(self._reference, slots.ctypes.data, len(slots))
+
+    def alarm(self) -> None:
+        """Makes the parent look at its control sockets at once."""
+        self._library.jaxvec_ring(self._reference)
+
+
+@cache
+def _declared() -> ctypes.CDLL:
+    """Returns the library with the functions' types declared."""
+    loaded = library.load()
+    u32, i64, pointer = ctypes.c_uint32, ctypes.c_int64, ctypes.c_void_p
+    for name, result, arguments in (
+        ("jaxvec_sizeof_parent", u32, []),
+        ("jaxvec_sizeof_worker", u32, []),
+        ("jaxvec_send", None, [pointer, u32, u32, pointer, u32]),
+        ("jaxvec_knock", None, [pointer, u32]),
+        ("jaxvec_receive", ctypes.c_int32, [pointer, u32, pointer, i64]),
+        ("jaxvec_take", None, [pointer, pointer, pointer, pointer]),
+        ("jaxvec_post", None, [pointer, pointer, u32]),
+        ("jaxvec_ring", None, [pointer]),
+    ):
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    for ours, theirs in ((_Parent, loaded.jaxvec_sizeof_parent()), (_Worker, loaded.jaxvec_sizeof_worker())):
+        if ctypes.sizeof(ours) != theirs:
+            raise library.NativeUnavailableError("the native library is of another version; reinstall jaxvec")
+    return loaded

@@ -1,0 +1,156 @@
+// Drives the hand-off with a thread for each worker, for ThreadSanitizer to watch.
+//
+// Rows are plain memory that the parent and the workers write in turn, so any hole in the hand-off's
+// ordering is a data race that the sanitizer reports; and every value is checked besides.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "handoff.h"
+
+using namespace jaxvec;
+
+namespace {
+
+constexpr uint32_t kStop = 0xffffffff;
+
+struct Words {
+  std::vector<std::atomic<uint32_t>> asked, done, outbox;
+  std::vector<uint32_t> inbox;
+  std::vector<Line> inbox_count, bell, knocks, asleep, single;
+
+  Words(uint32_t slots, uint32_t workers, uint32_t capacity, uint32_t outbox_capacity)
+      : asked(slots),
+        done(slots),
+        outbox(outbox_capacity),
+        inbox(workers * capacity),
+        inbox_count(workers),
+        bell(workers),
+        knocks(workers),
+        asleep(workers),
+        single(4) {}
+
+  Board board(uint32_t capacity, uint32_t spin, uint32_t start) {
+    for (Line& line : single) line.word = 0;
+    for (auto* lines : {&inbox_count, &bell, &knocks, &asleep}) {
+      for (Line& line : *lines) line.word = 0;
+    }
+    // Counters begin just below their wrap.
+    for (Line& line : inbox_count) line.word = start;
+    single[0].word = single[1].word = single[2].word = start;
+    return {uint32_t(asked.size()),
+            uint32_t(bell.size()),
+            capacity,
+            uint32_t(outbox.size()),
+            spin,
+            asked.data(),
+            done.data(),
+            inbox.data(),
+            inbox_count.data(),
+            bell.data(),
+            knocks.data(),
+            asleep.data(),
+            outbox.data(),
+            &single[0],
+            &single[1],
+            &single[2],
+            &single[3]};
+  }
+};
+
+void check(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+void work(Board board, uint32_t index, uint32_t start, std::vector<uint32_t>& rows, const uint32_t& stop) {
+  Worker worker = {board, index, start, 0};
+  std::vector<int64_t> slots(board.capacity);
+  std::mt19937 random(index);
+  for (;;) {
+    uint32_t operation, count;
+    take(worker, &operation, slots.data(), &count);
+    if (count == 0) {
+      check(stop == kStop, "a knock without a message");
+      return;
+    }
+    for (uint32_t i = 0; i < count; ++i) rows[slots[i]] += operation == kStep ? 1 : 1000;
+    if (random() % 4 == 0) std::this_thread::yield();
+    const uint32_t half = random() % (count + 1);
+    if (half > 0) post(worker, slots.data(), half);
+    if (half < count) post(worker, slots.data() + half, count - half);
+  }
+}
+
+void run(uint32_t num_slots, uint32_t num_workers, uint32_t spin, uint32_t rounds) {
+  uint32_t capacity = 1, outbox_capacity = 1;
+  const uint32_t most = (num_slots + num_workers - 1) / num_workers;
+  while (capacity < most) capacity *= 2;
+  while (outbox_capacity < num_slots) outbox_capacity *= 2;
+  const uint32_t start = 0u - 500 * outbox_capacity;
+  Words words(num_slots, num_workers, capacity, outbox_capacity);
+  const Board board = words.board(capacity, spin, start);
+  std::vector<uint32_t> rows(num_slots), expected(num_slots);
+  uint32_t stop = 0;
+  std::vector<std::thread> threads;
+  for (uint32_t w = 0; w < num_workers; ++w) {
+    threads.emplace_back(work, board, w, start, std::ref(rows), std::cref(stop));
+  }
+  std::vector<int32_t> sockets(num_workers, -1);
+  Parent parent = {board, sockets.data(), start, 0};
+  std::vector<int64_t> received(num_slots);
+  std::mt19937 random(num_slots);
+  for (uint32_t round = 0; round < rounds; ++round) {
+    uint32_t sent = 0;
+    for (uint32_t w = 0; w < num_workers; ++w) {
+      std::vector<int64_t> slots[2];  // for each operation
+      for (uint32_t slot = w; slot < num_slots; slot += num_workers) {
+        const uint32_t operation = random() % 3;
+        if (operation > kStep) continue;
+        slots[operation].push_back(slot);
+        rows[slot] += 7;
+        expected[slot] += 7 + (operation == kStep ? 1 : 1000);
+      }
+      for (uint32_t operation : {kReset, kStep}) {
+        const uint32_t count = uint32_t(slots[operation].size());
+        if (count > 0) send(parent, w, operation, slots[operation].data(), count);
+        sent += count;
+      }
+    }
+    while (sent > 0) {  // in batches, as a first-ready pool would
+      const uint32_t batch = 1 + random() % sent;
+      Outcome outcome;
+      do outcome = receive(parent, batch, received.data(), 5'000'000'000);
+      while (outcome == kInterrupted);
+      check(outcome == kDone, "a wait that did not end");
+      for (uint32_t i = 0; i < batch; ++i) {
+        const int64_t slot = received[i];
+        check(rows[slot] == expected[slot], "a row that is not its worker's answer");
+        check(words.done[slot].load() == words.asked[slot].load(), "a slot that is not done");
+      }
+      sent -= batch;
+    }
+  }
+  stop = kStop;
+  for (uint32_t w = 0; w < num_workers; ++w) knock(parent, w);
+  for (std::thread& thread : threads) thread.join();
+
+  ring(parent.board);
+  check(receive(parent, 1, received.data(), 0) == kLookAround, "an alarm that was not heard");
+  check(receive(parent, 1, received.data(), 1'000'000) == kTimeout, "a wait for nothing");
+}
+
+}  // namespace
+
+int main() {
+  for (uint32_t spin : {0u, 50u}) {
+    run(1, 1, spin, 2000);
+    run(8, 2, spin, 2000);
+    run(13, 5, spin, 1000);
+    run(64, 8, spin, 500);
+  }
+  std::puts("done");
+}

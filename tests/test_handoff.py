@@ -1,0 +1,164 @@
+"""The hand-offs: chosen by name, equal in what they do, and sound under load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxvec
+from jaxvec import _handoff, _handoffs, _layout, _segment
+from jaxvec._native import library
+from jaxvec._spaces import as_jax
+from jaxvec._spec import EnvSpaces, make_spec
+from jaxvec.testing import CountingEnv, NestedEnv
+
+KINDS = [
+    "portable",
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(
+            library.reason_unavailable() is not None, reason=str(library.reason_unavailable())
+        ),
+    ),
+]
+
+
+def board(num_envs, num_workers):
+    """Returns the arrays of a pool, and its slices."""
+    spaces = EnvSpaces(gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2), None)
+    spec = make_spec(
+        spaces,
+        num_envs=num_envs,
+        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
+        final_obs=False,
+        declared={},
+        policy=as_jax,
+    )
+    layout = _layout.make_layout(spec, num_workers=num_workers)
+    return _segment.private(layout), layout.slices
+
+
+class Unsupervised:
+    """Fails a wait that would have to sleep."""
+
+    deadline = 0.0
+
+    def __init__(self, channels):
+        self._channels = channels
+
+    def look(self, seconds):
+        heard = [(w, channel.receive()) for w, channel in enumerate(self._channels) if channel.has_wake]
+        for worker, _ in heard:
+            self._channels[worker].has_wake = 0
+        return heard
+
+    def expire(self):
+        raise AssertionError("would have waited for ever")
+
+
+class LoopbackChannel:
+    """A control socket whose wakes stay in this process."""
+
+    def __init__(self):
+        self.has_wake = 0
+
+    def fileno(self):
+        return -1
+
+    def wake(self):
+        self.has_wake += 1
+
+    def receive(self):
+        return _handoff.WAKE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), num_envs=st.integers(1, 20), rounds=st.integers(1, 12))
+def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, rounds):
+    """Both ends in one process, in any order of workers that a schedule could bring about."""
+    num_workers = data.draw(st.integers(1, num_envs))
+    arrays, slices = board(num_envs, num_workers)
+    down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
+    parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=up, spin=0)
+    workers = [
+        _handoffs.worker_end(kind, arrays, worker=w, channel=channel, spin=0) for w, channel in enumerate(up)
+    ]
+    del down
+    for _ in range(rounds):
+        operation = data.draw(st.sampled_from([_handoff.RESET, _handoff.STEP]))
+        slots = np.array(sorted(data.draw(st.sets(st.integers(0, num_envs - 1), min_size=1))))
+        parent.send(operation, slots)
+        assert parent.unfinished().tolist() == slots.tolist()
+        owners = [w for w, (a, b) in enumerate(slices) if ((slots >= a) & (slots < b)).any()]
+        for w in data.draw(st.permutations(owners)):
+            (work,) = workers[w].receive()
+            first, stop = slices[w]
+            assert work.operation == operation
+            assert work.slots.tolist() == [slot for slot in slots if first <= slot < stop]
+            for half in np.array_split(work.slots, data.draw(st.integers(1, 2))):
+                if half.size:
+                    workers[w].post(half)
+        parent.receive(len(slots), Unsupervised(up))
+        assert parent.unfinished().size == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (7, 3), (64, 8)])
+def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers):
+    envs = make(CountingEnv, num_envs, num_workers=num_workers, handoff=kind, episode_length=11)
+    envs.reset(seed=0)
+    total = np.zeros(num_envs, np.int64)
+    for step in range(300):
+        action = (np.arange(num_envs) + step) % 1000
+        timestep = envs.step(action)
+        total += 1
+        over = timestep.terminated
+        assert timestep.obs[:, 1].tolist() == total.tolist()
+        assert timestep.obs[~over, 3].tolist() == action[~over].tolist()
+    assert envs.get_attr("steps") == (300,) * num_envs
+
+
+def test_both_hand_offs_give_the_same_bits(make):
+    if library.reason_unavailable() is not None:
+        pytest.skip(str(library.reason_unavailable()))
+    pools = [make(NestedEnv, 5, num_workers=2, handoff=kind) for kind in ("native", "portable")]
+    timesteps = [envs.reset(seed=3) for envs in pools]
+    pools[0].action_space.seed(0)
+    for _ in range(50):
+        action = pools[0].action_space.sample()
+        assert str(timesteps[0]) == str(timesteps[1])
+        timesteps = [envs.step(action) for envs in pools]
+
+
+def test_an_unknown_hand_off_is_refused():
+    with pytest.raises(ValueError, match="handoff must be one of auto, native, portable, not 'pigeon'"):
+        jaxvec.make(CountingEnv, 1, handoff="pigeon")
+
+
+def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
+    def missing():
+        raise library.NativeUnavailableError("libjaxvec.so was not built")
+
+    monkeypatch.setattr(library, "load", missing)
+    assert _handoffs.choose("portable") == "portable"
+    with pytest.raises(ImportError, match="was not built"):
+        jaxvec.make(CountingEnv, 1, handoff="native")
+
+
+def test_doctor_says_what_is_active():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxvec", "doctor"], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = dict(
+        line.split(maxsplit=1)
+        for line in done.stdout.splitlines()
+        if line.split()[0] in ("jaxvec", "hand-off")
+    )
+    assert found == {"jaxvec": jaxvec.__version__, "hand-off": _handoffs.choose.__call__("auto")}

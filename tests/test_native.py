@@ -1,0 +1,23 @@
+"""The C++ of the hand-off, under ThreadSanitizer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parent / "jaxvec" / "_native"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.skipif(not (SOURCES / "handoff.cc").is_file(), reason="needs the source tree")
+def test_the_hand_off_has_no_data_race(tmp_path):
+    program = tmp_path / "stress"
+    sources = [HERE / "native" / "handoff_stress.cc", SOURCES / "handoff.cc"]
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", "-fsanitize=thread"]
+    subprocess.run(["g++", *flags, "-o", program, *sources], check=True, timeout=100)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
