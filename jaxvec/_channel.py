@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -45,9 +46,7 @@ class Channel:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(_WAKE_BYTE)
 
-    def send(
-        self, message: Any, *, deadline: float | None = None, descriptors: list[int] | None = None
-    ) -> None:
+    def send(self, message: Any, *, deadline: float | None = None, descriptors: Sequence[int] = ()) -> None:
         """Sends a message by cloudpickle.
 
         Raises:
@@ -59,7 +58,7 @@ class Channel:
             self._socket.settimeout(_remaining(deadline))
             # Descriptors ride on the header: they would be lost on a byte that is read by recv().
             self._socket.sendall(_FRAME_BYTE)
-            socket.send_fds(self._socket, [_HEADER.pack(len(payload))], descriptors or [])
+            socket.send_fds(self._socket, [_HEADER.pack(len(payload))], descriptors)
             self._socket.sendall(payload)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError from error

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,17 +39,20 @@ _SPIN = 2_000  # looks before sleeping, some tens of microseconds
 
 
 @dataclass(frozen=True)
-class _Supervision:
-    """One wait for the workers; see `_handoff.Supervision`."""
+class _Wait:
+    """One operation's wait for the workers; see `_handoff.Supervision`."""
 
     workers: ProcessWorkers
-    deadline: float | None
     name: str  # of the operation
-    timeout: float | None  # as the user set it
+    timeout: float | None  # seconds, as the user set it
+    deadline: float | None  # of time.monotonic()
     waiting_for: Sequence[int] = ()  # workers that owe a message
 
     def look(self, seconds: float) -> list[tuple[int, Any]]:
-        return self.workers.look(seconds, self.deadline)
+        try:
+            return self.workers.look(seconds, self.deadline)
+        except TimeoutError:  # a message that came in part
+            self.expire()
 
     def expire(self) -> NoReturn:
         raise self.workers.timed_out(self.name, self.timeout, self.waiting_for)
@@ -91,11 +94,12 @@ class ProcessWorkers:
                 self._channels.append(channel)
                 self._by_fd[channel.fileno()] = worker
                 self._poll.register(channel, select.POLLIN)
-            deadline = _deadline(timeout)
+            wait = self._wait("constructor", timeout)
             for worker, (first, stop) in enumerate(self._slices):
-                setup = _spawn.setup(env_fns[first:stop], first=first, learn_info=learn_info)
-                self._send(worker, setup, deadline)
-            self.description = self._describe(deadline, timeout)
+                self._send(
+                    worker, _spawn.setup(env_fns[first:stop], first=first, learn_info=learn_info), wait
+                )
+            self.description = self._describe(wait)
         except BaseException:
             self.close(timeout=0)
             raise
@@ -106,18 +110,18 @@ class ProcessWorkers:
         self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
     ) -> Arrays:
         """Creates the segment, shares it with the workers, and returns its arrays."""
-        deadline = _deadline(timeout)
+        wait = self._wait("attach", timeout)
         spin = _spin(len(self._slices))
         descriptor = _segment.create(layout)
         try:
-            for worker, channel in enumerate(self._channels):
+            for worker in range(len(self._slices)):
                 message = Attach(worker, layout, spec, autoreset_mode, self._kind, spin)
-                channel.send(message, deadline=deadline, descriptors=[descriptor])
+                self._send(worker, message, wait, descriptors=[descriptor])
             arrays = _segment.attach(descriptor, layout)
         finally:
             os.close(descriptor)
         self._spec = spec
-        self._gather(deadline, "attach", timeout)
+        self._gather(wait)
         self._arrays = arrays
         self._handoff = handoffs.parent_end(
             self._kind, arrays, slices=self._slices, channels=self._channels, spin=spin
@@ -133,9 +137,9 @@ class ProcessWorkers:
             EnvTimeoutError: the envs did not finish within `timeout` seconds.
         """
         assert self._handoff is not None
-        deadline = _deadline(timeout)
+        wait = self._wait(name, timeout)
         self._handoff.send(operation, slots)
-        self._handoff.receive(len(slots), _Supervision(self, deadline, name, timeout))
+        self._handoff.receive(len(slots), wait)
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
@@ -148,10 +152,10 @@ class ProcessWorkers:
         Raises:
             EnvError: an env raised; every worker has finished the call all the same.
         """
-        deadline = _deadline(timeout)
+        wait = self._wait(name, timeout)
         for worker, (first, stop) in enumerate(self._slices):
-            self._send(worker, Request(name, arguments(first, stop)), deadline)
-        replies = self._gather(deadline, name, timeout)
+            self._send(worker, Request(name, arguments(first, stop)), wait)
+        replies = self._gather(wait)
         return [self._open(worker, name, reply) for worker, reply in enumerate(replies)]
 
     def close(self, timeout: float) -> None:
@@ -181,17 +185,23 @@ class ProcessWorkers:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _send(self, worker: int, message: Any, deadline: float | None) -> None:
+    def _wait(self, name: str, timeout: float | None) -> _Wait:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return _Wait(self, name, timeout, deadline)
+
+    def _send(self, worker: int, message: Any, wait: _Wait, *, descriptors: Sequence[int] = ()) -> None:
+        if self._handoff is not None:
+            self._handoff.knock(worker)  # first: a long message needs its reader
         try:
-            self._channels[worker].send(message, deadline=deadline)
+            self._channels[worker].send(message, deadline=wait.deadline, descriptors=descriptors)
         except EOFError as error:
             raise self._died(worker) from error
-        if self._handoff is not None:
-            self._handoff.knock(worker)
+        except TimeoutError:  # its buffer is full: it does not read
+            replace(wait, waiting_for=[worker]).expire()
 
-    def _describe(self, deadline: float | None, timeout: float | None) -> Description:
+    def _describe(self, wait: _Wait) -> Description:
         """Waits for every worker's description; returns worker 0's, which all others must equal."""
-        ready = self._gather(deadline, "constructor", timeout)
+        ready = self._gather(wait)
         descriptions: list[Description] = [pickle.loads(said.description) for said in ready]
         first = descriptions[0]
         for (env_id, _), other in zip(self._slices, descriptions, strict=True):
@@ -200,12 +210,12 @@ class ProcessWorkers:
                 raise SpaceMismatchError(mismatch)
         return first
 
-    def _gather(self, deadline: float | None, name: str, timeout: float | None) -> list[Any]:
+    def _gather(self, wait: _Wait) -> list[Any]:
         """Waits for one message from each worker."""
         messages: dict[int, Any] = {}
         while len(messages) < len(self._slices):
             missing = [worker for worker in range(len(self._slices)) if worker not in messages]
-            messages.update(listen(_Supervision(self, deadline, name, timeout, missing)))
+            messages.update(listen(replace(wait, waiting_for=missing)))
         return [messages[worker] for worker in range(len(self._slices))]
 
     def look(self, seconds: float, deadline: float | None) -> list[tuple[int, Any]]:
@@ -307,10 +317,6 @@ class ProcessWorkers:
 def _spin(num_workers: int) -> int:
     """Spinning pays only where it takes no core from a worker or from the program."""
     return _SPIN if usable_cores() > num_workers else 0
-
-
-def _deadline(timeout: float | None) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout
 
 
 def _envs(env_ids: Sequence[int]) -> str:

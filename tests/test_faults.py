@@ -261,6 +261,24 @@ def test_a_stopped_worker_is_named_by_the_timeout(make):
     assert not stopped.is_running()
 
 
+@pytest.mark.parametrize("size", [1, 10_000_000])
+def test_a_call_to_a_stopped_worker_times_out(make, size):
+    """Be it that the answer does not come, or that the question does not fit into the socket."""
+
+    class Env(CountingEnv):
+        def pid(self, _):
+            return os.getpid()
+
+    envs = make(Env, 2, num_workers=2, step_timeout=0.5)
+    psutil.Process(envs.call("pid", 0)[1]).suspend()
+    with pytest.raises(
+        jaxvec.EnvTimeoutError, match="call timed out after 0.5 s: .* of env 1 have not answered"
+    ):
+        envs.call("pid", bytes(size))
+    with pytest.raises(jaxvec.PoolBrokenError, match="call timed out"):
+        envs.reset()
+
+
 def test_a_slow_constructor_and_a_slow_reset_time_out(make):
     def slow(env_id):
         if env_id == 3:
