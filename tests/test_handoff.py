@@ -161,4 +161,5 @@ def test_doctor_says_what_is_active():
         for line in done.stdout.splitlines()
         if line.split()[0] in ("jaxvec", "hand-off")
     )
-    assert found == {"jaxvec": jaxvec.__version__, "hand-off": _handoffs.choose.__call__("auto")}
+    active = "native" if library.reason_unavailable() is None else "portable"
+    assert found == {"jaxvec": jaxvec.__version__, "hand-off": active}
