@@ -20,10 +20,11 @@ from typing import Any
 import gymnasium
 import jax
 import jax.numpy as jnp
-import jaxvec
 import numpy as np
-from jaxvec._cores import usable_cores
 from numpy.typing import NDArray
+
+import jaxvec
+from jaxvec._cores import usable_cores
 
 Run = Callable[[int], None]  # takes that many steps of every env
 
