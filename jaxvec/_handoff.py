@@ -96,6 +96,22 @@ class WorkerHandoff(Protocol):
         ...
 
 
+class Shares:
+    """Says which part of some slots is whose, by the range of env ids that each worker holds."""
+
+    def __init__(self, slices: tuple[tuple[int, int], ...]) -> None:
+        self._starts = np.array([first for first, _ in slices])
+        self._stops = np.array([stop for _, stop in slices])
+
+    def of(self, slots: NDArray[Any]) -> Iterator[tuple[int, int, int]]:
+        """Yields each worker that has a share of `slots`, ascending: `slots[start:stop]`."""
+        starts = slots.searchsorted(self._starts).tolist()
+        stops = slots.searchsorted(self._stops).tolist()
+        for worker, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            if start != stop:
+                yield worker, start, stop
+
+
 class ParentEnd:
     """The portable `ParentHandoff`."""
 
@@ -103,19 +119,15 @@ class ParentEnd:
         self._asked, self._done = arrays["asked",], arrays["done",]
         self._inbox, self._inbox_count = arrays["inbox",], arrays["inbox_count",]
         self._outbox, self._outbox_count = arrays["outbox",], arrays["outbox_count",]
-        self._starts = np.array([first for first, _ in slices])
-        self._stops = np.array([stop for _, stop in slices])
+        self._shares = Shares(slices)
         self._channels = channels
         self._taken = [0] * len(slices)  # of each outbox
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         self._asked[slots] += np.uint32(1)
-        starts = slots.searchsorted(self._starts).tolist()
-        stops = slots.searchsorted(self._stops).tolist()
-        for worker, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            if start != stop:
-                _push(self._inbox, self._inbox_count, worker, slots[start:stop] * 2 + operation)
-                self._channels[worker].wake()
+        for worker, start, stop in self._shares.of(slots):
+            _push(self._inbox, self._inbox_count, worker, slots[start:stop] * 2 + operation)
+            self._channels[worker].wake()
 
     def receive(self, count: int, supervision: Supervision) -> None:
         while count:

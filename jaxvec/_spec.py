@@ -6,7 +6,7 @@ Two pools of equal specification can serve the same compiled program. The memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,9 +77,10 @@ class PoolSpec:
         """Returns `(num_envs, *leaf.shape)`."""
         return (self.num_envs, *leaf.shape)
 
-    def build_timestep(self, value: Callable[[Leaf], Any]) -> TimeStep:
-        """Builds a `TimeStep` with `value(leaf)` at each leaf."""
-        return TimeStep(*(build(node, value) for node in self.timestep))
+    def build_timestep(self, rows: Iterable[Any]) -> TimeStep:
+        """Builds a `TimeStep` of one array for each of `timestep_leaves`, in their order."""
+        by_path = {leaf.path: row for leaf, row in zip(self.timestep_leaves, rows, strict=True)}
+        return TimeStep(*(build(node, lambda leaf: by_path[leaf.path]) for node in self.timestep))
 
 
 def make_spec(

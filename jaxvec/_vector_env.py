@@ -12,7 +12,6 @@ from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
-from numpy.typing import NDArray
 
 from jaxvec import _actions, _env_fns, _handoffs, _seeds
 from jaxvec._cores import usable_cores
@@ -103,7 +102,7 @@ class VectorEnv:
             count=None,
             caller="VectorEnv.reset on the host",
         )
-        return self._timestep(rows)
+        return self.spec.build_timestep(rows)
 
     def step(self, action: Any) -> TimeStep:
         """Steps every env once.
@@ -122,7 +121,7 @@ class VectorEnv:
         """
         actions = _actions.check_on_host(self.spec, action)
         _, rows = self._pool.step(actions, count=None, caller="VectorEnv.step on the host")
-        return self._timestep(rows)
+        return self.spec.build_timestep(rows)
 
     @property
     def infos(self) -> tuple[dict[str, Any], ...]:
@@ -197,10 +196,6 @@ class VectorEnv:
     def _request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> tuple[Any, ...]:
         slices = self._pool.request(name, arguments)
         return tuple(result for results in slices for result in results or ())
-
-    def _timestep(self, rows: list[NDArray[Any]]) -> TimeStep:
-        by_path = {leaf.path: row for leaf, row in zip(self.spec.timestep_leaves, rows, strict=True)}
-        return self.spec.build_timestep(lambda leaf: by_path[leaf.path])
 
 
 def start(

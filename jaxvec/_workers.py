@@ -18,8 +18,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _failures, _segment, _spawn
-from jaxvec import _handoffs as handoffs
+from jaxvec import _failures, _handoffs, _segment, _spawn
 from jaxvec._channel import Channel
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description, compare
@@ -123,7 +122,7 @@ class ProcessWorkers:
         self._spec = spec
         self._gather(wait)
         self._arrays = arrays
-        self._handoff = handoffs.parent_end(
+        self._handoff = _handoffs.parent_end(
             self._kind, arrays, slices=self._slices, channels=self._channels, spin=spin
         )
         return arrays

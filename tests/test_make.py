@@ -18,6 +18,17 @@ import jaxvec
 from jaxvec.testing import CountingEnv
 
 
+def run_quietly(source):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 class SizedEnv(CountingEnv):
     def __init__(self, size=4, flavour=None):
         super().__init__()
@@ -362,14 +373,7 @@ def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
     else:
         raise AssertionError
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_quietly(source)
 
 
 def test_integers_beyond_32_bits_are_an_error_and_not_another_number(make, backend):
@@ -401,11 +405,4 @@ def test_public_names_are_there_and_load_jax_lazily():
     except AttributeError as error:
         assert "nonsense" in str(error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_quietly(source)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._channel import Channel
-from jaxvec._handoff import LOOK_AROUND, Supervision, Work, time_left
+from jaxvec._handoff import LOOK_AROUND, Shares, Supervision, Work, time_left
 from jaxvec._native import library
 from jaxvec._segment import Arrays
 
@@ -84,20 +84,14 @@ class NativeParentEnd:
         self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
         self._parent = _Parent(self._board, self._sockets, 0, 0)
         self._reference = ctypes.byref(self._parent)
-        self._starts = np.array([first for first, _ in slices])
-        self._stops = np.array([stop for _, stop in slices])
+        self._shares = Shares(slices)
         self._received = np.empty(self._asked.size, np.int64)
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         """Hands `slots`, ascending, to their workers. The parent must own them."""
-        starts = slots.searchsorted(self._starts).tolist()
-        stops = slots.searchsorted(self._stops).tolist()
         address = slots.ctypes.data
-        for worker, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            if start != stop:
-                self._library.jaxvec_send(
-                    self._reference, worker, operation, address + 8 * start, stop - start
-                )
+        for worker, start, stop in self._shares.of(slots):
+            self._library.jaxvec_send(self._reference, worker, operation, address + 8 * start, stop - start)
 
     def receive(self, count: int, supervision: Supervision) -> None:
         """Waits until `count` slots are the parent's again."""

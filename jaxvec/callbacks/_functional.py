@@ -171,9 +171,7 @@ def _eager(handle: Handle, count: int, rows: Sequence[NDArray[Any]]) -> tuple[Ha
 
 
 def _result(handle: Handle, token: jax.Array, rows: Sequence[jax.Array]) -> tuple[Handle, TimeStep]:
-    spec = handle.spec
-    by_path = {leaf.path: row for leaf, row in zip(spec.timestep_leaves, rows, strict=True)}
-    return Handle(token, spec, handle.transport), spec.build_timestep(lambda leaf: by_path[leaf.path])
+    return Handle(token, handle.spec, handle.transport), handle.spec.build_timestep(rows)
 
 
 def _is_key(seed: Any, num_envs: int) -> bool:
