@@ -11,6 +11,7 @@ import jaxvec
 from jaxvec import _handoffs
 from jaxvec._cores import usable_cores
 from jaxvec._native import library
+from jaxvec.callbacks import _ffi
 
 
 def examine() -> Iterator[tuple[str, str]]:
@@ -23,7 +24,9 @@ def examine() -> Iterator[tuple[str, str]]:
     reason = library.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
     yield "hand-off", _handoffs.choose("auto")
-    yield "transport", "io_callback"
+    reason = _ffi.reason_unavailable()
+    yield "XLA FFI", "ready" if reason is None else f"off: {reason}"
+    yield "transport", "io_callback" if reason else "ffi on the CPU, io_callback elsewhere"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

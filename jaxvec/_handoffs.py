@@ -1,14 +1,21 @@
-"""Chooses between the hand-offs, by name."""
+"""Chooses between the hand-offs, by name, and the gate that goes with each."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxvec._channel import Channel
+from jaxvec._gate import Gate, PortableGate
 from jaxvec._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
 from jaxvec._native import library
+from jaxvec._native.gate import NativeGate
 from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._segment import Arrays
+from jaxvec._spec import PoolSpec
 
 KINDS = ("auto", "native", "portable")
 
@@ -49,3 +56,30 @@ def worker_end(kind: str, arrays: Arrays, *, worker: int, channel: Channel, spin
     if kind == "native":
         return NativeWorkerEnd(arrays, worker, channel, spin=spin)
     return WorkerEnd(arrays, worker, channel)
+
+
+def gate(
+    end: ParentHandoff,
+    spec: PoolSpec,
+    arrays: Arrays,
+    *,
+    slices: tuple[tuple[int, int], ...],
+    pool_id: int,
+    needs_reset: NDArray[np.bool_],
+    over: Sequence[NDArray[np.bool_]] | None,
+    timeout: float | None,
+) -> Gate:
+    """Makes the gate of a pool with this hand-off; see `NativeGate` for the arguments."""
+    if not isinstance(end, NativeParentEnd):
+        return PortableGate()
+    return NativeGate(
+        end,
+        pool_id=pool_id,
+        fingerprint=spec.fingerprint,
+        slices=slices,
+        actions=[arrays[leaf.path] for leaf in spec.action_leaves],
+        results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
+        needs_reset=needs_reset,
+        over=over,
+        timeout=timeout,
+    )

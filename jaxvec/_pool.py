@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec._description import Description
+from jaxvec._backend import Workers
 from jaxvec._errors import (
     EnvError,
     PoolBrokenError,
@@ -28,12 +27,9 @@ from jaxvec._errors import (
     StaleHandleError,
 )
 from jaxvec._handoff import RESET, STEP
-from jaxvec._layout import Layout, make_layout
+from jaxvec._layout import make_layout
 from jaxvec._seeds import NONE
-from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
-
-_COUNTS = 2**32  # a handle's step count is a uint32
 
 # Handles name their pool by number, so that a compiled program holds no pointer and serves every
 # pool of its specification.
@@ -52,20 +48,24 @@ def find(pool_id: int) -> Pool:
     return pool
 
 
-class Workers(Protocol):
-    """What the pool asks of its backend."""
+@contextmanager
+def serving(pool_id: int, fingerprint: int) -> Generator[Pool]:
+    """Yields the pool that a compiled program's call names.
 
-    description: Description
+    The pool keeps an error of the block, because JAX passes only its text on to the user.
 
-    def attach(
-        self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
-    ) -> Arrays: ...
-    def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None: ...
-    def request(
-        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
-    ) -> list[Any]: ...
-    def close(self, timeout: float) -> None: ...
-    def kill(self) -> None: ...
+    Args:
+        pool_id: of the program's handle.
+        fingerprint: of the spec that the program was made for.
+    """
+    pool = find(pool_id)
+    try:
+        pool.require_spec(fingerprint)
+        yield pool
+    except BaseException as error:
+        pool.keep(error)
+        raise
+    pool.served()
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,16 @@ class Pool:
         self._needs_reset = np.ones(spec.num_envs, np.bool_)
         self._options: dict[str, Any] | None = None  # that the workers hold
 
-        self._lock = threading.Lock()  # held for the whole of a reset, step or request
-        self._count = 0  # resets and steps so far: what a fresh handle must say
-        self._last_caller = ""
         self._broken_by: BaseException | None = None
         self._closed = False
-        self._program_error: BaseException | None = None
+        self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
         self._process = os.getpid()
         self.id = next(_ids)
+        disabled = autoreset_mode is AutoresetMode.DISABLED
+        # Whoever resets, steps or requests is inside for the whole of it.
+        self._gate = workers.open_gate(
+            self.id, self._needs_reset, self._rows.over if disabled else None, timeouts.step
+        )
         _pools[self.id] = self
 
     @property
@@ -134,28 +136,28 @@ class Pool:
         """What broke the pool, if anything did."""
         return self._broken_by
 
-    def require_spec(self, spec: PoolSpec) -> None:
-        """Raises `StaleHandleError` if a handle made for `spec` can't be this pool's."""
-        if spec is not self.spec and spec != self.spec:
+    def require_spec(self, fingerprint: int) -> None:
+        """Raises `StaleHandleError` if a handle made for a spec of this fingerprint can't be ours."""
+        if fingerprint != self.spec.fingerprint:
             raise StaleHandleError(
                 f"foreign handle: pool {self.id} has another specification than the pool that the handle "
                 "was made for"
             )
 
-    @contextmanager
-    def serving_program(self) -> Generator[None]:
-        """Keeps an error of the block, because JAX passes only its text on to the user."""
-        try:
-            yield
-        except BaseException as error:
-            self._program_error = error
-            raise
-        self._program_error = None
+    def keep(self, error: BaseException) -> None:
+        """Keeps the error of a program's call for `take_program_error`."""
+        self._program_error = self._gate.served, error
+
+    def served(self) -> None:
+        """Counts a program's call that succeeded; it makes an earlier error old news."""
+        self._gate.serve()
 
     def take_program_error(self) -> BaseException | None:
         """Returns the error of the last program that failed in this pool, once."""
-        error, self._program_error = self._program_error, None
-        return error
+        failure, self._program_error = self._program_error, None
+        if failure is None or failure[0] != self._gate.served:  # another has succeeded since
+            return None
+        return failure[1]
 
     def reset(
         self,
@@ -165,7 +167,8 @@ class Pool:
         options: dict[str, Any] | None,
         count: int | None,
         caller: str,
-    ) -> tuple[int, list[NDArray[Any]]]:
+        out: Sequence[NDArray[Any]] | None = None,
+    ) -> tuple[int, Sequence[NDArray[Any]]]:
         """Resets the envs of `mask`; other rows stay as they are.
 
         Args:
@@ -173,45 +176,61 @@ class Pool:
             mask: `[num_envs]` bool; `None` for all.
             options: for every env's `reset`.
             count: that of the caller's handle; `None` if it has none.
-            caller: who is to be named when the handles of others go stale.
+            caller: who is to be named when the handles of others go stale; of `_gate.MOVERS`.
+            out: where to copy the leaves of the time step.
 
         Returns:
-            The new step count, and a copy of each leaf of the time step.
+            The new step count, and a copy of each leaf of the time step, `out` if that was given.
         """
-        with self._lock:
+        with self._gate.inside():
             self._require_usable()
             self._require_fresh(count)
             slots = self._all if mask is None else np.flatnonzero(mask)
             self._rows.seeds[:] = NONE if seeds is None else seeds
             with self._breaking():
                 self._send_options(options)
-                self._workers.run(RESET, slots, name="reset", timeout=self._timeouts.reset)
+                self._workers.send(RESET, slots)
+                self._workers.receive(len(slots), name="reset", timeout=self._timeouts.reset, waited=0)
             self._needs_reset[slots] = False
-            return self._finish(caller)
+            return self._finish(caller, out)
 
     def step(
-        self, actions: Sequence[NDArray[Any]], *, count: int | None, caller: str
-    ) -> tuple[int, list[NDArray[Any]]]:
+        self,
+        actions: Sequence[NDArray[Any]],
+        *,
+        count: int | None,
+        caller: str,
+        out: Sequence[NDArray[Any]] | None = None,
+    ) -> tuple[int, Sequence[NDArray[Any]]]:
         """Steps every env once.
 
         Args:
             actions: a `[num_envs, ...]` array for each leaf of the action, of the stored dtype.
-            count, caller: as in `reset`.
+            count, caller, out: as in `reset`.
 
         Returns:
             The new step count, and a copy of each leaf of the time step.
         """
-        with self._lock:
+        with self._gate.inside():
             self._require_usable()
             self._require_fresh(count)
             self._require_reset()
             for stored, action in zip(self._rows.actions, actions, strict=True):
                 np.copyto(stored, action)
             with self._breaking():
-                self._workers.run(STEP, self._all, name="step", timeout=self._timeouts.step)
-            if self._autoreset_mode is AutoresetMode.DISABLED:
-                np.logical_or(*self._rows.over, out=self._needs_reset)
-            return self._finish(caller)
+                self._workers.send(STEP, self._all)
+                return self._end_step(caller, waited=0, out=out)
+
+    def end_step(
+        self, *, caller: str, waited: float, out: Sequence[NDArray[Any]] | None
+    ) -> tuple[int, Sequence[NDArray[Any]]]:
+        """Waits for a step that was sent, and ends it. The caller is inside the gate.
+
+        A compiled program's step that was sent without Python comes here when its wait, for
+        `waited` seconds so far, meets with anything unusual. The rest is as in `step`.
+        """
+        with self._breaking():
+            return self._end_step(caller, waited=waited, out=out)
 
     def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
@@ -223,7 +242,7 @@ class Pool:
         Returns:
             One result for each slice, in env order.
         """
-        with self._lock:
+        with self._gate.inside():
             self._require_usable()
             with self._breaking(survives=EnvError):
                 return self._workers.request(name, arguments, timeout=self._timeouts.step)
@@ -237,14 +256,11 @@ class Pool:
         if self._closed or os.getpid() != self._process:  # a fork's exit must not close our pool
             return
         self._closed = True
-        if not self._lock.acquire(blocking=False):
-            self._workers.kill()
-            self._lock.acquire()
-        try:
+        self._gate.bar()
+        with self._gate.inside(if_busy=self._workers.kill):
             self._workers.close(timeout if self._broken_by is None else min(timeout, 1.0))
+            self._gate.close()
             del self._rows  # and with it the segment: nobody else has views of it
-        finally:
-            self._lock.release()
 
     def _require_usable(self) -> None:
         if os.getpid() != self._process:
@@ -261,11 +277,11 @@ class Pool:
             ) from self._broken_by
 
     def _require_fresh(self, count: int | None) -> None:
-        if count is None or count == self._count:
+        if count is None or count == self._gate.count:
             return
         raise StaleHandleError(
-            f"stale handle: it says step {count}, but pool {self.id} is at step {self._count}, last moved "
-            f"by {self._last_caller}. Each handle can be used once: pass on the one that the latest "
+            f"stale handle: it says step {count}, but pool {self.id} is at step {self._gate.count}, last "
+            f"moved by {self._gate.mover}. Each handle can be used once: pass on the one that the latest "
             "jaxvec.reset or jaxvec.step returned. After stepping on the host, call jaxvec.reset; to reset "
             "within a program that steps, use reset(handle). vmap over step is not supported"
         )
@@ -274,7 +290,9 @@ class Pool:
         if not self._needs_reset.any():
             return
         waiting = np.flatnonzero(self._needs_reset).tolist()
-        why = "have not been reset" if self._count == 0 else "have ended their episode or never been reset"
+        why = (
+            "have not been reset" if self._gate.count == 0 else "have ended their episode or never been reset"
+        )
         raise ResetNeededError(
             f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
             "reset(..., mask=terminated | truncated)). Nothing was stepped"
@@ -287,10 +305,21 @@ class Pool:
                 "set_options", lambda _first, _stop: (options,), timeout=self._timeouts.reset
             )
 
-    def _finish(self, caller: str) -> tuple[int, list[NDArray[Any]]]:
-        self._count = (self._count + 1) % _COUNTS
-        self._last_caller = caller
-        return self._count, [array.copy() for array in self._rows.results]
+    def _end_step(
+        self, caller: str, *, waited: float, out: Sequence[NDArray[Any]] | None
+    ) -> tuple[int, Sequence[NDArray[Any]]]:
+        self._workers.receive(self.spec.num_envs, name="step", timeout=self._timeouts.step, waited=waited)
+        if self._autoreset_mode is AutoresetMode.DISABLED:
+            np.logical_or(*self._rows.over, out=self._needs_reset)
+        return self._finish(caller, out)
+
+    def _finish(self, caller: str, out: Sequence[NDArray[Any]] | None) -> tuple[int, Sequence[NDArray[Any]]]:
+        self._gate.moved(caller)
+        if out is None:
+            return self._gate.count, [array.copy() for array in self._rows.results]
+        for copy, array in zip(out, self._rows.results, strict=True):
+            np.copyto(copy, array)
+        return self._gate.count, out
 
     @contextmanager
     def _breaking(self, *, survives: type[BaseException] | tuple[()] = ()) -> Generator[None]:
@@ -302,4 +331,5 @@ class Pool:
                 raise PoolClosedError(f"pool {self.id} was closed during a call") from error
             if not isinstance(error, survives):
                 self._broken_by = error
+                self._gate.bar()
             raise

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -18,6 +19,7 @@ from jaxvec._description import describe
 from jaxvec._env_slice import EnvSlice
 from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._errors import SpaceMismatchError
+from jaxvec._gate import Gate, PortableGate
 from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
 from jaxvec._segment import Arrays
@@ -25,7 +27,7 @@ from jaxvec._spec import PoolSpec
 
 
 class SerialWorkers:
-    """Stands in for `ProcessWorkers`, with its methods."""
+    """See `Workers`."""
 
     def __init__(self, env_fns: Sequence[EnvFn], *, learn_info: bool) -> None:
         self._envs: list[Env] = []
@@ -43,9 +45,21 @@ class SerialWorkers:
         self._slice = EnvSlice(self._envs, first=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
         return arrays
 
-    def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None:
+    def open_gate(
+        self,
+        pool_id: int,
+        needs_reset: NDArray[np.bool_],
+        over: Sequence[NDArray[np.bool_]] | None,
+        timeout: float | None,
+    ) -> Gate:
+        return PortableGate()
+
+    def send(self, operation: int, slots: NDArray[Any]) -> None:
         with _typed():
             (self._slice.step if operation == STEP else self._slice.reset)(slots)
+
+    def receive(self, count: int, *, name: str, timeout: float | None, waited: float) -> None:
+        """All is done when `send` returns."""
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None

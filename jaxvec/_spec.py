@@ -6,6 +6,7 @@ Two pools of equal specification can serve the same compiled program. The memory
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +73,11 @@ class PoolSpec:
     @cached_property
     def action_leaves(self) -> tuple[Leaf, ...]:
         return tuple(leaves(self.action))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number, of 63 bits and the same in every process, that stands for equality."""
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=8).digest()) >> 1
 
     def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Returns `(num_envs, *leaf.shape)`."""

@@ -17,6 +17,7 @@ from jaxvec import _actions, _env_fns, _handoffs, _seeds
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
+from jaxvec._gate import HOST_RESET, HOST_STEP
 from jaxvec._pool import Pool, Timeouts
 from jaxvec._serial import SerialWorkers
 from jaxvec._spaces import DtypePolicy
@@ -100,7 +101,7 @@ class VectorEnv:
             mask=_seeds.check_mask(mask, self.num_envs),
             options=options,
             count=None,
-            caller="VectorEnv.reset on the host",
+            caller=HOST_RESET,
         )
         return self.spec.build_timestep(rows)
 
@@ -120,7 +121,7 @@ class VectorEnv:
             PoolBrokenError, PoolClosedError: it was already.
         """
         actions = _actions.check_on_host(self.spec, action)
-        _, rows = self._pool.step(actions, count=None, caller="VectorEnv.step on the host")
+        _, rows = self._pool.step(actions, count=None, caller=HOST_STEP)
         return self.spec.build_timestep(rows)
 
     @property

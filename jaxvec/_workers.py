@@ -25,6 +25,7 @@ from jaxvec._description import Description, compare
 from jaxvec._env_slice import RUNNING
 from jaxvec._envs import EnvFn
 from jaxvec._errors import EnvError, EnvTimeoutError, SpaceMismatchError, WorkerDiedError
+from jaxvec._gate import Gate
 from jaxvec._handoff import ParentHandoff, listen
 from jaxvec._layout import Layout, split
 from jaxvec._messages import Attach, Reply, Request
@@ -58,7 +59,7 @@ class _Wait:
 
 
 class ProcessWorkers:
-    """The worker processes of one pool. `close()` ends them, whatever state they are in."""
+    """The worker processes of one pool; see `Workers`. `close()` ends them, whatever state they are in."""
 
     def __init__(
         self,
@@ -108,7 +109,6 @@ class ProcessWorkers:
     def attach(
         self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
     ) -> Arrays:
-        """Creates the segment, shares it with the workers, and returns its arrays."""
         wait = self._wait("attach", timeout)
         spin = _spin(len(self._slices))
         descriptor = _segment.create(layout)
@@ -127,30 +127,37 @@ class ProcessWorkers:
         )
         return arrays
 
-    def run(self, operation: int, slots: NDArray[Any], *, name: str, timeout: float | None) -> None:
-        """Hands `slots` to the workers and waits until all are done.
-
-        Raises:
-            EnvError: an env raised or returned wrong data.
-            WorkerDiedError: a worker died.
-            EnvTimeoutError: the envs did not finish within `timeout` seconds.
-        """
+    def open_gate(
+        self,
+        pool_id: int,
+        needs_reset: NDArray[np.bool_],
+        over: Sequence[NDArray[np.bool_]] | None,
+        timeout: float | None,
+    ) -> Gate:
         assert self._handoff is not None
-        wait = self._wait(name, timeout)
+        assert self._arrays is not None
+        return _handoffs.gate(
+            self._handoff,
+            self._spec,
+            self._arrays,
+            slices=self._slices,
+            pool_id=pool_id,
+            needs_reset=needs_reset,
+            over=over,
+            timeout=timeout,
+        )
+
+    def send(self, operation: int, slots: NDArray[Any]) -> None:
+        assert self._handoff is not None
         self._handoff.send(operation, slots)
-        self._handoff.receive(len(slots), wait)
+
+    def receive(self, count: int, *, name: str, timeout: float | None, waited: float) -> None:
+        assert self._handoff is not None
+        self._handoff.receive(count, self._wait(name, timeout, waited))
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
-        """Calls the method `name` of each worker's `EnvSlice`; returns a result per worker.
-
-        Args:
-            arguments: of the slice of envs `first` to `stop - 1`.
-
-        Raises:
-            EnvError: an env raised; every worker has finished the call all the same.
-        """
         wait = self._wait(name, timeout)
         for worker, (first, stop) in enumerate(self._slices):
             self._send(worker, Request(name, arguments(first, stop)), wait)
@@ -179,13 +186,12 @@ class ProcessWorkers:
         self._arrays = self._handoff = None
 
     def kill(self) -> None:
-        """Kills the workers at once, from any thread; whoever waits for them gets an error."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _wait(self, name: str, timeout: float | None) -> _Wait:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _wait(self, name: str, timeout: float | None, waited: float = 0) -> _Wait:
+        deadline = None if timeout is None else time.monotonic() + timeout - waited
         return _Wait(self, name, timeout, deadline)
 
     def _send(self, worker: int, message: Any, wait: _Wait, *, descriptors: Sequence[int] = ()) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,18 +15,24 @@ import pytest
 
 import jaxvec
 from jaxvec import _handoffs
+from jaxvec.callbacks import _transports
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--handoff", choices=["native", "portable"], help="what handoff='auto' means")
+    parser.addoption("--transport", choices=["ffi", "io_callback"], help="what transport='auto' means")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _handoff(request: pytest.FixtureRequest) -> None:
-    kind = request.config.getoption("--handoff")
-    if kind is not None:
-        choose = _handoffs.choose
-        _handoffs.choose = lambda asked: choose(kind if asked == "auto" else asked)
+def _defaults(request: pytest.FixtureRequest) -> None:
+    for option, module in (("--handoff", _handoffs), ("--transport", _transports)):
+        name = request.config.getoption(option)
+        if name is not None:
+            module.choose = partial(_choose, module.choose, name)
+
+
+def _choose(choose: Callable[[str], str], default: str, asked: str) -> str:
+    return choose(default if asked == "auto" else asked)
 
 
 def _leftovers() -> dict[str, int]:

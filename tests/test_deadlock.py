@@ -9,6 +9,8 @@ import textwrap
 import jax
 import pytest
 
+from jaxvec.callbacks import _ffi
+
 # What hangs jax 0.7 to 0.10 if a callback reads an input of 100 KiB or more: its value is not ready at
 # dispatch, so it is copied on a thread pool that other threads' programs keep busy.
 SCRIPT = """
@@ -28,7 +30,7 @@ SCRIPT = """
         def step(self, action):
             return action + 1, 0.0, False, False, {}
 
-    envs = jaxvec.make(Wide, 4)
+    envs = jaxvec.make(Wide, 4, transport="ffi" if sys.argv[1] == "ffi" else "io_callback")
     handle, timestep = jaxvec.reset(envs)
     matrix = jnp.ones((300, 300))
     busy = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y @ y / 300, x))
@@ -69,8 +71,11 @@ def run(how, timeout):
     )
 
 
-def test_a_megabyte_passes_while_other_threads_dispatch():
-    done = run("pieces", timeout=60)
+@pytest.mark.parametrize("how", ["pieces", "ffi"])
+def test_a_megabyte_passes_while_other_threads_dispatch(how):
+    if how == "ffi" and _ffi.reason_unavailable():
+        pytest.skip(_ffi.reason_unavailable())
+    done = run(how, timeout=60)
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 

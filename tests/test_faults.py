@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -230,6 +231,14 @@ class SleepingEnv(CountingEnv):
         return super().step(action)
 
 
+def wait_until_running(envs):
+    """Waits until a worker is inside an env's code."""
+    status = envs.pool._workers._arrays["status",]
+    deadline = time.monotonic() + 10
+    while not status.any():
+        assert time.monotonic() < deadline
+
+
 def test_a_hanging_env_is_named_by_the_timeout(make):
     envs = make(SleepingEnv, 4, num_workers=2, step_timeout=1.0)
     envs.reset()
@@ -393,8 +402,7 @@ def test_close_during_a_step_ends_it(make):
 
     thread = threading.Thread(target=step)
     thread.start()
-    while not envs.pool._lock.locked():
-        pass
+    wait_until_running(envs)
     envs.close()
     thread.join(timeout=10)
     assert not thread.is_alive()

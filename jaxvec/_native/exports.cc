@@ -1,5 +1,7 @@
 // What Python calls through ctypes: plain C, no Python in here.
+#include "ffi.h"
 #include "handoff.h"
+#include "pool.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -27,3 +29,26 @@ EXPORT void jaxvec_post(jaxvec::Worker* worker, const int64_t* slots, uint32_t c
 }
 
 EXPORT void jaxvec_ring(jaxvec::Worker* worker) { jaxvec::ring(worker->board); }
+
+EXPORT uint32_t jaxvec_sizeof_plan() { return sizeof(jaxvec::Plan); }
+EXPORT uint32_t jaxvec_sizeof_call() { return sizeof(jaxvec::Call); }
+
+// Pools. Python's object holds one share of the pool; programs that run hold others.
+using SharedPool = std::shared_ptr<jaxvec::Pool>;
+
+EXPORT SharedPool* jaxvec_pool_open(const jaxvec::Plan* plan) {
+  auto* pool = new SharedPool(std::make_shared<jaxvec::Pool>(*plan));
+  jaxvec::publish(plan->id, *pool);
+  return pool;
+}
+
+EXPORT void jaxvec_pool_withdraw(uint32_t id) { jaxvec::withdraw(id); }
+EXPORT void jaxvec_pool_free(SharedPool* pool) { delete pool; }
+EXPORT jaxvec::State* jaxvec_pool_state(SharedPool* pool) { return &(*pool)->state; }
+EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int64_t timeout_ns) { return (*pool)->enter(timeout_ns); }
+EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
+
+// Programs.
+EXPORT void jaxvec_set_python(jaxvec::Python python) { jaxvec::set_python(python); }
+EXPORT void jaxvec_fail(jaxvec::Call* call, const char* error) { *call->error = error; }
+EXPORT uint32_t jaxvec_ffi_version() { return jaxvec::ffi_version(); }

@@ -69,7 +69,8 @@ void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* sl
 // Tells a worker that a message is on its control socket.
 void knock(Parent& parent, uint32_t worker);
 
-// Waits until `count` more slots are finished and takes their ids, in the order of finishing.
+// Waits until `count` more slots are finished and takes their ids, in the order of finishing, into
+// `slots` unless that is null. Can be called again when it ended otherwise.
 Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_ns);
 
 // Waits for work or a knock. `count` is 0 for a knock, else of one `operation`.

@@ -87,6 +87,11 @@ class NativeParentEnd:
         self._shares = Shares(slices)
         self._received = np.empty(self._asked.size, np.int64)
 
+    @property
+    def address(self) -> int:
+        """Of C++'s part, which lives as long as we do."""
+        return ctypes.addressof(self._parent)
+
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         """Hands `slots`, ascending, to their workers. The parent must own them."""
         address = slots.ctypes.data
@@ -147,22 +152,17 @@ class NativeWorkerEnd:
 
 @cache
 def _declared() -> ctypes.CDLL:
-    """Returns the library with the functions' types declared."""
-    loaded = library.load()
     u32, i64, pointer = ctypes.c_uint32, ctypes.c_int64, ctypes.c_void_p
-    for name, result, arguments in (
-        ("jaxvec_sizeof_parent", u32, []),
-        ("jaxvec_sizeof_worker", u32, []),
-        ("jaxvec_send", None, [pointer, u32, u32, pointer, u32]),
-        ("jaxvec_knock", None, [pointer, u32]),
-        ("jaxvec_receive", ctypes.c_int32, [pointer, u32, pointer, i64]),
-        ("jaxvec_take", None, [pointer, pointer, pointer, pointer]),
-        ("jaxvec_post", None, [pointer, pointer, u32]),
-        ("jaxvec_ring", None, [pointer]),
-    ):
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
-    for ours, theirs in ((_Parent, loaded.jaxvec_sizeof_parent()), (_Worker, loaded.jaxvec_sizeof_worker())):
-        if ctypes.sizeof(ours) != theirs:
-            raise library.NativeUnavailableError("the native library is of another version; reinstall jaxvec")
-    return loaded
+    declared = library.declare(
+        jaxvec_sizeof_parent=(u32, []),
+        jaxvec_sizeof_worker=(u32, []),
+        jaxvec_send=(None, [pointer, u32, u32, pointer, u32]),
+        jaxvec_knock=(None, [pointer, u32]),
+        jaxvec_receive=(ctypes.c_int32, [pointer, u32, pointer, i64]),
+        jaxvec_take=(None, [pointer, pointer, pointer, pointer]),
+        jaxvec_post=(None, [pointer, pointer, u32]),
+        jaxvec_ring=(None, [pointer]),
+    )
+    library.require_size(_Parent, declared.jaxvec_sizeof_parent())
+    library.require_size(_Worker, declared.jaxvec_sizeof_worker())
+    return declared

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from jaxvec import _actions, _pool, _seeds
 from jaxvec._errors import ActionError
+from jaxvec._gate import RESET, STEP
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks import _io
+from jaxvec.callbacks import _transports
 from jaxvec.callbacks._handle import Handle
 
 
@@ -70,10 +71,11 @@ def reset(
             mask=_seeds.check_mask(_to_host(mask), spec.num_envs),
             options=options,
             count=count if sequenced else None,
-            caller="jaxvec.reset",
+            caller=RESET,
         )
         return _eager(handle, count, rows)
-    token, rows = _io.reset(
+    token, rows = _transports.reset(
+        handle.transport,
         spec,
         jnp.asarray(handle.token),
         _seed_words(seed, spec.num_envs),
@@ -113,12 +115,13 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         )
     spec = handle.spec
     _require_same_precision(spec)
-    actions = _check_action(spec, action)
+    # To a derivative, what the env returns is a constant.
+    actions = [jax.lax.stop_gradient(leaf) for leaf in _check_action(spec, action)]
     if not _staged(handle.token, *actions):
         pool, count = _pool_of(handle)
-        count, rows = pool.step([np.asarray(leaf) for leaf in actions], count=count, caller="jaxvec.step")
+        count, rows = pool.step([np.asarray(leaf) for leaf in actions], count=count, caller=STEP)
         return _eager(handle, count, rows)
-    token, rows = _io.step(spec, jnp.asarray(handle.token), actions)
+    token, rows = _transports.step(handle.transport, spec, jnp.asarray(handle.token), actions)
     return _result(handle, token, rows)
 
 
@@ -126,7 +129,7 @@ def _pool_of(handle: Handle) -> tuple[_pool.Pool, int]:
     """Returns the pool of a concrete handle, and the step count that the handle says."""
     pool_id, count = np.asarray(handle.token).tolist()
     pool = _pool.find(pool_id)
-    pool.require_spec(handle.spec)
+    pool.require_spec(handle.spec.fingerprint)
     return pool, count
 
 

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _pool, _seeds
+from jaxvec import _pool
+from jaxvec._gate import STEP
 from jaxvec._spec import PoolSpec
+from jaxvec.callbacks import _program
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
 _TOKEN = np.dtype((np.uint32, 2))
@@ -30,15 +31,7 @@ _TOKEN = np.dtype((np.uint32, 2))
 def step(
     spec: PoolSpec, token: jax.Array, actions: Sequence[jax.Array]
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """Steps the token's pool when the program runs.
-
-    Args:
-        token: see `Handle`.
-        actions: `[num_envs, ...]`, in the order and stored dtypes of `spec.action_leaves`.
-
-    Returns:
-        The next token, and the leaves of the time step in the order of `spec.timestep_leaves`.
-    """
+    """Steps the token's pool when the program runs; see `_transports.step`."""
     return _call(_Step(spec), spec, [token, *actions])
 
 
@@ -51,20 +44,8 @@ def reset(
     sequenced: bool,
     options: dict[str, Any] | None,
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """Resets envs of the token's pool when the program runs.
-
-    Args:
-        token: see `Handle`.
-        seeds: `[num_envs, 2]` uint32, low and high word of each, as `_seeds.expand`.
-        mask: `[num_envs]` bool.
-        sequenced: whether the token's step count must be the pool's.
-        options: for the envs' `reset`, fixed when the program is traced.
-
-    Returns:
-        As `step`.
-    """
-    pickled = None if options is None else cloudpickle.dumps(options)
-    return _call(_Reset(spec, sequenced, pickled), spec, [token, seeds, mask])
+    """Resets envs of the token's pool when the program runs; see `_transports.reset`."""
+    return _call(_Reset(spec, sequenced, _program.pickled(options)), spec, [token, seeds, mask])
 
 
 # JAX caches a callback by its hash and equality, hence records and not closures.
@@ -80,10 +61,8 @@ class _Step:
             pieces,
             [_TOKEN, *(np.dtype((leaf.stored, spec.batch_shape(leaf))) for leaf in spec.action_leaves)],
         )
-        pool = _pool.find(int(pool_id))
-        with pool.serving_program():
-            pool.require_spec(spec)
-            count, rows = pool.step(actions, count=int(count), caller="jaxvec.step")
+        with _pool.serving(int(pool_id), spec.fingerprint) as pool:
+            count, rows = pool.step(actions, count=int(count), caller=STEP)
         return [np.array([pool_id, count], np.uint32), *rows]
 
 
@@ -91,23 +70,16 @@ class _Step:
 class _Reset:
     spec: PoolSpec
     sequenced: bool
-    options: bytes | None
+    options: bytes
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         num_envs = self.spec.num_envs
         (pool_id, count), seeds, mask = _unpack(
             pieces, [_TOKEN, np.dtype((np.int64, num_envs)), np.dtype((np.bool_, num_envs))]
         )
-        pool = _pool.find(int(pool_id))
-        with pool.serving_program():
-            pool.require_spec(self.spec)
-            _seeds.check(seeds)
-            count, rows = pool.reset(
-                seeds=seeds,
-                mask=mask,
-                options=None if self.options is None else cloudpickle.loads(self.options),
-                count=int(count) if self.sequenced else None,
-                caller="jaxvec.reset",
+        with _pool.serving(int(pool_id), self.spec.fingerprint) as pool:
+            count, rows = _program.reset(
+                pool, int(count), seeds, mask, sequenced=self.sequenced, options=self.options
             )
         return [np.array([pool_id, count], np.uint32), *rows]
 
@@ -115,9 +87,7 @@ class _Reset:
 def _call(
     callback: Any, spec: PoolSpec, arrays: Sequence[jax.Array]
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    results = [jax.ShapeDtypeStruct((2,), np.uint32)]
-    results += [jax.ShapeDtypeStruct(spec.batch_shape(leaf), leaf.stored) for leaf in spec.timestep_leaves]
-    token, *rows = io_callback(callback, results, *_pack(arrays), ordered=False)
+    token, *rows = io_callback(callback, _program.results(spec), *_pack(arrays), ordered=False)
     return token, rows
 
 

@@ -12,8 +12,7 @@ from gymnasium.vector import AutoresetMode
 from jaxvec._pool import Timeouts
 from jaxvec._spaces import as_is, as_jax
 from jaxvec._vector_env import VectorEnv, start
-
-_TRANSPORTS = ("auto", "io_callback")
+from jaxvec.callbacks import _transports
 
 
 def make(
@@ -52,7 +51,8 @@ def make(
             they run numerical libraries on one thread and keep off the accelerator.
         start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
             processes; the serial backend has none.
-        transport: how compiled programs reach the pool: `"io_callback"`, or `"auto"` to choose.
+        transport: how compiled programs reach the pool: `"ffi"`, on the CPU and without Python;
+            `"io_callback"`, on every platform; or `"auto"` for the first that works where they run.
         handoff: how this process and the workers hand envs to each other: `"native"` by futexes,
             `"portable"` over sockets, or `"auto"` for the first that works here.
         **env_kwargs: for `gymnasium.make`, or the callables.
@@ -67,8 +67,7 @@ def make(
         WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
         ValueError, TypeError: a bad argument.
     """
-    if transport not in _TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, not {transport!r}")
+    transport = _transports.choose(transport)
     for name, seconds in (
         ("start_timeout", start_timeout),
         ("reset_timeout", reset_timeout),
@@ -86,7 +85,7 @@ def make(
         info=info,
         worker_env=worker_env,
         timeouts=Timeouts(start_timeout, reset_timeout, step_timeout),
-        transport="io_callback" if transport == "auto" else transport,
+        transport=transport,
         handoff=handoff,
         policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         env_kwargs=env_kwargs,

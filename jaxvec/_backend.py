@@ -1,0 +1,80 @@
+"""What a pool asks of those who do its work: worker processes, or this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from jaxvec._description import Description
+from jaxvec._gate import Gate
+from jaxvec._layout import Layout
+from jaxvec._segment import Arrays
+from jaxvec._spec import PoolSpec
+
+
+class Workers(Protocol):
+    """The envs, wherever they live. One call at a time, but for `close` and `kill`."""
+
+    description: Description
+
+    def attach(
+        self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
+    ) -> Arrays:
+        """Creates the segment, lets the envs write there, and returns its arrays."""
+        ...
+
+    def open_gate(
+        self,
+        pool_id: int,
+        needs_reset: NDArray[np.bool_],
+        over: Sequence[NDArray[np.bool_]] | None,
+        timeout: float | None,
+    ) -> Gate:
+        """Returns the gate that callers have to pass; see `NativeGate` for the arguments."""
+        ...
+
+    def send(self, operation: int, slots: NDArray[Any]) -> None:
+        """Hands `slots`, ascending, to their envs."""
+        ...
+
+    def receive(self, count: int, *, name: str, timeout: float | None, waited: float) -> None:
+        """Waits until `count` of the slots sent are done.
+
+        Args:
+            count: of slots.
+            name: of the operation, for errors.
+            timeout: seconds that the operation may take, of which `waited` are gone.
+
+        Raises:
+            EnvError: an env raised or returned wrong data.
+            WorkerDiedError: a worker died.
+            EnvTimeoutError: the envs did not finish in time.
+        """
+        ...
+
+    def request(
+        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
+    ) -> list[Any]:
+        """Calls the method `name` of each `EnvSlice`, or reads an attribute; returns a result per slice.
+
+        Args:
+            name: of the method.
+            arguments: of the slice of envs `first` to `stop - 1`.
+            timeout: seconds, `None` for ever.
+
+        Raises:
+            EnvError: an env raised; every slice has finished the call all the same.
+        """
+        ...
+
+    def close(self, timeout: float) -> None:
+        """Closes the envs, by force after `timeout` seconds."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the envs at once, from any thread; whoever waits for them gets an error."""
+        ...

@@ -1,0 +1,167 @@
+// The XLA FFI handlers on the CPU: a compiled program's way into a pool. Twin of callbacks/_ffi.py.
+#include "ffi.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxvec {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+std::atomic<Python> python{nullptr};
+
+// NumPy's kind and size of an element, see `Array`.
+uint32_t numpy_dtype(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::PRED:
+      return 'b' + 256 * 1;
+    case ffi::DataType::S8:
+      return 'i' + 256 * 1;
+    case ffi::DataType::S16:
+      return 'i' + 256 * 2;
+    case ffi::DataType::S32:
+      return 'i' + 256 * 4;
+    case ffi::DataType::S64:
+      return 'i' + 256 * 8;
+    case ffi::DataType::U8:
+      return 'u' + 256 * 1;
+    case ffi::DataType::U16:
+      return 'u' + 256 * 2;
+    case ffi::DataType::U32:
+      return 'u' + 256 * 4;
+    case ffi::DataType::U64:
+      return 'u' + 256 * 8;
+    case ffi::DataType::F16:
+      return 'f' + 256 * 2;
+    case ffi::DataType::F32:
+      return 'f' + 256 * 4;
+    case ffi::DataType::F64:
+      return 'f' + 256 * 8;
+    case ffi::DataType::C64:
+      return 'c' + 256 * 8;
+    case ffi::DataType::C128:
+      return 'c' + 256 * 16;
+    default:
+      return 0;
+  }
+}
+
+Array as_array(const ffi::AnyBuffer& buffer) {
+  const auto dims = buffer.dimensions();
+  return {buffer.untyped_data(), dims.begin(), static_cast<uint32_t>(dims.size()),
+          numpy_dtype(buffer.element_type())};
+}
+
+// The operands or results of a call. The framework has checked nothing of them but that they exist.
+template <typename Buffers>
+ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
+  arrays->reserve(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    auto buffer = buffers.template get<ffi::AnyBuffer>(i);
+    if (buffer.has_error()) return buffer.error();
+    if constexpr (std::is_same_v<Buffers, ffi::RemainingRets>) {
+      arrays->push_back(as_array(**buffer));
+    } else {
+      arrays->push_back(as_array(*buffer));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// Has Python answer the call.
+ffi::Error ask_python(Call& call) {
+  std::string error;
+  call.error = &error;
+  const Python answer = python.load();
+  if (answer == nullptr) {
+    error = "the Python interpreter has ended";
+  } else if (answer(&call) == 1) {
+    return ffi::Error::Success();
+  } else if (error.empty()) {
+    error = "jaxvec could not say why; the standard error may tell more";
+  }
+  return ffi::Error(ffi::ErrorCode::kInternal, error);
+}
+
+std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands) {
+  if (operands.empty() || !is_token(operands[0])) return nullptr;
+  return find(static_cast<const uint32_t*>(operands[0].data)[0]);
+}
+
+Call call_of(Operation operation, int64_t fingerprint, const std::vector<Array>& operands,
+             const std::vector<Array>& results) {
+  Call call{};
+  call.operation = operation;
+  call.fingerprint = fingerprint;
+  call.operands = operands.data();
+  call.num_operands = static_cast<uint32_t>(operands.size());
+  call.results = results.data();
+  call.num_results = static_cast<uint32_t>(results.size());
+  return call;
+}
+
+// Operands: the token and the actions. Results: the next token and the time step's leaves.
+ffi::Error step(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint) {
+  std::vector<Array> operands, results;
+  if (ffi::Error error = collect(args, &operands); error.failure()) return error;
+  if (ffi::Error error = collect(rets, &results); error.failure()) return error;
+  Call call = call_of(kStep, fingerprint, operands, results);
+  const std::shared_ptr<Pool> pool = pool_of(operands);
+  if (pool == nullptr) return ask_python(call);  // closed, or without the native hand-off
+  switch (pool->step(fingerprint, operands, results, &call.waited_ns)) {
+    case Stepped::kDone:
+      return ffi::Error::Success();
+    case Stepped::kNothingDone:
+      return ask_python(call);
+    case Stepped::kUnderWay:
+      break;
+  }
+  call.under_way = 1;
+  ffi::Error error = ask_python(call);
+  pool->leave();
+  return error;
+}
+
+// Operands: the token, seeds and mask. Results: as of `step`. Resets are rare, and Python's business.
+ffi::Error reset(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, bool sequenced,
+                 ffi::Span<const uint8_t> options) {
+  std::vector<Array> operands, results;
+  if (ffi::Error error = collect(args, &operands); error.failure()) return error;
+  if (ffi::Error error = collect(rets, &results); error.failure()) return error;
+  Call call = call_of(kReset, fingerprint, operands, results);
+  call.sequenced = sequenced;
+  call.options = options.begin();
+  call.num_options = static_cast<uint32_t>(options.size());
+  return ask_python(call);
+}
+
+}  // namespace
+
+void set_python(Python answer) { python.store(answer); }
+
+uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
+
+}  // namespace jaxvec
+
+// What XLA is given, by name.
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxvec_ffi_step, jaxvec::step,
+    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("fingerprint"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_reset, jaxvec::reset,
+                              xla::ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("fingerprint")
+                                  .Attr<bool>("sequenced")
+                                  .Attr<xla::ffi::Span<const uint8_t>>("options"));
+
+#pragma GCC visibility pop

@@ -1,0 +1,178 @@
+"""The gate of a pool that compiled programs step without Python. Twin of `pool.cc`."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._gate import MOVERS, STEP
+from jaxvec._handoff import LOOK_AROUND
+from jaxvec._native import library
+from jaxvec._native.handoff import NativeParentEnd
+
+_WAIT = int(LOOK_AROUND * 1e9)  # nanoseconds between looks at Python's signals
+
+
+class Array(ctypes.Structure):
+    """`Array` of pool.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dims", ctypes.POINTER(ctypes.c_int64)),
+        ("rank", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+    ]
+
+
+class _State(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in ("count", "mover", "open", "served")]
+
+
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint32),
+        ("mover", ctypes.c_uint32),
+        ("fingerprint", ctypes.c_int64),
+        ("wait_ns", ctypes.c_int64),
+        ("parent", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("stops", ctypes.c_void_p),
+        ("actions", ctypes.POINTER(Array)),
+        ("results", ctypes.POINTER(Array)),
+        ("num_actions", ctypes.c_uint32),
+        ("num_results", ctypes.c_uint32),
+        ("needs_reset", ctypes.c_void_p),
+        ("terminated", ctypes.c_void_p),
+        ("truncated", ctypes.c_void_p),
+    ]
+
+
+class NativeGate:
+    """See `Gate`. It also steps: compiled programs find it by the pool's id."""
+
+    def __init__(
+        self,
+        handoff: NativeParentEnd,
+        *,
+        pool_id: int,
+        fingerprint: int,
+        slices: Sequence[tuple[int, int]],
+        actions: Sequence[NDArray[Any]],
+        results: Sequence[NDArray[Any]],
+        needs_reset: NDArray[np.bool_],
+        over: Sequence[NDArray[np.bool_]] | None,
+        timeout: float | None,
+    ) -> None:
+        """Opens the gate.
+
+        Args:
+            handoff: the pool's.
+            pool_id, fingerprint: what a program's call must name.
+            slices: `(first, stop)` of each worker's slots.
+            actions, results: `[num_envs, ...]` arrays in the segment, in a program's order.
+            needs_reset: `[num_envs]`; no program steps while one is true.
+            over: terminated and truncated, if a step sets `needs_reset` by them.
+            timeout: seconds of a step; a program that waits so long asks Python.
+        """
+        self._library = _declared()
+        slots = np.arange(len(needs_reset))
+        stops = np.array([stop for _, stop in slices])
+        terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
+        plan = _Plan(
+            id=pool_id,
+            mover=MOVERS.index(STEP),
+            fingerprint=fingerprint,
+            wait_ns=_WAIT if timeout is None else min(_WAIT, int(timeout * 1e9)),
+            parent=handoff.address,
+            slots=slots.ctypes.data,
+            stops=stops.ctypes.data,
+            actions=_arrays(actions),
+            results=_arrays(results),
+            num_actions=len(actions),
+            num_results=len(results),
+            needs_reset=needs_reset.ctypes.data,
+            terminated=terminated,
+            truncated=truncated,
+        )
+        self._alive: Any = (handoff, slots, stops, actions, results, needs_reset, over)
+        self._pool_id = pool_id
+        self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
+        self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))
+        self._state.open = 1
+        weakref.finalize(self, self._library.jaxvec_pool_free, self._pool)
+
+    @property
+    def count(self) -> int:
+        return self._state.count
+
+    @property
+    def mover(self) -> str:
+        return MOVERS[self._state.mover]
+
+    @property
+    def served(self) -> int:
+        return self._state.served
+
+    @contextmanager
+    def inside(self, *, if_busy: Callable[[], None] | None = None) -> Generator[None]:
+        try:  # first: an interrupt may come between entering and our knowing of it
+            if not self._library.jaxvec_pool_enter(self._pool, 0):
+                if if_busy is not None:
+                    if_busy()
+                while not self._library.jaxvec_pool_enter(self._pool, _WAIT):
+                    pass  # so that Python's signal handlers run
+            yield
+        finally:
+            self._library.jaxvec_pool_leave(self._pool)
+
+    def moved(self, mover: str) -> None:
+        self._state.count += 1
+        self._state.mover = MOVERS.index(mover)
+
+    def serve(self) -> None:
+        self._state.served += 1
+
+    def bar(self) -> None:
+        self._state.open = 0
+
+    def close(self) -> None:
+        self.bar()
+        self._library.jaxvec_pool_withdraw(self._pool_id)
+        self._alive = None
+
+
+def _arrays(arrays: Sequence[NDArray[Any]]) -> Any:
+    return (Array * len(arrays))(
+        *(
+            Array(
+                array.ctypes.data,
+                array.ctypes.shape_as(ctypes.c_int64),
+                array.ndim,
+                ord(array.dtype.kind) + 256 * array.dtype.itemsize,
+            )
+            for array in arrays
+        )
+    )
+
+
+@cache
+def _declared() -> ctypes.CDLL:
+    pointer, i64, i32, u32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32
+    declared = library.declare(
+        jaxvec_sizeof_plan=(u32, []),
+        jaxvec_pool_open=(pointer, [pointer]),
+        jaxvec_pool_withdraw=(None, [u32]),
+        jaxvec_pool_free=(None, [pointer]),
+        jaxvec_pool_state=(pointer, [pointer]),
+        jaxvec_pool_enter=(i32, [pointer, i64]),
+        jaxvec_pool_leave=(None, [pointer]),
+    )
+    library.require_size(_Plan, declared.jaxvec_sizeof_plan())
+    return declared

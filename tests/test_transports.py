@@ -1,0 +1,287 @@
+"""The transports: which is chosen where, and what the FFI's handlers do that others need not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec import _pool
+from jaxvec._native import library
+from jaxvec.callbacks import _ffi, _transports
+from jaxvec.testing import CountingEnv, NestedEnv
+
+needs_ffi = pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason=str(_ffi.reason_unavailable()))
+step = jax.jit(jaxvec.step)
+
+
+def scan(handle, length, action):
+    return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=length)
+
+
+# --- The choice -------------------------------------------------------------------------------
+
+
+def test_unknown_transports_are_refused():
+    with pytest.raises(ValueError, match="transport must be one of auto, ffi, io_callback, not 'pigeon'"):
+        jaxvec.make("CartPole-v1", 1, transport="pigeon")
+
+
+@needs_ffi
+@pytest.mark.parametrize(
+    ("transport", "chosen", "cpu"),
+    [
+        ("auto", {"platform_index", "ffi_call", "io_callback"}, True),
+        ("ffi", {"ffi_call", "io_callback"}, True),  # one that makes the program synchronous
+        ("io_callback", {"io_callback"}, False),
+    ],
+)
+def test_the_platform_decides_when_the_program_is_lowered(make, transport, chosen, cpu):
+    envs = make(CountingEnv, 2, backend="serial", transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    traced = step.trace(handle, jnp.zeros(2, int))
+    program = str(traced.jaxpr)
+    assert {name for name in ("platform_index", "ffi_call", "io_callback") if name in program} == chosen
+    assert ("jaxvec_step" in traced.lower().as_text()) == cpu
+
+
+NEWER = pytest.param(
+    lambda patch: patch(_ffi, "_runtime_version", lambda: 0), "built for XLA FFI 0.1", id="abi"
+)
+REFUSED = pytest.param(
+    lambda patch: patch(jax.ffi, "register_ffi_target", lambda *_, **__: 1 / 0),
+    "jax refused the FFI handlers: ZeroDivisionError",
+    id="refused",
+)
+
+
+@needs_ffi
+@pytest.mark.parametrize(("breaks", "reason"), [NEWER, REFUSED])
+def test_where_the_ffi_is_refused_programs_use_io_callback_and_a_log_says_why(
+    make, monkeypatch, caplog, breaks, reason
+):
+    breaks(monkeypatch.setattr)
+    monkeypatch.setattr(_ffi, "reason_unavailable", _ffi.reason_unavailable.__wrapped__)
+    with caplog.at_level(logging.INFO, "jaxvec"):
+        assert _transports.choose("auto") == "io_callback"
+    assert reason in caplog.text
+    with pytest.raises(library.NativeUnavailableError, match=reason):
+        jaxvec.make(CountingEnv, 2, transport="ffi")
+
+
+# --- Calls ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def native(make):
+    """Makes a pool whose steps need no Python in this process."""
+    if _ffi.reason_unavailable() is not None:
+        pytest.skip(_ffi.reason_unavailable())
+
+    def native(env, num_envs, **kwargs):
+        return make(env, num_envs, transport="ffi", handoff="native", **kwargs)
+
+    return native
+
+
+@pytest.mark.parametrize("env", [CountingEnv, NestedEnv])
+@pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
+def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, autoreset_mode):
+    envs = native(env, 3, num_workers=2, autoreset_mode=autoreset_mode)
+    oracle = make(env, 3, transport="io_callback", handoff="portable", autoreset_mode=autoreset_mode)
+    envs.action_space.seed(0)
+    action = jax.tree.map(jnp.asarray, dict_of(envs.action_space.sample()))
+    program = jax.jit(lambda handle: scan(handle, 20, action))
+    handles = [jaxvec.reset(each, seed=5)[0] for each in (envs, oracle)]
+    theirs = program(handles[1])
+    monkeypatch.setattr(_pool.Pool, "step", None)
+    monkeypatch.setattr(_pool.Pool, "end_step", None)
+    ours = program(handles[0])
+    jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
+    assert envs.pool._gate.count == 21
+
+
+def dict_of(sample):
+    """Gymnasium's `Dict` samples may be dicts of NumPy scalars; JAX wants arrays."""
+    return jax.tree.map(np.asarray, sample)
+
+
+def test_a_step_without_trouble_under_disabled_asks_for_resets(native, monkeypatch):
+    envs = native(lambda: CountingEnv(2), 2, autoreset_mode="DISABLED")
+    handle, _ = jaxvec.reset(envs)
+    with monkeypatch.context() as patch:
+        patch.setattr(_pool.Pool, "step", None)
+        handle, _ = step(handle, jnp.zeros(2, int))
+        handle, timestep = step(handle, jnp.zeros(2, int))
+    assert timestep.terminated.all()
+    with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0, 1\] have ended"), envs:
+        jax.block_until_ready(step(handle, jnp.zeros(2, int)))
+
+
+class SlowEnv(CountingEnv):
+    """Its steps with action 7 wait for longer than a program waits without Python."""
+
+    def step(self, action):
+        if action == 7:
+            threading.Event().wait(0.5)
+        return super().step(action)
+
+
+def test_a_slow_step_is_ended_by_python(native, monkeypatch):
+    envs = native(SlowEnv, 2, num_workers=2)
+    handle, _ = jaxvec.reset(envs)
+    handle, timestep = jax.jit(lambda h: scan(h, 3, jnp.array([0, 7])))(handle)
+    np.testing.assert_array_equal(timestep.obs[:, 1, 1], [1, 2, 3])
+    np.testing.assert_array_equal(timestep.obs[:, 1, 3], 7)
+    monkeypatch.setattr(_pool.Pool, "end_step", None)
+    handle, _ = step(handle, jnp.zeros(2, int))  # the next needs none
+    with pytest.raises(RuntimeError, match="TypeError"):
+        jax.block_until_ready(step(handle, jnp.full(2, 7)))
+
+
+def test_a_program_that_waits_counts_its_seconds_once(native):
+    envs = native(SlowEnv, 2, step_timeout=0.3)
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvTimeoutError, match="step timed out after 0.3 s: env 0"), envs:
+        jax.block_until_ready(step(handle, jnp.full(2, 7)))
+
+
+BAD_CALLS = {
+    "no operands": lambda token, action: [],
+    "no action": lambda token, action: [token],
+    "too many": lambda token, action: [token, action, action],
+    "token's dtype": lambda token, action: [token.astype(np.int32), action],
+    "token's shape": lambda token, action: [token[:1], action],
+    "action's dtype": lambda token, action: [token, action.astype(np.float32)],
+    "action's size": lambda token, action: [token, action[:1]],
+    "action's rank": lambda token, action: [token, action[:, None]],
+    "a dtype unknown to NumPy": lambda token, action: [token, action.astype(jnp.bfloat16)],
+}
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+@pytest.mark.parametrize("target", ["jaxvec_step", "jaxvec_reset"])
+@pytest.mark.parametrize("bad", BAD_CALLS)
+def test_calls_that_no_jaxvec_made_are_refused(native, backend, target, bad):
+    envs = native(CountingEnv, 2, backend=backend)
+    handle, _ = jaxvec.reset(envs)
+    results = [
+        jax.ShapeDtypeStruct((2,), np.uint32),
+        *(
+            jax.ShapeDtypeStruct(envs.spec.batch_shape(leaf), leaf.stored)
+            for leaf in envs.spec.timestep_leaves
+        ),
+    ]
+    attributes = {"fingerprint": np.int64(envs.spec.fingerprint)}
+    if target == "jaxvec_reset":
+        attributes |= {"sequenced": np.bool_(True), "options": np.frombuffer(b"N.", np.uint8)}
+    operands = BAD_CALLS[bad](handle.token, jnp.zeros(2, np.int32))
+    call = jax.ffi.ffi_call(target, results, has_side_effect=True)
+    with pytest.raises(RuntimeError, match="buffers|dtype"):
+        jax.block_until_ready(jax.jit(lambda: call(*operands, **attributes))())
+    wrong = [jax.ShapeDtypeStruct(result.shape, np.int8) for result in results]
+    call = jax.ffi.ffi_call(target, wrong, has_side_effect=True)
+    with pytest.raises(RuntimeError, match="buffers"):
+        jax.block_until_ready(jax.jit(lambda: call(handle.token, jnp.zeros(2, np.int32), **attributes))())
+    step(handle, jnp.zeros(2, int))  # nothing was stepped, the pool is usable
+    assert envs.get_attr("steps") == (1, 1)
+
+
+class RenamedEnv(CountingEnv):
+    """Its arrays have the shapes and dtypes of the other's, under other names."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.observation_space = spaces.Dict({name: self.observation_space})
+        self._name = name
+
+    def _observe(self, action):
+        return {self._name: super()._observe(action)}
+
+
+def test_names_belong_to_the_specification(native):
+    envs, other = native(lambda: RenamedEnv("a"), 2), native(lambda: RenamedEnv("b"), 2)
+    handle, _ = jaxvec.reset(envs)
+    theirs, _ = jaxvec.reset(other)
+    with pytest.raises(RuntimeError, match="foreign handle"):
+        jax.block_until_ready(step(jaxvec.Handle(theirs.token, handle.spec, "ffi"), jnp.zeros(2, int)))
+    assert other.get_attr("steps") == (0, 0)
+
+
+# --- Threads ----------------------------------------------------------------------------------
+
+
+def test_a_program_returns_when_its_steps_are_done(make):
+    """Also if it computes so much that JAX would dispatch it to a thread of its own."""
+    envs = make(CountingEnv, 2)
+    handle, _ = jaxvec.reset(envs)
+    weights = jnp.ones((256, 256))
+
+    @jax.jit
+    def program(handle, x):
+        def body(carry, _):
+            handle, x = carry
+            x = jnp.tanh(x @ weights)
+            handle, _ = jaxvec.step(handle, (x.sum(1) > 0).astype(int))
+            return (handle, x), None
+
+        return jax.lax.scan(body, (handle, x), length=300)[0]
+
+    x = jnp.ones((2, 256))
+    for n in range(1, 4):
+        handle, x = program(handle, x)
+        assert envs.pool._gate.count == 1 + 300 * n
+
+
+def test_close_ends_a_program_in_another_thread(make):
+    envs = make(SlowEnv, 2, num_workers=2)
+    handle, _ = jaxvec.reset(envs)
+    began = threading.Event()
+    errors = []
+
+    def run():
+        try:
+            program = jax.jit(lambda h: scan(h, 1_000_000, jnp.zeros(2, int)))
+            jax.block_until_ready(program(jax.block_until_ready(step(handle, jnp.zeros(2, int)))[0]))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while envs.pool._gate.count < 100:
+        began.wait(0.01)
+    envs.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "PoolClosedError" in str(errors[0])
+
+
+def test_programs_of_several_threads_step_pools_of_their_own_and_share_one_only_by_its_handle(make):
+    pools = [make(CountingEnv, 2) for _ in range(3)]
+    program = jax.jit(lambda h: scan(h, 500, jnp.zeros(2, int)))
+    handles = [jaxvec.reset(envs)[0] for envs in pools]
+    handles.append(handles[0])
+    outcomes = [None] * len(handles)
+
+    def run(i):
+        try:
+            outcomes[i] = jax.block_until_ready(program(handles[i]))[1].obs[-1, 0, 1]
+        except RuntimeError as error:
+            outcomes[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(handles))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [outcomes[1], outcomes[2]] == [500, 500]
+    # Of the two that hold pool 0's handle one is the first, and the other's is stale.
+    one, other = sorted((outcomes[0], outcomes[3]), key=lambda outcome: isinstance(outcome, RuntimeError))
+    assert one == 500
+    assert "stale handle" in str(other)
