@@ -23,6 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transport", choices=["ffi", "io_callback"], help="what transport='auto' means")
 
 
+_FREE = {module: module.choose for module in (_handoffs, _transports)}
+
+
+@pytest.fixture
+def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes `--handoff` and `--transport` for one test."""
+    for module, choose in _FREE.items():
+        monkeypatch.setattr(module, "choose", choose)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _defaults(request: pytest.FixtureRequest) -> None:
     for option, module in (("--handoff", _handoffs), ("--transport", _transports)):

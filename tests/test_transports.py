@@ -42,7 +42,7 @@ def test_unknown_transports_are_refused():
         ("io_callback", {"io_callback"}, False),
     ],
 )
-def test_the_platform_decides_when_the_program_is_lowered(make, transport, chosen, cpu):
+def test_the_platform_decides_when_the_program_is_lowered(make, free_choice, transport, chosen, cpu):
     envs = make(CountingEnv, 2, backend="serial", transport=transport)
     handle, _ = jaxvec.reset(envs)
     traced = step.trace(handle, jnp.zeros(2, int))
@@ -64,7 +64,7 @@ REFUSED = pytest.param(
 @needs_ffi
 @pytest.mark.parametrize(("breaks", "reason"), [NEWER, REFUSED])
 def test_where_the_ffi_is_refused_programs_use_io_callback_and_a_log_says_why(
-    make, monkeypatch, caplog, breaks, reason
+    make, free_choice, monkeypatch, caplog, breaks, reason
 ):
     breaks(monkeypatch.setattr)
     monkeypatch.setattr(_ffi, "reason_unavailable", _ffi.reason_unavailable.__wrapped__)
