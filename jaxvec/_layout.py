@@ -79,7 +79,7 @@ def _arrays(
     outbox = _power_of_two(n)
     line = (ALIGNMENT // 4,)  # one word that has a cache line to itself
     for name, shape, dtype in (
-        ("status", (n,), np.uint8),  # worker writes
+        ("running", (workers, *line), np.uint32),  # worker writes: 1 + the slot whose env runs, or 0
         ("asked", (n,), np.uint32),  # parent writes: requests sent to the slot
         ("done", (n,), np.uint32),  # worker writes: the request it finished last
         ("inbox", (workers, inbox), np.uint32),  # parent writes

@@ -25,7 +25,7 @@ class InvalidValue(Exception):
 
 
 def writer(node: Node, arrays: Arrays) -> Write:
-    """Returns `write(slot, value)`, which writes one env's nested value into row `slot`.
+    """Returns `write(slot, value)`, which writes one env's nested value into row `slot` of `arrays`.
 
     It raises `InvalidValue` where the value has another structure, shape or dtype than `node`.
     """
@@ -89,6 +89,11 @@ def column(node: Node, arrays: Arrays) -> NDArray[Any]:
     return arrays[leaf.path]
 
 
+def scalars(array: NDArray[Any]) -> Any:
+    """Returns what is quickest to write one element of `array` at a time, or one row if it has rows."""
+    return memoryview(array) if array.ndim == 1 else array
+
+
 def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
     narrowed = leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
     if leaf.shape == () and leaf.dtype.kind in "iu":
@@ -104,13 +109,19 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
 
         return write_integer
 
-    shape, dtype = leaf.shape, leaf.dtype
+    shape = leaf.shape
+    dtype = np.dtype(leaf.dtype.str)  # NumPy's one object for it, where an unpickled one is a copy
+    rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # quicker than array[slot]
 
     def write(slot: int, value: Any) -> None:
-        if type(value) is not np.ndarray or value.shape != shape or value.dtype != dtype:
+        if (
+            type(value) is not np.ndarray
+            or (value.dtype is not dtype and value.dtype != dtype)
+            or value.shape != shape
+        ):
             value = conform(leaf, value)
-        array[slot] = value
-        if narrowed and not np.array_equal(array[slot], value):
+        rows[slot][...] = value
+        if narrowed and not np.array_equal(rows[slot], value):
             raise InvalidValue(_overflow(leaf, value))
 
     return write

@@ -42,7 +42,9 @@ class SerialWorkers:
         self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
     ) -> Arrays:
         arrays = _segment.private(layout)
-        self._slice = EnvSlice(self._envs, first=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
+        self._slice = EnvSlice(
+            self._envs, first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode
+        )
         return arrays
 
     def open_gate(

@@ -53,7 +53,12 @@ def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
     arrays = _segment.attach(segment, attach.layout)
     os.close(segment)
     env_slice = EnvSlice(
-        envs, first=first, spec=attach.spec, arrays=arrays, autoreset_mode=attach.autoreset_mode
+        envs,
+        first=first,
+        worker=attach.worker,
+        spec=attach.spec,
+        arrays=arrays,
+        autoreset_mode=attach.autoreset_mode,
     )
     end = _handoffs.worker_end(
         attach.handoff, arrays, worker=attach.worker, channel=channel, spin=attach.spin

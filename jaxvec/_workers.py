@@ -22,7 +22,6 @@ from jaxvec import _failures, _handoffs, _segment, _spawn
 from jaxvec._channel import Channel
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description, compare
-from jaxvec._env_slice import RUNNING
 from jaxvec._envs import EnvFn
 from jaxvec._errors import EnvError, EnvTimeoutError, SpaceMismatchError, WorkerDiedError
 from jaxvec._gate import Gate
@@ -289,8 +288,8 @@ class ProcessWorkers:
         """Says which of `slots` are inside their env's code now, and with what action."""
         if self._arrays is None:
             return ""
-        status = self._arrays["status",]
-        running = np.array([slot for slot in slots if status[slot] == RUNNING], np.intp)
+        marks = self._arrays["running",][:, 0].tolist()
+        running = np.array([slot for slot in slots if slot + 1 in marks], np.intp)
         actions = reader(self._spec.action, self._arrays)(running)
         return ", ".join(
             f"env {slot} (worker {self._worker_of(slot)}) is running, last action "

@@ -233,9 +233,9 @@ class SleepingEnv(CountingEnv):
 
 def wait_until_running(envs):
     """Waits until a worker is inside an env's code."""
-    status = envs.pool._workers._arrays["status",]
+    running = envs.pool._workers._arrays["running",]
     deadline = time.monotonic() + 10
-    while not status.any():
+    while not running.any():
         assert time.monotonic() < deadline
 
 
