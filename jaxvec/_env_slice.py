@@ -46,6 +46,7 @@ class EnvSlice:
         self._running = memoryview(arrays["running",][worker])
         self._read_actions = _rows.reader(spec.action, rows)
         self._write_obs = _rows.writer(spec.obs, rows)
+        self._gather_obs = _rows.gatherer(spec.obs, rows)
         self._reward = _rows.scalars(rows[spec.reward.path])
         self._terminated = _rows.scalars(rows[spec.terminated.path])
         self._truncated = _rows.scalars(rows[spec.truncated.path])
@@ -76,7 +77,9 @@ class EnvSlice:
             seed = int(self._seeds[index])
             self._running[0] = self.first + index + 1
             try:
-                self._begin_episode(index, None if seed == NONE else seed, self._options)
+                self._write_obs(
+                    index, self._begin_episode(index, None if seed == NONE else seed, self._options)
+                )
             except BaseException as error:
                 raise EnvFailure(self.first + index, "reset") from error
         self._running[0] = 0
@@ -94,14 +97,20 @@ class EnvSlice:
         rewards, episode_returns, episode_lengths = self._reward, self._return, self._length
         returns, lengths, marked, infos = self._returns, self._lengths, self._marked, self.infos
         write_obs, vector_reward, declares = self._write_obs, self._vector_reward, self._declares
+        gather_obs, gathered = self._gather_obs, list[Any]()
         next_step = self._autoreset_mode is AutoresetMode.NEXT_STEP
-        indices = slots - self.first
+        rows = slots - self.first
+        indices: list[int] = rows.tolist()
         index, action = -1, None
         try:
-            for index, action in zip(indices.tolist(), self._read_actions(indices), strict=True):
+            for index, action in zip(indices, self._read_actions(rows), strict=True):
                 running[0] = after_first + index
                 if next_step and self._over[index]:
-                    self._begin_episode(index, None, None)
+                    obs = self._begin_episode(index, None, None)
+                    if gather_obs is None:
+                        write_obs(index, obs)
+                    else:
+                        gathered.append(obs)
                     continue
                 result: Any = envs[index].step(action)
                 try:
@@ -110,7 +119,7 @@ class EnvSlice:
                     raise InvalidValue(
                         f"step must return (obs, reward, terminated, truncated, info), got {_outline(result)}"
                     ) from error
-                if type(info) is not dict:
+                if info.__class__ is not dict:
                     _require_dict("step", info)
                 if vector_reward or not isinstance(reward, float):
                     reward = self._conform_reward(reward)
@@ -119,10 +128,18 @@ class EnvSlice:
                 lengths[index] = episode_lengths[index] = lengths[index] + 1
                 if terminated or truncated or marked[index]:
                     obs, info = self._end_step(index, obs, bool(terminated), bool(truncated), info)
-                write_obs(index, obs)
+                if gather_obs is None:
+                    write_obs(index, obs)
+                else:
+                    gathered.append(obs)
                 if declares:
                     self._declared.write(index, info)
-                infos[index] = info
+                if info or infos[index]:
+                    infos[index] = info
+            if gather_obs is not None and not gather_obs(indices, gathered):
+                actions = self._read_actions(rows)
+                for index, action, obs in zip(indices, actions, gathered, strict=True):  # noqa: B007
+                    write_obs(index, obs)
         except EnvFailure:
             raise  # of the reset that follows an episode's last step
         except BaseException as error:
@@ -177,8 +194,12 @@ class EnvSlice:
         self._over[index] = over
         return obs, info
 
-    def _begin_episode(self, index: int, seed: int | None, options: dict[str, Any] | None) -> None:
-        """Resets an env in a call of its own: the row holds no reward and a new episode."""
+    def _begin_episode(self, index: int, seed: int | None, options: dict[str, Any] | None) -> Any:
+        """Resets an env in a call of its own: the row holds no reward and a new episode.
+
+        Returns:
+            The observation, which is still to be written.
+        """
         obs, info = self._restart(index, seed, options)
         self._over[index] = self._marked[index] = False
         self._reward[index] = self._zero
@@ -187,9 +208,9 @@ class EnvSlice:
         self._return[index] = self._zero
         self._length[index] = 0
         self._final.clear(index)
-        self._write_obs(index, obs)
         self._declared.write(index, info)
         self.infos[index] = info
+        return obs
 
     def _restart(
         self, index: int, seed: int | None, options: dict[str, Any] | None

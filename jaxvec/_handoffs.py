@@ -43,18 +43,18 @@ def choose(kind: str) -> str:
 
 
 def parent_end(
-    kind: str, arrays: Arrays, *, slices: tuple[tuple[int, int], ...], channels: list[Channel], spin: int
+    kind: str, arrays: Arrays, *, slices: tuple[tuple[int, int], ...], channels: list[Channel], spin_ns: int
 ) -> ParentHandoff:
     """Makes the parent's end."""
     if kind == "native":
-        return NativeParentEnd(arrays, slices, channels, spin=spin)
+        return NativeParentEnd(arrays, slices, channels, spin_ns=spin_ns)
     return ParentEnd(arrays, slices, channels)
 
 
-def worker_end(kind: str, arrays: Arrays, *, worker: int, channel: Channel, spin: int) -> WorkerHandoff:
+def worker_end(kind: str, arrays: Arrays, *, worker: int, channel: Channel, spin_ns: int) -> WorkerHandoff:
     """Makes a worker's end."""
     if kind == "native":
-        return NativeWorkerEnd(arrays, worker, channel, spin=spin)
+        return NativeWorkerEnd(arrays, worker, channel, spin_ns=spin_ns)
     return WorkerEnd(arrays, worker, channel)
 
 

@@ -39,7 +39,7 @@ class Attach:
     spec: PoolSpec
     autoreset_mode: AutoresetMode
     handoff: str  # "native" or "portable"
-    spin: int
+    spin_ns: int
 
 
 @dataclass(frozen=True)

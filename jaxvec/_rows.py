@@ -19,6 +19,8 @@ from jaxvec._spaces import DictNode, Leaf, Node, TupleNode, format_path, leaves
 
 Write: TypeAlias = Callable[[int, Any], None]
 
+_SMALL = 1024  # bytes of a row that it pays to copy once more
+
 
 class InvalidValue(Exception):
     """An env's value doesn't fit its leaf; becomes an `EnvDataError` that names the env too."""
@@ -44,6 +46,34 @@ def writer(node: Node, arrays: Arrays) -> Write:
                 write_child(slot, value[key])
         except KeyError as error:
             raise InvalidValue(_wrong_structure(node, value)) from error
+
+    return write
+
+
+def gatherer(node: Node, arrays: Arrays) -> Callable[[list[int], list[Any]], bool] | None:
+    """Returns `write(slots, values)`, which writes rows of many envs at once; `None` for large rows.
+
+    Several times as fast as a call of `writer`'s for each; but values are read when all envs have
+    stepped, as `SyncVectorEnv` does, so envs must not share an observation's memory with each other.
+    It returns False, and has written nothing, where a value needs the care of `writer`.
+    """
+    if not isinstance(node, Leaf) or not 0 < node.nbytes <= _SMALL or _narrowed(node):
+        return None
+    array, shape = arrays[node.path], node.shape
+    dtype = _one(node.dtype)
+
+    def write(slots: list[int], values: list[Any]) -> bool:
+        count = len(values)
+        try:
+            same = [value.shape for value in values].count(shape) == count
+            if not same or [value.dtype for value in values].count(dtype) != count:
+                return False
+            rows = np.frombuffer(b"".join(values), dtype).reshape(count, *shape)
+        except (AttributeError, BufferError, TypeError, ValueError):  # no arrays, or not contiguous
+            return False
+        contiguous = slots[-1] - slots[0] + 1 == count
+        array[slice(slots[0], slots[-1] + 1) if contiguous else slots] = rows
+        return True
 
     return write
 
@@ -91,11 +121,11 @@ def column(node: Node, arrays: Arrays) -> NDArray[Any]:
 
 def scalars(array: NDArray[Any]) -> Any:
     """Returns what is quickest to write one element of `array` at a time, or one row if it has rows."""
-    return memoryview(array) if array.ndim == 1 else array
+    return array.data if array.ndim == 1 else array
 
 
 def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
-    narrowed = leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
+    narrowed = _narrowed(leaf)
     if leaf.shape == () and leaf.dtype.kind in "iu":
 
         def write_integer(slot: int, value: Any) -> None:
@@ -109,13 +139,13 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
 
         return write_integer
 
-    shape = leaf.shape
-    dtype = np.dtype(leaf.dtype.str)  # NumPy's one object for it, where an unpickled one is a copy
+    shape, ndarray = leaf.shape, np.ndarray
+    dtype = _one(leaf.dtype)
     rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # quicker than array[slot]
 
     def write(slot: int, value: Any) -> None:
         if (
-            type(value) is not np.ndarray
+            value.__class__ is not ndarray
             or (value.dtype is not dtype and value.dtype != dtype)
             or value.shape != shape
         ):
@@ -125,6 +155,16 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
             raise InvalidValue(_overflow(leaf, value))
 
     return write
+
+
+def _narrowed(leaf: Leaf) -> bool:
+    """Says whether a value may not fit where it is stored."""
+    return leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
+
+
+def _one(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns NumPy's one object for a dtype, quick to compare; an unpickled one is a copy."""
+    return np.dtype(dtype.str)
 
 
 def conform(leaf: Leaf, value: Any) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +36,11 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     stored: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one env's value, as the env speaks it."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return format_path(self.path)

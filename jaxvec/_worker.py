@@ -61,7 +61,7 @@ def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
         autoreset_mode=attach.autoreset_mode,
     )
     end = _handoffs.worker_end(
-        attach.handoff, arrays, worker=attach.worker, channel=channel, spin=attach.spin
+        attach.handoff, arrays, worker=attach.worker, channel=channel, spin_ns=attach.spin_ns
     )
     channel.send(Reply())
     while True:

@@ -34,7 +34,7 @@ from jaxvec._spec import PoolSpec
 
 _logger = logging.getLogger("jaxvec")
 
-_SPIN = 2_000  # looks before sleeping, some tens of microseconds
+_SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class ProcessWorkers:
         self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
     ) -> Arrays:
         wait = self._wait("attach", timeout)
-        spin = _spin(len(self._slices))
+        spin_ns = _spin_ns(len(self._slices))
         descriptor = _segment.create(layout)
         try:
             for worker in range(len(self._slices)):
-                message = Attach(worker, layout, spec, autoreset_mode, self._kind, spin)
+                message = Attach(worker, layout, spec, autoreset_mode, self._kind, spin_ns)
                 self._send(worker, message, wait, descriptors=[descriptor])
             arrays = _segment.attach(descriptor, layout)
         finally:
@@ -122,7 +122,7 @@ class ProcessWorkers:
         self._gather(wait)
         self._arrays = arrays
         self._handoff = _handoffs.parent_end(
-            self._kind, arrays, slices=self._slices, channels=self._channels, spin=spin
+            self._kind, arrays, slices=self._slices, channels=self._channels, spin_ns=spin_ns
         )
         return arrays
 
@@ -318,9 +318,9 @@ class ProcessWorkers:
                     _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
 
 
-def _spin(num_workers: int) -> int:
-    """Spinning pays only where it takes no core from a worker or from the program."""
-    return _SPIN if usable_cores() > num_workers else 0
+def _spin_ns(num_workers: int) -> int:
+    """Spinning keeps cores awake; where workers share them, somebody else does."""
+    return _SPIN_NS if num_workers <= usable_cores() else 0
 
 
 def _envs(env_ids: Sequence[int]) -> str:

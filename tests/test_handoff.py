@@ -86,9 +86,10 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     num_workers = data.draw(st.integers(1, num_envs))
     arrays, slices = board(num_envs, num_workers)
     down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
-    parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=up, spin=0)
+    parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=up, spin_ns=0)
     workers = [
-        _handoffs.worker_end(kind, arrays, worker=w, channel=channel, spin=0) for w, channel in enumerate(up)
+        _handoffs.worker_end(kind, arrays, worker=w, channel=channel, spin_ns=0)
+        for w, channel in enumerate(up)
     ]
     del down
     for _ in range(rounds):

@@ -18,6 +18,10 @@ namespace {
 // A dead worker can't ring the alarm; its socket tells. So the parent looks there this often.
 constexpr int64_t kLookAroundNs = 50'000'000;
 
+// Workers wait for each other and for the parent's turn; the parent waits for whole steps, and should
+// leave its core to a worker soon.
+constexpr int64_t kParentSpinNs = 50'000;
+
 int64_t now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -35,13 +39,23 @@ void futex_wake(Line& line) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line.word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
+// Looks again for a while before a sleep, because a core that idles is slow to wake: by tens of
+// microseconds in a virtual machine. It yields each time, so whoever has work for this core goes first.
+class Spin {
+ public:
+  explicit Spin(int64_t ns) : until_(ns == 0 ? 0 : now_ns() + ns) {}
+
+  bool again() {
+    if (until_ == 0) return false;
+    sched_yield();
+    if (now_ns() < until_) return true;
+    until_ = 0;
+    return false;
+  }
+
+ private:
+  int64_t until_;  // 0 when it is over
+};
 
 // Counters wrap; a difference does not, while less than half of them lies between.
 bool reached(uint32_t counter, uint32_t target) { return static_cast<int32_t>(counter - target) >= 0; }
@@ -71,7 +85,8 @@ void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* sl
   Line& put = board.inbox_count[worker];
   uint32_t place = put.word.load(std::memory_order_relaxed);  // ours alone to write
   for (uint32_t i = 0; i < count; ++i, ++place) {
-    board.asked[slots[i]].fetch_add(1, std::memory_order_relaxed);
+    std::atomic<uint32_t>& asked = board.asked[slots[i]];  // ours alone to write
+    asked.store(asked.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     inbox[place % board.capacity] = static_cast<uint32_t>(slots[i]) * 2 + operation;
   }
   put.word.store(place, std::memory_order_release);  // publishes entries, actions and seeds
@@ -90,7 +105,8 @@ Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_
   // As with a worker's bell: we store the target, then read `finished`; workers add to `finished`,
   // then read the target. So either we see that it is reached, or the last worker sees our target.
   board.target->word.store(target, std::memory_order_seq_cst);
-  for (uint32_t looks = 0;; ++looks) {
+  Spin spin(std::min<int64_t>(board.spin_ns, kParentSpinNs));
+  for (;;) {
     const uint32_t finished = board.finished->word.load(std::memory_order_seq_cst);
     if (reached(finished, target)) break;
     const uint32_t alarms = board.alarm->word.load(std::memory_order_acquire);
@@ -98,10 +114,7 @@ Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_
       parent.alarms = alarms;
       return kLookAround;
     }
-    if (looks < board.spin) {
-      relax();
-      continue;
-    }
+    if (spin.again()) continue;
     const int64_t left = deadline - now_ns();
     if (left <= 0) return any_readable(parent) ? kLookAround : kTimeout;
     const int64_t nap = std::min(left, kLookAroundNs);
@@ -123,8 +136,8 @@ Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_
   }
   for (uint32_t i = 0; i < count; ++i) {
     std::atomic<uint32_t>& entry = board.outbox[(parent.taken + i) % board.outbox_capacity];
-    const uint32_t slot = entry.exchange(0, std::memory_order_acquire) - 1;
-    if (slots != nullptr) slots[i] = slot;
+    if (slots != nullptr) slots[i] = static_cast<int64_t>(entry.load(std::memory_order_relaxed)) - 1;
+    entry.store(0, std::memory_order_relaxed);  // its next writer is sent work first
   }
   parent.taken = target;
   return kDone;
@@ -134,7 +147,8 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
   Board& board = worker.board;
   const uint32_t* inbox = board.inbox + static_cast<size_t>(worker.index) * board.capacity;
   Line& bell = board.bell[worker.index];
-  for (uint32_t looks = 0;; ++looks) {
+  Spin spin(board.spin_ns);
+  for (;;) {
     const uint32_t rung = bell.word.load(std::memory_order_seq_cst);
     const uint32_t put = board.inbox_count[worker.index].word.load(std::memory_order_acquire);
     if (put != worker.taken) {
@@ -150,10 +164,7 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
       *count = 0;
       return;
     }
-    if (looks < board.spin) {
-      relax();
-      continue;
-    }
+    if (spin.again()) continue;
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     if (bell.word.load(std::memory_order_seq_cst) == rung) futex_wait(bell, rung, nullptr);
     board.asleep[worker.index].word.store(0, std::memory_order_relaxed);

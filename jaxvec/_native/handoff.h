@@ -23,7 +23,7 @@ struct Board {
   uint32_t num_workers;
   uint32_t capacity;              // of an inbox, in entries: a power of two, so that counters may wrap
   uint32_t outbox_capacity;       // a power of two of at least num_slots
-  uint32_t spin;                  // how often to look before sleeping; 0 where cores are scarce
+  uint32_t spin_ns;               // how long to look again before sleeping; 0 where cores are scarce
   std::atomic<uint32_t>* asked;   // [num_slots] parent writes: requests sent to the slot
   std::atomic<uint32_t>* done;    // [num_slots] worker writes: the request it finished last
   uint32_t* inbox;                // [num_workers, capacity] parent writes: 2 * slot + operation

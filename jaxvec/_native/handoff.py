@@ -21,7 +21,7 @@ _DONE = 0
 class _Board(ctypes.Structure):
     """`Board` of handoff.h."""
 
-    _numbers = ("num_slots", "num_workers", "capacity", "outbox_capacity", "spin")
+    _numbers = ("num_slots", "num_workers", "capacity", "outbox_capacity", "spin_ns")
     _words = (
         "asked",
         "done",
@@ -38,13 +38,13 @@ class _Board(ctypes.Structure):
     )
     _fields_ = [(name, ctypes.c_uint32) for name in _numbers] + [(name, ctypes.c_void_p) for name in _words]
 
-    def __init__(self, arrays: Arrays, spin: int) -> None:
+    def __init__(self, arrays: Arrays, spin_ns: int) -> None:
         super().__init__()
         self._arrays = arrays  # keeps the segment mapped for as long as C++ has its addresses
         self.num_slots = arrays["asked",].size
         self.num_workers, self.capacity = arrays["inbox",].shape
         self.outbox_capacity = arrays["native_outbox",].size
-        self.spin = spin
+        self.spin_ns = spin_ns
         for word in self._words:
             setattr(self, word, arrays[word,].ctypes.data)
 
@@ -76,11 +76,11 @@ class NativeParentEnd:
         slices: tuple[tuple[int, int], ...],
         channels: list[Channel],
         *,
-        spin: int,
+        spin_ns: int,
     ) -> None:
         self._library = _declared()
         self._asked, self._done = arrays["asked",], arrays["done",]
-        self._board = _Board(arrays, spin)
+        self._board = _Board(arrays, spin_ns)
         self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
         self._parent = _Parent(self._board, self._sockets, 0, 0)
         self._reference = ctypes.byref(self._parent)
@@ -124,9 +124,9 @@ class NativeParentEnd:
 class NativeWorkerEnd:
     """One worker's end; see `WorkerEnd`."""
 
-    def __init__(self, arrays: Arrays, worker: int, channel: Channel, *, spin: int) -> None:
+    def __init__(self, arrays: Arrays, worker: int, channel: Channel, *, spin_ns: int) -> None:
         self._library = _declared()
-        self._board = _Board(arrays, spin)
+        self._board = _Board(arrays, spin_ns)
         self._worker = _Worker(self._board, worker, 0, 0)
         self._reference = ctypes.byref(self._worker)
         self._channel = channel

@@ -32,7 +32,7 @@ struct Words {
         asleep(workers),
         single(4) {}
 
-  Board board(uint32_t capacity, uint32_t spin, uint32_t start) {
+  Board board(uint32_t capacity, uint32_t spin_ns, uint32_t start) {
     for (Line& line : single) line.word = 0;
     for (auto* lines : {&inbox_count, &bell, &knocks, &asleep}) {
       for (Line& line : *lines) line.word = 0;
@@ -44,7 +44,7 @@ struct Words {
             uint32_t(bell.size()),
             capacity,
             uint32_t(outbox.size()),
-            spin,
+            spin_ns,
             asked.data(),
             done.data(),
             inbox.data(),
@@ -85,14 +85,14 @@ void work(Board board, uint32_t index, uint32_t start, std::vector<uint32_t>& ro
   }
 }
 
-void run(uint32_t num_slots, uint32_t num_workers, uint32_t spin, uint32_t rounds) {
+void run(uint32_t num_slots, uint32_t num_workers, uint32_t spin_ns, uint32_t rounds) {
   uint32_t capacity = 1, outbox_capacity = 1;
   const uint32_t most = (num_slots + num_workers - 1) / num_workers;
   while (capacity < most) capacity *= 2;
   while (outbox_capacity < num_slots) outbox_capacity *= 2;
   const uint32_t start = 0u - 500 * outbox_capacity;
   Words words(num_slots, num_workers, capacity, outbox_capacity);
-  const Board board = words.board(capacity, spin, start);
+  const Board board = words.board(capacity, spin_ns, start);
   std::vector<uint32_t> rows(num_slots), expected(num_slots);
   uint32_t stop = 0;
   std::vector<std::thread> threads;
@@ -146,11 +146,11 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t spin, uint32_t round
 }  // namespace
 
 int main() {
-  for (uint32_t spin : {0u, 50u}) {
-    run(1, 1, spin, 2000);
-    run(8, 2, spin, 2000);
-    run(13, 5, spin, 1000);
-    run(64, 8, spin, 500);
+  for (uint32_t spin_ns : {0u, 50'000u}) {
+    run(1, 1, spin_ns, 2000);
+    run(8, 2, spin_ns, 2000);
+    run(13, 5, spin_ns, 1000);
+    run(64, 8, spin_ns, 500);
   }
   std::puts("done");
 }
