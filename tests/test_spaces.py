@@ -555,3 +555,57 @@ def test_values_that_gymnasium_would_stack_are_taken(name, policy):
     _rows.writer(spec.obs, arrays)(1, FITTING[name])
     for leaf in leaves(spec.obs):
         np.testing.assert_array_equal(arrays[leaf.path][1], 1)
+
+
+SMALL = spaces.Box(-np.inf, np.inf, (2, 3), np.float64)
+VALUES = np.arange(24, dtype=np.float64).reshape(4, 2, 3)
+
+
+@policies
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [1, 2], [0, 3], [3]], ids=str)
+def test_rows_written_together_equal_those_written_one_by_one(slots, policy):
+    spec, _, arrays = make_rows(SMALL, policy, num_envs=4)
+    one, other = arrays, {path: array.copy() for path, array in arrays.items()}
+    assert _rows.gatherer(spec.obs, one)(slots, list(VALUES[slots]))
+    for slot in slots:
+        _rows.writer(spec.obs, other)(slot, VALUES[slot])
+    np.testing.assert_array_equal(one["obs",], other["obs",])
+    np.testing.assert_array_equal(one["obs",][slots], VALUES[slots])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    {
+        "a list": VALUES[1].tolist(),
+        "a scalar": np.float64(1),
+        "nothing": None,
+        "another shape": VALUES[1].T,
+        "another shape of as many elements": VALUES[1].reshape(6),
+        "another dtype": VALUES[1].astype(np.float32),
+        "another byte order": VALUES[1].astype(">f8"),
+        "another order of elements": np.asfortranarray(VALUES[1]),
+        "strides": np.repeat(VALUES[1], 2, axis=1)[:, ::2],
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_rows_are_not_written_together_if_one_of_them_is_odd(odd):
+    spec, _, arrays = make_rows(SMALL, as_is, num_envs=3)
+    values = list(VALUES[:3])
+    values[1] = odd[1]
+    assert not _rows.gatherer(spec.obs, arrays)([0, 1, 2], values)
+    assert not arrays["obs",].any()
+
+
+@pytest.mark.parametrize(
+    ("space", "policy"),
+    [
+        (spaces.Dict(a=SMALL), as_is),
+        (spaces.Box(0, 1, (0,)), as_is),
+        (spaces.Box(0, 255, (84, 84, 4), np.uint8), as_is),
+        (spaces.Box(-9, 9, (2,), np.int64), as_jax),
+    ],
+    ids=["nested", "empty", "large", "may not fit"],
+)
+def test_rows_that_need_care_are_never_written_together(space, policy):
+    spec, _, arrays = make_rows(space, policy)
+    assert _rows.gatherer(spec.obs, arrays) is None
