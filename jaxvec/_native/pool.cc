@@ -107,15 +107,20 @@ void Pool::finish(const std::vector<Array>& results) {
 }
 
 bool Pool::enter(int64_t timeout_ns) {
-  if (!gate_.try_lock_for(std::chrono::nanoseconds(timeout_ns))) return false;
-  inside_.store(this_thread(), std::memory_order_relaxed);
+  std::unique_lock lock(lock_);
+  const auto vacant = [this] { return inside_ == 0; };
+  if (!left_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), vacant)) return false;
+  inside_ = this_thread();
   return true;
 }
 
 void Pool::leave() {
-  if (inside_.load(std::memory_order_relaxed) != this_thread()) return;  // only we can have stored us
-  inside_.store(0, std::memory_order_relaxed);
-  gate_.unlock();
+  {
+    const std::lock_guard lock(lock_);
+    if (inside_ != this_thread()) return;
+    inside_ = 0;
+  }
+  left_.notify_one();
 }
 
 void publish(uint32_t id, std::shared_ptr<Pool> pool) {

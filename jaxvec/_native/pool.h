@@ -5,7 +5,7 @@
 // the middle of its wait. So all supervision, and every error's text, is in one place (_pool.py).
 #pragma once
 
-#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -94,8 +94,9 @@ class Pool {
   const int32_t process_;
   const std::vector<Leaf> actions_;
   const std::vector<Leaf> results_;
-  std::timed_mutex gate_;
-  std::atomic<uintptr_t> inside_{0};
+  std::mutex lock_;  // of `inside_`
+  std::condition_variable left_;
+  uintptr_t inside_ = 0;  // the thread, or 0
 };
 
 // Compiled programs name a pool by its id, so they hold no pointer and serve many pools. A program

@@ -3,68 +3,17 @@
 // Rows are plain memory that the parent and the workers write in turn, so any hole in the hand-off's
 // ordering is a data race that the sanitizer reports; and every value is checked besides.
 #include <cstdio>
-#include <cstdlib>
 #include <random>
 #include <thread>
 #include <vector>
 
-#include "handoff.h"
+#include "words.h"
 
 using namespace jaxvec;
 
 namespace {
 
 constexpr uint32_t kStop = 0xffffffff;
-
-struct Words {
-  std::vector<std::atomic<uint32_t>> asked, done, outbox;
-  std::vector<uint32_t> inbox;
-  std::vector<Line> inbox_count, bell, knocks, asleep, single;
-
-  Words(uint32_t slots, uint32_t workers, uint32_t capacity, uint32_t outbox_capacity)
-      : asked(slots),
-        done(slots),
-        outbox(outbox_capacity),
-        inbox(workers * capacity),
-        inbox_count(workers),
-        bell(workers),
-        knocks(workers),
-        asleep(workers),
-        single(4) {}
-
-  Board board(uint32_t capacity, uint32_t spin_ns, uint32_t start) {
-    for (Line& line : single) line.word = 0;
-    for (auto* lines : {&inbox_count, &bell, &knocks, &asleep}) {
-      for (Line& line : *lines) line.word = 0;
-    }
-    // Counters begin just below their wrap.
-    for (Line& line : inbox_count) line.word = start;
-    single[0].word = single[1].word = single[2].word = start;
-    return {uint32_t(asked.size()),
-            uint32_t(bell.size()),
-            capacity,
-            uint32_t(outbox.size()),
-            spin_ns,
-            asked.data(),
-            done.data(),
-            inbox.data(),
-            inbox_count.data(),
-            bell.data(),
-            knocks.data(),
-            asleep.data(),
-            outbox.data(),
-            &single[0],
-            &single[1],
-            &single[2],
-            &single[3]};
-  }
-};
-
-void check(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::exit(1);
-}
 
 void work(Board board, uint32_t index, uint32_t start, std::vector<uint32_t>& rows, const uint32_t& stop) {
   Worker worker = {board, index, start, 0};
@@ -86,10 +35,8 @@ void work(Board board, uint32_t index, uint32_t start, std::vector<uint32_t>& ro
 }
 
 void run(uint32_t num_slots, uint32_t num_workers, uint32_t spin_ns, uint32_t rounds) {
-  uint32_t capacity = 1, outbox_capacity = 1;
-  const uint32_t most = (num_slots + num_workers - 1) / num_workers;
-  while (capacity < most) capacity *= 2;
-  while (outbox_capacity < num_slots) outbox_capacity *= 2;
+  const uint32_t capacity = power_of_two((num_slots + num_workers - 1) / num_workers);
+  const uint32_t outbox_capacity = power_of_two(num_slots);
   const uint32_t start = 0u - 500 * outbox_capacity;
   Words words(num_slots, num_workers, capacity, outbox_capacity);
   const Board board = words.board(capacity, spin_ns, start);

@@ -1,0 +1,155 @@
+// Drives a pool from many programs at once, for ThreadSanitizer to watch.
+//
+// Threads stand in for compiled programs, which step whenever the handle they hold is fresh; for
+// Python, which steps and closes the pool from inside the gate, and ends what programs hand over; and
+// for workers, some of whose envs are slow. Every answer is checked to be that of its own step.
+#include <atomic>
+#include <cstdio>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "pool.h"
+#include "words.h"
+
+using namespace jaxvec;
+
+namespace {
+
+constexpr uint32_t kSlots = 6, kWorkers = 3, kPrograms = 4, kStart = 0;
+constexpr uint32_t kU32 = 'u' + 256 * 4;
+constexpr int64_t kFingerprint = 42;
+
+struct Rows {
+  std::vector<uint32_t> action, result, steps;
+};
+
+void work(Board board, uint32_t index, Rows& rows) {
+  Worker worker = {board, index, kStart, 0};
+  std::vector<int64_t> slots(board.capacity);
+  std::mt19937 random(index);
+  for (;;) {
+    uint32_t operation, count;
+    take(worker, &operation, slots.data(), &count);
+    if (count == 0) return;
+    for (uint32_t i = 0; i < count; ++i) {
+      if (random() % 200 == 0) std::this_thread::sleep_for(std::chrono::microseconds(400));
+      rows.result[slots[i]] = 2 * rows.action[slots[i]];
+      ++rows.steps[slots[i]];
+    }
+    post(worker, slots.data(), count);
+  }
+}
+
+struct Shared {
+  Parent parent;
+  Rows rows;
+  std::shared_ptr<Pool> pool;
+  std::atomic<uint32_t> steps{0}, handed_over{0}, refused{0};
+};
+
+// What Python does with a step that was sent; the thread is inside the gate.
+void end_step(Shared& shared) {
+  Outcome outcome;
+  do outcome = receive(shared.parent, kSlots, nullptr, 5'000'000'000);
+  while (outcome != kDone && outcome != kTimeout);
+  check(outcome == kDone, "a step that did not end");
+  ++shared.pool->state.count;
+  ++shared.steps;
+}
+
+void run_program(Shared& shared, uint32_t seed) {
+  const int64_t token_dims[] = {2}, dims[] = {kSlots};
+  std::vector<uint32_t> token(2), next_token(2), action(kSlots), result(kSlots);
+  const std::vector<Array> operands = {{token.data(), token_dims, 1, kU32}, {action.data(), dims, 1, kU32}};
+  const std::vector<Array> results = {{next_token.data(), token_dims, 1, kU32},
+                                      {result.data(), dims, 1, kU32}};
+  for (uint32_t step = 1;; ++step) {
+    const std::shared_ptr<Pool> pool = find(1);
+    if (pool == nullptr) return;
+    while (!pool->enter(1'000'000)) {
+    }
+    const bool open = pool->state.open;
+    token = {1, pool->state.count + (step % 7 == 0)};  // sometimes stale
+    pool->leave();
+    if (!open) return;
+    for (uint32_t slot = 0; slot < kSlots; ++slot) action[slot] = 1000 * seed + step + slot;
+    int64_t waited_ns = 0;
+    switch (pool->step(kFingerprint, operands, results, &waited_ns)) {
+      case Stepped::kNothingDone:
+        ++shared.refused;
+        continue;
+      case Stepped::kUnderWay:
+        check(waited_ns > 0, "a wait without time");
+        ++shared.handed_over;
+        end_step(shared);
+        for (uint32_t slot = 0; slot < kSlots; ++slot) result[slot] = shared.rows.result[slot];
+        pool->leave();
+        break;
+      case Stepped::kDone:
+        ++shared.steps;
+        check(next_token[0] == 1 && next_token[1] == token[1] + 1, "a token that is not the next");
+        break;
+    }
+    for (uint32_t slot = 0; slot < kSlots; ++slot) {
+      check(result[slot] == 2 * action[slot], "an answer to another step");
+    }
+  }
+}
+
+void run_host(Shared& shared, uint32_t steps) {
+  std::vector<int64_t> slots = {0, 1, 2, 3, 4, 5};
+  Pool& pool = *shared.pool;
+  for (uint32_t step = 0; step < steps; ++step) {
+    while (!pool.enter(1'000'000)) {
+    }
+    for (uint32_t slot = 0; slot < kSlots; ++slot) shared.rows.action[slot] = step;
+    for (uint32_t worker = 0; worker < kWorkers; ++worker) {
+      send(shared.parent, worker, kStep, &slots[2 * worker], 2);
+    }
+    end_step(shared);
+    check(shared.rows.result[5] == 2 * step, "an answer to another step");
+    pool.leave();
+    pool.leave();  // does nothing
+  }
+  while (!pool.enter(1'000'000)) {
+  }
+  pool.state.open = 0;
+  withdraw(1);
+  pool.leave();
+}
+
+}  // namespace
+
+int main() {
+  Words words(kSlots, kWorkers, 2, 8);
+  const Board board = words.board(2, 20'000, kStart);
+  const std::vector<int32_t> sockets(kWorkers, -1);
+  Shared shared;
+  shared.parent = {board, sockets.data(), kStart, 0};
+  shared.rows = {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)};
+  const std::vector<int64_t> slots = {0, 1, 2, 3, 4, 5}, stops = {2, 4, 6}, dims = {kSlots};
+  const Array action = {shared.rows.action.data(), dims.data(), 1, kU32};
+  const Array result = {shared.rows.result.data(), dims.data(), 1, kU32};
+  std::vector<uint8_t> needs_reset(kSlots);
+  const Plan plan = {
+      1, 1, kFingerprint,       200'000, &shared.parent, slots.data(), stops.data(), &action, &result,
+      1, 1, needs_reset.data(), nullptr, nullptr};
+  shared.pool = std::make_shared<Pool>(plan);
+  shared.pool->state.open = 1;
+  publish(1, shared.pool);
+
+  std::vector<std::thread> workers, programs;
+  for (uint32_t w = 0; w < kWorkers; ++w) workers.emplace_back(work, board, w, std::ref(shared.rows));
+  for (uint32_t p = 0; p < kPrograms; ++p) programs.emplace_back(run_program, std::ref(shared), p + 1);
+  std::thread host(run_host, std::ref(shared), 3000);
+  host.join();
+  for (std::thread& program : programs) program.join();
+  for (uint32_t w = 0; w < kWorkers; ++w) knock(shared.parent, w);
+  for (std::thread& worker : workers) worker.join();
+  for (const uint32_t steps : shared.rows.steps) {
+    check(steps == shared.steps && steps == shared.pool->state.count, "a step lost or repeated");
+  }
+  check(shared.steps > 3000 && shared.handed_over > 0 && shared.refused > 0, "nothing was tried");
+  std::puts("done");
+}
