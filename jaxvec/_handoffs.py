@@ -15,9 +15,12 @@ from jaxvec._native import library
 from jaxvec._native.gate import NativeGate
 from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._segment import Arrays
+from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 
 KINDS = ("auto", "native", "portable")
+
+_LARGE = 1024  # bytes of a row
 
 _logger = logging.getLogger("jaxvec")
 
@@ -79,7 +82,14 @@ def gate(
         slices=slices,
         actions=[arrays[leaf.path] for leaf in spec.action_leaves],
         results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
+        nonzero=[_nonzero(leaf, arrays) for leaf in spec.timestep_leaves],
         needs_reset=needs_reset,
         over=over,
         timeout=timeout,
     )
+
+
+def _nonzero(leaf: Leaf, arrays: Arrays) -> NDArray[np.bool_] | None:
+    """Returns the flags of the rows that final observations fill; small leaves are copied anyhow."""
+    final = leaf.path[:2] == ("info", "final_obs") and leaf.nbytes >= _LARGE
+    return arrays["info", "_final_obs"] if final else None

@@ -90,7 +90,18 @@ def native(make):
     return native
 
 
-@pytest.mark.parametrize("env", [CountingEnv, NestedEnv])
+class ImageEnv(CountingEnv):
+    """Observes enough for its final observations to be copied row by row."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.observation_space = spaces.Box(0, 255, (30, 40), np.uint8)
+
+    def _observe(self, action):
+        return np.full((30, 40), self.steps % 256, np.uint8)
+
+
+@pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
 def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, autoreset_mode):
     envs = native(env, 3, num_workers=2, autoreset_mode=autoreset_mode)

@@ -55,7 +55,7 @@ uint32_t numpy_dtype(ffi::DataType type) {
 Array as_array(const ffi::AnyBuffer& buffer) {
   const auto dims = buffer.dimensions();
   return {buffer.untyped_data(), dims.begin(), static_cast<uint32_t>(dims.size()),
-          numpy_dtype(buffer.element_type())};
+          numpy_dtype(buffer.element_type()), nullptr};
 }
 
 // The operands or results of a call. The framework has checked nothing of them but that they exist.

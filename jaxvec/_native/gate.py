@@ -28,6 +28,7 @@ class Array(ctypes.Structure):
         ("dims", ctypes.POINTER(ctypes.c_int64)),
         ("rank", ctypes.c_uint32),
         ("dtype", ctypes.c_uint32),
+        ("nonzero", ctypes.c_void_p),
     ]
 
 
@@ -66,6 +67,7 @@ class NativeGate:
         slices: Sequence[tuple[int, int]],
         actions: Sequence[NDArray[Any]],
         results: Sequence[NDArray[Any]],
+        nonzero: Sequence[NDArray[np.bool_] | None],
         needs_reset: NDArray[np.bool_],
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
@@ -77,6 +79,8 @@ class NativeGate:
             pool_id, fingerprint: what a program's call must name.
             slices: `(first, stop)` of each worker's slots.
             actions, results: `[num_envs, ...]` arrays in the segment, in a program's order.
+            nonzero: for each of `results`, `[num_envs]` flags that are false for rows of zeros, if there
+                are such.
             needs_reset: `[num_envs]`; no program steps while one is true.
             over: terminated and truncated, if a step sets `needs_reset` by them.
             timeout: seconds of a step; a program that waits so long asks Python.
@@ -93,15 +97,15 @@ class NativeGate:
             parent=handoff.address,
             slots=slots.ctypes.data,
             stops=stops.ctypes.data,
-            actions=_arrays(actions),
-            results=_arrays(results),
+            actions=_arrays(actions, [None] * len(actions)),
+            results=_arrays(results, nonzero),
             num_actions=len(actions),
             num_results=len(results),
             needs_reset=needs_reset.ctypes.data,
             terminated=terminated,
             truncated=truncated,
         )
-        self._alive: Any = (handoff, slots, stops, actions, results, needs_reset, over)
+        self._alive: Any = (handoff, slots, stops, actions, results, nonzero, needs_reset, over)
         self._pool_id = pool_id
         self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
         self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))
@@ -148,7 +152,7 @@ class NativeGate:
         self._alive = None
 
 
-def _arrays(arrays: Sequence[NDArray[Any]]) -> Any:
+def _arrays(arrays: Sequence[NDArray[Any]], nonzero: Sequence[NDArray[np.bool_] | None]) -> Any:
     return (Array * len(arrays))(
         *(
             Array(
@@ -156,8 +160,9 @@ def _arrays(arrays: Sequence[NDArray[Any]]) -> Any:
                 array.ctypes.shape_as(ctypes.c_int64),
                 array.ndim,
                 ord(array.dtype.kind) + 256 * array.dtype.itemsize,
+                None if flags is None else flags.ctypes.data,
             )
-            for array in arrays
+            for array, flags in zip(arrays, nonzero, strict=True)
         )
     )
 

@@ -39,8 +39,28 @@ bool is_token(const Array& array) {
 }
 
 Leaf::Leaf(const Array& array)
-    : data(array.data), dims(array.dims, array.dims + array.rank), dtype(array.dtype), bytes(dtype / 256) {
+    : data(array.data),
+      nonzero(array.nonzero),
+      dims(array.dims, array.dims + array.rank),
+      dtype(array.dtype),
+      bytes(dtype / 256) {
   for (const int64_t size : dims) bytes *= size;
+}
+
+void Leaf::copy_to(void* target) const {
+  if (nonzero == nullptr) {
+    std::memcpy(target, data, bytes);
+    return;
+  }
+  // Most rows are zero. To write zeros takes half as long as to read them, too.
+  const size_t rows = dims[0], row = bytes / rows;
+  for (size_t i = 0; i < rows; ++i) {
+    if (nonzero[i]) {
+      std::memcpy(static_cast<char*>(target) + i * row, static_cast<const char*>(data) + i * row, row);
+    } else {
+      std::memset(static_cast<char*>(target) + i * row, 0, row);
+    }
+  }
 }
 
 bool Leaf::same_type(const Array& array) const {
@@ -102,7 +122,7 @@ void Pool::finish(const std::vector<Array>& results) {
   token[0] = plan_.id;
   token[1] = state.count;
   for (size_t i = 0; i < results_.size(); ++i) {
-    std::memcpy(results[i + 1].data, results_[i].data, results_[i].bytes);
+    results_[i].copy_to(results[i + 1].data);
   }
 }
 

@@ -20,7 +20,8 @@ struct Array {
   void* data;
   const int64_t* dims;
   uint32_t rank;
-  uint32_t dtype;  // NumPy's kind + 256 * bytes of an element; 0 for what NumPy does not have
+  uint32_t dtype;          // NumPy's kind + 256 * bytes of an element; 0 for what NumPy does not have
+  const uint8_t* nonzero;  // [num_slots] of a leaf in the segment: 0 for rows of zeros; null if not known
 };
 
 // Whether the array can be a handle's token: the pool's id and its count, `[2]` uint32.
@@ -56,8 +57,10 @@ struct Plan {
 struct Leaf {
   explicit Leaf(const Array& array);
   bool same_type(const Array& array) const;
+  void copy_to(void* target) const;
 
   void* data;
+  const uint8_t* nonzero;
   std::vector<int64_t> dims;
   uint32_t dtype;
   size_t bytes;

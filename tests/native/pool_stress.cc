@@ -61,9 +61,10 @@ void end_step(Shared& shared) {
 void run_program(Shared& shared, uint32_t seed) {
   const int64_t token_dims[] = {2}, dims[] = {kSlots};
   std::vector<uint32_t> token(2), next_token(2), action(kSlots), result(kSlots);
-  const std::vector<Array> operands = {{token.data(), token_dims, 1, kU32}, {action.data(), dims, 1, kU32}};
-  const std::vector<Array> results = {{next_token.data(), token_dims, 1, kU32},
-                                      {result.data(), dims, 1, kU32}};
+  const std::vector<Array> operands = {{token.data(), token_dims, 1, kU32, nullptr},
+                                       {action.data(), dims, 1, kU32, nullptr}};
+  const std::vector<Array> results = {{next_token.data(), token_dims, 1, kU32, nullptr},
+                                      {result.data(), dims, 1, kU32, nullptr}};
   for (uint32_t step = 1;; ++step) {
     const std::shared_ptr<Pool> pool = find(1);
     if (pool == nullptr) return;
@@ -129,8 +130,8 @@ int main() {
   shared.parent = {board, sockets.data(), kStart, 0};
   shared.rows = {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)};
   const std::vector<int64_t> slots = {0, 1, 2, 3, 4, 5}, stops = {2, 4, 6}, dims = {kSlots};
-  const Array action = {shared.rows.action.data(), dims.data(), 1, kU32};
-  const Array result = {shared.rows.result.data(), dims.data(), 1, kU32};
+  const Array action = {shared.rows.action.data(), dims.data(), 1, kU32, nullptr};
+  const Array result = {shared.rows.result.data(), dims.data(), 1, kU32, nullptr};
   std::vector<uint8_t> needs_reset(kSlots);
   const Plan plan = {
       1, 1, kFingerprint,       200'000, &shared.parent, slots.data(), stops.data(), &action, &result,
