@@ -222,14 +222,25 @@ class Pool:
                 return self._end_step(caller, waited=0, out=out)
 
     def end_step(
-        self, *, caller: str, waited: float, out: Sequence[NDArray[Any]] | None
+        self,
+        *,
+        caller: str,
+        waited: float,
+        interrupt: Callable[[], None],
+        out: Sequence[NDArray[Any]] | None,
     ) -> tuple[int, Sequence[NDArray[Any]]]:
         """Waits for a step that was sent, and ends it. The caller is inside the gate.
 
-        A compiled program's step that was sent without Python comes here when its wait, for
-        `waited` seconds so far, meets with anything unusual. The rest is as in `step`.
+        A compiled program's step that was sent without Python comes here when its wait meets with
+        anything unusual.
+
+        Args:
+            waited: seconds so far.
+            interrupt: raises what a signal handler has raised meanwhile.
+            caller, out: as in `step`.
         """
         with self._breaking():
+            interrupt()
             return self._end_step(caller, waited=waited, out=out)
 
     def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,6 +28,7 @@ from jaxvec._gate import Gate
 from jaxvec._handoff import ParentHandoff, listen
 from jaxvec._layout import Layout, split
 from jaxvec._messages import Attach, Reply, Request
+from jaxvec._native import interrupts
 from jaxvec._rows import reader
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
@@ -46,8 +47,10 @@ class _Wait:
     timeout: float | None  # seconds, as the user set it
     deadline: float | None  # of time.monotonic()
     waiting_for: Sequence[int] = ()  # workers that owe a message
+    interrupts: int = field(default_factory=interrupts.count)  # that there had been when it began
 
     def look(self, seconds: float) -> list[tuple[int, Any]]:
+        interrupts.raise_since(self.interrupts)
         try:
             return self.workers.look(seconds, self.deadline)
         except TimeoutError:  # a message that came in part
@@ -77,6 +80,7 @@ class ProcessWorkers:
             WorkerDiedError: a worker died.
             EnvTimeoutError: the envs were not built within `timeout` seconds.
         """
+        interrupts.watch()
         self._slices = split(len(env_fns), num_workers)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []

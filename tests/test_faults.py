@@ -521,6 +521,45 @@ def test_ctrl_c_ends_a_script_with_one_traceback():
     assert gone(pids)
 
 
+@pytest.mark.parametrize("transport", ["auto", "io_callback"])
+@pytest.mark.parametrize("width", [1, 512], ids=["small", "large"])
+def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, width):
+    """Also one that XLA runs, wholly or in part, in threads to which Python passes no signal."""
+    step = r'os.write(1, b"stepping\n"); signal.pause()'
+    then = f"""
+import jax, jax.numpy as jnp
+envs = jaxvec.make(Env, 2, transport="{transport}", step_timeout=None)
+@jax.jit
+def program(handle, x):
+    def body(carry, _):
+        handle, x = carry
+        x = jnp.tanh(x @ x)
+        handle, _ = jaxvec.step(handle, (x.sum() > 0).astype(int).repeat(2))
+        return (handle, x), None
+    return jax.lax.scan(body, (handle, x), length=100)
+try:
+    jax.block_until_ready(program(jaxvec.reset(envs)[0], jnp.ones(({width}, {width}))))
+except (RuntimeError, KeyboardInterrupt) as error:
+    print("KeyboardInterrupt" in repr(error), type(envs.pool.broken_by).__name__, flush=True)
+try:
+    envs.step(np.zeros(2, int))
+except jaxvec.PoolBrokenError as error:
+    print(error, flush=True)
+envs.close()
+"""
+    script = run_script(step, then, start_new_session=True)
+    script.stdout.readline()
+    assert script.stdout.readline() == "stepping\n"
+    os.killpg(script.pid, signal.SIGINT)
+    try:
+        out, err = script.communicate(timeout=20)
+    finally:
+        script.kill()
+    assert "True KeyboardInterrupt" in out
+    assert "is broken since an earlier failure" in out
+    assert transport == "io_callback" or err == ""  # where JAX logs its own traceback
+
+
 def test_a_worker_never_imports_jax(make):
     class Env(CountingEnv):
         def imported(self):

@@ -1,6 +1,7 @@
 // What Python calls through ctypes: plain C, no Python in here.
 #include "ffi.h"
 #include "handoff.h"
+#include "interrupts.h"
 #include "pool.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -32,6 +33,7 @@ EXPORT void jaxvec_ring(jaxvec::Worker* worker) { jaxvec::ring(worker->board); }
 
 EXPORT uint32_t jaxvec_sizeof_plan() { return sizeof(jaxvec::Plan); }
 EXPORT uint32_t jaxvec_sizeof_call() { return sizeof(jaxvec::Call); }
+EXPORT uint32_t jaxvec_sizeof_python() { return sizeof(jaxvec::Python); }
 
 // Pools. Python's object holds one share of the pool; programs that run hold others.
 using SharedPool = std::shared_ptr<jaxvec::Pool>;
@@ -48,7 +50,10 @@ EXPORT jaxvec::State* jaxvec_pool_state(SharedPool* pool) { return &(*pool)->sta
 EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int64_t timeout_ns) { return (*pool)->enter(timeout_ns); }
 EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
 
+EXPORT void jaxvec_watch_interrupts() { jaxvec::watch_interrupts(); }
+EXPORT uint32_t jaxvec_interrupts() { return jaxvec::interrupts(); }
+
 // Programs.
-EXPORT void jaxvec_set_python(jaxvec::Python python) { jaxvec::set_python(python); }
+EXPORT void jaxvec_set_python(const jaxvec::Python* python) { jaxvec::set_python(python); }
 EXPORT void jaxvec_fail(jaxvec::Call* call, const char* error) { *call->error = error; }
 EXPORT uint32_t jaxvec_ffi_version() { return jaxvec::ffi_version(); }

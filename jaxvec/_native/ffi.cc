@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "interrupts.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxvec {
@@ -14,7 +15,7 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-std::atomic<Python> python{nullptr};
+std::atomic<const Python*> python{nullptr};
 
 // NumPy's kind and size of an element, see `Array`.
 uint32_t numpy_dtype(ffi::DataType type) {
@@ -74,18 +75,31 @@ ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
   return ffi::Error::Success();
 }
 
+// Runs Python's handlers of signals that have come, and keeps what they raise in the call. A Python
+// function can't: it would be interrupted at its first instruction, before it can catch anything.
+void hear_signals(const Python& python, Call& call) {
+  const int gil = python.ensure_gil();
+  if (python.run_signal_handlers() != 0) {
+    void *type = nullptr, *value = nullptr, *traceback = nullptr;
+    python.take_exception(&type, &value, &traceback);
+    call.exception = value != nullptr ? value : type;
+  }
+  python.release_gil(gil);
+}
+
 // Has Python answer the call.
 ffi::Error ask_python(Call& call) {
   std::string error;
   call.error = &error;
-  const Python answer = python.load();
-  if (answer == nullptr) {
-    error = "the Python interpreter has ended";
-  } else if (answer(&call) == 1) {
-    return ffi::Error::Success();
-  } else if (error.empty()) {
-    error = "jaxvec could not say why; the standard error may tell more";
+  const Python* answering = python.load();
+  if (answering == nullptr) return ffi::Error(ffi::ErrorCode::kInternal, "the Python interpreter has ended");
+  hear_signals(*answering, call);
+  if (answering->answer(&call) == 1) return ffi::Error::Success();
+  if (error.empty()) {  // a signal came between the two, and nobody has heard what its handler raised
+    call.exception = answering->keyboard_interrupt;
+    if (answering->answer(&call) == 1) return ffi::Error::Success();
   }
+  if (error.empty()) error = "jaxvec could not say why; the standard error may tell more";
   return ffi::Error(ffi::ErrorCode::kInternal, error);
 }
 
@@ -103,6 +117,7 @@ Call call_of(Operation operation, int64_t fingerprint, const std::vector<Array>&
   call.num_operands = static_cast<uint32_t>(operands.size());
   call.results = results.data();
   call.num_results = static_cast<uint32_t>(results.size());
+  call.interrupts = interrupts();
   return call;
 }
 
@@ -143,7 +158,7 @@ ffi::Error reset(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
 
 }  // namespace
 
-void set_python(Python answer) { python.store(answer); }
+void set_python(const Python* answering) { python.store(answering); }
 
 uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
 

@@ -20,14 +20,23 @@ struct Call {
   const Array* results;
   uint32_t num_operands;
   uint32_t num_results;
+  uint32_t interrupts;  // how many there had been when the call began
   std::string* error;
+  void* exception;  // a Python object: what a signal handler raised before Python was asked, or null
 };
 
-// Python's side of a call: fills in the results and returns 1, or calls `fail` and returns 0.
-using Python = int32_t (*)(Call*);
+// Python's side of a call, and what of Python's own functions it takes to get there.
+struct Python {
+  int32_t (*answer)(Call*);  // fills in the results and returns 1, or calls `fail` and returns 0
+  int (*ensure_gil)();
+  void (*release_gil)(int);
+  int (*run_signal_handlers)();  // returns 0, or leaves an exception
+  void (*take_exception)(void** type, void** value, void** traceback);
+  void* keyboard_interrupt;  // the exception's type
+};
 
 // Sets who answers; null when the interpreter ends.
-void set_python(Python python);
+void set_python(const Python* python);
 
 // The version of the FFI that the handlers were built for: 1000 * major + minor.
 uint32_t ffi_version();

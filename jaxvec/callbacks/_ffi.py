@@ -11,7 +11,7 @@ import ctypes
 import math
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _gate, _pool
 from jaxvec._handoff import STEP
-from jaxvec._native import library
+from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
@@ -70,10 +70,12 @@ def reason_unavailable() -> str | None:
         native = library.declare(
             jaxvec_ffi_version=(ctypes.c_uint32, []),
             jaxvec_sizeof_call=(ctypes.c_uint32, []),
+            jaxvec_sizeof_python=(ctypes.c_uint32, []),
             jaxvec_set_python=(None, [ctypes.c_void_p]),
             jaxvec_fail=(None, [ctypes.c_void_p, ctypes.c_char_p]),
         )
         library.require_size(_Call, native.jaxvec_sizeof_call())
+        library.require_size(_Python, native.jaxvec_sizeof_python())
     except library.NativeUnavailableError as error:
         return str(error)
     ours, theirs = native.jaxvec_ffi_version(), _runtime_version()
@@ -87,7 +89,7 @@ def reason_unavailable() -> str | None:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(native, symbol)), platform="cpu")
     except Exception as error:
         return f"jax refused the FFI handlers: {type(error).__name__}: {error}"
-    native.jaxvec_set_python(_answer)
+    native.jaxvec_set_python(ctypes.byref(_PYTHON))
     atexit.register(native.jaxvec_set_python, None)  # no Python for a program that runs on
     return None
 
@@ -134,7 +136,25 @@ class _Call(ctypes.Structure):
         ("results", ctypes.POINTER(Array)),
         ("num_operands", ctypes.c_uint32),
         ("num_results", ctypes.c_uint32),
+        ("interrupts", ctypes.c_uint32),
         ("error", ctypes.c_void_p),
+        ("exception", ctypes.c_void_p),
+    ]
+
+
+class _Python(ctypes.Structure):
+    """`Python` of ffi.h."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in (
+            "answer",
+            "ensure_gil",
+            "release_gil",
+            "run_signal_handlers",
+            "take_exception",
+            "keyboard_interrupt",
+        )
     ]
 
 
@@ -149,6 +169,28 @@ def _answer(address: int) -> int:
     return 1
 
 
+_PYTHON = _Python(
+    *(
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (
+            _answer,
+            ctypes.pythonapi.PyGILState_Ensure,
+            ctypes.pythonapi.PyGILState_Release,
+            ctypes.pythonapi.PyErr_CheckSignals,
+            ctypes.pythonapi.PyErr_Fetch,
+        )
+    ),
+    id(KeyboardInterrupt),
+)
+
+
+def _interrupt(call: _Call) -> None:
+    """Raises what a signal handler raised before we were asked, or would have raised here."""
+    if call.exception:
+        raise ctypes.cast(call.exception, ctypes.py_object).value
+    interrupts.raise_since(call.interrupts)
+
+
 def _serve(call: _Call) -> None:
     operands = [_view(call.operands[i]) for i in range(call.num_operands)]
     out = [_view(call.results[i]) for i in range(call.num_results)]
@@ -161,12 +203,17 @@ def _serve(call: _Call) -> None:
         if call.operation == STEP:
             _require_types(operands, [_type(spec, leaf) for leaf in spec.action_leaves])
             if call.under_way:
-                count, _ = pool.end_step(caller=_gate.STEP, waited=call.waited_ns / 1e9, out=out)
+                interrupt = partial(_interrupt, call)
+                count, _ = pool.end_step(
+                    caller=_gate.STEP, waited=call.waited_ns / 1e9, interrupt=interrupt, out=out
+                )
             else:
+                _interrupt(call)
                 count, _ = pool.step(operands, count=count, caller=_gate.STEP, out=out)
         else:
             num_envs = spec.num_envs
             _require_types(operands, [np.dtype((np.uint32, (num_envs, 2))), np.dtype((np.bool_, num_envs))])
+            _interrupt(call)
             words, mask = operands
             count, _ = _program.reset(
                 pool,

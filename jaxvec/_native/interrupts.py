@@ -1,0 +1,39 @@
+"""Tells threads of Ctrl-C that Python does not tell. Twin of `interrupts.cc`."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+from functools import cache
+
+from jaxvec._native import library
+
+
+def watch() -> None:
+    """Counts Ctrl-C from now on, if there is a native library."""
+    if library.reason_unavailable() is None:
+        _declared().jaxvec_watch_interrupts()
+
+
+def count() -> int:
+    """Returns how many there were."""
+    return 0 if library.reason_unavailable() is not None else _declared().jaxvec_interrupts()
+
+
+def raise_since(before: int) -> None:
+    """Raises `KeyboardInterrupt` if there was one since `count` returned `before`.
+
+    Not in the main thread, where Python does it, and not where the user handles the signal.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and count() != before
+    ):
+        raise KeyboardInterrupt
+
+
+@cache
+def _declared() -> ctypes.CDLL:
+    return library.declare(jaxvec_watch_interrupts=(None, []), jaxvec_interrupts=(ctypes.c_uint32, []))
