@@ -1,0 +1,81 @@
+"""`python -m benchmarks`: jaxvec, its peers and the limit, side by side in one run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# What is imported here, every process of every system under `spawn` imports too. So the rest waits.
+
+
+def machine() -> str:
+    """Says where the figures come from."""
+    from jaxvec._cores import usable_cores
+
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    versions = []
+    for package in ("jax", "gymnasium", "numpy", "stable-baselines3", "gxm", "envpool"):
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"no {package}")
+    return f"{usable_cores()} cores ({model}), Python {platform.python_version()}, {', '.join(versions)}"
+
+
+def run(options: argparse.Namespace) -> Iterator[str]:
+    """Runs everything and yields the report, line by line."""
+    from benchmarks import costs, report, targets
+    from benchmarks.loads import LOADS
+    from benchmarks.measure import measure
+    from benchmarks.systems import systems
+
+    yield f"`python -m benchmarks {' '.join(sys.argv[1:])}`".replace(" `", "`")
+    yield f"on {machine()}; median of {options.rounds} rounds of about {options.seconds} s.\n"
+    chosen = systems(options.pufferlib_python)
+    results = {}
+    for name in options.loads or LOADS:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        results[name] = measure(LOADS[name], chosen, rounds=options.rounds, seconds=options.seconds)
+    yield from report.tables(results)
+    if options.out:
+        report.plot(results, options.out / "results.png")
+    print("costs ...", file=sys.stderr, flush=True)
+    memory = costs.memory()
+    yield "\n| memory (PSS) | MB |\n| --- | ---: |"
+    for name, megabytes in memory.items():
+        yield f"| {name} | {megabytes:.1f} |"
+    yield ""
+    found = targets.targets(results, memory=memory, rounds=options.rounds, seconds=options.seconds)
+    yield from targets.table(list(found))
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--loads", nargs="+", metavar="LOAD", help="by name; all by default")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of one system in one round")
+    parser.add_argument("--pufferlib-python", help="interpreter of an environment with pufferlib 1.0.1")
+    parser.add_argument("--out", type=Path, help="folder for results.md and results.png")
+    options = parser.parse_args()
+    lines = []
+    for line in run(options):
+        print(line, flush=True)
+        lines.append(line)
+    if options.out:
+        (options.out / "results.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

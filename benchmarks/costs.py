@@ -1,0 +1,96 @@
+"""What a pool costs besides time a step, and how it bears size and many workers."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+import jaxvec
+from benchmarks.loads import LOADS
+from benchmarks.measure import measure
+from benchmarks.systems import Run, System, gymnasium_async, jaxvec_scan
+
+FASTEST = partial(jaxvec_scan, transport="ffi", handoff="native")
+CARTPOLES = LOADS["CartPole x 64"]
+
+
+def memory() -> dict[str, float]:
+    """Returns megabytes of proportional set size (PSS) of a process, by its kind."""
+    found: dict[str, float] = {}
+    imports = "import numpy, gymnasium, sys; print(flush=True); sys.stdin.read()"
+    bare = [
+        subprocess.Popen([sys.executable, "-c", imports], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        for process in bare:
+            assert process.stdout is not None
+            process.stdout.readline()
+        with jaxvec.make(CARTPOLES.env_fns(), num_workers=2) as envs:
+            envs.reset(seed=0)
+            found["jaxvec worker with 32 CartPoles"] = _mean_pss("jaxvec._worker")
+        found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(_pss(p.pid) for p in bare)
+    finally:
+        for process in bare:
+            process.kill()
+            process.communicate()
+    with gymnasium_async(replace(CARTPOLES, num_envs=2)):
+        found["AsyncVectorEnv worker with one"] = _mean_pss("multiprocessing.spawn import spawn_main")
+    return found
+
+
+def workers(rounds: int, seconds: float) -> float:
+    """Returns the rate of 8 workers on CartPole x 256 over that of 2."""
+    systems: dict[str, System] = {str(n): partial(FASTEST, num_workers=n) for n in (2, 8)}
+    rates = measure(LOADS["CartPole x 256"], systems, rounds=rounds, seconds=seconds)
+    return rates["8"].rate / rates["2"].rate
+
+
+def size(rounds: int, seconds: float) -> float:
+    """Returns the time per env and step of 4,096 CartPoles over that of 256."""
+    load = LOADS["CartPole x 256"]
+    large = replace(load, num_envs=4096)
+
+    def large_system(_: object) -> AbstractContextManager[Run]:
+        return FASTEST(large)
+
+    systems: dict[str, System] = {"256": FASTEST, "4096": large_system}
+    results = measure(load, systems, rounds=rounds, seconds=seconds)
+    # `measure` counts 256 envs for both.
+    return results["256"].rate / (results["4096"].rate * 4096 / 256)
+
+
+def memcpy(num_bytes: int, seconds: float) -> float:
+    """Returns bytes a second of a plain copy of so many bytes."""
+    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+    return _rate(lambda: np.copyto(target, source), seconds) * num_bytes
+
+
+def _rate(function: Callable[[], object], seconds: float) -> float:
+    function()
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        function()
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def _mean_pss(command: str) -> float:
+    children = psutil.Process().children()
+    return statistics.mean(_pss(child.pid) for child in children if command in " ".join(child.cmdline()))
+
+
+def _pss(pid: int) -> float:
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    (line,) = [line for line in rollup.splitlines() if line.startswith("Pss:")]
+    return int(line.split()[1]) / 1024

@@ -1,0 +1,84 @@
+"""Measures side by side: systems take turns, so a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.loads import Load
+from benchmarks.systems import NotRun, Run, System
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over the rounds, or why there are none."""
+
+    rate: float = 0.0  # env steps a second
+    cpu: float = 0.0  # seconds of CPU an env step, of this process and all its children
+    start: float = 0.0  # seconds from nothing until the envs are reset, once
+    not_run: str = ""
+
+
+def measure(load: Load, systems: Mapping[str, System], *, rounds: int, seconds: float) -> dict[str, Result]:
+    """Runs a load on all systems.
+
+    Args:
+        load: the envs.
+        systems: by name.
+        rounds: how often each has its turn.
+        seconds: about how long a turn is.
+    """
+    results: dict[str, Result] = {}
+    turns: dict[str, list[tuple[float, float]]] = {}
+    with ExitStack() as stack:
+        runs: dict[str, tuple[Run, int]] = {}
+        starts: dict[str, float] = {}
+        for name, system in systems.items():
+            try:
+                start = time.perf_counter()
+                run = stack.enter_context(system(load))
+                starts[name] = time.perf_counter() - start
+                runs[name] = run, _steps_in(run, seconds)
+            except NotRun as reason:
+                results[name] = Result(not_run=str(reason))
+            except Exception as error:
+                results[name] = Result(not_run=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        for _ in range(rounds):
+            for name, (run, steps) in runs.items():
+                cpu, start = _cpu(), time.perf_counter()
+                run(steps)
+                taken = time.perf_counter() - start
+                env_steps = steps * load.num_envs
+                turns.setdefault(name, []).append((env_steps / taken, (_cpu() - cpu) / env_steps))
+    for name, pairs in turns.items():
+        rates, cpus = zip(*pairs, strict=True)
+        results[name] = Result(statistics.median(rates), statistics.median(cpus), starts[name])
+    return {name: results[name] for name in systems}
+
+
+def _steps_in(run: Run, seconds: float) -> int:
+    """Finds how many steps take about so many seconds, and warms the run up with them."""
+    run(10)
+    start = time.perf_counter()
+    run(10)
+    steps = max(int(10 * seconds / (time.perf_counter() - start)), 10)
+    run(steps)  # compiles this length
+    return steps
+
+
+def _cpu() -> float:
+    own = os.times()
+    total = own.user + own.system
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total

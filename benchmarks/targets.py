@@ -1,0 +1,83 @@
+"""What jaxvec has to reach, computed from the very run whose tables are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from benchmarks import costs
+from benchmarks.loads import LOADS
+from benchmarks.report import Results
+
+_FFI = "jaxvec in scan: ffi, native"
+_IO = "jaxvec in scan: io_callback, native"
+_BARE = "bare env.step loops, one per core"
+_SYNC, _ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv (spawn)"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure, and the bound that it has to keep."""
+
+    name: str
+    value: float
+    bound: float
+    at_least: bool = True
+    unit: str = ""
+
+    @property
+    def reached(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+
+def targets(
+    results: Results,
+    *,
+    memory: dict[str, float],
+    rounds: int,
+    seconds: float,
+) -> Iterator[Target]:
+    """Yields the targets whose systems and loads were run."""
+
+    def ratio(load: str, one: str, other: str) -> Iterator[float]:
+        rates = [results.get(load, {}).get(name) for name in (one, other)]
+        if all(result is not None and result.rate for result in rates):
+            yield rates[0].rate / rates[1].rate  # pyright: ignore[reportOptionalMemberAccess]
+
+    for value in ratio("CartPole x 256", _FFI, _BARE):
+        yield Target("CartPole x 256 over bare loops", value, 0.9)
+    for value in ratio("CartPole x 64", _FFI, _ASYNC):
+        yield Target("CartPole x 64 over AsyncVectorEnv", value, 8)
+    for value in ratio("CartPole x 64", _FFI, _SYNC):
+        yield Target("CartPole x 64 over SyncVectorEnv", value, 1.3)
+    for value in ratio("no-op x 8", _FFI, _IO):
+        step = 1e6 * 8 / results["no-op x 8"][_FFI].rate
+        yield Target("8 no-op envs, a jitted step", step, 20, at_least=False, unit=" us")
+        yield Target("8 no-op envs, steps over io_callback's", value, 4)
+    if (image := results.get("image x 64", {}).get(_FFI)) and image.rate:
+        row = prod(LOADS["image x 64"].env_fns()[0]().observation_space.shape or ())
+        plain = costs.memcpy(64 * row, seconds)
+        yield Target("image x 64: bytes handed out over memcpy's", image.rate * row / plain, 0.5)
+        # Each byte is copied into the segment and out again; final observations are written, too.
+        yield Target("image x 64: bytes written over memcpy's", 3 * image.rate * row / plain, 0.5)
+    yield Target("8 workers on CartPole x 256 over 2", costs.workers(rounds, seconds), 0.75)
+    yield Target("time per env, 4,096 over 256", costs.size(rounds, seconds), 1.1, at_least=False)
+    worker, bare, *_ = memory.values()
+    yield Target("a worker over a bare interpreter", worker - bare, 10, at_least=False, unit=" MB")
+    started = results.get("CartPole x 64", {})
+    if _FFI in started and _ASYNC in started and started[_ASYNC].start:
+        quotient = started[_FFI].start / started[_ASYNC].start
+        yield Target("start of 64 CartPoles over AsyncVectorEnv's", quotient, 0.5, at_least=False)
+
+
+def table(found: list[Target]) -> Iterator[str]:
+    """Yields a Markdown table."""
+    yield "| target | measured | wanted | reached |"
+    yield "| --- | ---: | ---: | --- |"
+    for target in found:
+        sign = "≥" if target.at_least else "≤"
+        yield (
+            f"| {target.name} | {target.value:.2f}{target.unit} | {sign} {target.bound:g}{target.unit} | "
+            f"{'yes' if target.reached else 'no'} |"
+        )
