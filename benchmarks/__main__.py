@@ -36,13 +36,16 @@ def machine() -> str:
 def run(options: argparse.Namespace) -> Iterator[str]:
     """Runs everything and yields the report, line by line."""
     from benchmarks import costs, report, targets
+    from benchmarks.line_up import systems
     from benchmarks.loads import LOADS
     from benchmarks.measure import measure
-    from benchmarks.systems import systems
 
     yield f"`python -m benchmarks {' '.join(sys.argv[1:])}`".replace(" `", "`")
     yield f"on {machine()}; median of {options.rounds} rounds of about {options.seconds} s.\n"
     chosen = systems(options.pufferlib_python)
+    unknown = [name for name in options.loads or [] if name not in LOADS]
+    if unknown:
+        sys.exit(f"there are no loads {unknown}, only {list(LOADS)}")
     results = {}
     for name in options.loads or LOADS:
         print(f"{name} ...", file=sys.stderr, flush=True)

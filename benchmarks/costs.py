@@ -17,8 +17,9 @@ import psutil
 
 import jaxvec
 from benchmarks.loads import LOADS
-from benchmarks.measure import measure
-from benchmarks.systems import Run, System, gymnasium_async, jaxvec_scan
+from benchmarks.measure import Result, measure
+from benchmarks.peers import gymnasium_async
+from benchmarks.systems import Run, System, jaxvec_scan
 
 FASTEST = partial(jaxvec_scan, transport="ffi", handoff="native")
 CARTPOLES = LOADS["CartPole x 64"]
@@ -39,13 +40,13 @@ def memory() -> dict[str, float]:
         with jaxvec.make(CARTPOLES.env_fns(), num_workers=2) as envs:
             envs.reset(seed=0)
             found["jaxvec worker with 32 CartPoles"] = _mean_pss("jaxvec._worker")
-        found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(_pss(p.pid) for p in bare)
+            found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(_pss(p.pid) for p in bare)
+        with gymnasium_async(replace(CARTPOLES, num_envs=2)):
+            found["AsyncVectorEnv worker with one"] = _mean_pss("multiprocessing.spawn import spawn_main")
     finally:
         for process in bare:
             process.kill()
             process.communicate()
-    with gymnasium_async(replace(CARTPOLES, num_envs=2)):
-        found["AsyncVectorEnv worker with one"] = _mean_pss("multiprocessing.spawn import spawn_main")
     return found
 
 
@@ -53,7 +54,7 @@ def workers(rounds: int, seconds: float) -> float:
     """Returns the rate of 8 workers on CartPole x 256 over that of 2."""
     systems: dict[str, System] = {str(n): partial(FASTEST, num_workers=n) for n in (2, 8)}
     rates = measure(LOADS["CartPole x 256"], systems, rounds=rounds, seconds=seconds)
-    return rates["8"].rate / rates["2"].rate
+    return _rate_of(rates["8"]) / _rate_of(rates["2"])
 
 
 def size(rounds: int, seconds: float) -> float:
@@ -67,13 +68,19 @@ def size(rounds: int, seconds: float) -> float:
     systems: dict[str, System] = {"256": FASTEST, "4096": large_system}
     results = measure(load, systems, rounds=rounds, seconds=seconds)
     # `measure` counts 256 envs for both.
-    return results["256"].rate / (results["4096"].rate * 4096 / 256)
+    return _rate_of(results["256"]) / (_rate_of(results["4096"]) * 4096 / 256)
 
 
 def memcpy(num_bytes: int, seconds: float) -> float:
     """Returns bytes a second of a plain copy of so many bytes."""
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     return _rate(lambda: np.copyto(target, source), seconds) * num_bytes
+
+
+def _rate_of(result: Result) -> float:
+    if result.not_run:
+        raise RuntimeError(result.not_run)
+    return result.rate
 
 
 def _rate(function: Callable[[], object], seconds: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -48,14 +47,14 @@ def measure(load: Load, systems: Mapping[str, System], *, rounds: int, seconds: 
             except NotRun as reason:
                 results[name] = Result(not_run=str(reason))
             except Exception as error:
-                results[name] = Result(not_run=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+                results[name] = _failed(error)
         for _ in range(rounds):
-            for name, (run, steps) in runs.items():
-                cpu, start = _cpu(), time.perf_counter()
-                run(steps)
-                taken = time.perf_counter() - start
-                env_steps = steps * load.num_envs
-                turns.setdefault(name, []).append((env_steps / taken, (_cpu() - cpu) / env_steps))
+            for name, (run, steps) in list(runs.items()):
+                try:
+                    turns.setdefault(name, []).append(_turn(run, steps, steps * load.num_envs))
+                except Exception as error:
+                    results[name] = _failed(error)
+                    del runs[name], turns[name]
     for name, pairs in turns.items():
         rates, cpus = zip(*pairs, strict=True)
         results[name] = Result(statistics.median(rates), statistics.median(cpus), starts[name])
@@ -72,9 +71,20 @@ def _steps_in(run: Run, seconds: float) -> int:
     return steps
 
 
-def _cpu() -> float:
-    own = os.times()
-    total = own.user + own.system
+def _turn(run: Run, steps: int, env_steps: int) -> tuple[float, float]:
+    """Returns env steps a second, and seconds of CPU an env step, of so many steps."""
+    children, own, start = _children_cpu(), time.process_time(), time.perf_counter()
+    run(steps)
+    taken, own = time.perf_counter() - start, time.process_time() - own
+    return env_steps / taken, (own + _children_cpu() - children) / env_steps
+
+
+def _failed(error: Exception) -> Result:
+    return Result(not_run=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+def _children_cpu() -> float:
+    total = 0.0
     for child in psutil.Process().children(recursive=True):
         try:
             times = child.cpu_times()

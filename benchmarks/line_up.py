@@ -1,0 +1,29 @@
+"""All systems, by the names that tables give them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks import peers
+from benchmarks.systems import System, bare_loops, jaxvec_host, jaxvec_scan
+
+
+def systems(pufferlib_python: str | None) -> dict[str, System]:
+    """Returns all systems by name; the first is what the others are compared to."""
+    ours = {
+        f"jaxvec in scan: {transport}, {handoff}": partial(jaxvec_scan, transport=transport, handoff=handoff)
+        for transport in ("ffi", "io_callback")
+        for handoff in ("native", "portable")
+    }
+    return {
+        "bare env.step loops, one per core": bare_loops,
+        **ours,
+        "jaxvec, Python loop": jaxvec_host,
+        "Gymnasium SyncVectorEnv": peers.gymnasium_sync,
+        "Gymnasium AsyncVectorEnv (spawn)": peers.gymnasium_async,
+        "AsyncVectorEnv by io_callback in scan": peers.gymnasium_async_in_jit,
+        "Stable-Baselines3 SubprocVecEnv (spawn)": peers.stable_baselines3,
+        "gxm in scan (pure_callback)": peers.gxm,
+        "PufferLib 1.0.1 Multiprocessing": partial(peers.pufferlib, python=pufferlib_python),
+        "EnvPool xla(), its C++ CartPole": peers.envpool_xla,
+    }

@@ -1,0 +1,179 @@
+"""The systems that jaxvec is compared with."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import jax
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from jax.experimental import io_callback
+
+from benchmarks.loads import Load
+from benchmarks.systems import NotRun, Run, draw, loop, scan
+from jaxvec._cores import usable_cores
+
+MAX_PROCESSES = 64
+
+
+@contextmanager
+def gymnasium_sync(load: Load) -> Generator[Run]:
+    """Steps Gymnasium's `SyncVectorEnv`."""
+    with _closing(SyncVectorEnv(load.env_fns(), autoreset_mode=AutoresetMode.SAME_STEP)) as envs:
+        yield loop(envs.step, draw(envs.action_space))
+
+
+@contextmanager
+def _async(load: Load) -> Generator[Any]:
+    _require_few(load)
+    # Its own default would fork a process that has JAX's threads.
+    envs = AsyncVectorEnv(load.env_fns(), context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
+    with _closing(envs):
+        yield envs
+
+
+@contextmanager
+def gymnasium_async(load: Load) -> Generator[Run]:
+    """Steps Gymnasium's `AsyncVectorEnv`."""
+    with _async(load) as envs:
+        yield loop(envs.step, draw(envs.action_space))
+
+
+@contextmanager
+def gymnasium_async_in_jit(load: Load) -> Generator[Run]:
+    """Steps `AsyncVectorEnv` by an ordered `io_callback` in a jitted scan, as users do today."""
+    with _async(load) as envs:
+        space = envs.observation_space
+        if not isinstance(space, gymnasium.spaces.Box):
+            raise NotRun("a bridge of nested spaces is not written in a few lines")
+        flags = jax.ShapeDtypeStruct((load.num_envs,), np.bool_)
+        rewards = jax.ShapeDtypeStruct((load.num_envs,), np.float32)
+        results = (jax.ShapeDtypeStruct(space.shape, space.dtype), rewards, flags, flags)
+
+        def host_step(action: Any) -> Any:
+            obs, reward, terminated, truncated, _ = envs.step(np.asarray(action))
+            return obs, reward.astype(np.float32), terminated, truncated
+
+        def step(state: None, action: jax.Array) -> tuple[None, jax.Array]:
+            _, reward, _, _ = io_callback(host_step, results, action, ordered=True)
+            return state, reward
+
+        yield scan(step, None, draw(envs.action_space))
+
+
+@contextmanager
+def stable_baselines3(load: Load) -> Generator[Run]:
+    """Steps Stable-Baselines3's `SubprocVecEnv`."""
+    if (load.num_envs > 8 and load.env_id is None) or load.num_envs > MAX_PROCESSES:
+        raise NotRun("each of its processes imports torch; above 8 envs measured on CartPole x 64 only")
+    try:
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+    except ImportError as error:
+        raise NotRun(str(error)) from error
+    with _closing(SubprocVecEnv(load.env_fns(), start_method="spawn")) as envs:  # pyright: ignore[reportArgumentType]
+        yield loop(envs.step, draw(gymnasium.vector.utils.batch_space(envs.action_space, load.num_envs)))
+
+
+@contextmanager
+def gxm(load: Load) -> Generator[Run]:
+    """Steps gxm's Gymnasium adapter, vmapped, in a jitted scan: `pure_callback` over `SyncVectorEnv`."""
+    if load.env_id is None:
+        raise NotRun("takes registered ids only")
+    try:
+        import gxm as library
+    except ImportError as error:
+        raise NotRun(str(error)) from error
+    env = library.make(f"Gymnasium/{load.env_id}", vectorization_mode="sync")
+    keys = jax.random.split(jax.random.key(0), load.num_envs)
+    state, _ = jax.vmap(env.init)(keys)
+
+    def step(state: Any, action: jax.Array) -> tuple[Any, jax.Array]:
+        state, timestep = jax.vmap(env.step)(keys, state, action)
+        return state, timestep.reward
+
+    yield scan(step, state, draw(_two_each(load)))
+
+
+@contextmanager
+def envpool_xla(load: Load) -> Generator[Run]:
+    """Steps EnvPool's own CartPole, written in C++, by its `xla()`: what a compiled env can reach."""
+    if load.env_id != "CartPole-v1":
+        raise NotRun("has its own C++ envs only")
+    try:
+        import envpool
+    except Exception as error:
+        raise NotRun(f"{type(error).__name__}: {error}") from error
+    envs = envpool.make_gymnasium(load.env_id, num_envs=load.num_envs, num_threads=usable_cores())
+    envs.reset()
+    handle, _, _, xla_step = envs.xla()
+
+    def step(handle: Any, action: jax.Array) -> tuple[Any, jax.Array]:
+        handle, (_, reward, *_) = xla_step(handle, action)
+        return handle, reward
+
+    yield scan(step, handle, draw(_two_each(load)))
+
+
+@contextmanager
+def pufferlib(load: Load, *, python: str | None) -> Generator[Run]:
+    """Steps PufferLib's `Multiprocessing`, in an environment of its own, since it wants old packages."""
+    if python is None:
+        raise NotRun("no --pufferlib-python")
+    if load.env_id is None:
+        raise NotRun("measured with registered ids only")
+    script = str(Path(__file__).with_name("pufferlib_server.py"))
+    command = [python, script, load.env_id, str(load.num_envs), str(max(usable_cores() - 1, 1))]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+
+    def run(num_steps: int) -> None:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        # Its workers wait by looking all the time, which would take a core from the others' turns.
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGCONT)
+        print(num_steps, file=server.stdin, flush=True)
+        if not select.select([server.stdout], [], [], 120)[0] or server.stdout.readline() != "done\n":
+            raise NotRun("its server did not answer; the standard error may tell why")
+        os.killpg(server.pid, signal.SIGSTOP)
+
+    try:
+        run(1)
+        yield run
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+
+
+@contextmanager
+def _closing(envs: Any) -> Generator[Any]:
+    try:
+        if isinstance(envs, gymnasium.vector.VectorEnv):
+            envs.reset(seed=0)
+        else:
+            envs.reset()
+        yield envs
+    finally:
+        envs.close()
+
+
+def _two_each(load: Load) -> gymnasium.Space[Any]:
+    """Returns CartPole's batched action space."""
+    return gymnasium.spaces.MultiDiscrete([2] * load.num_envs)
+
+
+def _require_few(load: Load) -> None:
+    if load.num_envs > MAX_PROCESSES:
+        raise NotRun(f"starts a process per env; not measured above {MAX_PROCESSES}")
