@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.measure import Result
@@ -32,8 +32,7 @@ def tables(results: Results) -> Iterator[str]:
             yield f"- {system} ({', '.join(loads)}): {reason}"
 
 
-def _table(results: Results, cell: object, limit: str) -> Iterator[str]:
-    assert callable(cell)
+def _table(results: Results, cell: Callable[[Result, float], str], limit: str) -> Iterator[str]:
     yield "| system | " + " | ".join(results) + " |"
     yield "| --- |" + " ---: |" * len(results)
     for system in next(iter(results.values())):

@@ -41,13 +41,16 @@ class Workers(Protocol):
         """Hands `slots`, ascending, to their envs."""
         ...
 
-    def receive(self, count: int, *, name: str, timeout: float | None, waited: float) -> None:
+    def receive(
+        self, count: int, *, name: str, timeout: float | None, waited: float, interrupt: Callable[[], None]
+    ) -> None:
         """Waits until `count` of the slots sent are done.
 
         Args:
             count: of slots.
             name: of the operation, for errors.
             timeout: seconds that the operation may take, of which `waited` are gone.
+            interrupt: called now and then; raises if Ctrl-C came since the operation began.
 
         Raises:
             EnvError: an env raised or returned wrong data.

@@ -61,8 +61,9 @@ class EnvSlice:
         self._zero: Any = np.zeros(spec.reward.shape) if self._vector_reward else 0.0
         self._returns: list[Any] = [self._zero] * count
         self._lengths = [0] * count
-        self._over = [False] * count  # under next-step autoreset: the next step is a reset
-        self._marked = [False] * count  # rows with a flag or final rows, for the next step to clear
+        # Whose last step ended an episode: the next clears the row's flags and final rows, or is the
+        # reset, under next-step autoreset.
+        self._marked = [False] * count
         self._options: dict[str, Any] | None = None  # of resets from outside
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of each env's last call
         rows["info", "env_id"][:] = range(first, first + count)
@@ -105,7 +106,7 @@ class EnvSlice:
         try:
             for index, action in zip(indices, self._read_actions(rows), strict=True):
                 running[0] = after_first + index
-                if next_step and self._over[index]:
+                if next_step and marked[index]:
                     obs = self._begin_episode(index, None, None)
                     if gather_obs is None:
                         write_obs(index, obs)
@@ -191,7 +192,6 @@ class EnvSlice:
                 raise EnvFailure(self.first + index, "reset") from error
             return obs, {**info, "final_info": final_info}
         self._final.clear(index)
-        self._over[index] = over
         return obs, info
 
     def _begin_episode(self, index: int, seed: int | None, options: dict[str, Any] | None) -> Any:
@@ -201,7 +201,7 @@ class EnvSlice:
             The observation, which is still to be written.
         """
         obs, info = self._restart(index, seed, options)
-        self._over[index] = self._marked[index] = False
+        self._marked[index] = False
         self._reward[index] = self._zero
         self._terminated[index] = False
         self._truncated[index] = False

@@ -28,6 +28,7 @@ from jaxvec._errors import (
 )
 from jaxvec._handoff import RESET, STEP
 from jaxvec._layout import make_layout
+from jaxvec._native import interrupts
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 
@@ -183,6 +184,7 @@ class Pool:
             The new step count, and a copy of each leaf of the time step, `out` if that was given.
         """
         with self._gate.inside():
+            interrupt = interrupts.since_now()  # before an env can hang
             self._require_usable()
             self._require_fresh(count)
             slots = self._all if mask is None else np.flatnonzero(mask)
@@ -190,7 +192,9 @@ class Pool:
             with self._breaking():
                 self._send_options(options)
                 self._workers.send(RESET, slots)
-                self._workers.receive(len(slots), name="reset", timeout=self._timeouts.reset, waited=0)
+                self._workers.receive(
+                    len(slots), name="reset", timeout=self._timeouts.reset, waited=0, interrupt=interrupt
+                )
             self._needs_reset[slots] = False
             return self._finish(caller, out)
 
@@ -212,6 +216,7 @@ class Pool:
             The new step count, and a copy of each leaf of the time step.
         """
         with self._gate.inside():
+            interrupt = interrupts.since_now()  # before an env can hang
             self._require_usable()
             self._require_fresh(count)
             self._require_reset()
@@ -219,7 +224,7 @@ class Pool:
                 np.copyto(stored, action)
             with self._breaking():
                 self._workers.send(STEP, self._all)
-                return self._end_step(caller, waited=0, out=out)
+                return self._end_step(caller, waited=0, interrupt=interrupt, out=out)
 
     def end_step(
         self,
@@ -236,12 +241,12 @@ class Pool:
 
         Args:
             waited: seconds so far.
-            interrupt: raises what a signal handler has raised meanwhile.
+            interrupt: raises if Ctrl-C came since the step began.
             caller, out: as in `step`.
         """
         with self._breaking():
             interrupt()
-            return self._end_step(caller, waited=waited, out=out)
+            return self._end_step(caller, waited=waited, interrupt=interrupt, out=out)
 
     def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
@@ -317,9 +322,20 @@ class Pool:
             )
 
     def _end_step(
-        self, caller: str, *, waited: float, out: Sequence[NDArray[Any]] | None
+        self,
+        caller: str,
+        *,
+        waited: float,
+        interrupt: Callable[[], None],
+        out: Sequence[NDArray[Any]] | None,
     ) -> tuple[int, Sequence[NDArray[Any]]]:
-        self._workers.receive(self.spec.num_envs, name="step", timeout=self._timeouts.step, waited=waited)
+        self._workers.receive(
+            self.spec.num_envs,
+            name="step",
+            timeout=self._timeouts.step,
+            waited=waited,
+            interrupt=interrupt,
+        )
         if self._autoreset_mode is AutoresetMode.DISABLED:
             np.logical_or(*self._rows.over, out=self._needs_reset)
         return self._finish(caller, out)

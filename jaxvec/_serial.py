@@ -60,7 +60,9 @@ class SerialWorkers:
         with _typed():
             (self._slice.step if operation == STEP else self._slice.reset)(slots)
 
-    def receive(self, count: int, *, name: str, timeout: float | None, waited: float) -> None:
+    def receive(
+        self, count: int, *, name: str, timeout: float | None, waited: float, interrupt: Callable[[], None]
+    ) -> None:
         """All is done when `send` returns."""
 
     def request(

@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -46,11 +46,11 @@ class _Wait:
     name: str  # of the operation
     timeout: float | None  # seconds, as the user set it
     deadline: float | None  # of time.monotonic()
+    interrupt: Callable[[], None]  # raises if Ctrl-C came since it began
     waiting_for: Sequence[int] = ()  # workers that owe a message
-    interrupts: int = field(default_factory=interrupts.count)  # that there had been when it began
 
     def look(self, seconds: float) -> list[tuple[int, Any]]:
-        interrupts.raise_since(self.interrupts)
+        self.interrupt()
         try:
             return self.workers.look(seconds, self.deadline)
         except TimeoutError:  # a message that came in part
@@ -154,9 +154,12 @@ class ProcessWorkers:
         assert self._handoff is not None
         self._handoff.send(operation, slots)
 
-    def receive(self, count: int, *, name: str, timeout: float | None, waited: float) -> None:
+    def receive(
+        self, count: int, *, name: str, timeout: float | None, waited: float, interrupt: Callable[[], None]
+    ) -> None:
         assert self._handoff is not None
-        self._handoff.receive(count, self._wait(name, timeout, waited))
+        deadline = _deadline(timeout, waited)
+        self._handoff.receive(count, _Wait(self, name, timeout, deadline, interrupt))
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
@@ -193,9 +196,8 @@ class ProcessWorkers:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _wait(self, name: str, timeout: float | None, waited: float = 0) -> _Wait:
-        deadline = None if timeout is None else time.monotonic() + timeout - waited
-        return _Wait(self, name, timeout, deadline)
+    def _wait(self, name: str, timeout: float | None) -> _Wait:
+        return _Wait(self, name, timeout, _deadline(timeout), interrupts.since_now())
 
     def _send(self, worker: int, message: Any, wait: _Wait, *, descriptors: Sequence[int] = ()) -> None:
         if self._handoff is not None:
@@ -320,6 +322,10 @@ class ProcessWorkers:
                     continue
                 if isinstance(message, _failures.Report) and message.operation == "close":
                     _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
+
+
+def _deadline(timeout: float | None, waited: float = 0) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout - waited
 
 
 def _spin_ns(num_workers: int) -> int:

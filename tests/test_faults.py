@@ -430,7 +430,7 @@ def test_a_pool_made_in_a_thread_outlives_the_thread(make):
 
 
 SCRIPT = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import numpy as np, gymnasium, jaxvec
 from gymnasium import spaces
 
@@ -523,11 +523,19 @@ def test_ctrl_c_ends_a_script_with_one_traceback():
 
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 @pytest.mark.parametrize("width", [1, 512], ids=["small", "large"])
-def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, width):
+@pytest.mark.parametrize("at_once", [False, True], ids=["in the wait", "before the wait"])
+def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, width, at_once):
     """Also one that XLA runs, wholly or in part, in threads to which Python passes no signal."""
     step = r'os.write(1, b"stepping\n"); signal.pause()'
     then = f"""
 import jax, jax.numpy as jnp
+from jaxvec._native import interrupts
+from jaxvec._workers import ProcessWorkers
+def receive(self, *args, name, receive=ProcessWorkers.receive, **kwargs):
+    while {at_once} and name == "step" and not interrupts.count():
+        time.sleep(0.001)
+    receive(self, *args, name=name, **kwargs)
+ProcessWorkers.receive = receive
 envs = jaxvec.make(Env, 2, transport="{transport}", step_timeout=None)
 @jax.jit
 def program(handle, x):
@@ -548,13 +556,14 @@ except jaxvec.PoolBrokenError as error:
 envs.close()
 """
     script = run_script(step, then, start_new_session=True)
-    script.stdout.readline()
-    assert script.stdout.readline() == "stepping\n"
-    os.killpg(script.pid, signal.SIGINT)
     try:
+        script.stdout.readline()
+        assert script.stdout.readline() == "stepping\n"
+        os.killpg(script.pid, signal.SIGINT)
         out, err = script.communicate(timeout=20)
     finally:
         script.kill()
+        script.wait(timeout=10)
     assert "True KeyboardInterrupt" in out
     assert "is broken since an earlier failure" in out
     assert transport == "io_callback" or err == ""  # where JAX logs its own traceback

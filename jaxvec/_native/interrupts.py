@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 from jaxvec._native import library
 
@@ -19,6 +20,11 @@ def watch() -> None:
 def count() -> int:
     """Returns how many there were."""
     return 0 if library.reason_unavailable() is not None else _declared().jaxvec_interrupts()
+
+
+def since_now() -> Callable[[], None]:
+    """Returns a call of `raise_since` this moment."""
+    return partial(raise_since, count())
 
 
 def raise_since(before: int) -> None:

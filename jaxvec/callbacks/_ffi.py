@@ -24,12 +24,10 @@ from jaxvec import _gate, _pool
 from jaxvec._handoff import STEP
 from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
-from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 from jaxvec.callbacks import _program
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
-_TOKEN = np.dtype((np.uint32, (2,)))
 _TARGETS = {"jaxvec_step": "jaxvec_ffi_step", "jaxvec_reset": "jaxvec_ffi_reset"}
 
 
@@ -194,14 +192,14 @@ def _interrupt(call: _Call) -> None:
 def _serve(call: _Call) -> None:
     operands = [_view(call.operands[i]) for i in range(call.num_operands)]
     out = [_view(call.results[i]) for i in range(call.num_results)]
-    _require_types([*operands[:1], *out[:1]], [_TOKEN, _TOKEN])
+    _require_types([*operands[:1], *out[:1]], [_program.TOKEN, _program.TOKEN])
     token, next_token = operands.pop(0), out.pop(0)
     pool_id, count = token.tolist()
     with _pool.serving(pool_id, call.fingerprint) as pool:
         spec = pool.spec
-        _require_types(out, [_type(spec, leaf) for leaf in spec.timestep_leaves])
+        _require_types(out, [_program.array_type(spec, leaf) for leaf in spec.timestep_leaves])
         if call.operation == STEP:
-            _require_types(operands, [_type(spec, leaf) for leaf in spec.action_leaves])
+            _require_types(operands, [_program.array_type(spec, leaf) for leaf in spec.action_leaves])
             if call.under_way:
                 interrupt = partial(_interrupt, call)
                 count, _ = pool.end_step(
@@ -235,10 +233,6 @@ def _view(array: Array) -> NDArray[Any]:
     shape = tuple(array.dims[axis] for axis in range(array.rank))
     memory: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(array.data or 0)
     return np.ndarray(shape, dtype, memory)
-
-
-def _type(spec: PoolSpec, leaf: Leaf) -> np.dtype[Any]:
-    return np.dtype((leaf.stored, spec.batch_shape(leaf)))
 
 
 def _require_types(buffers: Sequence[NDArray[Any]], types: Sequence[np.dtype[Any]]) -> None:

@@ -25,7 +25,6 @@ from jaxvec._spec import PoolSpec
 from jaxvec.callbacks import _program
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
-_TOKEN = np.dtype((np.uint32, 2))
 
 
 def step(
@@ -59,7 +58,7 @@ class _Step:
         spec = self.spec
         (pool_id, count), *actions = _unpack(
             pieces,
-            [_TOKEN, *(np.dtype((leaf.stored, spec.batch_shape(leaf))) for leaf in spec.action_leaves)],
+            [_program.TOKEN, *(_program.array_type(spec, leaf) for leaf in spec.action_leaves)],
         )
         with _pool.serving(int(pool_id), spec.fingerprint) as pool:
             count, rows = pool.step(actions, count=int(count), caller=STEP)
@@ -75,7 +74,7 @@ class _Reset:
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         num_envs = self.spec.num_envs
         (pool_id, count), seeds, mask = _unpack(
-            pieces, [_TOKEN, np.dtype((np.int64, num_envs)), np.dtype((np.bool_, num_envs))]
+            pieces, [_program.TOKEN, np.dtype((np.int64, num_envs)), np.dtype((np.bool_, num_envs))]
         )
         with _pool.serving(int(pool_id), self.spec.fingerprint) as pool:
             count, rows = _program.reset(

@@ -13,16 +13,21 @@ from numpy.typing import NDArray
 from jaxvec import _seeds
 from jaxvec._gate import RESET
 from jaxvec._pool import Pool
+from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
+
+TOKEN = np.dtype((np.uint32, (2,)))  # of a handle
+
+
+def array_type(spec: PoolSpec, leaf: Leaf) -> np.dtype[Any]:
+    """Returns the dtype and, as a part of it, the shape of a leaf's `[num_envs, ...]` array."""
+    return np.dtype((leaf.stored, spec.batch_shape(leaf)))
 
 
 def results(spec: PoolSpec) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of a call's results: the next token, and the leaves of the time step."""
-    token = jax.ShapeDtypeStruct((2,), np.uint32)
-    return [
-        token,
-        *(jax.ShapeDtypeStruct(spec.batch_shape(leaf), leaf.stored) for leaf in spec.timestep_leaves),
-    ]
+    types = [TOKEN, *(array_type(spec, leaf) for leaf in spec.timestep_leaves)]
+    return [jax.ShapeDtypeStruct(dtype.shape, dtype.base) for dtype in types]
 
 
 def pickled(options: dict[str, Any] | None) -> bytes:
