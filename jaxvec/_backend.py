@@ -17,7 +17,7 @@ from jaxvec._spec import PoolSpec
 
 
 class Workers(Protocol):
-    """The envs, wherever they live. One call at a time, but for `close` and `kill`."""
+    """The envs, wherever they live. One call at a time, but for `wait`, `close` and `kill`."""
 
     description: Description
 
@@ -38,24 +38,41 @@ class Workers(Protocol):
         ...
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
-        """Hands `slots`, ascending, to their envs."""
+        """Hands `slots` to their envs."""
         ...
 
-    def receive(
-        self, count: int, *, name: str, timeout: float | None, waited: float, interrupt: Callable[[], None]
+    def wait(
+        self,
+        slots: NDArray[Any],
+        count: int,
+        *,
+        name: str,
+        timeout: float | None,
+        waited: float,
+        check: Callable[[], None],
     ) -> None:
-        """Waits until `count` of the slots sent are done.
+        """Waits until `count` of `slots` are done.
 
         Args:
-            count: of slots.
+            slots: that were sent.
+            count: how many of them.
             name: of the operation, for errors.
             timeout: seconds that the operation may take, of which `waited` are gone.
-            interrupt: called now and then; raises if Ctrl-C came since the operation began.
+            check: called now and then; raises what should end the wait.
 
         Raises:
             EnvError: an env raised or returned wrong data.
             WorkerDiedError: a worker died.
             EnvTimeoutError: the envs did not finish in time.
+        """
+        ...
+
+    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        """Returns those of `slots` that were done first, in that order; `count` must be.
+
+        Args:
+            slots: that were sent, in that order.
+            count: how many of them.
         """
         ...
 

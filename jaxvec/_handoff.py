@@ -1,23 +1,24 @@
-"""Who owns a slot now: an inbox for each worker, an outbox back, and a way to wake each other.
+"""Who owns a slot now: an inbox for each worker, a mark on each slot, and a way to wake each other.
 
-A slot (an env's row of the segment) belongs to the parent until `ParentEnd.send` puts its id into
-its worker's inbox, and to the worker until `WorkerEnd.post` puts it into the outbox. Each ring has
-one writer and one reader, and room for every slot of the worker, which has at most one request
-each; so a ring is never full. Counters only grow; 64 bits don't run out.
+A slot (an env's row of the segment) has two counters: `asked`, of requests, and `done`, what `asked`
+was when its worker finished last. The slot belongs to the parent while they are equal: `send` counts
+`asked` up and puts the slot's id into its worker's inbox; the worker's `post` sets `done`. So a row
+that answers an earlier request can't pass for new, several threads of the parent can each wait for
+slots of their own, and `done_at` tells which were finished first.
 
-The portable implementation is here: rings in the segment, one byte over the control socket to wake.
-The native one, in `_native/handoff.py`, sleeps and wakes on futexes in the segment.
+An inbox is a ring with one writer and one reader, and room for every slot of the worker, which has
+at most one request each; so it is never full. Counters only grow; 64 bits don't run out.
 
-Both sides write their entries, then the counter, then the byte; the other reads them in the
-opposite order. The system calls order memory between the processes, so no fences are needed.
-
-A slot's `asked` counts requests and `done` is the count that was current when its worker finished.
-They are equal only for a row that answers the latest request.
+The portable implementation is here: one byte over the control socket wakes. The native one, in
+`_native/handoff.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
+then the counter, then the byte; the other reads them in the opposite order. The system calls order
+memory between the processes, so no fences are needed.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -60,11 +61,15 @@ class ParentHandoff(Protocol):
     """The parent's end, to all workers."""
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
-        """Hands `slots`, ascending, to their workers. The parent must own them."""
+        """Hands `slots` to their workers. The parent must own them. One thread at a time."""
         ...
 
-    def receive(self, count: int, supervision: Supervision) -> None:
-        """Waits until `count` of the slots sent are the parent's again."""
+    def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
+        """Waits until `count` of `slots` are the parent's. Any number of threads at a time."""
+        ...
+
+    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        """Returns those of `slots` that were finished first, in that order; `count` must be."""
         ...
 
     def knock(self, worker: int) -> None:
@@ -97,63 +102,87 @@ class WorkerHandoff(Protocol):
 
 
 class Shares:
-    """Says which part of some slots is whose, by the range of env ids that each worker holds."""
+    """Says which of some slots are whose, by the range of env ids that each worker holds."""
 
     def __init__(self, slices: tuple[tuple[int, int], ...]) -> None:
-        self._starts = np.array([first for first, _ in slices])
         self._stops = np.array([stop for _, stop in slices])
 
-    def of(self, slots: NDArray[Any]) -> Iterator[tuple[int, int, int]]:
-        """Yields each worker that has a share of `slots`, ascending: `slots[start:stop]`."""
-        starts = slots.searchsorted(self._starts).tolist()
-        stops = slots.searchsorted(self._stops).tolist()
-        for worker, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-            if start != stop:
-                yield worker, start, stop
+    def of(self, slots: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Yields each worker that has some of `slots`, with those, in the order given."""
+        owners = self._stops.searchsorted(slots, side="right")
+        if (owners[:-1] > owners[1:]).any():
+            order = owners.argsort(kind="stable")
+            owners, slots = owners[order], slots[order]
+        cuts = np.flatnonzero(np.diff(owners)) + 1
+        for share, start in zip(np.split(slots, cuts), [0, *cuts.tolist()], strict=True):
+            if share.size:
+                yield int(owners[start]), share
+
+
+class Slots:
+    """Who owns which slot, by the words that both hand-offs share."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._asked, self._done, self._done_at = arrays["asked",], arrays["done",], arrays["done_at",]
+
+    def ask(self, slots: NDArray[Any]) -> None:
+        """Counts a request to each of `slots`, which are the workers' from now on."""
+        self._asked[slots] += np.uint32(1)
+
+    def finish(self, slots: NDArray[Any]) -> None:
+        """Gives `slots` back to the parent."""
+        self._done_at[slots] = time.monotonic_ns()
+        self._done[slots] = self._asked[slots]
+
+    def done(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
+        """Says which of `slots` are the parent's."""
+        return self._done[slots] == self._asked[slots]
+
+    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        """See `ParentHandoff`."""
+        done = slots[self.done(slots)]
+        return done[self._done_at[done].argsort(kind="stable")[:count]]
+
+    def unfinished(self) -> NDArray[Any]:
+        """See `ParentHandoff`."""
+        return np.flatnonzero(self._asked != self._done)
 
 
 class ParentEnd:
     """The portable `ParentHandoff`."""
 
     def __init__(self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
-        self._asked, self._done = arrays["asked",], arrays["done",]
+        self._slots = Slots(arrays)
         self._inbox, self._inbox_count = arrays["inbox",], arrays["inbox_count",]
-        self._outbox, self._outbox_count = arrays["outbox",], arrays["outbox_count",]
         self._shares = Shares(slices)
         self._channels = channels
-        self._taken = [0] * len(slices)  # of each outbox
+        self._listening = threading.Lock()
+        self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
-        self._asked[slots] += np.uint32(1)
-        for worker, start, stop in self._shares.of(slots):
-            _push(self._inbox, self._inbox_count, worker, slots[start:stop] * 2 + operation)
+        self._slots.ask(slots)
+        for worker, share in self._shares.of(slots):
+            ring, count = self._inbox[worker], int(self._inbox_count[worker])
+            ring[(count + np.arange(len(share))) % len(ring)] = share * 2 + operation
+            self._inbox_count[worker] = count + len(share)
             self._channels[worker].wake()
 
-    def receive(self, count: int, supervision: Supervision) -> None:
-        while count:
-            for worker, _ in listen(supervision):
-                taken = self._taken[worker]
-                slots = _pending(self._outbox, self._outbox_count, worker, taken)
-                self._taken[worker] = taken + len(slots)
-                if not np.array_equal(self._done[slots], self._asked[slots]):
-                    raise AssertionError(f"worker {worker} posted rows of an earlier request")
-                count -= len(slots)
+    def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
+        while np.count_nonzero(self._slots.done(slots)) < count:
+            with self._listening:  # who listens takes the wakes of all, so the others look again after it
+                if np.count_nonzero(self._slots.done(slots)) < count:
+                    listen(supervision)
 
     def knock(self, worker: int) -> None:
         pass  # the worker waits at its socket
-
-    def unfinished(self) -> NDArray[Any]:
-        return np.flatnonzero(self._asked != self._done)
 
 
 class WorkerEnd:
     """The portable `WorkerHandoff`."""
 
     def __init__(self, arrays: Arrays, worker: int, channel: Channel) -> None:
-        self._asked, self._done = arrays["asked",], arrays["done",]
-        self._inbox, self._inbox_count = arrays["inbox",], arrays["inbox_count",]
-        self._outbox, self._outbox_count = arrays["outbox",], arrays["outbox_count",]
-        self._worker = worker
+        self._slots = Slots(arrays)
+        self._inbox, self._inbox_count = arrays["inbox",][worker], arrays["inbox_count",][worker : worker + 1]
         self._channel = channel
         self._taken = 0
 
@@ -162,16 +191,17 @@ class WorkerEnd:
         if message is not WAKE:
             yield message
             return
-        entries = _pending(self._inbox, self._inbox_count, self._worker, self._taken)
-        self._taken += len(entries)
+        count = int(self._inbox_count[0]) - self._taken
+        places = (self._taken + np.arange(count)) % len(self._inbox)
+        entries = self._inbox[places].astype(np.intp)
+        self._taken += count
         operations = entries % 2
         for run in np.split(entries, np.flatnonzero(np.diff(operations)) + 1):
             if run.size:
                 yield Work(int(run[0] % 2), run // 2)
 
     def post(self, slots: NDArray[Any]) -> None:
-        self._done[slots] = self._asked[slots]
-        _push(self._outbox, self._outbox_count, self._worker, slots)
+        self._slots.finish(slots)
         self._channel.wake()
 
     def alarm(self) -> None:
@@ -192,14 +222,3 @@ def listen(supervision: Supervision) -> Sequence[tuple[int, Any]]:
 def time_left(deadline: float | None) -> float:
     """Returns the seconds until `deadline`, at least 0; infinite for `None`."""
     return math.inf if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _push(ring: NDArray[Any], counts: NDArray[Any], worker: int, entries: NDArray[Any]) -> None:
-    count = int(counts[worker])
-    ring[worker, (count + np.arange(len(entries))) % ring.shape[1]] = entries
-    counts[worker] = count + len(entries)
-
-
-def _pending(ring: NDArray[Any], counts: NDArray[Any], worker: int, taken: int) -> NDArray[Any]:
-    count = int(counts[worker]) - taken
-    return ring[worker, (taken + np.arange(count)) % ring.shape[1]].astype(np.intp)

@@ -76,24 +76,20 @@ def _arrays(
     # two of entries, so that their counters may wrap.
     workers = len(slices)
     inbox = _power_of_two(max(stop - first for first, stop in slices))
-    outbox = _power_of_two(n)
     line = (ALIGNMENT // 4,)  # one word that has a cache line to itself
     for name, shape, dtype in (
         ("running", (workers, *line), np.uint32),  # worker writes: 1 + the slot whose env runs, or 0
         ("asked", (n,), np.uint32),  # parent writes: requests sent to the slot
         ("done", (n,), np.uint32),  # worker writes: the request it finished last
+        ("done_at", (n,), np.int64),  # worker writes: when, in ns of the monotonic clock
         ("inbox", (workers, inbox), np.uint32),  # parent writes
         # portable
         ("inbox_count", (workers,), np.int64),  # parent writes
-        ("outbox", (workers, inbox), np.uint32),  # worker writes
-        ("outbox_count", (workers,), np.int64),  # worker writes
         # native; handoff.h says who writes
         ("native_inbox_count", (workers, *line), np.uint32),
         ("bell", (workers, *line), np.uint32),
         ("knocks", (workers, *line), np.uint32),
         ("asleep", (workers, *line), np.uint32),
-        ("native_outbox", (outbox,), np.uint32),
-        ("native_outbox_count", line, np.uint32),
         ("finished", line, np.uint32),
         ("target", line, np.uint32),
         ("alarm", line, np.uint32),

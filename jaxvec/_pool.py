@@ -192,8 +192,8 @@ class Pool:
             with self._breaking():
                 self._send_options(options)
                 self._workers.send(RESET, slots)
-                self._workers.receive(
-                    len(slots), name="reset", timeout=self._timeouts.reset, waited=0, interrupt=interrupt
+                self._workers.wait(
+                    slots, len(slots), name="reset", timeout=self._timeouts.reset, waited=0, check=interrupt
                 )
             self._needs_reset[slots] = False
             return self._finish(caller, out)
@@ -329,12 +329,13 @@ class Pool:
         interrupt: Callable[[], None],
         out: Sequence[NDArray[Any]] | None,
     ) -> tuple[int, Sequence[NDArray[Any]]]:
-        self._workers.receive(
-            self.spec.num_envs,
+        self._workers.wait(
+            self._all,
+            len(self._all),
             name="step",
             timeout=self._timeouts.step,
             waited=waited,
-            interrupt=interrupt,
+            check=interrupt,
         )
         if self._autoreset_mode is AutoresetMode.DISABLED:
             np.logical_or(*self._rows.over, out=self._needs_reset)

@@ -60,10 +60,20 @@ class SerialWorkers:
         with _typed():
             (self._slice.step if operation == STEP else self._slice.reset)(slots)
 
-    def receive(
-        self, count: int, *, name: str, timeout: float | None, waited: float, interrupt: Callable[[], None]
+    def wait(
+        self,
+        slots: NDArray[Any],
+        count: int,
+        *,
+        name: str,
+        timeout: float | None,
+        waited: float,
+        check: Callable[[], None],
     ) -> None:
         """All is done when `send` returns."""
+
+    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        return slots[:count]
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None

@@ -46,11 +46,11 @@ class _Wait:
     name: str  # of the operation
     timeout: float | None  # seconds, as the user set it
     deadline: float | None  # of time.monotonic()
-    interrupt: Callable[[], None]  # raises if Ctrl-C came since it began
+    check: Callable[[], None]  # raises what should end it
     waiting_for: Sequence[int] = ()  # workers that owe a message
 
     def look(self, seconds: float) -> list[tuple[int, Any]]:
-        self.interrupt()
+        self.check()
         try:
             return self.workers.look(seconds, self.deadline)
         except TimeoutError:  # a message that came in part
@@ -154,12 +154,23 @@ class ProcessWorkers:
         assert self._handoff is not None
         self._handoff.send(operation, slots)
 
-    def receive(
-        self, count: int, *, name: str, timeout: float | None, waited: float, interrupt: Callable[[], None]
+    def wait(
+        self,
+        slots: NDArray[Any],
+        count: int,
+        *,
+        name: str,
+        timeout: float | None,
+        waited: float,
+        check: Callable[[], None],
     ) -> None:
         assert self._handoff is not None
         deadline = _deadline(timeout, waited)
-        self._handoff.receive(count, _Wait(self, name, timeout, deadline, interrupt))
+        self._handoff.wait(slots, count, _Wait(self, name, timeout, deadline, check))
+
+    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        assert self._handoff is not None
+        return self._handoff.first_done(slots, count)
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None

@@ -94,10 +94,11 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     del down
     for _ in range(rounds):
         operation = data.draw(st.sampled_from([_handoff.RESET, _handoff.STEP]))
-        slots = np.array(sorted(data.draw(st.sets(st.integers(0, num_envs - 1), min_size=1))))
+        slots = np.array(data.draw(st.lists(st.integers(0, num_envs - 1), min_size=1, unique=True)))
         parent.send(operation, slots)
-        assert parent.unfinished().tolist() == slots.tolist()
+        assert parent.unfinished().tolist() == sorted(slots)
         owners = [w for w, (a, b) in enumerate(slices) if ((slots >= a) & (slots < b)).any()]
+        posted: list[int] = []
         for w in data.draw(st.permutations(owners)):
             (work,) = workers[w].receive()
             first, stop = slices[w]
@@ -106,8 +107,11 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
             for half in np.array_split(work.slots, data.draw(st.integers(1, 2))):
                 if half.size:
                     workers[w].post(half)
-        parent.receive(len(slots), Unsupervised(up))
+                    posted += half.tolist()
+        parent.wait(slots, len(slots), Unsupervised(up))
         assert parent.unfinished().size == 0
+        count = data.draw(st.integers(1, len(slots)))
+        assert parent.first_done(np.array(posted), count).tolist() == posted[:count]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,8 +17,9 @@ EXPORT void jaxvec_send(jaxvec::Parent* parent, uint32_t worker, uint32_t operat
 
 EXPORT void jaxvec_knock(jaxvec::Parent* parent, uint32_t worker) { jaxvec::knock(*parent, worker); }
 
-EXPORT int32_t jaxvec_receive(jaxvec::Parent* parent, uint32_t count, int64_t* slots, int64_t timeout_ns) {
-  return jaxvec::receive(*parent, count, slots, timeout_ns);
+EXPORT int32_t jaxvec_wait(jaxvec::Parent* parent, const int64_t* slots, uint32_t num_slots, uint32_t count,
+                           int64_t timeout_ns) {
+  return jaxvec::wait(*parent, slots, num_slots, count, timeout_ns);
 }
 
 EXPORT void jaxvec_take(jaxvec::Worker* worker, uint32_t* operation, int64_t* slots, uint32_t* count) {

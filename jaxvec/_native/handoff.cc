@@ -68,6 +68,29 @@ bool any_readable(const Parent& parent) {
   return poll(sockets.data(), sockets.size(), 0) > 0;
 }
 
+uint32_t count_done(const Board& board, const int64_t* slots, uint32_t num_slots) {
+  uint32_t done = 0;
+  for (uint32_t i = 0; i < num_slots; ++i) {
+    // Where they are equal, the slot's row is ours to read.
+    done += board.done[slots[i]].load(std::memory_order_acquire) ==
+            board.asked[slots[i]].load(std::memory_order_relaxed);
+  }
+  return done;
+}
+
+class Waiter {
+ public:
+  explicit Waiter(Parent& parent) : parent_(parent) {
+    parent_.waiters.fetch_add(1, std::memory_order_seq_cst);
+  }
+  ~Waiter() { parent_.waiters.fetch_sub(1, std::memory_order_seq_cst); }
+  Waiter(const Waiter&) = delete;
+  Waiter& operator=(const Waiter&) = delete;
+
+ private:
+  Parent& parent_;
+};
+
 void wake_worker(Board& board, uint32_t worker) {
   // The worker says that it sleeps, then looks at its bell; we ring the bell, then look whether it
   // sleeps. In one total order of these four, at least one side sees the other.
@@ -98,23 +121,28 @@ void knock(Parent& parent, uint32_t worker) {
   wake_worker(parent.board, worker);
 }
 
-Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_ns) {
+Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns) {
   Board& board = parent.board;
-  const uint32_t target = parent.taken + count;
   const int64_t deadline = now_ns() + timeout_ns;
-  // As with a worker's bell: we store the target, then read `finished`; workers add to `finished`,
-  // then read the target. So either we see that it is reached, or the last worker sees our target.
-  board.target->word.store(target, std::memory_order_seq_cst);
+  const Waiter waiter(parent);
   Spin spin(std::min<int64_t>(board.spin_ns, kParentSpinNs));
   for (;;) {
+    // Workers set `done`, then add to `finished`: what is not done now will count after `finished`.
     const uint32_t finished = board.finished->word.load(std::memory_order_seq_cst);
-    if (reached(finished, target)) break;
-    const uint32_t alarms = board.alarm->word.load(std::memory_order_acquire);
-    if (alarms != parent.alarms) {
-      parent.alarms = alarms;
-      return kLookAround;
-    }
-    if (spin.again()) continue;
+    const uint32_t done = count_done(board, slots, num_slots);
+    if (done >= count) return kDone;
+    // As with a worker's bell: we store the target, then read `finished`; workers add to `finished`,
+    // then read the target. So either we see that it has changed, or the worker sees our target. Other
+    // threads' slots count, too, so the target may come too early, but never too late: who waits alone
+    // need not be woken before as many slots are finished as are missing, and others at each.
+    const uint32_t waiters = parent.waiters.load(std::memory_order_seq_cst);
+    board.target->word.store(finished + (waiters == 1 ? count - done : 1), std::memory_order_seq_cst);
+    if (parent.waiters.load(std::memory_order_seq_cst) != waiters) continue;  // one came, for whom it is late
+    do {
+      const uint32_t alarms = board.alarm->word.load(std::memory_order_acquire);
+      if (parent.alarms.exchange(alarms, std::memory_order_relaxed) != alarms) return kLookAround;
+    } while (board.finished->word.load(std::memory_order_seq_cst) == finished && spin.again());
+    if (board.finished->word.load(std::memory_order_seq_cst) != finished) continue;
     const int64_t left = deadline - now_ns();
     if (left <= 0) return any_readable(parent) ? kLookAround : kTimeout;
     const int64_t nap = std::min(left, kLookAroundNs);
@@ -123,24 +151,6 @@ Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_
     if (error == EINTR) return kInterrupted;
     if (error == ETIMEDOUT && any_readable(parent)) return kLookAround;
   }
-  // `finished` counts entries after they were written, but in any order of their places: one that is
-  // ours may be one that its worker is about to write, or never will, if it was killed just there.
-  for (uint32_t i = 0; i < count; ++i) {
-    const std::atomic<uint32_t>& entry = board.outbox[(parent.taken + i) % board.outbox_capacity];
-    if (entry.load(std::memory_order_acquire) != 0) continue;
-    const int64_t give_up = now_ns() + kLookAroundNs;
-    while (entry.load(std::memory_order_acquire) == 0) {
-      if (now_ns() > give_up) return any_readable(parent) ? kLookAround : kTimeout;
-      sched_yield();
-    }
-  }
-  for (uint32_t i = 0; i < count; ++i) {
-    std::atomic<uint32_t>& entry = board.outbox[(parent.taken + i) % board.outbox_capacity];
-    if (slots != nullptr) slots[i] = static_cast<int64_t>(entry.load(std::memory_order_relaxed)) - 1;
-    entry.store(0, std::memory_order_relaxed);  // its next writer is sent work first
-  }
-  parent.taken = target;
-  return kDone;
 }
 
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) {
@@ -173,13 +183,12 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) 
 
 void post(Worker& worker, const int64_t* slots, uint32_t count) {
   Board& board = worker.board;
-  const uint32_t place = board.outbox_count->word.fetch_add(count, std::memory_order_relaxed);
+  const int64_t now = now_ns();
   for (uint32_t i = 0; i < count; ++i) {
     const int64_t slot = slots[i];
-    board.done[slot].store(board.asked[slot].load(std::memory_order_relaxed), std::memory_order_relaxed);
-    // Publishes the slot's row with its id.
-    board.outbox[(place + i) % board.outbox_capacity].store(static_cast<uint32_t>(slot) + 1,
-                                                            std::memory_order_release);
+    board.done_at[slot].store(now, std::memory_order_relaxed);
+    // Publishes the slot's row.
+    board.done[slot].store(board.asked[slot].load(std::memory_order_relaxed), std::memory_order_release);
   }
   const uint32_t finished = board.finished->word.fetch_add(count, std::memory_order_seq_cst) + count;
   if (reached(finished, board.target->word.load(std::memory_order_seq_cst))) {

@@ -1,8 +1,8 @@
 // The hand-off between parent and workers: rings of slot ids in shared memory, and futexes to wake.
 //
-// A slot (an env's row) belongs to the parent until `send` puts its id into its worker's inbox, and to
-// the worker until `post` puts it into the outbox. The words lie in the segment; `_layout.py` says
-// where. Each is written by one side only, or only by atomic addition.
+// A slot (an env's row) belongs to the parent while `done` equals `asked`: `send` counts `asked` up and
+// puts the slot's id into its worker's inbox, `post` sets `done`. The words lie in the segment;
+// `_layout.py` says where. Each is written by one side only, or only by atomic addition.
 #pragma once
 
 #include <atomic>
@@ -22,17 +22,15 @@ struct Board {
   uint32_t num_slots;
   uint32_t num_workers;
   uint32_t capacity;              // of an inbox, in entries: a power of two, so that counters may wrap
-  uint32_t outbox_capacity;       // a power of two of at least num_slots
   uint32_t spin_ns;               // how long to look again before sleeping; 0 where cores are scarce
   std::atomic<uint32_t>* asked;   // [num_slots] parent writes: requests sent to the slot
   std::atomic<uint32_t>* done;    // [num_slots] worker writes: the request it finished last
+  std::atomic<int64_t>* done_at;  // [num_slots] worker writes: when, in ns of the monotonic clock
   uint32_t* inbox;                // [num_workers, capacity] parent writes: 2 * slot + operation
   Line* inbox_count;              // [num_workers] parent writes: entries ever put in
   Line* bell;                     // [num_workers] parent adds: something new, look around
   Line* knocks;                   // [num_workers] parent writes: messages on the control socket
   Line* asleep;                   // [num_workers] worker writes: 1 if it may need a wake
-  std::atomic<uint32_t>* outbox;  // [outbox_capacity] workers write slot + 1, the parent 0 when it took it
-  Line* outbox_count;             // workers add: places taken in the outbox
   Line* finished;                 // workers add: slots finished; the parent sleeps on it
   Line* target;                   // parent writes: the value of `finished` that it sleeps for
   Line* alarm;                    // anyone adds: the parent should look at its control sockets
@@ -48,12 +46,12 @@ enum Outcome : int32_t {
   kInterrupted = 3,  // by a signal: let Python's handlers run
 };
 
-// The parent's own counters. One thread at a time uses it, under the pool's lock.
+// The parent's own words. One thread at a time sends, under the pool's lock; any number wait.
 struct Parent {
   Board board;
-  const int32_t* sockets;  // [num_workers] control sockets
-  uint32_t taken;          // slots ever received
-  uint32_t alarms;         // seen so far
+  const int32_t* sockets;         // [num_workers] control sockets
+  std::atomic<uint32_t> waiters;  // threads that wait
+  std::atomic<uint32_t> alarms;   // seen so far
 };
 
 struct Worker {
@@ -69,9 +67,8 @@ void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* sl
 // Tells a worker that a message is on its control socket.
 void knock(Parent& parent, uint32_t worker);
 
-// Waits until `count` more slots are finished and takes their ids, in the order of finishing, into
-// `slots` unless that is null. Can be called again when it ended otherwise.
-Outcome receive(Parent& parent, uint32_t count, int64_t* slots, int64_t timeout_ns);
+// Waits until `count` of the slots are the parent's. Can be called again when it ended otherwise.
+Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns);
 
 // Waits for work or a knock. `count` is 0 for a knock, else of one `operation`.
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count);

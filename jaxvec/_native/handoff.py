@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._channel import Channel
-from jaxvec._handoff import LOOK_AROUND, Shares, Supervision, Work, time_left
+from jaxvec._handoff import LOOK_AROUND, Shares, Slots, Supervision, Work, time_left
 from jaxvec._native import library
 from jaxvec._segment import Arrays
 
@@ -21,17 +22,16 @@ _DONE = 0
 class _Board(ctypes.Structure):
     """`Board` of handoff.h."""
 
-    _numbers = ("num_slots", "num_workers", "capacity", "outbox_capacity", "spin_ns")
+    _numbers = ("num_slots", "num_workers", "capacity", "spin_ns")
     _words = (
         "asked",
         "done",
+        "done_at",
         "inbox",
         "native_inbox_count",
         "bell",
         "knocks",
         "asleep",
-        "native_outbox",
-        "native_outbox_count",
         "finished",
         "target",
         "alarm",
@@ -43,7 +43,6 @@ class _Board(ctypes.Structure):
         self._arrays = arrays  # keeps the segment mapped for as long as C++ has its addresses
         self.num_slots = arrays["asked",].size
         self.num_workers, self.capacity = arrays["inbox",].shape
-        self.outbox_capacity = arrays["native_outbox",].size
         self.spin_ns = spin_ns
         for word in self._words:
             setattr(self, word, arrays[word,].ctypes.data)
@@ -53,7 +52,7 @@ class _Parent(ctypes.Structure):
     _fields_ = [
         ("board", _Board),
         ("sockets", ctypes.POINTER(ctypes.c_int32)),
-        ("taken", ctypes.c_uint32),
+        ("waiters", ctypes.c_uint32),
         ("alarms", ctypes.c_uint32),
     ]
 
@@ -79,13 +78,14 @@ class NativeParentEnd:
         spin_ns: int,
     ) -> None:
         self._library = _declared()
-        self._asked, self._done = arrays["asked",], arrays["done",]
+        self._slots = Slots(arrays)
         self._board = _Board(arrays, spin_ns)
         self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
         self._parent = _Parent(self._board, self._sockets, 0, 0)
         self._reference = ctypes.byref(self._parent)
         self._shares = Shares(slices)
-        self._received = np.empty(self._asked.size, np.int64)
+        self._listening = threading.Lock()
+        self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
 
     @property
     def address(self) -> int:
@@ -93,32 +93,29 @@ class NativeParentEnd:
         return ctypes.addressof(self._parent)
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
-        """Hands `slots`, ascending, to their workers. The parent must own them."""
-        address = slots.ctypes.data
-        for worker, start, stop in self._shares.of(slots):
-            self._library.jaxvec_send(self._reference, worker, operation, address + 8 * start, stop - start)
+        """See `ParentHandoff`."""
+        for worker, share in self._shares.of(slots):
+            self._library.jaxvec_send(self._reference, worker, operation, share.ctypes.data, len(share))
 
-    def receive(self, count: int, supervision: Supervision) -> None:
-        """Waits until `count` slots are the parent's again."""
+    def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
+        """See `ParentHandoff`."""
         while True:
             left = time_left(supervision.deadline)
-            outcome = self._library.jaxvec_receive(
-                self._reference, count, self._received.ctypes.data, int(min(left, LOOK_AROUND) * 1e9)
+            timeout = int(min(left, LOOK_AROUND) * 1e9)
+            outcome = self._library.jaxvec_wait(
+                self._reference, slots.ctypes.data, len(slots), count, timeout
             )
             if outcome == _DONE:
                 return
             # Raises what has happened. After an interrupt, Python's signal handlers have run by now.
-            supervision.look(0)
+            with self._listening:
+                supervision.look(0)
             if left <= 0:
                 supervision.expire()
 
     def knock(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""
         self._library.jaxvec_knock(self._reference, worker)
-
-    def unfinished(self) -> NDArray[Any]:
-        """Returns the ids of slots whose latest request is not finished."""
-        return np.flatnonzero(self._asked != self._done)
 
 
 class NativeWorkerEnd:
@@ -158,7 +155,7 @@ def _declared() -> ctypes.CDLL:
         jaxvec_sizeof_worker=(u32, []),
         jaxvec_send=(None, [pointer, u32, u32, pointer, u32]),
         jaxvec_knock=(None, [pointer, u32]),
-        jaxvec_receive=(ctypes.c_int32, [pointer, u32, pointer, i64]),
+        jaxvec_wait=(ctypes.c_int32, [pointer, pointer, u32, u32, i64]),
         jaxvec_take=(None, [pointer, pointer, pointer, pointer]),
         jaxvec_post=(None, [pointer, pointer, u32]),
         jaxvec_ring=(None, [pointer]),

@@ -96,7 +96,7 @@ Stepped Pool::step(int64_t fingerprint, const std::vector<Array>& operands, cons
     send(*plan_.parent, worker, kStep, plan_.slots + first, static_cast<uint32_t>(stop - first));
     first = stop;
   }
-  if (receive(*plan_.parent, num_slots, nullptr, plan_.wait_ns) != kDone) {
+  if (wait(*plan_.parent, plan_.slots, num_slots, num_slots, plan_.wait_ns) != kDone) {
     *waited_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
     return Stepped::kUnderWay;
   }

@@ -3,6 +3,7 @@
 // Rows are plain memory that the parent and the workers write in turn, so any hole in the hand-off's
 // ordering is a data race that the sanitizer reports; and every value is checked besides.
 #include <cstdio>
+#include <mutex>
 #include <random>
 #include <thread>
 #include <vector>
@@ -34,70 +35,89 @@ void work(Board board, uint32_t index, uint32_t start, std::vector<uint32_t>& ro
   }
 }
 
-void run(uint32_t num_slots, uint32_t num_workers, uint32_t spin_ns, uint32_t rounds) {
-  const uint32_t capacity = power_of_two((num_slots + num_workers - 1) / num_workers);
-  const uint32_t outbox_capacity = power_of_two(num_slots);
-  const uint32_t start = 0u - 500 * outbox_capacity;
-  Words words(num_slots, num_workers, capacity, outbox_capacity);
-  const Board board = words.board(capacity, spin_ns, start);
-  std::vector<uint32_t> rows(num_slots), expected(num_slots);
-  uint32_t stop = 0;
-  std::vector<std::thread> threads;
-  for (uint32_t w = 0; w < num_workers; ++w) {
-    threads.emplace_back(work, board, w, start, std::ref(rows), std::cref(stop));
-  }
-  std::vector<int32_t> sockets(num_workers, -1);
-  Parent parent = {board, sockets.data(), start, 0};
-  std::vector<int64_t> received(num_slots);
-  std::mt19937 random(num_slots);
+// Some of the parent's threads: each sends slots of its own and waits for them, some at a time.
+void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, uint32_t num_workers,
+         std::vector<uint32_t>& rows, const Words& words, uint32_t rounds) {
+  std::mt19937 random{uint32_t(mine[0])};
+  std::vector<uint32_t> expected(rows.size());
   for (uint32_t round = 0; round < rounds; ++round) {
-    uint32_t sent = 0;
+    std::vector<int64_t> sent;
     for (uint32_t w = 0; w < num_workers; ++w) {
       std::vector<int64_t> slots[2];  // for each operation
-      for (uint32_t slot = w; slot < num_slots; slot += num_workers) {
+      for (const int64_t slot : mine) {
         const uint32_t operation = random() % 3;
-        if (operation > kStep) continue;
+        if (slot % num_workers != w || operation > kStep) continue;
         slots[operation].push_back(slot);
         rows[slot] += 7;
         expected[slot] += 7 + (operation == kStep ? 1 : 1000);
       }
+      const std::lock_guard lock(sending);
       for (uint32_t operation : {kReset, kStep}) {
         const uint32_t count = uint32_t(slots[operation].size());
         if (count > 0) send(parent, w, operation, slots[operation].data(), count);
-        sent += count;
+        sent.insert(sent.end(), slots[operation].begin(), slots[operation].end());
       }
     }
-    while (sent > 0) {  // in batches, as a first-ready pool would
-      const uint32_t batch = 1 + random() % sent;
+    while (!sent.empty()) {  // in batches, as a first-ready pool would
+      const uint32_t batch = 1 + random() % uint32_t(sent.size());
       Outcome outcome;
-      do outcome = receive(parent, batch, received.data(), 5'000'000'000);
+      do outcome = wait(parent, sent.data(), uint32_t(sent.size()), batch, 5'000'000'000);
       while (outcome == kInterrupted);
       check(outcome == kDone, "a wait that did not end");
-      for (uint32_t i = 0; i < batch; ++i) {
-        const int64_t slot = received[i];
-        check(rows[slot] == expected[slot], "a row that is not its worker's answer");
-        check(words.done[slot].load() == words.asked[slot].load(), "a slot that is not done");
+      std::vector<int64_t> left;
+      for (const int64_t slot : sent) {
+        if (words.done[slot].load(std::memory_order_acquire) == words.asked[slot].load()) {
+          check(rows[slot] == expected[slot], "a row that is not its worker's answer");
+        } else {
+          left.push_back(slot);
+        }
       }
-      sent -= batch;
+      check(sent.size() - left.size() >= batch, "a wait that ended too early");
+      sent = left;
     }
   }
+}
+
+void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t spin_ns, uint32_t rounds) {
+  const uint32_t capacity = power_of_two((num_slots + num_workers - 1) / num_workers);
+  const uint32_t start = 0u - 500 * power_of_two(num_slots);
+  Words words(num_slots, num_workers, capacity);
+  const Board board = words.board(capacity, spin_ns, start);
+  std::vector<uint32_t> rows(num_slots);
+  uint32_t stop = 0;
+  std::vector<std::thread> threads, owners;
+  for (uint32_t w = 0; w < num_workers; ++w) {
+    threads.emplace_back(work, board, w, start, std::ref(rows), std::cref(stop));
+  }
+  std::vector<int32_t> sockets(num_workers, -1);
+  Parent parent = {board, sockets.data(), {0}, {0}};
+  std::mutex sending;
+  for (uint32_t o = 0; o < num_owners; ++o) {
+    std::vector<int64_t> mine;
+    for (uint32_t slot = o; slot < num_slots; slot += num_owners) mine.push_back(slot);
+    owners.emplace_back(own, std::ref(parent), std::ref(sending), mine, num_workers, std::ref(rows),
+                        std::cref(words), rounds);
+  }
+  for (std::thread& owner : owners) owner.join();
   stop = kStop;
   for (uint32_t w = 0; w < num_workers; ++w) knock(parent, w);
   for (std::thread& thread : threads) thread.join();
 
+  const int64_t slot = 0;
+  words.asked[0] += 1;
   ring(parent.board);
-  check(receive(parent, 1, received.data(), 0) == kLookAround, "an alarm that was not heard");
-  check(receive(parent, 1, received.data(), 1'000'000) == kTimeout, "a wait for nothing");
+  check(wait(parent, &slot, 1, 1, 0) == kLookAround, "an alarm that was not heard");
+  check(wait(parent, &slot, 1, 1, 1'000'000) == kTimeout, "a wait for nothing");
 }
 
 }  // namespace
 
 int main() {
   for (uint32_t spin_ns : {0u, 50'000u}) {
-    run(1, 1, spin_ns, 2000);
-    run(8, 2, spin_ns, 2000);
-    run(13, 5, spin_ns, 1000);
-    run(64, 8, spin_ns, 500);
+    run(1, 1, 1, spin_ns, 2000);
+    run(8, 2, 1, spin_ns, 2000);
+    run(13, 5, 3, spin_ns, 1000);
+    run(64, 8, 2, spin_ns, 500);
   }
   std::puts("done");
 }

@@ -19,6 +19,7 @@ namespace {
 constexpr uint32_t kSlots = 6, kWorkers = 3, kPrograms = 4, kStart = 0;
 constexpr uint32_t kU32 = 'u' + 256 * 4;
 constexpr int64_t kFingerprint = 42;
+constexpr int64_t kAll[] = {0, 1, 2, 3, 4, 5};
 
 struct Rows {
   std::vector<uint32_t> action, result, steps;
@@ -51,7 +52,7 @@ struct Shared {
 // What Python does with a step that was sent; the thread is inside the gate.
 void end_step(Shared& shared) {
   Outcome outcome;
-  do outcome = receive(shared.parent, kSlots, nullptr, 5'000'000'000);
+  do outcome = wait(shared.parent, kAll, kSlots, kSlots, 5'000'000'000);
   while (outcome != kDone && outcome != kTimeout);
   check(outcome == kDone, "a step that did not end");
   ++shared.pool->state.count;
@@ -123,11 +124,10 @@ void run_host(Shared& shared, uint32_t steps) {
 }  // namespace
 
 int main() {
-  Words words(kSlots, kWorkers, 2, 8);
+  Words words(kSlots, kWorkers, 2);
   const Board board = words.board(2, 20'000, kStart);
   const std::vector<int32_t> sockets(kWorkers, -1);
-  Shared shared;
-  shared.parent = {board, sockets.data(), kStart, 0};
+  Shared shared{{board, sockets.data(), {0}, {0}}, {}, {}};
   shared.rows = {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)};
   const std::vector<int64_t> slots = {0, 1, 2, 3, 4, 5}, stops = {2, 4, 6}, dims = {kSlots};
   const Array action = {shared.rows.action.data(), dims.data(), 1, kU32, nullptr};

@@ -10,20 +10,21 @@
 namespace jaxvec {
 
 struct Words {
-  std::vector<std::atomic<uint32_t>> asked, done, outbox;
+  std::vector<std::atomic<uint32_t>> asked, done;
+  std::vector<std::atomic<int64_t>> done_at;
   std::vector<uint32_t> inbox;
   std::vector<Line> inbox_count, bell, knocks, asleep, single;
 
-  Words(uint32_t slots, uint32_t workers, uint32_t capacity, uint32_t outbox_capacity)
+  Words(uint32_t slots, uint32_t workers, uint32_t capacity)
       : asked(slots),
         done(slots),
-        outbox(outbox_capacity),
+        done_at(slots),
         inbox(workers * capacity),
         inbox_count(workers),
         bell(workers),
         knocks(workers),
         asleep(workers),
-        single(4) {}
+        single(3) {}
 
   Board board(uint32_t capacity, uint32_t spin_ns, uint32_t start) {
     for (Line& line : single) line.word = 0;
@@ -32,24 +33,22 @@ struct Words {
     }
     // Counters begin just below their wrap.
     for (Line& line : inbox_count) line.word = start;
-    single[0].word = single[1].word = single[2].word = start;
+    single[0].word = single[1].word = start;
     return {uint32_t(asked.size()),
             uint32_t(bell.size()),
             capacity,
-            uint32_t(outbox.size()),
             spin_ns,
             asked.data(),
             done.data(),
+            done_at.data(),
             inbox.data(),
             inbox_count.data(),
             bell.data(),
             knocks.data(),
             asleep.data(),
-            outbox.data(),
             &single[0],
             &single[1],
-            &single[2],
-            &single[3]};
+            &single[2]};
   }
 };
 
