@@ -9,7 +9,9 @@ from jaxvec._errors import (
     ActionError,
     EnvDataError,
     EnvError,
+    EnvIdError,
     EnvTimeoutError,
+    InFlightError,
     JaxvecError,
     PoolBrokenError,
     PoolClosedError,
@@ -24,6 +26,7 @@ from jaxvec._timestep import TimeStep
 if TYPE_CHECKING:
     from jaxvec import testing
     from jaxvec._vector_env import VectorEnv
+    from jaxvec.callbacks._first_ready import recv, send
     from jaxvec.callbacks._functional import reset, step
     from jaxvec.callbacks._handle import Handle
     from jaxvec.callbacks._make import make
@@ -34,8 +37,10 @@ __all__ = [
     "ActionError",
     "EnvDataError",
     "EnvError",
+    "EnvIdError",
     "EnvTimeoutError",
     "Handle",
+    "InFlightError",
     "JaxvecError",
     "PoolBrokenError",
     "PoolClosedError",
@@ -47,7 +52,9 @@ __all__ = [
     "VectorEnv",
     "WorkerDiedError",
     "make",
+    "recv",
     "reset",
+    "send",
     "step",
     "testing",
 ]
@@ -57,7 +64,9 @@ _LAZY = {
     "Handle": "jaxvec.callbacks._handle",
     "VectorEnv": "jaxvec._vector_env",
     "make": "jaxvec.callbacks._make",
+    "recv": "jaxvec.callbacks._first_ready",
     "reset": "jaxvec.callbacks._functional",
+    "send": "jaxvec.callbacks._first_ready",
     "step": "jaxvec.callbacks._functional",
 }
 

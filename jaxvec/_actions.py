@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._errors import ActionError
+from jaxvec._errors import ActionError, EnvIdError
 from jaxvec._spaces import DictNode, Leaf, Node, TupleNode, format_path
 from jaxvec._spec import PoolSpec
 
@@ -42,7 +42,7 @@ def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]
     return [found for child, part in pairs for found in flatten(child, part, check)]
 
 
-def check_on_host(spec: PoolSpec, action: Any) -> list[NDArray[Any]]:
+def check_on_host(spec: PoolSpec, action: Any, num_envs: int) -> list[NDArray[Any]]:
     """Returns the leaves of a batch of actions, each `[num_envs, ...]`, in the order of the spec.
 
     Raises:
@@ -50,12 +50,13 @@ def check_on_host(spec: PoolSpec, action: Any) -> list[NDArray[Any]]:
     """
 
     def check(leaf: Leaf, value: Any) -> NDArray[Any]:
-        expected = f"{leaf}: expected {leaf.stored} of shape {spec.batch_shape(leaf)}, env axis first; got"
+        shape = (num_envs, *leaf.shape)
+        expected = f"{leaf}: expected {leaf.stored} of shape {shape}, env axis first; got"
         try:
             array = np.asarray(value)
         except ValueError as error:
             raise ActionError(f"{expected} a ragged sequence") from error
-        if array.shape != spec.batch_shape(leaf) or not castable(array.dtype, leaf):
+        if array.shape != shape or not castable(array.dtype, leaf):
             raise ActionError(f"{expected} {array.dtype} of shape {array.shape}")
         stored = array.astype(leaf.stored, copy=False)
         safe = leaf.stored.kind == "f" or np.can_cast(array.dtype, leaf.stored)
@@ -64,6 +65,16 @@ def check_on_host(spec: PoolSpec, action: Any) -> list[NDArray[Any]]:
         return stored
 
     return flatten(spec.action, action, check)
+
+
+def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:
+    """Returns `[k]` env ids, all for `None`; raises `EnvIdError` if they are no integers."""
+    if env_id is None:
+        return np.arange(num_envs)
+    array = np.asarray(env_id)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise EnvIdError(f"env_id must be integers of shape [k], got {array.dtype} of shape {array.shape}")
+    return array.astype(np.intp)
 
 
 def castable(given: np.dtype[Any], leaf: Leaf) -> bool:

@@ -30,6 +30,7 @@ class Workers(Protocol):
     def open_gate(
         self,
         pool_id: int,
+        in_flight: NDArray[np.bool_],
         needs_reset: NDArray[np.bool_],
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,

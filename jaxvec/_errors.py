@@ -6,7 +6,9 @@ __all__ = [
     "ActionError",
     "EnvDataError",
     "EnvError",
+    "EnvIdError",
     "EnvTimeoutError",
+    "InFlightError",
     "JaxvecError",
     "PoolBrokenError",
     "PoolClosedError",
@@ -39,6 +41,14 @@ class ActionError(JaxvecError, ValueError):
 
 class ResetNeededError(JaxvecError, RuntimeError):
     """An env was stepped before its first reset or, without autoreset, after its episode's end."""
+
+
+class EnvIdError(JaxvecError, ValueError):
+    """A call names an env twice, or one that the pool does not have."""
+
+
+class InFlightError(JaxvecError, RuntimeError):
+    """A call needs an env that is in flight, or `recv` more of them than are."""
 
 
 class StaleHandleError(JaxvecError, ValueError):

@@ -68,13 +68,14 @@ def gate(
     *,
     slices: tuple[tuple[int, int], ...],
     pool_id: int,
+    in_flight: NDArray[np.bool_],
     needs_reset: NDArray[np.bool_],
     over: Sequence[NDArray[np.bool_]] | None,
     timeout: float | None,
 ) -> Gate:
     """Makes the gate of a pool with this hand-off; see `NativeGate` for the arguments."""
     if not isinstance(end, NativeParentEnd):
-        return PortableGate()
+        return PortableGate(spec.num_envs)
     return NativeGate(
         end,
         pool_id=pool_id,
@@ -83,6 +84,7 @@ def gate(
         actions=[arrays[leaf.path] for leaf in spec.action_leaves],
         results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
         nonzero=[_nonzero(leaf, arrays) for leaf in spec.timestep_leaves],
+        in_flight=in_flight,
         needs_reset=needs_reset,
         over=over,
         timeout=timeout,

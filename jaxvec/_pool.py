@@ -1,7 +1,10 @@
 """The one state machine of a pool: OPEN, then BROKEN by a cause, or CLOSED.
 
-Counts steps, keeps rows whole, and decides what each caller may do. Which processes do the work is
-its workers' affair, and what the data means is its callers'.
+Decides who may move which envs now, and keeps rows whole. Which processes do the work is its workers'
+affair, and what the data means is its callers'.
+
+A caller names its envs by `slots`, `[n]` indices into the pool, and says by `counts` how often each was
+moved when it got its handle to them; the host, which has no handle, passes `None`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,8 @@ from numpy.typing import NDArray
 from jaxvec._backend import Workers
 from jaxvec._errors import (
     EnvError,
+    EnvIdError,
+    InFlightError,
     PoolBrokenError,
     PoolClosedError,
     ResetNeededError,
@@ -88,6 +94,9 @@ class _Rows:
     over: tuple[NDArray[np.bool_], NDArray[np.bool_]]  # terminated, truncated
 
 
+Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf
+
+
 class Pool:
     """The envs, their memory, and who may step them now."""
 
@@ -98,11 +107,23 @@ class Pool:
         *,
         num_workers: int,
         autoreset_mode: AutoresetMode,
+        in_order: bool,
         timeouts: Timeouts,
     ) -> None:
+        """Makes the pool of these workers.
+
+        Args:
+            workers: with their envs.
+            spec: of the envs.
+            num_workers: how many.
+            autoreset_mode: of the envs.
+            in_order: whether `recv` returns envs in the order in which they were sent.
+            timeouts: of the operations.
+        """
         self.spec = spec
         self._workers = workers
         self._autoreset_mode = autoreset_mode
+        self._in_order = in_order
         self._timeouts = timeouts
         layout = make_layout(spec, num_workers=num_workers)
         arrays = workers.attach(layout, spec, autoreset_mode, timeouts.start)
@@ -112,8 +133,10 @@ class Pool:
             results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
             over=(arrays["terminated",], arrays["truncated",]),
         )
-        self._all = np.arange(spec.num_envs)
+        self.all = np.arange(spec.num_envs)
         self._needs_reset = np.ones(spec.num_envs, np.bool_)
+        self._in_flight = np.zeros(spec.num_envs, np.bool_)
+        self._sent = np.empty(0, np.intp)  # the slots in flight, in the order sent
         self._options: dict[str, Any] | None = None  # that the workers hold
 
         self._broken_by: BaseException | None = None
@@ -122,9 +145,12 @@ class Pool:
         self._process = os.getpid()
         self.id = next(_ids)
         disabled = autoreset_mode is AutoresetMode.DISABLED
-        # Whoever resets, steps or requests is inside for the whole of it.
         self._gate = workers.open_gate(
-            self.id, self._needs_reset, self._rows.over if disabled else None, timeouts.step
+            self.id,
+            self._in_flight,
+            self._needs_reset,
+            self._rows.over if disabled else None,
+            timeouts.step,
         )
         _pools[self.id] = self
 
@@ -136,6 +162,10 @@ class Pool:
     def broken_by(self) -> BaseException | None:
         """What broke the pool, if anything did."""
         return self._broken_by
+
+    def counts(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
+        """Returns what a fresh handle to `slots` says."""
+        return self._gate.counts[slots]
 
     def require_spec(self, fingerprint: int) -> None:
         """Raises `StaleHandleError` if a handle made for a spec of this fingerprint can't be ours."""
@@ -162,91 +192,148 @@ class Pool:
 
     def reset(
         self,
+        slots: NDArray[Any],
         *,
         seeds: NDArray[Any] | None,
         mask: NDArray[Any] | None,
         options: dict[str, Any] | None,
-        count: int | None,
+        counts: NDArray[Any] | None,
         caller: str,
-        out: Sequence[NDArray[Any]] | None = None,
-    ) -> tuple[int, Sequence[NDArray[Any]]]:
-        """Resets the envs of `mask`; other rows stay as they are.
+        out: Rows | None = None,
+    ) -> Rows:
+        """Resets envs; when all are, what was in flight is lost.
 
         Args:
-            seeds: `[num_envs]` int64, `NONE` where an env gets none.
-            mask: `[num_envs]` bool; `None` for all.
+            slots: `[n]`.
+            seeds: `[n]` int64, `NONE` where an env gets none.
+            mask: `[n]` bool, which envs to reset; the others' rows stay as they are. `None` for all.
             options: for every env's `reset`.
-            count: that of the caller's handle; `None` if it has none.
+            counts: `[n]`, those of the caller's handle; `None` if it has none.
             caller: who is to be named when the handles of others go stale; of `_gate.MOVERS`.
             out: where to copy the leaves of the time step.
 
         Returns:
-            The new step count, and a copy of each leaf of the time step, `out` if that was given.
+            A copy of each leaf of the time step, `[n, ...]`; `out` if that was given. Of a first-ready
+            pool, as `recv`.
         """
-        with self._gate.inside():
-            interrupt = interrupts.since_now()  # before an env can hang
-            self._require_usable()
-            self._require_fresh(count)
-            slots = self._all if mask is None else np.flatnonzero(mask)
-            self._rows.seeds[:] = NONE if seeds is None else seeds
-            with self._breaking():
-                self._send_options(options)
-                self._workers.send(RESET, slots)
-                self._workers.wait(
-                    slots, len(slots), name="reset", timeout=self._timeouts.reset, waited=0, check=interrupt
-                )
-            self._needs_reset[slots] = False
-            return self._finish(caller, out)
+        chosen = slots if mask is None else slots[mask]
+        replaces_options = options is not None or self._options is not None
+        with self._gate.flight():
+            with self._gate.inside(alone=counts is None or replaces_options):
+                check = self._enter(slots, counts)
+                if len(chosen) == self.spec.num_envs and len(self._sent):
+                    self._wait(self._sent, len(self._sent), "step", check)
+                    self._land(self._sent)
+                elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
+                    raise EnvIdError(
+                        f"a pool whose recv returns {self.spec.batch_size} of {self.spec.num_envs} envs is "
+                        f"reset as a whole, not {len(chosen)} envs of it"
+                    )
+                self._require_landed(chosen)
+                self._rows.seeds[slots] = NONE if seeds is None else seeds
+                with self._breaking():
+                    if replaces_options:
+                        self._send_options(options)
+                    self._workers.send(RESET, chosen)
+                self._needs_reset[chosen] = False
+                if self.spec.first_ready:
+                    self._take_off(chosen)
+                self._gate.moved(slots, caller)
+                self._gate.take_off()
+            if self.spec.first_ready:
+                return self._receive("reset", check, out)
+            self._wait(chosen, len(chosen), "reset", check)
+            return self._copy(slots, out)
 
     def step(
         self,
-        actions: Sequence[NDArray[Any]],
+        slots: NDArray[Any],
+        actions: Rows,
         *,
-        count: int | None,
+        counts: NDArray[Any] | None,
         caller: str,
-        out: Sequence[NDArray[Any]] | None = None,
-    ) -> tuple[int, Sequence[NDArray[Any]]]:
-        """Steps every env once.
+        out: Rows | None = None,
+    ) -> Rows:
+        """Steps envs once.
 
         Args:
-            actions: a `[num_envs, ...]` array for each leaf of the action, of the stored dtype.
-            count, caller, out: as in `reset`.
+            slots: `[n]`.
+            actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
+            counts, caller, out: as in `reset`.
 
         Returns:
-            The new step count, and a copy of each leaf of the time step.
+            A copy of each leaf of the time step, `[n, ...]`.
         """
-        with self._gate.inside():
-            interrupt = interrupts.since_now()  # before an env can hang
-            self._require_usable()
-            self._require_fresh(count)
-            self._require_reset()
-            for stored, action in zip(self._rows.actions, actions, strict=True):
-                np.copyto(stored, action)
-            with self._breaking():
-                self._workers.send(STEP, self._all)
-                return self._end_step(caller, waited=0, interrupt=interrupt, out=out)
+        with self._gate.flight():
+            with self._gate.inside(alone=counts is None):
+                check = self._enter(slots, counts)
+                self._send_step(slots, actions)
+                self._gate.moved(slots, caller)
+                self._gate.take_off()
+            self._wait(slots, len(slots), "step", check)
+            return self._end_step(slots, out)
 
     def end_step(
-        self,
-        *,
-        caller: str,
-        waited: float,
-        interrupt: Callable[[], None],
-        out: Sequence[NDArray[Any]] | None,
-    ) -> tuple[int, Sequence[NDArray[Any]]]:
-        """Waits for a step that was sent, and ends it. The caller is inside the gate.
+        self, slots: NDArray[Any], *, waited: float, interrupt: Callable[[], None], out: Rows
+    ) -> None:
+        """Waits for a step that was sent, and ends it. The caller is in flight.
 
         A compiled program's step that was sent without Python comes here when its wait meets with
         anything unusual.
 
         Args:
+            slots: `[n]`.
             waited: seconds so far.
             interrupt: raises if Ctrl-C came since the step began.
-            caller, out: as in `step`.
+            out: as in `reset`.
         """
-        with self._breaking():
-            interrupt()
-            return self._end_step(caller, waited=waited, interrupt=interrupt, out=out)
+        self._wait(slots, len(slots), "step", partial(self._check, interrupt), waited=waited)
+        self._end_step(slots, out)
+
+    def send(self, slots: NDArray[Any], actions: Rows, *, counts: NDArray[Any] | None, caller: str) -> None:
+        """Starts a step of envs, which are in flight until `recv` returns them.
+
+        Args:
+            slots: `[k]`.
+            actions: `[k, ...]`, as of `step`.
+            counts: `[num_envs]`, because the caller's handle is to all envs; `None` if it has none.
+            caller: as in `reset`.
+        """
+        with self._gate.inside():
+            self._enter(self.all, counts)
+            self._send_step(slots, actions)
+            self._take_off(slots)
+            self._gate.moved(self.all, caller)
+
+    def recv(
+        self,
+        *,
+        counts: NDArray[Any] | None,
+        caller: str,
+        out: Rows | None = None,
+        copy: bool = True,
+    ) -> Rows:
+        """Waits until `batch_size` of the envs in flight are done, and lands them.
+
+        Args:
+            counts, caller: as of `send`.
+            out: as of `reset`.
+            copy: whether rows that lie together are copied; else they are the segment's, read-only.
+
+        Returns:
+            Each leaf of the time step, `[batch_size, ...]`.
+        """
+        with self._gate.flight():
+            with self._gate.inside(alone=True):  # one recv at a time
+                check = self._enter(self.all, counts)
+                if len(self._sent) < self.spec.batch_size:
+                    raise InFlightError(
+                        f"recv returns {self.spec.batch_size} envs, but {len(self._sent)} are in flight; "
+                        "send more first"
+                    )
+                self._gate.moved(self.all, caller)
+                self._gate.take_off()
+            return self._receive("step", check, out, copy=copy)
 
     def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
@@ -258,7 +345,7 @@ class Pool:
         Returns:
             One result for each slice, in env order.
         """
-        with self._gate.inside():
+        with self._gate.inside(alone=True):
             self._require_usable()
             with self._breaking(survives=EnvError):
                 return self._workers.request(name, arguments, timeout=self._timeouts.step)
@@ -273,10 +360,83 @@ class Pool:
             return
         self._closed = True
         self._gate.bar()
-        with self._gate.inside(if_busy=self._workers.kill):
+        with self._gate.inside(alone=True, if_busy=self._workers.kill):
             self._workers.close(timeout if self._broken_by is None else min(timeout, 1.0))
             self._gate.close()
             del self._rows  # and with it the segment: nobody else has views of it
+
+    # --- what the calls are made of; only who is inside the gate changes anything --------------
+
+    def _enter(self, slots: NDArray[Any], counts: NDArray[Any] | None) -> Callable[[], None]:
+        """Checks a call before it changes anything; returns what its wait has to call now and then."""
+        check = partial(self._check, interrupts.since_now())  # before an env can hang
+        self._require_usable()
+        if counts is not None:
+            self._require_distinct(slots)
+            self._require_fresh(slots, counts)
+        return check
+
+    def _check(self, interrupt: Callable[[], None]) -> None:
+        interrupt()
+        self._require_usable()  # another thread may have closed or broken us
+
+    def _send_step(self, slots: NDArray[Any], actions: Rows) -> None:
+        self._require_distinct(slots)
+        self._require_landed(slots)
+        self._require_reset(slots)
+        for stored, action in zip(self._rows.actions, actions, strict=True):
+            stored[_index(slots)] = action
+        with self._breaking():
+            self._workers.send(STEP, slots)
+
+    def _send_options(self, options: dict[str, Any] | None) -> None:
+        self._options = options
+        self._workers.request("set_options", lambda _first, _stop: (options,), timeout=self._timeouts.reset)
+
+    def _take_off(self, slots: NDArray[Any]) -> None:
+        self._in_flight[slots] = True
+        self._sent = np.concatenate([self._sent, slots])
+
+    def _land(self, slots: NDArray[Any]) -> None:
+        self._in_flight[slots] = False
+        self._sent = self._sent[self._in_flight[self._sent]]
+
+    def _wait(
+        self, slots: NDArray[Any], count: int, name: str, check: Callable[[], None], *, waited: float = 0
+    ) -> None:
+        timeout = self._timeouts.reset if name == "reset" else self._timeouts.step
+        with self._breaking():
+            check()
+            self._workers.wait(slots, count, name=name, timeout=timeout, waited=waited, check=check)
+
+    def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
+        if self._autoreset_mode is AutoresetMode.DISABLED:
+            terminated, truncated = self._rows.over
+            self._needs_reset[slots] = terminated[slots] | truncated[slots]
+        return self._copy(slots, out, copy=copy)
+
+    def _receive(self, name: str, check: Callable[[], None], out: Rows | None, *, copy: bool = True) -> Rows:
+        """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
+        count = self.spec.batch_size
+        sent = self._sent[:count] if self._in_order else self._sent
+        self._wait(sent, count, name, check)
+        with self._gate.inside():
+            slots = sent if self._in_order else self._workers.first_done(sent, count)
+            slots = slots if self.spec.first_ready else self.all
+            self._land(slots)
+        return self._end_step(slots, out, copy=copy)
+
+    def _copy(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
+        # These rows are the caller's: nobody sends their envs before it has the handle that we return.
+        index = _index(slots)
+        if out is not None:
+            for target, array in zip(out, self._rows.results, strict=True):
+                np.copyto(target, array[index])
+            return out
+        rows = [array[index] for array in self._rows.results]
+        if isinstance(index, slice):
+            rows = [array.copy() for array in rows] if copy else [_read_only(array) for array in rows]
+        return rows
 
     def _require_usable(self) -> None:
         if os.getpid() != self._process:
@@ -292,62 +452,49 @@ class Pool:
                 f"failed with {type(self._broken_by).__name__}: {self._broken_by}"
             ) from self._broken_by
 
-    def _require_fresh(self, count: int | None) -> None:
-        if count is None or count == self._gate.count:
+    def _require_distinct(self, slots: NDArray[Any]) -> None:
+        if slots is self.all:
             return
+        num_envs = self.spec.num_envs
+        foreign = slots[(slots < 0) | (slots >= num_envs)]
+        if foreign.size:
+            raise EnvIdError(f"env {foreign[0]} is none of pool {self.id}, whose are 0 to {num_envs - 1}")
+        times = np.bincount(slots, minlength=1)
+        if times.max() > 1:
+            raise EnvIdError(
+                f"env {times.argmax()} comes twice; nothing was moved. Under vmap each lane needs a handle "
+                "to envs of its own"
+            )
+
+    def _require_fresh(self, slots: NDArray[Any], counts: NDArray[Any]) -> None:
+        now = self._gate.counts[slots]
+        if np.array_equal(now, counts):
+            return
+        stale = int(np.flatnonzero(now != counts)[0])
         raise StaleHandleError(
-            f"stale handle: it says step {count}, but pool {self.id} is at step {self._gate.count}, last "
-            f"moved by {self._gate.mover}. Each handle can be used once: pass on the one that the latest "
-            "jaxvec.reset or jaxvec.step returned. After stepping on the host, call jaxvec.reset; to reset "
-            "within a program that steps, use reset(handle). vmap over step is not supported"
+            f"stale handle: it says that env {slots[stale]} is at step {counts[stale]}, but in pool "
+            f"{self.id} it is at step {now[stale]}, last moved by {self._gate.mover}. Each handle can be "
+            "used once: pass on the one that the latest call returned. After stepping on the host, call "
+            "jaxvec.reset; to reset within a program that steps, use reset(handle)"
         )
 
-    def _require_reset(self) -> None:
-        if not self._needs_reset.any():
+    def _require_landed(self, slots: NDArray[Any]) -> None:
+        if self._in_flight[slots].any():
+            raise InFlightError(
+                f"envs {slots[self._in_flight[slots]].tolist()} are in flight: sent, and not yet returned by "
+                "recv. Nothing was moved"
+            )
+
+    def _require_reset(self, slots: NDArray[Any]) -> None:
+        if not self._needs_reset[slots].any():
             return
-        waiting = np.flatnonzero(self._needs_reset).tolist()
-        why = (
-            "have not been reset" if self._gate.count == 0 else "have ended their episode or never been reset"
-        )
+        waiting = slots[self._needs_reset[slots]].tolist()
+        fresh = not self._gate.counts.any()
+        why = "have not been reset" if fresh else "have ended their episode or never been reset"
         raise ResetNeededError(
             f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
             "reset(..., mask=terminated | truncated)). Nothing was stepped"
         )
-
-    def _send_options(self, options: dict[str, Any] | None) -> None:
-        if options is not None or self._options is not None:
-            self._options = options
-            self._workers.request(
-                "set_options", lambda _first, _stop: (options,), timeout=self._timeouts.reset
-            )
-
-    def _end_step(
-        self,
-        caller: str,
-        *,
-        waited: float,
-        interrupt: Callable[[], None],
-        out: Sequence[NDArray[Any]] | None,
-    ) -> tuple[int, Sequence[NDArray[Any]]]:
-        self._workers.wait(
-            self._all,
-            len(self._all),
-            name="step",
-            timeout=self._timeouts.step,
-            waited=waited,
-            check=interrupt,
-        )
-        if self._autoreset_mode is AutoresetMode.DISABLED:
-            np.logical_or(*self._rows.over, out=self._needs_reset)
-        return self._finish(caller, out)
-
-    def _finish(self, caller: str, out: Sequence[NDArray[Any]] | None) -> tuple[int, Sequence[NDArray[Any]]]:
-        self._gate.moved(caller)
-        if out is None:
-            return self._gate.count, [array.copy() for array in self._rows.results]
-        for copy, array in zip(out, self._rows.results, strict=True):
-            np.copyto(copy, array)
-        return self._gate.count, out
 
     @contextmanager
     def _breaking(self, *, survives: type[BaseException] | tuple[()] = ()) -> Generator[None]:
@@ -357,7 +504,19 @@ class Pool:
         except BaseException as error:
             if self._closed:
                 raise PoolClosedError(f"pool {self.id} was closed during a call") from error
-            if not isinstance(error, survives):
+            if not isinstance(error, survives) and self._broken_by is None:
                 self._broken_by = error
                 self._gate.bar()
             raise
+
+
+def _index(slots: NDArray[Any]) -> slice | NDArray[Any]:
+    """Returns `slots` as a slice, if they lie together in ascending order."""
+    if len(slots) and (np.diff(slots) == 1).all():
+        return slice(int(slots[0]), int(slots[-1]) + 1)
+    return slots
+
+
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

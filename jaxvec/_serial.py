@@ -50,11 +50,12 @@ class SerialWorkers:
     def open_gate(
         self,
         pool_id: int,
+        in_flight: NDArray[np.bool_],
         needs_reset: NDArray[np.bool_],
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
     ) -> Gate:
-        return PortableGate()
+        return PortableGate(len(needs_reset))
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         with _typed():

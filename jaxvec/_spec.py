@@ -38,13 +38,15 @@ class PoolSpec:
     """The shapes and dtypes of a pool's data.
 
     Attributes:
-        num_envs: length of the first axis of every array.
+        num_envs: how many envs.
+        batch_size: how many of them `recv` returns.
         action: leaves that a step takes.
         obs, reward, terminated, truncated, info: leaves that a step returns.
         declared: the part of `info` that the env itself fills in.
     """
 
     num_envs: int
+    batch_size: int
     action: Node
     obs: Node
     reward: Leaf
@@ -52,6 +54,11 @@ class PoolSpec:
     truncated: Leaf
     info: DictNode
     declared: DictNode
+
+    @property
+    def first_ready(self) -> bool:
+        """Whether `recv` returns some envs while others are in flight."""
+        return self.batch_size < self.num_envs
 
     @property
     def has_final_obs(self) -> bool:
@@ -93,6 +100,7 @@ def make_spec(
     spaces: EnvSpaces,
     *,
     num_envs: int,
+    batch_size: int | None = None,
     autoreset_mode: AutoresetMode,
     final_obs: bool,
     declared: Mapping[str, Any],
@@ -102,7 +110,8 @@ def make_spec(
 
     Args:
         spaces: of every env.
-        num_envs: number of envs.
+        num_envs: how many envs.
+        batch_size: how many of them `recv` returns; `None` for all.
         autoreset_mode: under `SAME_STEP` info has `final_obs`, and `final_info` if keys are declared.
         final_obs: whether to keep the last observation of an episode under `SAME_STEP`.
         declared: info keys with a declaration each, see `declared_leaves`.
@@ -138,6 +147,7 @@ def make_spec(
     fields |= zip(declared_node.keys, declared_node.children, strict=True)
     return PoolSpec(
         num_envs=num_envs,
+        batch_size=num_envs if batch_size is None else batch_size,
         action=walk(spaces.action, root=("action",), policy=policy),
         obs=obs,
         reward=reward,

@@ -17,7 +17,7 @@ from jaxvec import _actions, _env_fns, _handoffs, _seeds
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._gate import HOST_RESET, HOST_STEP
+from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND, HOST_STEP
 from jaxvec._pool import Pool, Timeouts
 from jaxvec._serial import SerialWorkers
 from jaxvec._spaces import DtypePolicy
@@ -35,6 +35,7 @@ class VectorEnv:
 
     Attributes:
         num_envs, num_workers: how many.
+        batch_size: how many envs `recv` returns.
         single_observation_space, single_action_space: of one env.
         observation_space, action_space: batched, as Gymnasium batches them.
         reward_space: of one env, `None` for a scalar reward.
@@ -57,6 +58,7 @@ class VectorEnv:
         self._pool = pool
         self.spec: PoolSpec = pool.spec
         self.num_envs = pool.spec.num_envs
+        self.batch_size = pool.spec.batch_size
         self.num_workers = num_workers
         self.single_observation_space: Space[Any] = spaces.observation
         self.single_action_space: Space[Any] = spaces.action
@@ -96,11 +98,12 @@ class VectorEnv:
             PoolBrokenError, PoolClosedError: it was already.
             ValueError, TypeError: a bad argument; nothing was reset.
         """
-        _, rows = self._pool.reset(
+        rows = self._pool.reset(
+            self._pool.all,
             seeds=_seeds.expand(seed, self.num_envs),
             mask=_seeds.check_mask(mask, self.num_envs),
             options=options,
-            count=None,
+            counts=None,
             caller=HOST_RESET,
         )
         return self.spec.build_timestep(rows)
@@ -120,9 +123,43 @@ class VectorEnv:
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
         """
-        actions = _actions.check_on_host(self.spec, action)
-        _, rows = self._pool.step(actions, count=None, caller=HOST_STEP)
+        actions = _actions.check_on_host(self.spec, action, self.num_envs)
+        rows = self._pool.step(self._pool.all, actions, counts=None, caller=HOST_STEP)
         return self.spec.build_timestep(rows)
+
+    def send(self, action: Any, env_id: Any = None) -> None:
+        """Starts a step of some envs, and does not wait for it; `recv` does. From any thread.
+
+        Args:
+            action: pytree of the action space, leaves `[k, ...]`.
+            env_id: `[k]` integers, whose actions they are; `None` for all.
+
+        Raises:
+            ActionError: wrong structure, shape or dtype; nothing was sent.
+            EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
+            InFlightError: an env is in flight already; nothing was sent.
+            PoolBrokenError, PoolClosedError: the pool is.
+        """
+        slots = _actions.check_env_id(env_id, self.num_envs)
+        actions = _actions.check_on_host(self.spec, action, len(slots))
+        self._pool.send(slots, actions, counts=None, caller=HOST_SEND)
+
+    def recv(self, *, copy: bool = True) -> TimeStep:
+        """Waits for `batch_size` of the envs in flight; see `jaxvec.recv`. From any thread.
+
+        Args:
+            copy: `False` leaves rows in the segment where they lie together, as all envs do, or
+                neighbours with `recv_order="sent"`: read-only views, good until their envs are sent.
+
+        Returns:
+            NumPy arrays `[batch_size, ...]`; `info["env_id"]` says whose.
+
+        Raises:
+            InFlightError: fewer envs than that are in flight; the pool is as it was.
+            EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
+            PoolBrokenError, PoolClosedError: it was already.
+        """
+        return self.spec.build_timestep(self._pool.recv(counts=None, caller=HOST_RECV, copy=copy))
 
     @property
     def infos(self) -> tuple[dict[str, Any], ...]:
@@ -204,6 +241,8 @@ def start(
     num_envs: int | None,
     *,
     num_workers: int | None,
+    batch_size: int | None,
+    recv_order: str,
     backend: str,
     autoreset_mode: AutoresetMode | str,
     final_obs: bool,
@@ -220,6 +259,9 @@ def start(
     declared, learnt = undeclared(info)
     env_fns = _env_fns.resolve(env, num_envs, env_kwargs)
     num_workers = _num_workers(num_workers, len(env_fns), backend)
+    batch_size = _batch_size(batch_size, len(env_fns), mode)
+    if recv_order not in ("ready", "sent"):
+        raise ValueError(f'recv_order must be "ready" or "sent", not {recv_order!r}')
     handoff = _handoffs.choose(handoff)
     if backend == "serial":
         if worker_env:
@@ -239,12 +281,20 @@ def start(
         spec = make_spec(
             description.spaces,
             num_envs=len(env_fns),
+            batch_size=batch_size,
             autoreset_mode=mode,
             final_obs=final_obs,
             declared=declared | _learn(learnt, description),
             policy=policy,
         )
-        pool = Pool(workers, spec, num_workers=num_workers, autoreset_mode=mode, timeouts=timeouts)
+        pool = Pool(
+            workers,
+            spec,
+            num_workers=num_workers,
+            autoreset_mode=mode,
+            in_order=recv_order == "sent",
+            timeouts=timeouts,
+        )
         return VectorEnv(pool, description, num_workers=num_workers, autoreset_mode=mode, transport=transport)
     except BaseException:
         workers.close(timeout=1)
@@ -273,6 +323,19 @@ def _num_workers(num_workers: int | None, num_envs: int, backend: str) -> int:
             f"num_workers must be an integer from 1 to num_envs ({num_envs}), not {num_workers!r}"
         )
     return num_workers
+
+
+def _batch_size(batch_size: int | None, num_envs: int, mode: AutoresetMode) -> int:
+    if batch_size is None:
+        return num_envs
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= num_envs:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"batch_size must be an integer from 1 to num_envs ({num_envs}), not {batch_size!r}")
+    if batch_size < num_envs and mode is AutoresetMode.DISABLED:
+        raise ValueError(
+            "batch_size: envs that recv returns a few at a time must reset themselves; choose "
+            "another autoreset_mode than DISABLED"
+        )
+    return batch_size
 
 
 def _learn(keys: list[str], description: Description) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class ProcessWorkers:
     def open_gate(
         self,
         pool_id: int,
+        in_flight: NDArray[np.bool_],
         needs_reset: NDArray[np.bool_],
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
@@ -145,6 +146,7 @@ class ProcessWorkers:
             self._arrays,
             slices=self._slices,
             pool_id=pool_id,
+            in_flight=in_flight,
             needs_reset=needs_reset,
             over=over,
             timeout=timeout,

@@ -531,11 +531,11 @@ def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, wi
 import jax, jax.numpy as jnp
 from jaxvec._native import interrupts
 from jaxvec._workers import ProcessWorkers
-def receive(self, *args, name, receive=ProcessWorkers.receive, **kwargs):
+def wait(self, *args, name, wait=ProcessWorkers.wait, **kwargs):
     while {at_once} and name == "step" and not interrupts.count():
         time.sleep(0.001)
-    receive(self, *args, name=name, **kwargs)
-ProcessWorkers.receive = receive
+    wait(self, *args, name=name, **kwargs)
+ProcessWorkers.wait = wait
 envs = jaxvec.make(Env, 2, transport="{transport}", step_timeout=None)
 @jax.jit
 def program(handle, x):

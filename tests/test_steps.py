@@ -452,9 +452,9 @@ def test_a_donated_handle_is_gone_and_its_successor_works(envs):
 # --- wrong handles ----------------------------------------------------------------------------
 
 
-def step(handle, action=ONES):
+def step(handle, action=...):
     """A function of this file's own, as `jax.jit(jaxvec.step)` would be shared by all tests."""
-    return jaxvec.step(handle, action)
+    return jaxvec.step(handle, jnp.ones(handle.num_envs, int) if action is ... else action)
 
 
 def reset(handle):
@@ -487,7 +487,7 @@ STALE = r"(?s)stale handle.*step {}\b.*step {}\b"
 def test_a_handle_used_twice_is_refused_with_both_counts(envs, verb, jit):
     call = jax.jit(verb) if jit else verb
     handle, _ = jaxvec.reset(envs)
-    count = int(handle.token[1])
+    count = int(handle.token[0, 2])
     newer, _ = call(handle)
     with pool_moves(envs), raises(envs, jaxvec.StaleHandleError, STALE.format(count, count + 1)):
         call(handle)
@@ -499,7 +499,7 @@ def test_a_handle_used_twice_is_refused_with_both_counts(envs, verb, jit):
 def test_stepping_on_the_host_makes_handles_stale_and_is_named(envs, jit):
     handle, _ = jaxvec.reset(envs)
     envs.step(np.ones(3, int))
-    count = int(handle.token[1])
+    count = int(handle.token[0, 2])
     stale = STALE.format(count, count + 1) + ".*VectorEnv.step on the host"
     with pool_moves(envs), raises(envs, jaxvec.StaleHandleError, stale):
         (jax.jit(step) if jit else step)(handle)
@@ -563,7 +563,7 @@ def test_a_handle_with_another_specifications_token_is_refused(envs, make, other
         jax.block_until_ready((jax.jit(verb) if jit else verb)(foreign(handle, theirs)))
     with pool_moves(envs, steps=1), pool_moves(other, steps=1):
         step(handle)
-        step(theirs, jnp.ones(other.num_envs, int))
+        step(theirs)
 
 
 def test_a_token_of_an_equal_pool_is_that_pools_handle(envs, make):

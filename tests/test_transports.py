@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 
 import jax
@@ -13,8 +14,9 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec import _pool
+from jaxvec._gate import RECV, RESET, SEND, STEP
 from jaxvec._native import library
-from jaxvec.callbacks import _ffi, _transports
+from jaxvec.callbacks import _ffi, _io, _program, _transports
 from jaxvec.testing import CountingEnv, NestedEnv
 
 needs_ffi = pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason=str(_ffi.reason_unavailable()))
@@ -35,20 +37,40 @@ def test_unknown_transports_are_refused():
 
 @needs_ffi
 @pytest.mark.parametrize(
-    ("transport", "chosen", "cpu"),
+    ("transport", "platform", "chosen"),
     [
-        ("auto", {"platform_index", "ffi_call", "io_callback"}, True),
-        ("ffi", {"ffi_call", "io_callback"}, True),  # one that makes the program synchronous
-        ("io_callback", {"io_callback"}, False),
+        ("auto", "cpu", "ffi"),
+        ("auto", "tpu", "io_callback"),
+        ("ffi", "cpu", "ffi"),
+        ("io_callback", "cpu", "io_callback"),
     ],
 )
-def test_the_platform_decides_when_the_program_is_lowered(make, free_choice, transport, chosen, cpu):
-    envs = make(CountingEnv, 2, backend="serial", transport=transport)
-    handle, _ = jaxvec.reset(envs)
-    traced = step.trace(handle, jnp.zeros(2, int))
-    program = str(traced.jaxpr)
-    assert {name for name in ("platform_index", "ffi_call", "io_callback") if name in program} == chosen
-    assert ("jaxvec_step" in traced.lower().as_text()) == cpu
+def test_the_platform_decides_when_the_program_is_lowered(
+    make, free_choice, monkeypatch, transport, platform, chosen
+):
+    """Where there is no such device, JAX can't lower the callback itself."""
+
+    class Chosen(Exception):
+        pass
+
+    def choice(name):
+        def call(*_):
+            raise Chosen(name)
+
+        return call
+
+    monkeypatch.setattr(_ffi, "call", choice("ffi"))
+    monkeypatch.setattr(_io, "call", choice("io_callback"))
+    handle, _ = jaxvec.reset(make(CountingEnv, 2, backend="serial", transport=transport))
+    with pytest.raises(Chosen, match=chosen):
+        step.trace(handle, jnp.zeros(2, int)).lower(lowering_platforms=(platform,))
+
+
+@needs_ffi
+def test_the_ffi_is_refused_where_it_is_not(make, free_choice):
+    handle, _ = jaxvec.reset(make(CountingEnv, 2, backend="serial", transport="ffi"))
+    with pytest.raises(library.NativeUnavailableError, match="on the CPU"):
+        step.trace(handle, jnp.zeros(2, int)).lower(lowering_platforms=("tpu",))
 
 
 NEWER = pytest.param(
@@ -115,7 +137,7 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     monkeypatch.setattr(_pool.Pool, "end_step", None)
     ours = program(handles[0])
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
-    assert envs.pool._gate.count == 21
+    assert envs.pool._gate.counts.tolist() == [21] * 3
 
 
 def dict_of(sample):
@@ -168,7 +190,10 @@ BAD_CALLS = {
     "no action": lambda token, action: [token],
     "too many": lambda token, action: [token, action, action],
     "token's dtype": lambda token, action: [token.astype(np.int32), action],
-    "token's shape": lambda token, action: [token[:1], action],
+    "token's shape": lambda token, action: [token[:, :2], action],
+    "token's rank": lambda token, action: [token[0], action],
+    "no envs": lambda token, action: [token[:0], action[:0]],
+    "fewer envs": lambda token, action: [token[:1], action[:1]],
     "action's dtype": lambda token, action: [token, action.astype(np.float32)],
     "action's size": lambda token, action: [token, action[:1]],
     "action's rank": lambda token, action: [token, action[:, None]],
@@ -177,28 +202,27 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("backend", ["process", "serial"])
-@pytest.mark.parametrize("target", ["jaxvec_step", "jaxvec_reset"])
+@pytest.mark.parametrize("verb", [RESET, STEP, SEND, RECV])
 @pytest.mark.parametrize("bad", BAD_CALLS)
-def test_calls_that_no_jaxvec_made_are_refused(native, backend, target, bad):
+def test_calls_that_no_jaxvec_made_are_refused(native, backend, verb, bad):
     envs = native(CountingEnv, 2, backend=backend)
     handle, _ = jaxvec.reset(envs)
-    results = [
-        jax.ShapeDtypeStruct((2,), np.uint32),
-        *(
-            jax.ShapeDtypeStruct(envs.spec.batch_shape(leaf), leaf.stored)
-            for leaf in envs.spec.timestep_leaves
-        ),
-    ]
-    attributes = {"fingerprint": np.int64(envs.spec.fingerprint)}
-    if target == "jaxvec_reset":
-        attributes |= {"sequenced": np.bool_(True), "options": np.frombuffer(b"N.", np.uint8)}
+    results = _program.Call(verb, envs.spec, "ffi").results(2)
+    attributes = {
+        "fingerprint": np.int64(envs.spec.fingerprint),
+        "verb": np.uint32(_program.VERBS.index(verb)),
+        "fresh": np.bool_(False),
+        "extra": np.frombuffer(pickle.dumps((b"N.", (), ())), np.uint8),
+    }
     operands = BAD_CALLS[bad](handle.token, jnp.zeros(2, np.int32))
-    call = jax.ffi.ffi_call(target, results, has_side_effect=True)
-    with pytest.raises(RuntimeError, match="buffers|dtype"):
+    if verb == RECV and bad == "no action":
+        operands = [handle.token, handle.token]  # a token is all it takes
+    call = jax.ffi.ffi_call("jaxvec_call", results, has_side_effect=True)
+    with pytest.raises(RuntimeError, match="operands|buffers|dtype|several pools|twice"):
         jax.block_until_ready(jax.jit(lambda: call(*operands, **attributes))())
     wrong = [jax.ShapeDtypeStruct(result.shape, np.int8) for result in results]
-    call = jax.ffi.ffi_call(target, wrong, has_side_effect=True)
-    with pytest.raises(RuntimeError, match="buffers"):
+    call = jax.ffi.ffi_call("jaxvec_call", wrong, has_side_effect=True)
+    with pytest.raises(RuntimeError, match="operands|buffers"):
         jax.block_until_ready(jax.jit(lambda: call(handle.token, jnp.zeros(2, np.int32), **attributes))())
     step(handle, jnp.zeros(2, int))  # nothing was stepped, the pool is usable
     assert envs.get_attr("steps") == (1, 1)
@@ -247,7 +271,7 @@ def test_a_program_returns_when_its_steps_are_done(make):
     x = jnp.ones((2, 256))
     for n in range(1, 4):
         handle, x = program(handle, x)
-        assert envs.pool._gate.count == 1 + 300 * n
+        assert envs.pool._gate.counts.tolist() == [1 + 300 * n] * 2
 
 
 def test_close_ends_a_program_in_another_thread(make):
@@ -265,7 +289,7 @@ def test_close_ends_a_program_in_another_thread(make):
 
     thread = threading.Thread(target=run)
     thread.start()
-    while envs.pool._gate.count < 100:
+    while envs.pool._gate.counts[0] < 100:
         began.wait(0.01)
     envs.close()
     thread.join(20)

@@ -48,8 +48,12 @@ EXPORT SharedPool* jaxvec_pool_open(const jaxvec::Plan* plan) {
 EXPORT void jaxvec_pool_withdraw(uint32_t id) { jaxvec::withdraw(id); }
 EXPORT void jaxvec_pool_free(SharedPool* pool) { delete pool; }
 EXPORT jaxvec::State* jaxvec_pool_state(SharedPool* pool) { return &(*pool)->state; }
-EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int64_t timeout_ns) { return (*pool)->enter(timeout_ns); }
+EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int32_t alone, int64_t timeout_ns) {
+  return (*pool)->enter(alone, timeout_ns);
+}
 EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
+EXPORT void jaxvec_pool_take_off(SharedPool* pool) { (*pool)->take_off(); }
+EXPORT void jaxvec_pool_land(SharedPool* pool) { (*pool)->land(); }
 
 EXPORT void jaxvec_watch_interrupts() { jaxvec::watch_interrupts(); }
 EXPORT uint32_t jaxvec_interrupts() { return jaxvec::interrupts(); }

@@ -105,30 +105,29 @@ ffi::Error ask_python(Call& call) {
 
 std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands) {
   if (operands.empty() || !is_token(operands[0])) return nullptr;
-  return find(static_cast<const uint32_t*>(operands[0].data)[0]);
+  return find(static_cast<const TokenRow*>(operands[0].data)->pool);
 }
 
-Call call_of(Operation operation, int64_t fingerprint, const std::vector<Array>& operands,
-             const std::vector<Array>& results) {
+// Operands: the token, and what the verb takes. Results: the next token, and what it gives.
+ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, uint32_t verb,
+                bool fresh, ffi::Span<const uint8_t> extra) {
+  std::vector<Array> operands, results;
+  if (ffi::Error error = collect(args, &operands); error.failure()) return error;
+  if (ffi::Error error = collect(rets, &results); error.failure()) return error;
   Call call{};
-  call.operation = operation;
+  call.verb = verb;
+  call.fresh = fresh;
+  call.extra = extra.begin();
+  call.num_extra = static_cast<uint32_t>(extra.size());
   call.fingerprint = fingerprint;
   call.operands = operands.data();
   call.num_operands = static_cast<uint32_t>(operands.size());
   call.results = results.data();
   call.num_results = static_cast<uint32_t>(results.size());
   call.interrupts = interrupts();
-  return call;
-}
-
-// Operands: the token and the actions. Results: the next token and the time step's leaves.
-ffi::Error step(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint) {
-  std::vector<Array> operands, results;
-  if (ffi::Error error = collect(args, &operands); error.failure()) return error;
-  if (ffi::Error error = collect(rets, &results); error.failure()) return error;
-  Call call = call_of(kStep, fingerprint, operands, results);
-  const std::shared_ptr<Pool> pool = pool_of(operands);
-  if (pool == nullptr) return ask_python(call);  // closed, or without the native hand-off
+  // Steps are what is done a thousand times a second; all else is Python's business from the start.
+  const std::shared_ptr<Pool> pool = verb == kStep ? pool_of(operands) : nullptr;
+  if (pool == nullptr) return ask_python(call);  // also: closed, or without the native hand-off
   switch (pool->step(fingerprint, operands, results, &call.waited_ns)) {
     case Stepped::kDone:
       return ffi::Error::Success();
@@ -139,21 +138,8 @@ ffi::Error step(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finger
   }
   call.under_way = 1;
   ffi::Error error = ask_python(call);
-  pool->leave();
+  pool->land();
   return error;
-}
-
-// Operands: the token, seeds and mask. Results: as of `step`. Resets are rare, and Python's business.
-ffi::Error reset(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, bool sequenced,
-                 ffi::Span<const uint8_t> options) {
-  std::vector<Array> operands, results;
-  if (ffi::Error error = collect(args, &operands); error.failure()) return error;
-  if (ffi::Error error = collect(rets, &results); error.failure()) return error;
-  Call call = call_of(kReset, fingerprint, operands, results);
-  call.sequenced = sequenced;
-  call.options = options.begin();
-  call.num_options = static_cast<uint32_t>(options.size());
-  return ask_python(call);
 }
 
 }  // namespace
@@ -167,16 +153,13 @@ uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
 // What XLA is given, by name.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jaxvec_ffi_step, jaxvec::step,
-    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("fingerprint"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_reset, jaxvec::reset,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_call, jaxvec::call,
                               xla::ffi::Ffi::Bind()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("fingerprint")
-                                  .Attr<bool>("sequenced")
-                                  .Attr<xla::ffi::Span<const uint8_t>>("options"));
+                                  .Attr<uint32_t>("verb")
+                                  .Attr<bool>("fresh")
+                                  .Attr<xla::ffi::Span<const uint8_t>>("extra"));
 
 #pragma GCC visibility pop

@@ -9,13 +9,13 @@
 namespace jaxvec {
 
 struct Call {
-  uint32_t operation;      // of `Operation`
-  uint32_t under_way;      // a step that was sent already; the caller holds the pool's gate
-  uint32_t sequenced;      // of a reset: whether the token's count must be the pool's
-  uint32_t num_options;    // bytes
-  int64_t fingerprint;     // of the specification that the program was made for
-  int64_t waited_ns;       // of a step under way
-  const uint8_t* options;  // of a reset, pickled
+  uint32_t verb;         // of _program.py's VERBS
+  uint32_t under_way;    // a step that was sent already, and is in flight
+  uint32_t fresh;        // of a reset: it starts from the pool, not from a handle
+  uint32_t num_extra;    // bytes
+  int64_t fingerprint;   // of the specification that the program was made for
+  int64_t waited_ns;     // of a step under way
+  const uint8_t* extra;  // what else the call says, pickled
   const Array* operands;
   const Array* results;
   uint32_t num_operands;

@@ -33,7 +33,7 @@ class Array(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("count", "mover", "open", "served")]
+    _fields_ = [(name, ctypes.c_uint32) for name in ("mover", "open", "served")]
 
 
 class _Plan(ctypes.Structure):
@@ -43,12 +43,13 @@ class _Plan(ctypes.Structure):
         ("fingerprint", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
         ("parent", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
         ("stops", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
         ("actions", ctypes.POINTER(Array)),
         ("results", ctypes.POINTER(Array)),
         ("num_actions", ctypes.c_uint32),
         ("num_results", ctypes.c_uint32),
+        ("in_flight", ctypes.c_void_p),
         ("needs_reset", ctypes.c_void_p),
         ("terminated", ctypes.c_void_p),
         ("truncated", ctypes.c_void_p),
@@ -68,6 +69,7 @@ class NativeGate:
         actions: Sequence[NDArray[Any]],
         results: Sequence[NDArray[Any]],
         nonzero: Sequence[NDArray[np.bool_] | None],
+        in_flight: NDArray[np.bool_],
         needs_reset: NDArray[np.bool_],
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
@@ -81,12 +83,12 @@ class NativeGate:
             actions, results: `[num_envs, ...]` arrays in the segment, in a program's order.
             nonzero: for each of `results`, `[num_envs]` flags that are false for rows of zeros, if there
                 are such.
-            needs_reset: `[num_envs]`; no program steps while one is true.
+            in_flight, needs_reset: `[num_envs]`; no program steps an env where one is true.
             over: terminated and truncated, if a step sets `needs_reset` by them.
             timeout: seconds of a step; a program that waits so long asks Python.
         """
         self._library = _declared()
-        slots = np.arange(len(needs_reset))
+        self.counts = np.zeros(len(needs_reset), np.uint32)
         stops = np.array([stop for _, stop in slices])
         terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
         plan = _Plan(
@@ -95,26 +97,23 @@ class NativeGate:
             fingerprint=fingerprint,
             wait_ns=_WAIT if timeout is None else min(_WAIT, int(timeout * 1e9)),
             parent=handoff.address,
-            slots=slots.ctypes.data,
             stops=stops.ctypes.data,
+            counts=self.counts.ctypes.data,
             actions=_arrays(actions, [None] * len(actions)),
             results=_arrays(results, nonzero),
             num_actions=len(actions),
             num_results=len(results),
+            in_flight=in_flight.ctypes.data,
             needs_reset=needs_reset.ctypes.data,
             terminated=terminated,
             truncated=truncated,
         )
-        self._alive: Any = (handoff, slots, stops, actions, results, nonzero, needs_reset, over)
+        self._alive: Any = (handoff, stops, actions, results, nonzero, in_flight, needs_reset, over)
         self._pool_id = pool_id
         self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
         self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))
         self._state.open = 1
         weakref.finalize(self, self._library.jaxvec_pool_free, self._pool)
-
-    @property
-    def count(self) -> int:
-        return self._state.count
 
     @property
     def mover(self) -> str:
@@ -125,19 +124,29 @@ class NativeGate:
         return self._state.served
 
     @contextmanager
-    def inside(self, *, if_busy: Callable[[], None] | None = None) -> Generator[None]:
+    def inside(self, *, alone: bool = False, if_busy: Callable[[], None] | None = None) -> Generator[None]:
         try:  # first: an interrupt may come between entering and our knowing of it
-            if not self._library.jaxvec_pool_enter(self._pool, 0):
+            if not self._library.jaxvec_pool_enter(self._pool, alone, 0):
                 if if_busy is not None:
                     if_busy()
-                while not self._library.jaxvec_pool_enter(self._pool, _WAIT):
+                while not self._library.jaxvec_pool_enter(self._pool, alone, _WAIT):
                     pass  # so that Python's signal handlers run
             yield
         finally:
             self._library.jaxvec_pool_leave(self._pool)
 
-    def moved(self, mover: str) -> None:
-        self._state.count += 1
+    @contextmanager
+    def flight(self) -> Generator[None]:
+        try:
+            yield
+        finally:
+            self._library.jaxvec_pool_land(self._pool)
+
+    def take_off(self) -> None:
+        self._library.jaxvec_pool_take_off(self._pool)
+
+    def moved(self, slots: NDArray[Any], mover: str) -> None:
+        self.counts[slots] += np.uint32(1)
         self._state.mover = MOVERS.index(mover)
 
     def serve(self) -> None:
@@ -176,8 +185,10 @@ def _declared() -> ctypes.CDLL:
         jaxvec_pool_withdraw=(None, [u32]),
         jaxvec_pool_free=(None, [pointer]),
         jaxvec_pool_state=(pointer, [pointer]),
-        jaxvec_pool_enter=(i32, [pointer, i64]),
+        jaxvec_pool_enter=(i32, [pointer, i32, i64]),
         jaxvec_pool_leave=(None, [pointer]),
+        jaxvec_pool_take_off=(None, [pointer]),
+        jaxvec_pool_land=(None, [pointer]),
     )
     library.require_size(_Plan, declared.jaxvec_sizeof_plan())
     return declared

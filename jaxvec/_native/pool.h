@@ -1,10 +1,15 @@
 // A pool as compiled programs see it: the step that meets with nothing unusual, without Python.
 //
+// Whoever changes the pool is inside its gate, one thread at a time, and for a short while only: a step
+// is inside when it sends its envs, and outside, in flight, while it waits for them. So programs on
+// several devices, or in several threads, step envs of their own at the same time.
+//
 // Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
 // fails or is slow) is Python's business: `step` says so and has changed nothing, or it hands over in
 // the middle of its wait. So all supervision, and every error's text, is in one place (_pool.py).
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -24,15 +29,18 @@ struct Array {
   const uint8_t* nonzero;  // [num_slots] of a leaf in the segment: 0 for rows of zeros; null if not known
 };
 
-// Whether the array can be a handle's token: the pool's id and its count, `[2]` uint32.
+// A handle's token is `[num_envs, 3]` uint32: for each of its envs the pool's id, the env's, and how often
+// it was reset or stepped.
+struct TokenRow {
+  uint32_t pool, env, count;
+};
 bool is_token(const Array& array);
 
 // What Python reads and writes of a pool, holding its gate.
 struct State {
-  uint32_t count;   // resets and steps so far, as handles say
-  uint32_t mover;   // who moved last: an index of _gate.py's MOVERS
-  uint32_t open;    // 0 when programs must ask Python, which knows why
-  uint32_t served;  // calls of programs that succeeded
+  uint32_t mover;                // who moved last: an index of _gate.py's MOVERS
+  uint32_t open;                 // 0 when programs must ask Python, which knows why
+  std::atomic<uint32_t> served;  // calls of programs that succeeded; outside the gate, too
 };
 
 // What a pool is made of. What it points to lives for as long as the pool is open; `Array`s are copied.
@@ -42,12 +50,13 @@ struct Plan {
   int64_t fingerprint;   // of the specification
   int64_t wait_ns;       // how long a step waits before it hands over to Python
   Parent* parent;        // the hand-off
-  const int64_t* slots;  // [num_slots] 0, 1, …
   const int64_t* stops;  // [num_workers] worker w has the slots from the stop before its own on
+  uint32_t* counts;      // [num_slots] resets and steps of each env so far, as handles say
   const Array* actions;  // leaves in the segment, in the order of the program's operands
   const Array* results;  // and of its results
   uint32_t num_actions;
   uint32_t num_results;
+  uint8_t* in_flight;         // [num_slots] sent by a `send`, not received: no step can have it
   uint8_t* needs_reset;       // [num_slots]
   const uint8_t* terminated;  // [num_slots]; null where envs reset themselves
   const uint8_t* truncated;
@@ -56,50 +65,61 @@ struct Plan {
 // A leaf in the segment.
 struct Leaf {
   explicit Leaf(const Array& array);
-  bool same_type(const Array& array) const;
-  void copy_to(void* target) const;
+  // Whether the array could be some rows of this one.
+  bool takes(const Array& array) const;
+  void write(const std::vector<int64_t>& slots, const void* rows) const;
+  void read(const std::vector<int64_t>& slots, void* rows) const;
 
   void* data;
   const uint8_t* nonzero;
   std::vector<int64_t> dims;
   uint32_t dtype;
-  size_t bytes;
+  size_t row;  // bytes
 };
 
 enum class Stepped {
   kDone,
   kNothingDone,  // for Python to do, from the start
-  kUnderWay,     // sent, not finished: for Python to end. The caller has the gate, and must leave it.
+  kUnderWay,     // sent, not finished: for Python to end. The caller is in flight, and must land.
 };
 
 class Pool {
  public:
   explicit Pool(const Plan& plan);
 
-  // Steps every env once. `operands`: the token and the actions; `results`: the next token and the
-  // leaves of the time step. `waited_ns` is set where the step is handed over.
+  // Steps the envs of the token once. `operands`: the token and the actions; `results`: the next token
+  // and the leaves of the time step. `waited_ns` is set where the step is handed over.
   Stepped step(int64_t fingerprint, const std::vector<Array>& operands, const std::vector<Array>& results,
                int64_t* waited_ns);
 
-  // One thread at a time may use the pool. Returns whether this one may, after at most so long.
-  bool enter(int64_t timeout_ns);
+  // Lets this thread in once nobody is inside and, if it asks for that, nothing in flight. Returns
+  // whether it is, after at most so long.
+  bool enter(bool alone, int64_t timeout_ns);
   // Lets the next one in; does nothing if this thread is not the one inside. So an interrupt just
   // after `enter` does no harm where `leave` is called in any case.
   void leave();
+  // This thread, which is inside, waits for envs from now on, and lands when it has them. To land
+  // does nothing if it is not in flight.
+  void take_off();
+  void land();
 
   State state{};
 
  private:
-  bool any_needs_reset() const;
-  void finish(const std::vector<Array>& results);
+  bool fresh(const TokenRow* token, size_t rows);
+  void start(const std::vector<int64_t>& slots);
+  void finish(const std::vector<int64_t>& slots, const std::vector<Array>& results);
 
   const Plan plan_;
   const int32_t process_;
   const std::vector<Leaf> actions_;
   const std::vector<Leaf> results_;
-  std::mutex lock_;  // of `inside_`
-  std::condition_variable left_;
-  uintptr_t inside_ = 0;  // the thread, or 0
+  std::vector<uint32_t> seen_;  // [num_slots] the last call of `fresh` that met with the env
+  uint32_t looks_ = 0;          // calls of `fresh`
+  std::mutex lock_;             // of what follows
+  std::condition_variable changed_;
+  uintptr_t inside_ = 0;              // the thread, or 0
+  std::vector<uintptr_t> in_flight_;  // the threads
 };
 
 // Compiled programs name a pool by its id, so they hold no pointer and serve many pools. A program

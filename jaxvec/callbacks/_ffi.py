@@ -1,7 +1,7 @@
 """The FFI transport: compiled programs call into C++, on the CPU. Twin of `_native/ffi.cc`.
 
 A step that meets with nothing unusual never comes to Python. Everything else does: `_answer` serves
-resets, the pools without the native hand-off, and every call that ends in an error.
+other verbs, the pools without the native hand-off, and every call that ends in an error.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
+import pickle
 import re
 from collections.abc import Sequence
 from functools import cache, partial
@@ -20,40 +21,29 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _gate, _pool
-from jaxvec._handoff import STEP
+from jaxvec import _pool
 from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
-from jaxvec._spec import PoolSpec
 from jaxvec.callbacks import _program
+from jaxvec.callbacks._program import VERBS, Call
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
-_TARGETS = {"jaxvec_step": "jaxvec_ffi_step", "jaxvec_reset": "jaxvec_ffi_reset"}
+_TARGET = "jaxvec_call"
 
 
-def step(
-    spec: PoolSpec, token: jax.Array, actions: Sequence[jax.Array]
-) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """Steps the token's pool when the program runs; see `_transports.step`."""
-    return _call("jaxvec_step", spec, [token, *actions])
-
-
-def reset(
-    spec: PoolSpec,
-    token: jax.Array,
-    seeds: jax.Array,
-    mask: jax.Array,
-    *,
-    sequenced: bool,
-    options: dict[str, Any] | None,
-) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """Resets envs of the token's pool when the program runs; see `_transports.reset`."""
-    return _call(
-        "jaxvec_reset",
-        spec,
-        [token, seeds, mask],
-        sequenced=np.bool_(sequenced),
-        options=np.frombuffer(_program.pickled(options), np.uint8),
+def call(call: Call, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Puts a call into the program that is being traced; see `Call` for operands and results."""
+    reason = reason_unavailable()
+    if reason is not None:
+        raise library.NativeUnavailableError(reason)
+    _make_synchronous(operands[0])
+    handler = jax.ffi.ffi_call(_TARGET, call.results(operands[0].shape[0]), has_side_effect=True)
+    return handler(
+        *operands,
+        fingerprint=np.int64(call.spec.fingerprint),
+        verb=np.uint32(VERBS.index(call.verb)),
+        fresh=np.bool_(call.fresh),
+        extra=np.frombuffer(pickle.dumps((call.extra, call.arguments, call.answers)), np.uint8),
     )
 
 
@@ -83,25 +73,12 @@ def reason_unavailable() -> str | None:
             f"{_format(_OLDEST)} to {_format(theirs)}; reinstall jaxvec"
         )
     try:
-        for target, symbol in _TARGETS.items():
-            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(native, symbol)), platform="cpu")
+        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(native.jaxvec_ffi_call), platform="cpu")
     except Exception as error:
         return f"jax refused the FFI handlers: {type(error).__name__}: {error}"
     native.jaxvec_set_python(ctypes.byref(_PYTHON))
     atexit.register(native.jaxvec_set_python, None)  # no Python for a program that runs on
     return None
-
-
-def _call(
-    target: str, spec: PoolSpec, operands: Sequence[jax.Array], **attributes: Any
-) -> tuple[jax.Array, Sequence[jax.Array]]:
-    reason = reason_unavailable()
-    if reason is not None:
-        raise library.NativeUnavailableError(reason)
-    _make_synchronous(operands[0])
-    call = jax.ffi.ffi_call(target, _program.results(spec), has_side_effect=True)
-    token, *rows = call(*operands, fingerprint=np.int64(spec.fingerprint), **attributes)
-    return token, rows
 
 
 def _make_synchronous(token: jax.Array) -> None:
@@ -111,7 +88,7 @@ def _make_synchronous(token: jax.Array) -> None:
     other to a thread of its own. There Ctrl-C would not reach the wait for a hanging env, an error
     would come up at some later line, and closing a pool after the call would cut off its steps.
     """
-    never = token[0] == 0  # pools are counted from 1
+    never = token[0, 0] == 0  # pools are counted from 1
     jax.lax.cond(never, lambda: io_callback(_nothing, None), lambda: None)
 
 
@@ -123,13 +100,13 @@ class _Call(ctypes.Structure):
     """`Call` of ffi.h."""
 
     _fields_ = [
-        ("operation", ctypes.c_uint32),
+        ("verb", ctypes.c_uint32),
         ("under_way", ctypes.c_uint32),
-        ("sequenced", ctypes.c_uint32),
-        ("num_options", ctypes.c_uint32),
+        ("fresh", ctypes.c_uint32),
+        ("num_extra", ctypes.c_uint32),
         ("fingerprint", ctypes.c_int64),
         ("waited_ns", ctypes.c_int64),
-        ("options", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
         ("operands", ctypes.POINTER(Array)),
         ("results", ctypes.POINTER(Array)),
         ("num_operands", ctypes.c_uint32),
@@ -189,40 +166,26 @@ def _interrupt(call: _Call) -> None:
     interrupts.raise_since(call.interrupts)
 
 
-def _serve(call: _Call) -> None:
-    operands = [_view(call.operands[i]) for i in range(call.num_operands)]
-    out = [_view(call.results[i]) for i in range(call.num_results)]
-    _require_types([*operands[:1], *out[:1]], [_program.TOKEN, _program.TOKEN])
-    token, next_token = operands.pop(0), out.pop(0)
-    pool_id, count = token.tolist()
-    with _pool.serving(pool_id, call.fingerprint) as pool:
-        spec = pool.spec
-        _require_types(out, [_program.array_type(spec, leaf) for leaf in spec.timestep_leaves])
-        if call.operation == STEP:
-            _require_types(operands, [_program.array_type(spec, leaf) for leaf in spec.action_leaves])
-            if call.under_way:
-                interrupt = partial(_interrupt, call)
-                count, _ = pool.end_step(
-                    caller=_gate.STEP, waited=call.waited_ns / 1e9, interrupt=interrupt, out=out
-                )
-            else:
-                _interrupt(call)
-                count, _ = pool.step(operands, count=count, caller=_gate.STEP, out=out)
+def _serve(theirs: _Call) -> None:
+    operands = [_view(theirs.operands[i]) for i in range(theirs.num_operands)]
+    out = [_view(theirs.results[i]) for i in range(theirs.num_results)]
+    if not operands or not operands[0].ndim:
+        raise TypeError("a call without operands, or whose first is no token")
+    token = operands[0]
+    _require_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
+    extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
+    with _pool.serving(_program.pool_id(token), theirs.fingerprint) as pool:
+        call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)
+        _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
+        _require_types(out, call.results(len(token)))
+        interrupt = partial(_interrupt, theirs)
+        if theirs.under_way:
+            slots = _program.slots_of(token)
+            pool.end_step(slots, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
+            out[0][:] = _program.token_of(pool, slots)
         else:
-            num_envs = spec.num_envs
-            _require_types(operands, [np.dtype((np.uint32, (num_envs, 2))), np.dtype((np.bool_, num_envs))])
-            _interrupt(call)
-            words, mask = operands
-            count, _ = _program.reset(
-                pool,
-                count,
-                words.view(np.int64).reshape(num_envs),
-                mask,
-                sequenced=bool(call.sequenced),
-                options=ctypes.string_at(call.options, call.num_options),
-                out=out,
-            )
-    next_token[:] = pool_id, count
+            interrupt()
+            _program.answer(call, pool, operands, out)
 
 
 def _view(array: Array) -> NDArray[Any]:
@@ -235,10 +198,10 @@ def _view(array: Array) -> NDArray[Any]:
     return np.ndarray(shape, dtype, memory)
 
 
-def _require_types(buffers: Sequence[NDArray[Any]], types: Sequence[np.dtype[Any]]) -> None:
+def _require_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtypeStruct]) -> None:
     """Checks what `Pool::step` has checked of the calls that it took on itself."""
     theirs = [(buffer.dtype, buffer.shape) for buffer in buffers]
-    ours = [(dtype.base, dtype.shape) for dtype in types]
+    ours = [(each.dtype, each.shape) for each in types]
     if theirs != ours:
         raise TypeError(f"a call with buffers of {theirs} can't be right for the pool, whose are {ours}")
 

@@ -13,15 +13,19 @@ from jaxvec._spec import PoolSpec
 @partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["spec", "transport"])
 @dataclass(frozen=True)
 class Handle:
-    """A pool, and the right to take its next step, once.
+    """Envs of a pool, and the right to move them next, once.
 
-    A pytree with one array, so it goes through `jit`, `scan`, `cond` and donation like any other.
+    A pytree with one array, so it goes through `jit`, `scan`, `cond` and donation like any other, and
+    its first axis is that of the envs: split it as you split observations, by indexing, reshaping,
+    sharding or `vmap`, and each part is a handle to its envs.
+
     Each reset and step returns a new handle; the old one is stale. The data dependence from handle
     to handle is what orders the steps of a program.
 
     Attributes:
-        token: `[2]` uint32: the pool's id and its step count. The pool is looked up when the
-            program runs, so a compiled program serves every pool of an equal `spec`.
+        token: `[num_envs, 3]` uint32: for each env the pool's id, its own, and how often it was moved.
+            The pool is looked up when the program runs, so a compiled program serves every pool of
+            an equal `spec`.
         spec: the shapes and dtypes of the pool's data; static, compared by value.
         transport: how a compiled program reaches the pool; static.
     """
@@ -29,3 +33,12 @@ class Handle:
     token: jax.Array
     spec: PoolSpec
     transport: str
+
+    @property
+    def num_envs(self) -> int:
+        """How many envs this is a handle to."""
+        return self.token.shape[0]
+
+    def next(self, token: jax.Array) -> Handle:
+        """Returns the handle to the same envs that a call returned."""
+        return Handle(token, self.spec, self.transport)

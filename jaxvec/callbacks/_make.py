@@ -20,6 +20,8 @@ def make(
     num_envs: int | None = None,
     *,
     num_workers: int | None = None,
+    batch_size: int | None = None,
+    recv_order: str = "ready",
     backend: str = "process",
     autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
     final_obs: bool = True,
@@ -40,6 +42,10 @@ def make(
             closures and classes of `__main__` or a notebook are fine; no main guard is needed.
         num_envs: how many envs; may be left out for a list.
         num_workers: how many processes share them; as many as there are usable cores by default.
+        batch_size: how many envs `recv` returns at a time, while the others are in flight; all by
+            default.
+        recv_order: which: `"ready"`, those that are done first, or `"sent"`, those that were sent
+            first, so that a program's batches are the same in every run.
         backend: `"process"`, or `"serial"` to step all envs in this process, for debugging.
         autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name.
         final_obs: under `SAME_STEP`, return the last observation of episodes in `info`.
@@ -79,6 +85,8 @@ def make(
         env,
         num_envs,
         num_workers=num_workers,
+        batch_size=batch_size,
+        recv_order=recv_order,
         backend=backend,
         autoreset_mode=autoreset_mode,
         final_obs=final_obs,

@@ -1,8 +1,9 @@
-"""What the transports share of a compiled program's call: its results, and how to answer it."""
+"""A compiled program's call into a pool: what it takes and gives, and how it is answered on NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -10,54 +11,158 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _seeds
-from jaxvec._gate import RESET
-from jaxvec._pool import Pool
-from jaxvec._spaces import Leaf
+from jaxvec import _pool, _seeds
+from jaxvec._errors import EnvIdError, StaleHandleError
+from jaxvec._gate import CALL, MOVERS, RECV, RESET, SEND, STEP
 from jaxvec._spec import PoolSpec
 
-TOKEN = np.dtype((np.uint32, (2,)))  # of a handle
+VERBS = (RESET, STEP, SEND, RECV, CALL)  # the FFI handler goes by their index
+assert MOVERS[: len(VERBS)] == VERBS
+
+Array = NDArray[Any]
+Struct = jax.ShapeDtypeStruct
 
 
-def array_type(spec: PoolSpec, leaf: Leaf) -> np.dtype[Any]:
-    """Returns the dtype and, as a part of it, the shape of a leaf's `[num_envs, ...]` array."""
-    return np.dtype((leaf.stored, spec.batch_shape(leaf)))
+@dataclass(frozen=True)
+class Call:
+    """All of a call that is fixed when its program is traced; equal calls compile to the same.
+
+    The first operand and the first result are the token, `[n, 3]` uint32. More operands, by verb:
+    reset `[n, 2]` uint32 seeds (low and high word, as `_seeds.expand`) and an `[n]` bool mask; step the
+    leaves of the action, `[n, ...]`; send those, `[k, ...]`, and `[k]` int32 env ids; call the leaves of
+    its arguments, `[n, ...]`. More results: of reset, step and recv the leaves of the time step, of
+    call `answers`.
+
+    Attributes:
+        verb: of `VERBS`.
+        spec: of the pool.
+        transport: as `_transports.choose` returned it.
+        fresh: of a reset, whether it starts from the pool, with all envs, and not from a handle.
+        extra: of a reset its options, of a call what to call; pickled.
+        arguments, answers: of each argument and result of a call the shape, without the env axis, and
+            the dtype.
+    """
+
+    verb: str
+    spec: PoolSpec
+    transport: str
+    fresh: bool = False
+    extra: bytes = b""
+    arguments: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
+    answers: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the call is for all envs of the pool, and can't be split."""
+        return self.verb in (SEND, RECV) or (self.verb == RESET and self.spec.first_ready)
+
+    def operands(self, rows: int, sent: int) -> list[Struct]:
+        """Returns the type of each operand; `rows` are the token's, `sent` those of what is sent."""
+        token = _struct((3,), np.uint32, rows)
+        match self.verb:
+            case "jaxvec.reset":
+                types = [((2,), np.uint32), ((), np.bool_)]
+            case "jaxvec.step" | "jaxvec.send":
+                types = [(leaf.shape, leaf.stored) for leaf in self.spec.action_leaves]
+                types += [((), np.int32)] if self.verb == SEND else []
+            case _:
+                types = self.arguments
+        return [token, *(_struct(*each, sent if self.verb == SEND else rows) for each in types)]
+
+    def results(self, rows: int) -> list[Struct]:
+        """Returns the type of each result; `rows` are the token's."""
+        token = _struct((3,), np.uint32, rows)
+        match self.verb:
+            case "jaxvec.send":
+                return [token]
+            case "jaxvec.call":
+                return [token, *(_struct(*each, rows) for each in self.answers)]
+            case _:
+                batch = self.spec.batch_size if self.whole else rows
+                leaves = self.spec.timestep_leaves
+                return [token, *(_struct(leaf.shape, leaf.stored, batch) for leaf in leaves)]
+
+    def require_rows(self, rows: int) -> None:
+        """Raises `EnvIdError` if a call whose token has so many rows can't be for the pool."""
+        num_envs = self.spec.num_envs
+        if self.fresh and rows != num_envs:
+            raise EnvIdError(
+                f"reset of {rows} envs, but the pool has {num_envs}. Under vmap pass num_envs=, the pool's "
+                "envs divided by the lanes; to reset some envs, or under shard_map, pass a handle to them"
+            )
+        if self.whole and rows != num_envs:
+            verb = self.verb.rpartition(".")[2]
+            raise EnvIdError(
+                f"{verb} takes the handle to all {num_envs} envs, not to {rows}: first-ready batches can't "
+                "be split over lanes or devices"
+            )
 
 
-def results(spec: PoolSpec) -> list[jax.ShapeDtypeStruct]:
-    """Returns the types of a call's results: the next token, and the leaves of the time step."""
-    types = [TOKEN, *(array_type(spec, leaf) for leaf in spec.timestep_leaves)]
-    return [jax.ShapeDtypeStruct(dtype.shape, dtype.base) for dtype in types]
-
-
-def pickled(options: dict[str, Any] | None) -> bytes:
-    """Returns a reset's options as a program can hold them: fixed, and equal if they are."""
-    return cloudpickle.dumps(options)
-
-
-def reset(
-    pool: Pool,
-    count: int,
-    seeds: NDArray[np.int64],
-    mask: NDArray[np.bool_],
-    *,
-    sequenced: bool,
-    options: bytes,
-    out: Sequence[NDArray[Any]] | None = None,
-) -> tuple[int, Sequence[NDArray[Any]]]:
-    """Answers a program's reset; see `Pool.reset`.
+def answer(
+    call: Call, pool: _pool.Pool, operands: Sequence[Array], out: Sequence[Array] | None = None
+) -> list[Array]:
+    """Answers a call.
 
     Args:
-        count: that of the program's handle, if it is `sequenced`.
-        seeds: `[num_envs]`, as `_seeds.expand`.
-        options: as `pickled` returned them.
+        call: as it was traced.
+        pool: that the token names.
+        operands: arrays of `call.operands`.
+        out: where to put the results.
+
+    Returns:
+        The results, arrays of `call.results`; `out` if that was given.
     """
-    _seeds.check(seeds)
-    return pool.reset(
-        seeds=seeds,
-        mask=mask,
-        options=cloudpickle.loads(options),
-        count=count if sequenced else None,
-        caller=RESET,
-        out=out,
-    )
+    token, *rest = operands
+    call.require_rows(len(token))
+    slots = pool.all if call.fresh else slots_of(token)
+    counts = None if call.fresh else token[:, 2]
+    rows = None if out is None else out[1:]
+    match call.verb:
+        case "jaxvec.reset":
+            words, mask = rest
+            seeds = np.ascontiguousarray(words).view(np.int64).reshape(len(words))
+            _seeds.check(seeds)
+            given = pool.reset(
+                slots,
+                seeds=seeds,
+                mask=None if mask.all() else mask,
+                options=cloudpickle.loads(call.extra),
+                counts=counts,
+                caller=RESET,
+                out=rows,
+            )
+        case "jaxvec.step":
+            given = pool.step(slots, rest, counts=counts, caller=STEP, out=rows)
+        case "jaxvec.send":
+            *actions, env_ids = rest
+            pool.send(env_ids.astype(np.intp), actions, counts=counts, caller=SEND)
+            given = []
+        case _:
+            given = pool.recv(counts=counts, caller=RECV, out=rows)
+    next_token = token_of(pool, slots)
+    if out is None:
+        return [next_token, *given]
+    out[0][:] = next_token
+    return list(out)
+
+
+def pool_id(token: Array) -> int:
+    """Returns the id of the pool to whose envs this is a handle."""
+    pools = np.unique(token[:, 0])
+    if len(pools) != 1:
+        raise StaleHandleError(f"a handle to envs of several pools, {pools.tolist()}; use one for each pool")
+    return int(pools[0])
+
+
+def slots_of(token: Array) -> Array:
+    """Returns the envs that a token names."""
+    return token[:, 1].astype(np.intp)
+
+
+def token_of(pool: _pool.Pool, slots: Array) -> Array:
+    """Returns the token of a fresh handle to the pool's envs `slots`."""
+    return np.stack([np.full(len(slots), pool.id), slots, pool.counts(slots)], axis=1).astype(np.uint32)
+
+
+def _struct(shape: tuple[int, ...], dtype: Any, rows: int) -> Struct:
+    return Struct((rows, *shape), dtype)

@@ -16,10 +16,9 @@ using namespace jaxvec;
 
 namespace {
 
-constexpr uint32_t kSlots = 6, kWorkers = 3, kPrograms = 4, kStart = 0;
+constexpr uint32_t kSlots = 6, kWorkers = 3, kStart = 0;
 constexpr uint32_t kU32 = 'u' + 256 * 4;
 constexpr int64_t kFingerprint = 42;
-constexpr int64_t kAll[] = {0, 1, 2, 3, 4, 5};
 
 struct Rows {
   std::vector<uint32_t> action, result, steps;
@@ -45,37 +44,45 @@ void work(Board board, uint32_t index, Rows& rows) {
 struct Shared {
   Parent parent;
   Rows rows;
+  std::vector<uint32_t> counts;
+  std::vector<std::atomic<uint32_t>>
+      handles;  // the counts of the latest, which are out once a step has ended
   std::shared_ptr<Pool> pool;
   std::atomic<uint32_t> steps{0}, handed_over{0}, refused{0};
 };
 
-// What Python does with a step that was sent; the thread is inside the gate.
-void end_step(Shared& shared) {
+// Waits as Python does for a step that was sent; the thread is in flight, or alone inside.
+void end_step(Shared& shared, const std::vector<int64_t>& slots) {
+  const auto count = uint32_t(slots.size());
   Outcome outcome;
-  do outcome = wait(shared.parent, kAll, kSlots, kSlots, 5'000'000'000);
+  do outcome = wait(shared.parent, slots.data(), count, count, 5'000'000'000);
   while (outcome != kDone && outcome != kTimeout);
   check(outcome == kDone, "a step that did not end");
-  ++shared.pool->state.count;
-  ++shared.steps;
 }
 
-void run_program(Shared& shared, uint32_t seed) {
-  const int64_t token_dims[] = {2}, dims[] = {kSlots};
-  std::vector<uint32_t> token(2), next_token(2), action(kSlots), result(kSlots);
-  const std::vector<Array> operands = {{token.data(), token_dims, 1, kU32, nullptr},
+// Steps some envs, which others step, too, whenever the handle it has got is fresh.
+void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
+  const auto count = int64_t(slots.size());
+  const int64_t token_dims[] = {count, 3}, dims[] = {count};
+  std::vector<TokenRow> token(count), next_token(count);
+  std::vector<uint32_t> action(count), result(count);
+  const std::vector<Array> operands = {{token.data(), token_dims, 2, kU32, nullptr},
                                        {action.data(), dims, 1, kU32, nullptr}};
-  const std::vector<Array> results = {{next_token.data(), token_dims, 1, kU32, nullptr},
+  const std::vector<Array> results = {{next_token.data(), token_dims, 2, kU32, nullptr},
                                       {result.data(), dims, 1, kU32, nullptr}};
   for (uint32_t step = 1;; ++step) {
     const std::shared_ptr<Pool> pool = find(1);
     if (pool == nullptr) return;
-    while (!pool->enter(1'000'000)) {
+    while (!pool->enter(false, 1'000'000)) {
     }
     const bool open = pool->state.open;
-    token = {1, pool->state.count + (step % 7 == 0)};  // sometimes stale
     pool->leave();
     if (!open) return;
-    for (uint32_t slot = 0; slot < kSlots; ++slot) action[slot] = 1000 * seed + step + slot;
+    for (int64_t i = 0; i < count; ++i) {
+      const auto slot = uint32_t(slots[i]);
+      token[i] = {1, slot, shared.handles[slot] - (step % 7 == 0)};  // sometimes stale
+    }
+    for (int64_t i = 0; i < count; ++i) action[i] = 1000 * seed + step + uint32_t(slots[i]);
     int64_t waited_ns = 0;
     switch (pool->step(kFingerprint, operands, results, &waited_ns)) {
       case Stepped::kNothingDone:
@@ -84,18 +91,23 @@ void run_program(Shared& shared, uint32_t seed) {
       case Stepped::kUnderWay:
         check(waited_ns > 0, "a wait without time");
         ++shared.handed_over;
-        end_step(shared);
-        for (uint32_t slot = 0; slot < kSlots; ++slot) result[slot] = shared.rows.result[slot];
-        pool->leave();
+        end_step(shared, slots);
+        for (int64_t i = 0; i < count; ++i) result[i] = shared.rows.result[slots[i]];
+        for (const int64_t slot : slots) ++shared.handles[slot];
+        pool->land();
+        pool->land();  // does nothing
         break;
       case Stepped::kDone:
-        ++shared.steps;
-        check(next_token[0] == 1 && next_token[1] == token[1] + 1, "a token that is not the next");
+        for (int64_t i = 0; i < count; ++i) {
+          check(next_token[i].pool == 1 && next_token[i].env == token[i].env &&
+                    next_token[i].count == token[i].count + 1,
+                "a token that is not the next");
+          shared.handles[slots[i]] = next_token[i].count;
+        }
         break;
     }
-    for (uint32_t slot = 0; slot < kSlots; ++slot) {
-      check(result[slot] == 2 * action[slot], "an answer to another step");
-    }
+    shared.steps += uint32_t(count);
+    for (int64_t i = 0; i < count; ++i) check(result[i] == 2 * action[i], "an answer to another step");
   }
 }
 
@@ -103,18 +115,23 @@ void run_host(Shared& shared, uint32_t steps) {
   std::vector<int64_t> slots = {0, 1, 2, 3, 4, 5};
   Pool& pool = *shared.pool;
   for (uint32_t step = 0; step < steps; ++step) {
-    while (!pool.enter(1'000'000)) {
+    while (!pool.enter(true, 1'000'000)) {
     }
-    for (uint32_t slot = 0; slot < kSlots; ++slot) shared.rows.action[slot] = step;
+    for (uint32_t slot = 0; slot < kSlots; ++slot) {
+      shared.rows.action[slot] = step;
+      ++shared.counts[slot];
+    }
     for (uint32_t worker = 0; worker < kWorkers; ++worker) {
       send(shared.parent, worker, kStep, &slots[2 * worker], 2);
     }
-    end_step(shared);
+    end_step(shared, slots);
+    shared.steps += kSlots;
     check(shared.rows.result[5] == 2 * step, "an answer to another step");
+    for (const int64_t slot : slots) ++shared.handles[slot];
     pool.leave();
     pool.leave();  // does nothing
   }
-  while (!pool.enter(1'000'000)) {
+  while (!pool.enter(true, 1'000'000)) {
   }
   pool.state.open = 0;
   withdraw(1);
@@ -127,30 +144,53 @@ int main() {
   Words words(kSlots, kWorkers, 2);
   const Board board = words.board(2, 20'000, kStart);
   const std::vector<int32_t> sockets(kWorkers, -1);
-  Shared shared{{board, sockets.data(), {0}, {0}}, {}, {}};
+  Shared shared{{board, sockets.data(), {0}, {0}},
+                {},
+                std::vector<uint32_t>(kSlots),
+                std::vector<std::atomic<uint32_t>>(kSlots),
+                {}};
   shared.rows = {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)};
-  const std::vector<int64_t> slots = {0, 1, 2, 3, 4, 5}, stops = {2, 4, 6}, dims = {kSlots};
+  const std::vector<int64_t> stops = {2, 4, 6}, dims = {kSlots};
   const Array action = {shared.rows.action.data(), dims.data(), 1, kU32, nullptr};
   const Array result = {shared.rows.result.data(), dims.data(), 1, kU32, nullptr};
-  std::vector<uint8_t> needs_reset(kSlots);
-  const Plan plan = {
-      1, 1, kFingerprint,       200'000, &shared.parent, slots.data(), stops.data(), &action, &result,
-      1, 1, needs_reset.data(), nullptr, nullptr};
+  std::vector<uint8_t> in_flight(kSlots), needs_reset(kSlots);
+  const Plan plan = {1,
+                     1,
+                     kFingerprint,
+                     200'000,
+                     &shared.parent,
+                     stops.data(),
+                     shared.counts.data(),
+                     &action,
+                     &result,
+                     1,
+                     1,
+                     in_flight.data(),
+                     needs_reset.data(),
+                     nullptr,
+                     nullptr};
   shared.pool = std::make_shared<Pool>(plan);
   shared.pool->state.open = 1;
   publish(1, shared.pool);
 
   std::vector<std::thread> workers, programs;
   for (uint32_t w = 0; w < kWorkers; ++w) workers.emplace_back(work, board, w, std::ref(shared.rows));
-  for (uint32_t p = 0; p < kPrograms; ++p) programs.emplace_back(run_program, std::ref(shared), p + 1);
+  // Handles to all envs, to envs of one worker, of several, and not in their order.
+  const std::vector<std::vector<int64_t>> handles = {{0, 1, 2, 3, 4, 5}, {0, 1}, {2, 3, 4}, {5, 3}};
+  for (uint32_t p = 0; p < handles.size(); ++p) {
+    programs.emplace_back(run_program, std::ref(shared), p + 1, handles[p]);
+  }
   std::thread host(run_host, std::ref(shared), 3000);
   host.join();
   for (std::thread& program : programs) program.join();
   for (uint32_t w = 0; w < kWorkers; ++w) knock(shared.parent, w);
   for (std::thread& worker : workers) worker.join();
-  for (const uint32_t steps : shared.rows.steps) {
-    check(steps == shared.steps && steps == shared.pool->state.count, "a step lost or repeated");
+  uint32_t steps = 0;
+  for (uint32_t slot = 0; slot < kSlots; ++slot) {
+    check(shared.rows.steps[slot] == shared.counts[slot], "a step lost or repeated");
+    steps += shared.rows.steps[slot];
   }
-  check(shared.steps > 3000 && shared.handed_over > 0 && shared.refused > 0, "nothing was tried");
+  check(steps == shared.steps, "a step lost or repeated");
+  check(shared.steps > 3000 * kSlots && shared.handed_over > 0 && shared.refused > 0, "nothing was tried");
   std::puts("done");
 }

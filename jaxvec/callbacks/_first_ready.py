@@ -1,0 +1,67 @@
+"""`send` and `recv`: a step in two halves, and batches of the envs that are ready first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvec._errors import EnvIdError
+from jaxvec._gate import RECV, SEND
+from jaxvec._timestep import TimeStep
+from jaxvec.callbacks import _arguments, _primitive
+from jaxvec.callbacks._handle import Handle
+from jaxvec.callbacks._program import Call
+
+
+def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
+    """Starts a step of some envs, and does not wait for it. They are in flight until `recv` returns them.
+
+    Works inside `jit`, `scan` and the like, and eagerly; not under `vmap` or `shard_map`.
+
+    Args:
+        handle: that the latest call returned, to all envs of the pool.
+        action: pytree of the action space, leaves `[k, ...]`.
+        env_id: `[k]` integers, whose actions they are: `timestep.info["env_id"]`. `None` for all.
+
+    Returns:
+        The handle for the next call.
+
+    Raises:
+        ActionError: wrong structure, shape or dtype, when the program is traced.
+        EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
+        InFlightError: an env is in flight already; nothing was sent.
+        And as `step`.
+    """
+    spec = _arguments.require_handle(handle, "send")
+    ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
+    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, np.integer):
+        raise EnvIdError(f"env_id must be integers of shape [k], got {ids.dtype} of shape {ids.shape}")
+    actions = _arguments.check_action(spec, action, ids.size)
+    (token,) = _primitive.bind(
+        Call(SEND, spec, handle.transport), handle.token, *actions, ids.astype(np.int32)
+    )
+    return handle.next(token)
+
+
+def recv(handle: Handle) -> tuple[Handle, TimeStep]:
+    """Waits for the first `batch_size` envs of those in flight, and returns their time step.
+
+    Which they are says `timestep.info["env_id"]`. With `recv_order="sent"` they are those that were sent
+    first, in that order; else those that were done first, in that order. Of a pool without `batch_size`
+    they are all, in env order.
+
+    Args:
+        handle: that the latest call returned, to all envs of the pool.
+
+    Returns:
+        The handle for the next call, and the time step, leaves `[batch_size, ...]`.
+
+    Raises:
+        InFlightError: fewer envs than that are in flight; the pool is as it was.
+        And as `step`.
+    """
+    spec = _arguments.require_handle(handle, "recv")
+    token, *rows = _primitive.bind(Call(RECV, spec, handle.transport), handle.token)
+    return handle.next(token), spec.build_timestep(rows)

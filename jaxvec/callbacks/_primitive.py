@@ -1,0 +1,106 @@
+"""The JAX primitive that every verb is: how a call is traced, transformed, lowered, or made at once.
+
+All operands and results have the env axis first, so to batch a call is to make one for more envs.
+To a derivative, what an env returns is a constant, so the tangents of what goes in end here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jaxvec import _pool
+from jaxvec._native.library import NativeUnavailableError
+from jaxvec.callbacks import _ffi, _io, _program
+from jaxvec.callbacks._program import Call
+
+_call_p = Primitive("jaxvec_call")
+_call_p.multiple_results = True
+
+# What io_callback says that it does: JAX then neither drops, repeats nor reorders a call, and refuses
+# the transformations that would: `vmap` of a `cond` or `while_loop` with a batched predicate, and
+# `checkpoint`. Its class is not public, but what it does is written into every jaxpr.
+(_EFFECT,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
+
+
+def bind(call: Call, *operands: Any) -> list[jax.Array]:
+    """Makes a call, or puts it into the program that is being traced; see `Call`."""
+    return _call_p.bind(*(jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands), call=call)
+
+
+@_call_p.def_impl
+def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
+    arrays = [np.asarray(operand) for operand in operands]
+    pool = _pool.find(_program.pool_id(arrays[0]))
+    pool.require_spec(call.spec.fingerprint)
+    # The results are copies that nobody else holds, so jax may alias them.
+    return jax.device_put(_program.answer(call, pool, arrays))
+
+
+@_call_p.def_effectful_abstract_eval
+def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
+    token = operands[0]
+    # Under shard_map each device has a handle of its own, and what it returns varies as that does.
+    varying = {name: getattr(token, name) for name in ("vma", "manual_axis_type") if hasattr(token, name)}
+    results = [
+        jax.core.ShapedArray(each.shape, np.dtype(each.dtype), **varying)
+        for each in call.results(token.shape[0])
+    ]
+    return results, {_EFFECT}
+
+
+def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -> tuple[list[Any], list[int]]:
+    if call.whole:
+        verb = call.verb.rpartition(".")[2]
+        raise NotImplementedError(
+            f"vmap of jaxvec.{verb}: first-ready batches can't be split into lanes; use a pool without "
+            "batch_size"
+        )
+    lanes = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+
+    def flatten(operand: Any, axis: int | None) -> Any:
+        if axis is None:
+            operand = jnp.broadcast_to(operand, (lanes, *operand.shape))
+        else:
+            operand = jnp.moveaxis(operand, axis, 0)
+        return operand.reshape(-1, *operand.shape[2:])
+
+    token, *rest = (flatten(operand, axis) for operand, axis in zip(operands, axes, strict=True))
+    if call.fresh:  # the lanes share the pool's envs out
+        token = token.at[:, 1].set(jnp.arange(token.shape[0], dtype=token.dtype))
+    results = _call_p.bind(token, *rest, call=call)
+    return [result.reshape(lanes, -1, *result.shape[1:]) for result in results], [0] * len(results)
+
+
+batching.primitive_batchers[_call_p] = _batch
+
+
+def _lower(ctx: Any, *operands: Any, call: Call, on_cpu: bool) -> Any:
+    call.require_rows(ctx.avals_in[0].shape[0])
+    # Of a program that XLA shards by itself, a callback runs once, for all; an FFI call would crash XLA.
+    shards = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
+    transport = call.transport
+    if transport == "auto":
+        transport = "ffi" if on_cpu and shards == 1 else "io_callback"
+    if transport == "ffi" and not on_cpu:
+        raise NativeUnavailableError('transport="ffi" is for programs on the CPU; use "auto"')
+    if transport == "ffi" and shards > 1:
+        raise NotImplementedError(
+            f'transport="ffi" in a program over {shards} devices: use jax.shard_map, in which each device '
+            'steps its own envs, or transport="auto", which lets one device step them all'
+        )
+    fun = partial((_ffi if transport == "ffi" else _io).call, call)
+    return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(_call_p, partial(_lower, on_cpu=True), platform="cpu")
+mlir.register_lowering(_call_p, partial(_lower, on_cpu=False))
