@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jaxvec.callbacks._functional import reset, step
     from jaxvec.callbacks._handle import Handle
     from jaxvec.callbacks._make import make
+    from jaxvec.callbacks._remote import call, get_attr
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,8 @@ __all__ = [
     "UnsupportedSpaceError",
     "VectorEnv",
     "WorkerDiedError",
+    "call",
+    "get_attr",
     "make",
     "recv",
     "reset",
@@ -63,6 +66,8 @@ __all__ = [
 _LAZY = {
     "Handle": "jaxvec.callbacks._handle",
     "VectorEnv": "jaxvec._vector_env",
+    "call": "jaxvec.callbacks._remote",
+    "get_attr": "jaxvec.callbacks._remote",
     "make": "jaxvec.callbacks._make",
     "recv": "jaxvec.callbacks._first_ready",
     "reset": "jaxvec.callbacks._functional",

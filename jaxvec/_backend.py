@@ -80,15 +80,18 @@ class Workers(Protocol):
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
-        """Calls the method `name` of each `EnvSlice`, or reads an attribute; returns a result per slice.
+        """Calls the method `name` of each `EnvSlice`, or reads an attribute.
 
         Args:
             name: of the method.
             arguments: of the slice of envs `first` to `stop - 1`.
             timeout: seconds, `None` for ever.
 
+        Returns:
+            A result of each slice, or the `EnvError` of the env that raised there.
+
         Raises:
-            EnvError: an env raised; every slice has finished the call all the same.
+            As `wait`, if envs in flight fail meanwhile.
         """
         ...
 

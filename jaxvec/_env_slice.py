@@ -151,13 +151,13 @@ class EnvSlice:
         """Sets the options that every `reset` from now on passes to its envs."""
         self._options = options
 
-    def call(self, slots: Iterable[int], name: str, args: Any, kwargs: Any) -> list[Any]:
-        """Returns attribute `name` of the envs of `slots`, called with the arguments if it can be."""
+    def call(self, slots: Iterable[int], name: str, args: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Returns attribute `name` of the envs of `slots`, called if it can be, with `args` of each."""
         results: list[Any] = []
-        for slot in slots:
+        for slot, mine in zip(slots, args, strict=True):
             try:
                 attribute = self._envs[slot - self.first].get_wrapper_attr(name)
-                results.append(attribute(*args, **kwargs) if callable(attribute) else attribute)
+                results.append(attribute(*mine, **kwargs) if callable(attribute) else attribute)
             except BaseException as error:
                 raise EnvFailure(slot, name) from error
         return results

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -231,9 +231,10 @@ class Pool:
                     )
                 self._require_landed(chosen)
                 self._rows.seeds[slots] = NONE if seeds is None else seeds
+                if replaces_options:
+                    self._options = options
+                    self._ask("set_options", lambda _first, _stop: (options,))
                 with self._breaking():
-                    if replaces_options:
-                        self._send_options(options)
                     self._workers.send(RESET, chosen)
                 self._needs_reset[chosen] = False
                 if self.spec.first_ready:
@@ -347,8 +348,44 @@ class Pool:
         """
         with self._gate.inside(alone=True):
             self._require_usable()
-            with self._breaking(survives=EnvError):
-                return self._workers.request(name, arguments, timeout=self._timeouts.step)
+            return self._ask(name, arguments)
+
+    def call(
+        self,
+        slots: NDArray[Any],
+        name: str,
+        args: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Any],
+        *,
+        counts: NDArray[Any] | None,
+        caller: str | None,
+    ) -> list[Any]:
+        """Calls a method of envs, or reads an attribute; an env's error doesn't break us.
+
+        Args:
+            slots: `[n]`.
+            name: of the method; wrappers are looked through.
+            args: for each of `slots`.
+            kwargs: for all.
+            counts: as in `reset`.
+            caller: as in `reset`; `None` if the envs are not moved by it.
+
+        Returns:
+            One result for each of `slots`.
+        """
+        places = {slot: place for place, slot in enumerate(slots.tolist())}
+
+        def arguments(first: int, stop: int) -> tuple[Any, ...]:
+            mine = [slot for slot in range(first, stop) if slot in places]
+            return mine, name, [args[places[slot]] for slot in mine], kwargs
+
+        with self._gate.inside(alone=True):
+            self._enter(slots, counts)
+            slices = self._ask("call", arguments)
+            if caller is not None:
+                self._gate.moved(slots, caller)
+        results = dict(zip(sorted(places), (result for each in slices for result in each), strict=True))
+        return [results[slot] for slot in slots.tolist()]
 
     def close(self, timeout: float = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds.
@@ -389,9 +426,14 @@ class Pool:
         with self._breaking():
             self._workers.send(STEP, slots)
 
-    def _send_options(self, options: dict[str, Any] | None) -> None:
-        self._options = options
-        self._workers.request("set_options", lambda _first, _stop: (options,), timeout=self._timeouts.reset)
+    def _ask(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
+        """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
+        with self._breaking():
+            answers = self._workers.request(name, arguments, timeout=self._timeouts.step)
+        for answer in answers:
+            if isinstance(answer, EnvError):
+                raise answer
+        return answers
 
     def _take_off(self, slots: NDArray[Any]) -> None:
         self._in_flight[slots] = True
@@ -497,14 +539,14 @@ class Pool:
         )
 
     @contextmanager
-    def _breaking(self, *, survives: type[BaseException] | tuple[()] = ()) -> Generator[None]:
+    def _breaking(self) -> Generator[None]:
         """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
         try:
             yield
         except BaseException as error:
             if self._closed:
                 raise PoolClosedError(f"pool {self.id} was closed during a call") from error
-            if not isinstance(error, survives) and self._broken_by is None:
+            if self._broken_by is None:
                 self._broken_by = error
                 self._gate.bar()
             raise

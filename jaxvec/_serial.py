@@ -18,7 +18,7 @@ from jaxvec import _envs, _failures, _segment
 from jaxvec._description import describe
 from jaxvec._env_slice import EnvSlice
 from jaxvec._envs import Env, EnvFailure, EnvFn
-from jaxvec._errors import SpaceMismatchError
+from jaxvec._errors import EnvError, SpaceMismatchError
 from jaxvec._gate import Gate, PortableGate
 from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
@@ -80,8 +80,11 @@ class SerialWorkers:
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
         attribute = getattr(self._slice, name)
-        with _typed():
-            return [attribute(*arguments(0, len(self._envs))) if callable(attribute) else attribute]
+        try:
+            with _typed():
+                return [attribute(*arguments(0, len(self._envs))) if callable(attribute) else attribute]
+        except EnvError as error:
+            return [error]
 
     def close(self, timeout: float) -> None:
         envs, self._envs = self._envs, []

@@ -179,7 +179,9 @@ class VectorEnv:
         Raises:
             EnvError: an env raised, or has no such attribute; the pool stays usable.
         """
-        return self._request("call", lambda first, stop: (range(first, stop), name, args, kwargs))
+        return tuple(
+            self._pool.call(self._pool.all, name, [args] * self.num_envs, kwargs, counts=None, caller=None)
+        )
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Returns an attribute of every env; a method is called, as in Gymnasium."""

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _failures, _handoffs, _segment, _spawn
-from jaxvec._channel import Channel
+from jaxvec._channel import WAKE, Channel
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description, compare
 from jaxvec._envs import EnvFn
@@ -238,7 +238,9 @@ class ProcessWorkers:
         messages: dict[int, Any] = {}
         while len(messages) < len(self._slices):
             missing = [worker for worker in range(len(self._slices)) if worker not in messages]
-            messages.update(listen(replace(wait, waiting_for=missing)))
+            heard = listen(replace(wait, waiting_for=missing))
+            # Who waits for envs in flight looks at their slots before it listens for wakes.
+            messages.update((worker, message) for worker, message in heard if message is not WAKE)
         return [messages[worker] for worker in range(len(self._slices))]
 
     def look(self, seconds: float, deadline: float | None) -> list[tuple[int, Any]]:
@@ -276,17 +278,19 @@ class ProcessWorkers:
 
     def _open(self, worker: int, name: str, reply: Reply) -> Any:
         if reply.failure is not None:
-            raise _failures.to_error(reply.failure, worker=worker)
+            return _failures.to_error(reply.failure, worker=worker)
         try:
             return pickle.loads(reply.result)
         except Exception as error:
             first, _ = self._slices[worker]
-            raise EnvError(
+            failure = EnvError(
                 f"worker {worker} answered {name}, but the answer can't be unpickled here: {error}",
                 env_id=first,
                 worker=worker,
                 operation=name,
-            ) from error
+            )
+            failure.__cause__ = error
+            return failure
 
     def _died(self, worker: int) -> WorkerDiedError:
         try:

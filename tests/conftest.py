@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import jax
 import psutil
 import pytest
@@ -17,10 +18,18 @@ import jaxvec
 from jaxvec import _handoffs
 from jaxvec.callbacks import _transports
 
+jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others run on the first
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--handoff", choices=["native", "portable"], help="what handoff='auto' means")
     parser.addoption("--transport", choices=["ffi", "io_callback"], help="what transport='auto' means")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets workers get the envs of test files by value; by name they would import the files, and JAX."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        cloudpickle.register_pickle_by_value(module)
 
 
 _FREE = {module: module.choose for module in (_handoffs, _transports)}

@@ -45,8 +45,9 @@ def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
             array = jnp.asarray(value)
         except (TypeError, ValueError) as error:
             raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
+        hint = "env axis first; under vmap and shard_map, split the handle like the action"
         try:
-            chex.assert_shape(array, (num_envs, *leaf.shape), custom_message="env axis first")
+            chex.assert_shape(array, (num_envs, *leaf.shape), custom_message=hint)
         except AssertionError as error:
             raise ActionError(f"{leaf}: {error}") from error
         if not _actions.castable(array.dtype, leaf):

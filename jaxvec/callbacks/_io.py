@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _pool
 from jaxvec.callbacks import _program
-from jaxvec.callbacks._program import Call
+from jaxvec.callbacks._program import READ, Call
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
 
@@ -29,7 +29,10 @@ _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input ca
 def call(call: Call, *operands: jax.Array) -> list[jax.Array]:
     """Puts a call into the program that is being traced; see `Call` for operands and results."""
     answer = _Answer(call, len(operands[0]), len(operands[-1]))
-    return io_callback(answer, call.results(len(operands[0])), *_pack(operands), ordered=False)
+    results = call.results(len(operands[0]))
+    if call.verb == READ:
+        return jax.pure_callback(answer, results, *_pack(operands))
+    return io_callback(answer, results, *_pack(operands), ordered=False)
 
 
 @dataclass(frozen=True)

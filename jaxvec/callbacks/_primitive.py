@@ -17,11 +17,13 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxvec import _pool
+from jaxvec._errors import EnvIdError
 from jaxvec._native.library import NativeUnavailableError
 from jaxvec.callbacks import _ffi, _io, _program
-from jaxvec.callbacks._program import Call
+from jaxvec.callbacks._program import READ, Call
 
 _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
@@ -51,11 +53,13 @@ def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
     token = operands[0]
     # Under shard_map each device has a handle of its own, and what it returns varies as that does.
     varying = {name: getattr(token, name) for name in ("vma", "manual_axis_type") if hasattr(token, name)}
-    results = [
-        jax.core.ShapedArray(each.shape, np.dtype(each.dtype), **varying)
-        for each in call.results(token.shape[0])
-    ]
-    return results, {_EFFECT}
+
+    def result(struct: jax.ShapeDtypeStruct) -> Any:
+        sharding = NamedSharding(token.sharding.mesh, PartitionSpec(*[None] * len(struct.shape)))
+        return jax.core.ShapedArray(struct.shape, np.dtype(struct.dtype), sharding=sharding, **varying)
+
+    results = [result(struct) for struct in call.results(token.shape[0])]
+    return results, set() if call.verb == READ else {_EFFECT}
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -> tuple[list[Any], list[int]]:
@@ -72,13 +76,14 @@ def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -
             operand = jnp.broadcast_to(operand, (lanes, *operand.shape))
         else:
             operand = jnp.moveaxis(operand, axis, 0)
-        return operand.reshape(-1, *operand.shape[2:])
+        return operand.reshape(lanes * operand.shape[1], *operand.shape[2:])
 
     token, *rest = (flatten(operand, axis) for operand, axis in zip(operands, axes, strict=True))
     if call.fresh:  # the lanes share the pool's envs out
         token = token.at[:, 1].set(jnp.arange(token.shape[0], dtype=token.dtype))
     results = _call_p.bind(token, *rest, call=call)
-    return [result.reshape(lanes, -1, *result.shape[1:]) for result in results], [0] * len(results)
+    rows = token.shape[0] // lanes
+    return [result.reshape(lanes, rows, *result.shape[1:]) for result in results], [0] * len(results)
 
 
 batching.primitive_batchers[_call_p] = _batch
@@ -86,9 +91,15 @@ batching.primitive_batchers[_call_p] = _batch
 
 def _lower(ctx: Any, *operands: Any, call: Call, on_cpu: bool) -> Any:
     call.require_rows(ctx.avals_in[0].shape[0])
+    devices = ctx.module_context.axis_context
+    if call.fresh and not hasattr(devices, "num_devices"):  # under shard_map or pmap
+        raise EnvIdError(
+            "reset of a VectorEnv, which is all its envs, in a program that each device runs: reset outside, "
+            "and pass each device a handle to its own envs, jaxvec.reset(handle)"
+        )
     # Of a program that XLA shards by itself, a callback runs once, for all; an FFI call would crash XLA.
-    shards = getattr(ctx.module_context.axis_context, "num_devices", None) or 1
-    transport = call.transport
+    shards = getattr(devices, "num_devices", None) or 1
+    transport = "io_callback" if call.verb == READ else call.transport
     if transport == "auto":
         transport = "ffi" if on_cpu and shards == 1 else "io_callback"
     if transport == "ffi" and not on_cpu:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -12,11 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _pool, _seeds
-from jaxvec._errors import EnvIdError, StaleHandleError
+from jaxvec._errors import EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._gate import CALL, MOVERS, RECV, RESET, SEND, STEP
+from jaxvec._rows import InvalidValue, conform
+from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 
-VERBS = (RESET, STEP, SEND, RECV, CALL)  # the FFI handler goes by their index
+READ = "jaxvec.get_attr"
+VERBS = (RESET, STEP, SEND, RECV, CALL)  # that move envs; the FFI handler goes by their index
 assert MOVERS[: len(VERBS)] == VERBS
 
 Array = NDArray[Any]
@@ -31,10 +35,10 @@ class Call:
     reset `[n, 2]` uint32 seeds (low and high word, as `_seeds.expand`) and an `[n]` bool mask; step the
     leaves of the action, `[n, ...]`; send those, `[k, ...]`, and `[k]` int32 env ids; call the leaves of
     its arguments, `[n, ...]`. More results: of reset, step and recv the leaves of the time step, of
-    call `answers`.
+    call `answers`. A read, which moves nothing, has those and no token.
 
     Attributes:
-        verb: of `VERBS`.
+        verb: of `VERBS`, or `READ`.
         spec: of the pool.
         transport: as `_transports.choose` returned it.
         fresh: of a reset, whether it starts from the pool, with all envs, and not from a handle.
@@ -75,6 +79,8 @@ class Call:
         match self.verb:
             case "jaxvec.send":
                 return [token]
+            case "jaxvec.get_attr":
+                return [_struct(*each, rows) for each in self.answers]
             case "jaxvec.call":
                 return [token, *(_struct(*each, rows) for each in self.answers)]
             case _:
@@ -114,6 +120,8 @@ def answer(
     """
     token, *rest = operands
     call.require_rows(len(token))
+    if call.verb == READ:
+        return ask_envs(call, pool, token, [])
     slots = pool.all if call.fresh else slots_of(token)
     counts = None if call.fresh else token[:, 2]
     rows = None if out is None else out[1:]
@@ -137,13 +145,64 @@ def answer(
             *actions, env_ids = rest
             pool.send(env_ids.astype(np.intp), actions, counts=counts, caller=SEND)
             given = []
-        case _:
+        case "jaxvec.recv":
             given = pool.recv(counts=counts, caller=RECV, out=rows)
+        case _:
+            given = ask_envs(call, pool, token, rest)
+            for target, values in zip(rows or (), given, strict=rows is not None):
+                target[:] = values
     next_token = token_of(pool, slots)
     if out is None:
         return [next_token, *given]
     out[0][:] = next_token
     return list(out)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stands for an operand in the arguments of a call that `Call.extra` holds."""
+
+    index: int
+
+
+def ask_envs(call: Call, pool: _pool.Pool, token: Array, operands: Sequence[Array]) -> list[Array]:
+    """Calls a method of each env that the token names, or reads an attribute.
+
+    Args:
+        call: whose `extra` holds the name, the arguments, and the structure of the result.
+        pool: that the token names.
+        token: of the handle.
+        operands: `[n, ...]` arrays to put into the arguments.
+
+    Returns:
+        An `[n, ...]` array for each leaf of the result.
+    """
+    name, args, skeleton = cloudpickle.loads(call.extra)
+    structure = jax.tree.structure(skeleton)
+    slots = slots_of(token)
+
+    def argument(leaf: Any, row: int) -> Any:
+        return operands[leaf.index][row] if isinstance(leaf, Operand) else leaf
+
+    each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(slots))]
+    values = pool.call(slots, name, each, {}, counts=token[:, 2], caller=CALL if call.verb == CALL else None)
+    columns: list[list[Array]] = [[] for _ in call.answers]
+    for slot, value in zip(slots.tolist(), values, strict=True):
+        if not columns:
+            continue
+        leaves, got = jax.tree.flatten(value)
+        if got != structure:
+            raise _wrong_answer(slot, name, f"{structure} was expected, but it is {got}")
+        for column, leaf, (shape, dtype) in zip(columns, leaves, call.answers, strict=True):
+            try:
+                column.append(conform(Leaf((name,), shape, dtype, dtype), leaf).astype(dtype))
+            except InvalidValue as error:
+                raise _wrong_answer(slot, name, str(error)) from error
+    return [np.stack(column) for column in columns]
+
+
+def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
+    return EnvDataError(f"env {slot}: what {name} returned: {why}", env_id=slot, worker=None, operation=name)
 
 
 def pool_id(token: Array) -> int:

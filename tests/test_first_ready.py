@@ -1,0 +1,404 @@
+"""`send` and `recv`: steps in two halves, batches of the envs that are ready first, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxvec
+from jaxvec.callbacks import _ffi
+from jaxvec.testing import CountingEnv
+
+BACKENDS = {
+    "native": {"handoff": "native"},
+    "portable": {"handoff": "portable"},
+    "serial": {"backend": "serial"},
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def how(request):
+    return BACKENDS[request.param]
+
+
+@pytest.fixture(params=["ffi", "io_callback"])
+def transport(request):
+    if request.param == "ffi" and _ffi.reason_unavailable() is not None:
+        pytest.skip(str(_ffi.reason_unavailable()))
+    return request.param
+
+
+class GatedEnv(CountingEnv):
+    """Its steps with action 7 wait for a file."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self._gate = gate
+
+    def step(self, action):
+        while action == 7 and not self._gate.exists():
+            threading.Event().wait(0.001)
+        return super().step(action)
+
+
+# --- In programs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["ready", "sent"])
+def test_in_a_scan_every_env_steps_as_often_as_it_was_received(make, how, transport, order):
+    envs = make(
+        CountingEnv,
+        6,
+        num_workers=None if how.get("backend") else 2,
+        batch_size=2,
+        recv_order=order,
+        transport=transport,
+        **how,
+    )
+    handle, timestep = jaxvec.reset(envs, seed=0)
+    assert timestep.obs.shape == (2, 4)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            env_id = timestep.info["env_id"]
+            handle = jaxvec.send(handle, 10 * env_id, env_id)
+            handle, timestep = jaxvec.recv(handle)
+            return (handle, timestep), timestep
+
+        return jax.lax.scan(body, (handle, timestep), length=60)
+
+    first = timestep.info["env_id"].tolist()
+    (handle, _), steps = program(handle, timestep)
+    received = Counter(steps.info["env_id"].reshape(-1).tolist())
+    received.update(first)
+    assert sum(received.values()) == 122
+    # The first that an env returns is its reset; then each row is its next step, with its own action.
+    seen = Counter(first)
+    for env_id, obs in zip(
+        steps.info["env_id"].reshape(-1).tolist(), steps.obs.reshape(-1, 4).tolist(), strict=True
+    ):
+        assert obs[1:] == ([0, 0, -1] if seen[env_id] == 0 else [seen[env_id], seen[env_id], 10 * env_id])
+        seen[env_id] += 1
+    if order == "sent":
+        assert steps.info["env_id"].tolist() == [[2, 3], [4, 5], [0, 1]] * 20
+    rest = [jaxvec.recv(handle)]
+    rest.append(jaxvec.recv(rest[0][0]))
+    taken = Counter(np.concatenate([timestep.info["env_id"] for _, timestep in rest]).tolist())
+    assert set(taken.values()) == {1}
+    assert envs.get_attr("steps") == tuple((received + taken)[i] - 1 for i in range(6))
+
+
+def test_two_halves_alternate(make, transport):
+    """Double buffering: the policy works on one half while workers step the other; deterministic."""
+    envs = make(CountingEnv, 8, num_workers=2, batch_size=4, recv_order="sent", transport=transport)
+    handle, timestep = jaxvec.reset(envs)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            handle = jaxvec.send(handle, timestep.obs[:, 1], timestep.info["env_id"])
+            handle, timestep = jaxvec.recv(handle)
+            return (handle, timestep), (timestep.info["env_id"], timestep.obs)
+
+        return jax.lax.scan(body, (handle, timestep), length=20)[1]
+
+    env_id, obs = program(handle, timestep)
+    assert env_id.tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]] * 10
+    np.testing.assert_array_equal(obs[:, 0, 1], np.arange(20) // 2 + np.arange(20) % 2)
+
+
+def test_without_batch_size_recv_returns_all_in_env_order(make, how, transport):
+    workers = {} if how.get("backend") else {"num_workers": 3}
+    envs = make(CountingEnv, 5, transport=transport, **how, **workers)
+    handle, _ = jaxvec.reset(envs)
+
+    @jax.jit
+    def program(handle):
+        handle = jaxvec.send(handle, jnp.array([1, 3]), jnp.array([4, 0]))
+        handle = jaxvec.send(handle, jnp.array([5, 6, 7]), jnp.array([2, 1, 3]))
+        return jaxvec.recv(handle)
+
+    handle, timestep = program(handle)
+    np.testing.assert_array_equal(timestep.info["env_id"], range(5))
+    np.testing.assert_array_equal(timestep.obs[:, 3], [3, 6, 5, 7, 1])
+    handle, _ = jaxvec.step(handle, jnp.zeros(5, int))  # all have landed
+    handle = jaxvec.send(handle, jnp.zeros(5, int))
+    _, timestep = jaxvec.recv(handle)
+    np.testing.assert_array_equal(timestep.obs[:, 1], 3)
+
+
+def test_those_that_are_done_first_come_first(make, transport, tmp_path):
+    envs = make(lambda: GatedEnv(tmp_path / "open"), 4, num_workers=4, batch_size=1, transport=transport)
+    handle, timestep = jaxvec.reset(envs)
+    landed = timestep.info["env_id"].tolist()
+    for _ in range(3):
+        handle, timestep = jaxvec.recv(handle)
+        landed += timestep.info["env_id"].tolist()
+    assert sorted(landed) == [0, 1, 2, 3]
+    handle = jaxvec.send(handle, jnp.array([7]), jnp.array([1]))
+    for other in (3, 0, 2):  # one after the other: each is done before the next is sent
+        handle = jaxvec.send(handle, jnp.array([0]), jnp.array([other]))
+        while envs.pool._workers._handoff.unfinished().tolist() != [1]:
+            threading.Event().wait(0.001)
+    order = []
+    for _ in range(3):
+        handle, timestep = jaxvec.recv(handle)
+        order += timestep.info["env_id"].tolist()
+    assert order == [3, 0, 2]
+    (tmp_path / "open").touch()
+    assert jaxvec.recv(handle)[1].info["env_id"].tolist() == [1]
+
+
+def test_a_slow_env_neither_starves_nor_holds_up_the_others(make, transport, tmp_path):
+    """Env 0 waits while the others step on, and is served as soon as it is done."""
+    envs = make(lambda: GatedEnv(tmp_path / "open"), 4, num_workers=4, batch_size=2, transport=transport)
+    handle, timestep = jaxvec.reset(envs)
+
+    @jax.jit
+    def turn(handle, timestep):
+        env_id = timestep.info["env_id"]
+        handle = jaxvec.send(handle, jnp.where(env_id == 0, 7, 1), env_id)
+        return jaxvec.recv(handle)
+
+    seen = set()
+    while timestep.obs[:, 1].max() < 100:
+        handle, timestep = turn(handle, timestep)
+        seen |= set(zip(timestep.info["env_id"].tolist(), timestep.obs[:, 1].tolist(), strict=True))
+    assert {step for env_id, step in seen if env_id == 0} <= {0}
+    (tmp_path / "open").touch()
+    served = 0
+    for _ in range(400):
+        handle, timestep = turn(handle, timestep)
+        served += 0 in timestep.info["env_id"]
+    assert served >= 10
+
+
+# --- On the host ------------------------------------------------------------------------------
+
+
+def test_the_host_has_the_same_verbs_from_any_thread(make, how):
+    """An actor thread sends and receives, as EnvPool's users do."""
+    envs = make(CountingEnv, 6, batch_size=3, **how)
+    steps = Counter()
+    errors = []
+
+    def act():
+        try:
+            timestep = envs.reset(seed=0)
+            for _ in range(50):
+                env_id = timestep.info["env_id"]
+                steps.update(env_id.tolist())
+                envs.send(timestep.obs[:, 1], env_id)
+                timestep = envs.recv()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join(60)
+    assert not errors
+    assert envs.reset().obs.shape == (3, 4)
+    assert envs.get_attr("steps") == tuple(steps[i] for i in range(6))
+
+
+def test_one_thread_sends_while_another_receives(make, tmp_path):
+    envs = make(lambda: GatedEnv(tmp_path / "open"), 2, num_workers=2, batch_size=1)
+    envs.reset()
+    envs.recv()
+    envs.send([7], [0])
+    got = []
+    receiver = threading.Thread(target=lambda: got.append(envs.recv().info["env_id"].tolist()))
+    receiver.start()
+    while envs.pool._gate.counts[0] < 4:  # until the receiver waits
+        threading.Event().wait(0.001)
+    envs.send([0], [1])  # is not held up by it
+    (tmp_path / "open").touch()
+    receiver.join(20)
+    assert got == [[0]]
+    assert envs.recv().info["env_id"].tolist() == [1]
+
+
+def test_views_are_read_only_and_show_the_segment(make):
+    envs = make(CountingEnv, 4, num_workers=2, batch_size=2, recv_order="sent")
+    envs.reset()
+    views = envs.recv(copy=False)
+    assert views.info["env_id"].tolist() == [2, 3]
+    assert not views.obs.flags.writeable
+    assert views.obs.base is not None
+    copies = views.obs.copy()
+    envs.send([5, 6], [2, 3])
+    envs.send([1, 2], [0, 1])
+    np.testing.assert_array_equal(envs.recv(copy=False).obs[:, 3], [5, 6])
+    np.testing.assert_array_equal(views.obs[:, 3], [5, 6])  # the same memory
+    assert copies[:, 3].tolist() == [-1, -1]
+    envs.send([8, 9], [3, 2])
+    envs.recv()
+    apart = envs.recv(copy=False)  # rows that don't lie in order are copied
+    assert apart.obs[:, 3].tolist() == [8, 9]
+    assert apart.obs.flags.writeable
+
+
+# --- What is refused --------------------------------------------------------------------------
+
+
+REFUSED = {
+    "nothing in flight": (lambda h: jaxvec.recv(h), jaxvec.InFlightError, "recv returns 2 envs, but 0 are"),
+    "a partial batch": (
+        lambda h: jaxvec.recv(jaxvec.send(h, jnp.zeros(1, int), jnp.array([0]))),
+        jaxvec.InFlightError,
+        "recv returns 2 envs, but 1 are",
+    ),
+    "in flight": (
+        lambda h: jaxvec.send(
+            jaxvec.send(h, jnp.zeros(2, int), jnp.array([0, 1])), jnp.zeros(2, int), jnp.array([2, 1])
+        ),
+        jaxvec.InFlightError,
+        r"envs \[1\] are in flight",
+    ),
+    "a step of envs in flight": (
+        lambda h: jaxvec.step(jaxvec.send(h, jnp.zeros(1, int), jnp.array([3])), jnp.zeros(4, int)),
+        jaxvec.InFlightError,
+        r"envs \[3\] are in flight",
+    ),
+    "twice": (
+        lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 1])),
+        jaxvec.EnvIdError,
+        "env 1 comes twice",
+    ),
+    "foreign": (
+        lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 4])),
+        jaxvec.EnvIdError,
+        "env 4 is none of pool",
+    ),
+    "negative": (
+        lambda h: jaxvec.send(h, jnp.zeros(1, int), jnp.array([-1])),
+        jaxvec.EnvIdError,
+        "env -1 is none of pool",
+    ),
+    "a part of the pool's handle": (
+        lambda h: jaxvec.recv(jax.tree.map(lambda x: x[:2], h)),
+        jaxvec.EnvIdError,
+        "all 4 envs, not to 2",
+    ),
+    "a reset of some": (
+        lambda h: jaxvec.reset(jax.tree.map(lambda x: x[:2], h)),
+        jaxvec.EnvIdError,
+        "all 4 envs, not to 2",
+    ),
+    "stale": (
+        lambda h: (
+            jaxvec.send(h, jnp.zeros(1, int), jnp.array([0])),
+            jaxvec.send(h, jnp.zeros(1, int), jnp.array([1])),
+        ),
+        jaxvec.StaleHandleError,
+        "stale handle.*last moved by jaxvec.send",
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport, case, jit):
+    call, error, match = REFUSED[case]
+    envs = make(CountingEnv, 4, num_workers=2, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    handle, _ = jaxvec.recv(handle)  # all have landed
+    with pytest.raises((error, RuntimeError), match=match):
+        jax.block_until_ready((jax.jit(call) if jit else call)(handle))
+    handle, timestep = jaxvec.reset(envs)
+    handle, _ = jaxvec.recv(handle)
+    handle = jaxvec.send(handle, jnp.zeros(4, int))
+    _, timestep = jaxvec.recv(handle)
+    assert (timestep.obs[:, 1] <= 2).all()
+    assert envs.pool.broken_by is None
+
+
+def test_arguments_that_can_not_be_are_refused(make, transport):
+    envs = make(CountingEnv, 4, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvIdError, match="integers of shape"):
+        jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0.0, 1.0]))
+    with pytest.raises(jaxvec.ActionError, match=r"\(2,\).*\(3"):
+        jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0, 1, 2]))
+    with pytest.raises(ValueError, match="reset as a whole"):
+        jaxvec.reset(handle, mask=np.ones(4, bool))
+    with pytest.raises(NotImplementedError, match="can't be split into lanes"):
+        jax.vmap(jaxvec.recv)(jax.tree.map(lambda x: x[None], handle))
+    for wrong in (0, 5, True, 2.0):
+        with pytest.raises(ValueError, match="batch_size must be an integer from 1 to num_envs"):
+            make(CountingEnv, 4, batch_size=wrong)
+    with pytest.raises(ValueError, match="recv_order must be"):
+        make(CountingEnv, 4, batch_size=2, recv_order="first")
+    with pytest.raises(ValueError, match="must reset themselves"):
+        make(CountingEnv, 4, batch_size=2, autoreset_mode="DISABLED")
+
+
+def test_a_reset_drops_what_is_in_flight(make, how):
+    envs = make(CountingEnv, 4, batch_size=2, **how)
+    for resets in range(1, 5):
+        timestep = envs.reset(seed=resets)
+        rest = envs.recv()
+        np.testing.assert_array_equal(timestep.obs[:, 0], resets)
+        np.testing.assert_array_equal(rest.obs[:, 0], resets)
+        envs.send(np.zeros(3, int), [0, 2, 3])
+    assert envs.get_attr("steps") == (4, 0, 4, 4)
+
+
+# --- Against a model --------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data(), num_envs=st.integers(1, 6), order=st.sampled_from(["ready", "sent"]))
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_random_sends_and_receives_agree_with_a_model(handoff, data, num_envs, order):
+    batch = data.draw(st.integers(1, num_envs))
+    with jaxvec.make(
+        CountingEnv,
+        num_envs,
+        num_workers=min(2, num_envs),
+        batch_size=batch,
+        recv_order=order,
+        handoff=handoff,
+    ) as envs:
+        steps = [0] * num_envs
+        landed = envs.reset().info["env_id"].tolist()
+        flying = [i for i in range(num_envs) if i not in landed]
+        actions = dict.fromkeys(range(num_envs), -1)
+        for _ in range(data.draw(st.integers(0, 25))):
+            if landed and data.draw(st.booleans()):
+                sent = data.draw(st.lists(st.sampled_from(landed), min_size=1, unique=True))
+                given_actions = data.draw(
+                    st.lists(st.integers(0, 999), min_size=len(sent), max_size=len(sent))
+                )
+                envs.send(np.array(given_actions), sent)
+                for env_id, action in zip(sent, given_actions, strict=True):
+                    landed.remove(env_id)
+                    flying.append(env_id)
+                    steps[env_id] += 1
+                    actions[env_id] = action
+            elif len(flying) < batch:
+                with pytest.raises(jaxvec.InFlightError):
+                    envs.recv()
+            else:
+                timestep = envs.recv()
+                got = timestep.info["env_id"].tolist()
+                assert len(set(got)) == batch
+                if batch == num_envs:
+                    assert got == list(range(num_envs))
+                elif order == "sent":
+                    assert got == flying[:batch]
+                assert timestep.obs[:, 1].tolist() == [steps[i] for i in got]
+                assert timestep.obs[:, 3].tolist() == [actions[i] for i in got]
+                for env_id in got:
+                    flying.remove(env_id)
+                    landed.append(env_id)

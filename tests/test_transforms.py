@@ -1,0 +1,417 @@
+"""JAX's transformations of the verbs; README.md has the table, and each of its cells a test here."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxvec
+from jaxvec.callbacks import _ffi, _program
+from jaxvec.testing import CountingEnv, NestedEnv
+
+ACTION = jnp.arange(8)
+
+
+def split(tree, *shape):
+    """Splits the env axis of every leaf."""
+    return jax.tree.map(lambda x: x.reshape(*shape, len(x) // math.prod(shape), *x.shape[1:]), tree)
+
+
+def rollout(handle, action, length=5):
+    return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=length)
+
+
+@pytest.fixture(params=["ffi", "io_callback"])
+def transport(request):
+    if request.param == "ffi" and _ffi.reason_unavailable() is not None:
+        pytest.skip(str(_ffi.reason_unavailable()))
+    return request.param
+
+
+@pytest.fixture(params=["auto", "io_callback"])
+def envs(request, make):
+    return make(CountingEnv, 8, num_workers=2, transport=request.param)
+
+
+@pytest.fixture
+def hand_offs(monkeypatch):
+    """The verbs of the calls that reach a pool."""
+    calls = []
+    answer = _program.answer
+
+    def counting(call, *args, **kwargs):
+        calls.append(call.verb)
+        return answer(call, *args, **kwargs)
+
+    monkeypatch.setattr(_program, "answer", counting)
+    return calls
+
+
+# --- vmap -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serial(make):
+    """A pool whose every call comes by `_program.answer`."""
+    return make(CountingEnv, 8, backend="serial")
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("lanes", [(2,), (2, 2), (2, 2, 2), (1,), (8,)])
+def test_vmap_makes_one_call_for_all_lanes_however_nested(serial, hand_offs, jit, lanes):
+    handle, _ = jaxvec.reset(serial, seed=0)
+    program = rollout
+    for _ in lanes:
+        program = jax.vmap(program)
+    hand_offs.clear()
+    _, timestep = (jax.jit(program) if jit else program)(split(handle, *lanes), split(ACTION, *lanes))
+    assert hand_offs == ["jaxvec.step"] * 5
+    assert serial.get_attr("steps") == (5,) * 8
+    assert timestep.obs.shape == (*lanes, 5, 8 // int(np.prod(lanes)), 4)
+    at_last = jnp.take(timestep.obs, 4, axis=len(lanes))
+    np.testing.assert_array_equal(at_last.reshape(8, 4)[:, 3], ACTION)
+
+
+def test_vmap_of_a_jitted_rollout_equals_the_rollout_of_all(make, transport):
+    """Also of nested observations, and in another axis than the first."""
+    pools = [make(NestedEnv, 6, num_workers=2, transport=transport) for _ in range(2)]
+    pools[0].action_space.seed(1)
+    action = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, pools[0].action_space.sample()))
+    handles = [jaxvec.reset(envs, seed=3)[0] for envs in pools]
+    whole = jax.jit(rollout)(handles[0], action)[1]
+    lanes = jax.vmap(jax.jit(rollout), in_axes=(0, 1), out_axes=1)(
+        split(handles[1], 2), jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), split(action, 2))
+    )[1]
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_array_equal(ours.reshape(theirs.shape), theirs), lanes, whole
+    )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_training_over_seeds_by_vmap_resets_the_pools_envs_once_each(serial, hand_offs, nested):
+    """`jax.vmap(train)(keys)` with a pool of seeds x envs."""
+
+    def train(key):
+        handle, _ = jaxvec.reset(serial, num_envs=2, seed=key)
+        _, timestep = rollout(handle, jnp.zeros(2, int))
+        return timestep.obs[-1], timestep.info["env_id"][-1]
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    if nested:
+        last, env_id = jax.jit(jax.vmap(jax.vmap(train)))(keys.reshape(2, 2))
+    else:
+        last, env_id = jax.jit(jax.vmap(train))(keys)
+    assert hand_offs == ["jaxvec.reset"] + ["jaxvec.step"] * 5
+    assert serial.get_attr("resets") == (1,) * 8
+    np.testing.assert_array_equal(env_id.reshape(8), range(8))
+    np.testing.assert_array_equal(last.reshape(8, 4)[:, 1], 5)
+    seeds = serial.get_attr("np_random_seed")
+    assert len(set(seeds)) == 8
+    alone = [jax.random.bits(key, (2,), np.uint32) >> 1 for key in keys]
+    np.testing.assert_array_equal(seeds, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_sizes_that_do_not_fit_are_named(serial, jit):
+    keys = jax.random.split(jax.random.key(0), 3)
+    wrong = jax.vmap(lambda key: jaxvec.reset(serial, num_envs=2, seed=key))
+    with pytest.raises(jaxvec.EnvIdError, match="reset of 6 envs, but the pool has 8"):
+        (jax.jit(wrong) if jit else wrong)(keys)
+    alone = lambda: jaxvec.reset(serial, num_envs=2)  # noqa: E731
+    with pytest.raises(jaxvec.EnvIdError, match="reset of 2 envs, but the pool has 8"):
+        (jax.jit(alone) if jit else alone)()
+    handle, _ = jaxvec.reset(serial)
+    with pytest.raises(jaxvec.ActionError, match=r"(?s)\(8,\).*\(4|\(4,\).*8"):
+        jax.vmap(jaxvec.step, in_axes=(None, 0))(handle, split(ACTION, 2))
+    assert serial.get_attr("steps") == (0,) * 8
+
+
+def test_lanes_that_share_a_handle_are_refused(envs):
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvIdError, match="env 0 comes twice; nothing was moved"):
+        jax.vmap(jaxvec.step, in_axes=(None, 0))(handle, jnp.stack([ACTION, ACTION]))
+    with pytest.raises(jaxvec.EnvIdError, match="env 0 comes twice"), envs:
+        jax.jit(jax.vmap(jaxvec.step, in_axes=(None, 0)))(handle, jnp.stack([ACTION, ACTION]))
+
+
+def test_part_of_a_handle_steps_its_envs_and_leaves_the_others(envs):
+    handle, _ = jaxvec.reset(envs)
+    odd, even = (jax.tree.map(lambda x, first=first: x[first::2], handle) for first in (1, 0))
+    odd, timestep = jax.jit(rollout)(odd, jnp.ones(4, int))
+    np.testing.assert_array_equal(timestep.info["env_id"][0], [1, 3, 5, 7])
+    assert envs.get_attr("steps") == (0, 5) * 4
+    with pytest.raises(jaxvec.StaleHandleError, match="env 1 is at step 1, but .* at step 6"):
+        jaxvec.step(handle, ACTION)
+    jaxvec.step(even, jnp.ones(4, int))
+    back = jax.tree.map(lambda x: x[::-1], odd)  # in any order
+    _, timestep = jaxvec.step(back, jnp.array([70, 50, 30, 10]))
+    np.testing.assert_array_equal(timestep.info["env_id"], [7, 5, 3, 1])
+    np.testing.assert_array_equal(timestep.obs[:, 3], [70, 50, 30, 10])
+    assert envs.get_attr("steps") == (1, 6) * 4
+
+
+@pytest.mark.parametrize("loop", ["cond", "while_loop"])
+def test_a_batched_predicate_around_a_step_is_refused(envs, loop):
+    """JAX would run both branches, or all lanes until the last is done, and select."""
+    handle, _ = jaxvec.reset(envs)
+
+    def cond(go, handle, action):
+        return jax.lax.cond(go, lambda: jaxvec.step(handle, action)[0], lambda: handle)
+
+    def while_loop(go, handle, action):
+        def body(carry):
+            return False, jaxvec.step(carry[1], action)[0]
+
+        return jax.lax.while_loop(lambda carry: carry[0], body, (go, handle))[1]
+
+    program = jax.vmap({"cond": cond, "while_loop": while_loop}[loop])
+    with pytest.raises(Exception, match=r"(?i)io effects? not supported"):
+        jax.jit(program)(jnp.array([True, False]), split(handle, 2), split(ACTION, 2))
+    assert envs.get_attr("steps") == (0,) * 8
+    if loop == "while_loop":  # one predicate for all lanes is fine; of `cond` JAX refuses that, too
+        jax.vmap(while_loop, in_axes=(None, 0, 0))(True, split(handle, 2), split(ACTION, 2))
+        assert envs.get_attr("steps") == (1,) * 8
+
+
+# --- Derivatives ------------------------------------------------------------------------------
+
+
+def loss(weight, handle):
+    """Of five steps, whose actions don't depend on anything but are equal."""
+
+    def body(handle, _):
+        handle, timestep = jaxvec.step(handle, ACTION)
+        return handle, (weight * timestep.obs[:, 1] * timestep.reward).sum()
+
+    return jax.lax.scan(body, handle, length=5)[1].sum()
+
+
+EXPECTED = 8 * (1 + 4 + 9 + 16 + 25)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("mode", ["grad", "jvp", "jacfwd", "jacrev", "value_and_grad", "vjp"])
+def test_derivatives_take_what_envs_return_for_constant_and_step_once(envs, mode, jit):
+    handle, _ = jaxvec.reset(envs)
+    modes = {
+        "grad": lambda w: jax.grad(loss)(w, handle),
+        "jvp": lambda w: jax.jvp(lambda w: loss(w, handle), (w,), (1.0,))[1],
+        "jacfwd": lambda w: jax.jacfwd(loss)(w, handle),
+        "jacrev": lambda w: jax.jacrev(loss)(w, handle),
+        "value_and_grad": lambda w: jax.value_and_grad(loss)(w, handle)[1],
+        "vjp": lambda w: jax.vjp(lambda w: loss(w, handle), w)[1](1.0)[0],
+    }
+    derivative = modes[mode]
+    assert (jax.jit(derivative) if jit else derivative)(2.0) == EXPECTED
+    assert envs.get_attr("steps") == (5,) * 8
+
+
+class EchoEnv(CountingEnv):
+    """Takes a real number, so that a derivative could come by it, and returns it as the reward."""
+
+    def __init__(self):
+        super().__init__()
+        self.action_space = spaces.Box(-10, 10, (), np.float32)
+
+    def step(self, action):
+        obs, _, *rest = super().step(0)
+        return obs, float(action), *rest
+
+
+def test_the_derivative_through_an_action_is_zero(make, transport):
+    envs = make(EchoEnv, 2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+
+    def loss(weight):
+        _, timestep = jaxvec.step(handle, weight * jnp.ones(2))
+        return timestep.reward.sum() + 3 * weight
+
+    assert jax.jit(jax.value_and_grad(loss))(2.0) == (4 + 6, 3)
+
+
+def test_a_gradient_under_vmap_and_a_vmap_under_gradient(serial, hand_offs):
+    handle, _ = jaxvec.reset(serial)
+
+    def lane_loss(weight, handle):
+        _, timestep = jaxvec.step(handle, jnp.zeros(4, int))
+        return (weight * timestep.obs[:, 1]).sum()
+
+    hand_offs.clear()
+    grads = jax.vmap(jax.grad(lane_loss))(jnp.ones(2), split(handle, 2))
+    np.testing.assert_array_equal(grads, [4, 4])
+    handle, _ = jaxvec.reset(serial)
+    total = jax.grad(lambda w: jax.vmap(lane_loss, in_axes=(None, 0))(w, split(handle, 2)).sum())(1.0)
+    assert total == 16
+    assert hand_offs == ["jaxvec.step", "jaxvec.reset", "jaxvec.step"]
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_checkpoint_never_steps_twice(envs, jit):
+    """JAX refuses: it would run the step again for the backward pass."""
+    handle, _ = jaxvec.reset(envs)
+    derivative = jax.grad(jax.checkpoint(loss))
+    with pytest.raises(NotImplementedError, match="Effects not supported"):
+        (jax.jit(derivative) if jit else derivative)(2.0, handle)
+    assert envs.get_attr("steps") == (0,) * 8
+
+
+# --- Devices ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()[:4]), ("d",))
+
+
+def over(mesh, function, **kwargs):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("d"), **kwargs))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_under_shard_map_each_device_steps_its_own_envs(envs, mesh, sharded):
+    arguments = jaxvec.reset(envs)[0], ACTION
+    if sharded:
+        arguments = jax.device_put(arguments, NamedSharding(mesh, P("d")))
+    program = over(mesh, rollout, out_specs=(P("d"), P(None, "d")))
+    handle, timestep = program(*arguments)
+    np.testing.assert_array_equal(timestep.info["env_id"], [range(8)] * 5)
+    np.testing.assert_array_equal(timestep.obs[:, :, 3], np.broadcast_to(ACTION, (5, 8)))
+    jax.block_until_ready(program(handle, ACTION))
+    assert envs.get_attr("steps") == (10,) * 8
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "pmap"])
+def test_devices_step_at_the_same_time(make, transport, kind, tmp_path, mesh):
+    """Each env waits in its step until one of each device has begun its own."""
+
+    class MeetingEnv(CountingEnv):
+        def __init__(self, index):
+            super().__init__()
+            self.index = index
+
+        def step(self, action):
+            (tmp_path / f"{self.index}-{self.steps}").touch()
+            deadline = time.monotonic() + 20
+            while len(list(tmp_path.glob(f"*-{self.steps}"))) < 4:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("not all have begun")
+                time.sleep(0.001)
+            return super().step(action)
+
+    envs = make(MeetingEnv, 4, num_workers=4, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    if kind == "shard_map":
+        program = over(mesh, rollout, out_specs=(P("d"), P(None, "d")))
+        jax.block_until_ready(program(handle, jnp.zeros(4, int)))
+    else:
+        jax.block_until_ready(jax.pmap(rollout)(split(handle, 4), split(jnp.zeros(4, int), 4)))
+    assert envs.get_attr("steps") == (5,) * 4
+
+
+def test_each_device_can_reset_its_own_envs(envs, mesh):
+    handle, _ = jaxvec.reset(envs)
+
+    def program(handle):
+        return jaxvec.reset(handle, seed=7)
+
+    jax.block_until_ready(over(mesh, program, out_specs=P("d"))(handle))
+    assert envs.get_attr("resets") == (2,) * 8
+    assert [info["seed"] for info in envs.infos] == [7, 8] * 4
+    with pytest.raises(jaxvec.EnvIdError, match="pass each device a handle"):
+        over(mesh, lambda _: jaxvec.reset(envs), out_specs=P("d"))(ACTION)
+    assert envs.get_attr("resets") == (2,) * 8
+
+
+def test_handles_that_cannot_be_divided_are_refused(envs, mesh):
+    handle, _ = jaxvec.reset(envs)
+    six = jax.tree.map(lambda x: x[:6], handle)
+    with pytest.raises(ValueError, match="(?i)divi"):
+        over(mesh, rollout, out_specs=(P("d"), P(None, "d")))(six, ACTION[:6])
+    replicated = jax.shard_map(jaxvec.step, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    with pytest.raises(jaxvec.ActionError, match="split the handle like the action"):
+        jax.jit(replicated)(handle, ACTION)
+    assert envs.get_attr("steps") == (0,) * 8
+
+
+def test_a_program_that_xla_shards_by_itself_steps_once(envs, mesh):
+    """All envs on one device, by a callback; FFI calls can't be there, and say so."""
+    handle, _ = jaxvec.reset(envs)
+    sharded = jax.device_put((handle, ACTION), NamedSharding(mesh, P("d")))
+    _, timestep = jax.jit(rollout)(*sharded)
+    np.testing.assert_array_equal(timestep.obs[-1, :, 3], ACTION)
+    assert envs.get_attr("steps") == (5,) * 8
+
+
+def test_the_ffi_by_name_refuses_a_program_that_xla_shards(make, mesh):
+    envs = make(CountingEnv, 8, transport="ffi")
+    sharded = jax.device_put((jaxvec.reset(envs)[0], ACTION), NamedSharding(mesh, P("d")))
+    with pytest.raises(NotImplementedError, match=r"over 4 devices: use jax\.shard_map"):
+        jax.jit(rollout)(*sharded)
+    assert envs.get_attr("steps") == (0,) * 8
+
+
+# --- Threads ----------------------------------------------------------------------------------
+
+
+def test_threads_with_a_handle_each_step_their_envs(make, transport):
+    envs = make(CountingEnv, 8, num_workers=3, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    program = jax.jit(partial(rollout, length=200))
+    lasts = [None] * 4
+
+    def run(i):
+        part = jax.tree.map(lambda x: x[2 * i : 2 * i + 2], handle)
+        lasts[i] = jax.block_until_ready(program(part, jnp.array([i, i])))[1].obs[-1]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for i, last in enumerate(lasts):
+        np.testing.assert_array_equal(last[:, 3], i)
+    assert envs.get_attr("steps") == (200,) * 8
+
+
+# --- Compilation ------------------------------------------------------------------------------
+
+
+def test_a_second_pool_of_the_same_specification_compiles_nothing(make, transport):
+    pools = [make(CountingEnv, 2, transport=transport) for _ in range(3)]
+    program = jax.jit(chex.assert_max_traces(rollout, n=1))
+    for envs in pools:
+        _, timestep = program(jaxvec.reset(envs)[0], jnp.zeros(2, int))
+        np.testing.assert_array_equal(timestep.obs[-1, :, 1], 5)
+    assert program._cache_size() == 1
+    chex.clear_trace_counter()
+
+
+def test_a_handle_can_be_donated(envs):
+    handle, _ = jaxvec.reset(envs)
+    program = jax.jit(rollout, donate_argnums=0)
+    for _ in range(3):
+        handle, _ = program(handle, ACTION)
+    assert envs.get_attr("steps") == (15,) * 8
+
+
+def test_shapes_and_compilation_step_nothing(envs):
+    handle, _ = jaxvec.reset(envs)
+    shapes = jax.eval_shape(rollout, handle, ACTION)
+    assert shapes[1].obs.shape == (5, 8, 4)
+    assert isinstance(shapes[0], jaxvec.Handle)
+    compiled = jax.jit(rollout).lower(handle, ACTION).compile()
+    jax.make_jaxpr(rollout)(handle, ACTION)
+    assert envs.get_attr("steps") == (0,) * 8
+    compiled(handle, ACTION)
+    assert envs.get_attr("steps") == (5,) * 8
