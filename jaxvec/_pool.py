@@ -26,10 +26,8 @@ from jaxvec._backend import Workers
 from jaxvec._errors import (
     EnvError,
     EnvIdError,
-    InFlightError,
     PoolBrokenError,
     PoolClosedError,
-    ResetNeededError,
     StaleHandleError,
 )
 from jaxvec._handoff import RESET, STEP
@@ -37,6 +35,7 @@ from jaxvec._layout import make_layout
 from jaxvec._native import interrupts
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
+from jaxvec._turns import Turns
 
 # Handles name their pool by number, so that a compiled program holds no pointer and serves every
 # pool of its specification.
@@ -133,22 +132,20 @@ class Pool:
             results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
             over=(arrays["terminated",], arrays["truncated",]),
         )
+        self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
-        self._needs_reset = np.ones(spec.num_envs, np.bool_)
-        self._in_flight = np.zeros(spec.num_envs, np.bool_)
-        self._sent = np.empty(0, np.intp)  # the slots in flight, in the order sent
+        self._turns = Turns(self.id, spec.num_envs, spec.batch_size)
         self._options: dict[str, Any] | None = None  # that the workers hold
 
         self._broken_by: BaseException | None = None
         self._closed = False
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
         self._process = os.getpid()
-        self.id = next(_ids)
         disabled = autoreset_mode is AutoresetMode.DISABLED
         self._gate = workers.open_gate(
             self.id,
-            self._in_flight,
-            self._needs_reset,
+            self._turns.in_flight,
+            self._turns.needs_reset,
             self._rows.over if disabled else None,
             timeouts.step,
         )
@@ -221,24 +218,27 @@ class Pool:
         with self._gate.flight():
             with self._gate.inside(alone=counts is None or replaces_options):
                 check = self._enter(slots, counts)
-                if len(chosen) == self.spec.num_envs and len(self._sent):
-                    self._wait(self._sent, len(self._sent), "step", check)
-                    self._land(self._sent)
+                sent = self._turns.sent
+                if len(chosen) == self.spec.num_envs and len(sent):
+                    self._wait(sent, len(sent), "step", check)
+                    self._turns.land(sent)
                 elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
                     raise EnvIdError(
                         f"a pool whose recv returns {self.spec.batch_size} of {self.spec.num_envs} envs is "
                         f"reset as a whole, not {len(chosen)} envs of it"
                     )
-                self._require_landed(chosen)
+                if self.spec.first_ready:
+                    chosen = self._turns.spread
+                self._turns.require_landed(chosen)
                 self._rows.seeds[slots] = NONE if seeds is None else seeds
                 if replaces_options:
                     self._options = options
                     self._ask("set_options", lambda _first, _stop: (options,))
                 with self._breaking():
                     self._workers.send(RESET, chosen)
-                self._needs_reset[chosen] = False
+                self._turns.needs_reset[chosen] = False
                 if self.spec.first_ready:
-                    self._take_off(chosen)
+                    self._turns.take_off(chosen)
                 self._gate.moved(slots, caller)
                 self._gate.take_off()
             if self.spec.first_ready:
@@ -303,7 +303,7 @@ class Pool:
         with self._gate.inside():
             self._enter(self.all, counts)
             self._send_step(slots, actions)
-            self._take_off(slots)
+            self._turns.take_off(slots)
             self._gate.moved(self.all, caller)
 
     def recv(
@@ -319,7 +319,7 @@ class Pool:
         Args:
             counts, caller: as of `send`.
             out: as of `reset`.
-            copy: whether rows that lie together are copied; else they are the segment's, read-only.
+            copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
 
         Returns:
             Each leaf of the time step, `[batch_size, ...]`.
@@ -327,11 +327,7 @@ class Pool:
         with self._gate.flight():
             with self._gate.inside(alone=True):  # one recv at a time
                 check = self._enter(self.all, counts)
-                if len(self._sent) < self.spec.batch_size:
-                    raise InFlightError(
-                        f"recv returns {self.spec.batch_size} envs, but {len(self._sent)} are in flight; "
-                        "send more first"
-                    )
+                self._turns.require_batch()
                 self._gate.moved(self.all, caller)
                 self._gate.take_off()
             return self._receive("step", check, out, copy=copy)
@@ -409,8 +405,8 @@ class Pool:
         check = partial(self._check, interrupts.since_now())  # before an env can hang
         self._require_usable()
         if counts is not None:
-            self._require_distinct(slots)
-            self._require_fresh(slots, counts)
+            self._turns.require_distinct(slots)
+            self._turns.require_fresh(slots, counts, self._gate)
         return check
 
     def _check(self, interrupt: Callable[[], None]) -> None:
@@ -418,9 +414,9 @@ class Pool:
         self._require_usable()  # another thread may have closed or broken us
 
     def _send_step(self, slots: NDArray[Any], actions: Rows) -> None:
-        self._require_distinct(slots)
-        self._require_landed(slots)
-        self._require_reset(slots)
+        self._turns.require_distinct(slots)
+        self._turns.require_landed(slots)
+        self._turns.require_reset(slots, self._gate)
         for stored, action in zip(self._rows.actions, actions, strict=True):
             stored[_index(slots)] = action
         with self._breaking():
@@ -435,14 +431,6 @@ class Pool:
                 raise answer
         return answers
 
-    def _take_off(self, slots: NDArray[Any]) -> None:
-        self._in_flight[slots] = True
-        self._sent = np.concatenate([self._sent, slots])
-
-    def _land(self, slots: NDArray[Any]) -> None:
-        self._in_flight[slots] = False
-        self._sent = self._sent[self._in_flight[self._sent]]
-
     def _wait(
         self, slots: NDArray[Any], count: int, name: str, check: Callable[[], None], *, waited: float = 0
     ) -> None:
@@ -454,18 +442,18 @@ class Pool:
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
         if self._autoreset_mode is AutoresetMode.DISABLED:
             terminated, truncated = self._rows.over
-            self._needs_reset[slots] = terminated[slots] | truncated[slots]
+            self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
         return self._copy(slots, out, copy=copy)
 
     def _receive(self, name: str, check: Callable[[], None], out: Rows | None, *, copy: bool = True) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
         count = self.spec.batch_size
-        sent = self._sent[:count] if self._in_order else self._sent
+        sent = self._turns.sent[: count if self._in_order else None]
         self._wait(sent, count, name, check)
         with self._gate.inside():
             slots = sent if self._in_order else self._workers.first_done(sent, count)
             slots = slots if self.spec.first_ready else self.all
-            self._land(slots)
+            self._turns.land(slots)
         return self._end_step(slots, out, copy=copy)
 
     def _copy(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
@@ -494,50 +482,6 @@ class Pool:
                 f"failed with {type(self._broken_by).__name__}: {self._broken_by}"
             ) from self._broken_by
 
-    def _require_distinct(self, slots: NDArray[Any]) -> None:
-        if slots is self.all:
-            return
-        num_envs = self.spec.num_envs
-        foreign = slots[(slots < 0) | (slots >= num_envs)]
-        if foreign.size:
-            raise EnvIdError(f"env {foreign[0]} is none of pool {self.id}, whose are 0 to {num_envs - 1}")
-        times = np.bincount(slots, minlength=1)
-        if times.max() > 1:
-            raise EnvIdError(
-                f"env {times.argmax()} comes twice; nothing was moved. Under vmap each lane needs a handle "
-                "to envs of its own"
-            )
-
-    def _require_fresh(self, slots: NDArray[Any], counts: NDArray[Any]) -> None:
-        now = self._gate.counts[slots]
-        if np.array_equal(now, counts):
-            return
-        stale = int(np.flatnonzero(now != counts)[0])
-        raise StaleHandleError(
-            f"stale handle: it says that env {slots[stale]} is at step {counts[stale]}, but in pool "
-            f"{self.id} it is at step {now[stale]}, last moved by {self._gate.mover}. Each handle can be "
-            "used once: pass on the one that the latest call returned. After stepping on the host, call "
-            "jaxvec.reset; to reset within a program that steps, use reset(handle)"
-        )
-
-    def _require_landed(self, slots: NDArray[Any]) -> None:
-        if self._in_flight[slots].any():
-            raise InFlightError(
-                f"envs {slots[self._in_flight[slots]].tolist()} are in flight: sent, and not yet returned by "
-                "recv. Nothing was moved"
-            )
-
-    def _require_reset(self, slots: NDArray[Any]) -> None:
-        if not self._needs_reset[slots].any():
-            return
-        waiting = slots[self._needs_reset[slots]].tolist()
-        fresh = not self._gate.counts.any()
-        why = "have not been reset" if fresh else "have ended their episode or never been reset"
-        raise ResetNeededError(
-            f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
-            "reset(..., mask=terminated | truncated)). Nothing was stepped"
-        )
-
     @contextmanager
     def _breaking(self) -> Generator[None]:
         """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
@@ -553,10 +497,14 @@ class Pool:
 
 
 def _index(slots: NDArray[Any]) -> slice | NDArray[Any]:
-    """Returns `slots` as a slice, if they lie together in ascending order."""
-    if len(slots) and (np.diff(slots) == 1).all():
-        return slice(int(slots[0]), int(slots[-1]) + 1)
-    return slots
+    """Returns `slots` as a slice, if they are evenly spaced in ascending order."""
+    if not len(slots):
+        return slots
+    first, last = int(slots[0]), int(slots[-1])
+    step = int(slots[1]) - first if len(slots) > 1 else 1
+    if step < 1 or (np.diff(slots) != step).any():
+        return slots
+    return slice(first, last + 1, step)
 
 
 def _read_only(array: NDArray[Any]) -> NDArray[Any]:

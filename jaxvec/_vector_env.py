@@ -148,8 +148,8 @@ class VectorEnv:
         """Waits for `batch_size` of the envs in flight; see `jaxvec.recv`. From any thread.
 
         Args:
-            copy: `False` leaves rows in the segment where they lie together, as all envs do, or
-                neighbours with `recv_order="sent"`: read-only views, good until their envs are sent.
+            copy: `False` leaves rows in the segment where they are evenly spaced, as those of all envs
+                are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent.
 
         Returns:
             NumPy arrays `[batch_size, ...]`; `info["env_id"]` says whose.

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from jaxvec import _channel, _envs, _failures, _handoffs, _segment
 from jaxvec._description import describe
@@ -67,13 +68,16 @@ def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
     while True:
         for message in end.receive():
             if isinstance(message, Work):
+                move = env_slice.step if message.operation == STEP else env_slice.reset
+                # Who waits for all is woken once; who waits for the first, by each.
+                parts = len(message.slots) if attach.spec.first_ready else 1
                 try:
-                    (env_slice.step if message.operation == STEP else env_slice.reset)(message.slots)
+                    for slots in np.split(message.slots, parts):
+                        move(slots)
+                        end.post(slots)
                 except EnvFailure as failure:
                     channel.send(_failures.report(failure))
                     end.alarm()
-                else:
-                    end.post(message.slots)
             else:
                 channel.send(_answer(env_slice, message))
 

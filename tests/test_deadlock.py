@@ -49,10 +49,11 @@ SCRIPT = """
     step = jax.jit(jaxvec.step)
     late = jax.jit(lambda x, y: x + 0 * (y @ y).sum())
     action = jnp.zeros((4, SIZE // 4))
-    for i in range(30):
+    steps = 300 if sys.argv[1] == "whole" else 30  # that must hang, sooner or later
+    for i in range(steps):
         handle, timestep = step(handle, late(action, matrix))
         action = timestep.obs
-    assert float(action.min()) == float(action.max()) == 30, action
+    assert float(action.min()) == float(action.max()) == steps, action
     stop.set()
     for thread in threads:
         thread.join()

@@ -1,4 +1,4 @@
-"""The README's example runs and prints what the README says."""
+"""The README's examples run and print what the README says."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
-def test_the_example_prints_what_the_readme_says():
-    (source,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_the_examples_print_what_the_readme_says(source):
     said = re.findall(r"^print\(.*# (.*)$", source, re.MULTILINE)
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
     )
+    assert said
     assert (done.stdout.splitlines(), done.stderr) == (said, "")
 
 

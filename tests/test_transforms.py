@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -415,3 +417,110 @@ def test_shapes_and_compilation_step_nothing(envs):
     assert envs.get_attr("steps") == (0,) * 8
     compiled(handle, ACTION)
     assert envs.get_attr("steps") == (5,) * 8
+
+
+CACHED = """
+import sys, jax, jax.numpy as jnp, jaxvec, logging
+from jaxvec.testing import CountingEnv
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+with jaxvec.make(CountingEnv, 2) as envs:
+    handle, _ = jaxvec.reset(envs)
+    program = jax.jit(lambda h: jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.zeros(2, int)), h, length=7))
+    print(program(handle)[1].obs[-1].tolist(), envs.get_attr("steps"))
+"""
+
+
+def test_the_persistent_compilation_cache_works_across_program_runs(tmp_path):
+    """Up to jax 0.10 JAX itself keeps programs with host callbacks out of it; they work all the same."""
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", CACHED, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.stdout == "[[1, 7, 7, 0], [1, 7, 7, 0]] (7, 7)\n", done.stderr
+
+
+# --- Reads and first-ready batches ------------------------------------------------------------
+
+
+def level(handle):
+    return jaxvec.get_attr(handle, "steps", int)
+
+
+def test_reads_under_the_transformations(envs, mesh):
+    handle, _ = jaxvec.reset(envs)
+    handle, _ = jaxvec.step(handle, ACTION)
+    expected = np.ones(8)
+    np.testing.assert_array_equal(over(mesh, level, out_specs=P("d"))(handle), expected)
+    np.testing.assert_array_equal(jax.pmap(level)(split(handle, 4)).reshape(8), expected)
+    sharded = jax.device_put(handle, NamedSharding(mesh, P("d")))
+    np.testing.assert_array_equal(jax.jit(level)(sharded), expected)
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(level))(split(handle, 2, 2)).reshape(8), expected)
+    conditional = jax.vmap(lambda go, h: jax.lax.cond(go, lambda: level(h), lambda: jnp.zeros(4, int)))
+    np.testing.assert_array_equal(conditional(jnp.array([True, False]), split(handle, 2)), [[1] * 4, [0] * 4])
+    assert jax.grad(lambda w: (w * level(handle)).sum())(3.0) == 8
+    assert jax.grad(jax.checkpoint(lambda w, h: (w * level(h)).sum()))(3.0, handle) == 8
+    jaxvec.step(handle, ACTION)  # the handle is fresh after all these
+
+
+def test_a_read_that_nobody_uses_is_not_made(serial, hand_offs):
+    handle, _ = jaxvec.reset(serial)
+    hand_offs.clear()
+    jax.block_until_ready(jax.jit(lambda h: (level(h), h.token)[1])(handle))
+    assert hand_offs == []
+
+
+def test_calls_under_shard_map_ask_each_devices_own_envs(envs, mesh):
+    handle, _ = jaxvec.reset(envs)
+
+    def program(handle, by):
+        return jaxvec.call(handle, "_observe", by, result=jax.ShapeDtypeStruct((4,), int))
+
+    _, observed = over(mesh, program, out_specs=P("d"))(handle, ACTION)
+    np.testing.assert_array_equal(observed[:, 3], ACTION)
+
+
+@pytest.fixture
+def halves(make, transport):
+    return make(CountingEnv, 8, num_workers=2, batch_size=4, recv_order="sent", transport=transport)
+
+
+def turn(handle, action):
+    return jaxvec.recv(jaxvec.send(handle, action, jnp.arange(0, 8, 2)))
+
+
+def test_first_ready_batches_under_the_transformations(halves, mesh):
+    handle, _ = jaxvec.reset(halves)
+    handle, _ = jaxvec.recv(handle)  # now all have landed
+
+    def loss(weight, handle):
+        handle, timestep = turn(handle, jnp.ones(4, int))
+        return (weight * timestep.obs[:, 1]).sum(), handle
+
+    for step, derivative in enumerate((jax.grad(loss, has_aux=True), jax.jit(jax.grad(loss, has_aux=True)))):
+        grad, handle = derivative(2.0, handle)
+        assert grad == 4 * (step + 1)
+    assert halves.get_attr("steps") == (2, 0) * 4
+    steps = halves.get_attr("steps")
+    with pytest.raises(NotImplementedError, match="Effects not supported"):
+        jax.grad(jax.checkpoint(lambda w, h: loss(w, h)[0]))(2.0, handle)
+    with pytest.raises(jaxvec.EnvIdError, match="can't be split over lanes or devices"):
+        over(mesh, jaxvec.recv, out_specs=P("d"))(handle)
+    with pytest.raises(NotImplementedError, match="can't be split into lanes"):
+        jax.vmap(jaxvec.recv)(jax.tree.map(lambda x: x[None], handle))
+    assert halves.get_attr("steps") == steps
+
+
+def test_first_ready_batches_of_a_program_that_xla_shards(make, mesh):
+    envs = make(CountingEnv, 8, num_workers=2, batch_size=4, recv_order="sent")
+    handle, _ = jaxvec.reset(envs)
+    handle, _ = jaxvec.recv(handle)
+    handle = jax.device_put(handle, NamedSharding(mesh, P("d")))
+    action = jax.device_put(jnp.arange(4), NamedSharding(mesh, P("d")))
+    _, timestep = jax.jit(turn)(handle, action)
+    np.testing.assert_array_equal(timestep.obs[:, 3], range(4))

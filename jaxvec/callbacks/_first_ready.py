@@ -50,7 +50,8 @@ def recv(handle: Handle) -> tuple[Handle, TimeStep]:
 
     Which they are says `timestep.info["env_id"]`. With `recv_order="sent"` they are those that were sent
     first, in that order; else those that were done first, in that order. Of a pool without `batch_size`
-    they are all, in env order.
+    they are all, in env order. A reset sends every second env first, of a pool with two batches, and so
+    on: so that each batch has envs of all workers.
 
     Args:
         handle: that the latest call returned, to all envs of the pool.

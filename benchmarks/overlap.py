@@ -1,0 +1,128 @@
+"""What it gains to work on some envs while others step: double buffering, and first-ready batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxvec
+from benchmarks.loads import BusyEnv, Load
+from benchmarks.measure import measure
+from benchmarks.systems import Run, System
+
+Policy = Callable[[jax.Array], jax.Array]
+
+
+class WaitingEnv(BusyEnv):
+    """Takes `milliseconds` a step, but no core: as one does that waits for a simulator."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__(0)
+        self._seconds = milliseconds / 1000
+
+    def step(self, action: Any) -> Any:
+        """Waits."""
+        time.sleep(self._seconds)
+        return super().step(action)
+
+
+def double_buffering(rounds: int, seconds: float) -> float:
+    """Returns the rate of two halves that alternate over that of a synchronous loop.
+
+    Envs of 1 ms, a policy of 1 ms a batch; both with batches of 8 envs, one to each of 8 workers.
+    """
+    load = Load("1 ms x 8", 8, make=lambda _: partial(WaitingEnv, 1))
+    policy = _policy(milliseconds=1)
+    systems: dict[str, System] = {
+        "synchronous": partial(_synchronous, policy=policy),
+        "halves": partial(_first_ready, policy=policy, num_envs=16, batch_size=8, recv_order="sent"),
+    }
+    return _ratio(load, systems, rounds, seconds)
+
+
+def mixed(rounds: int, seconds: float) -> float:
+    """Returns the rate of first-ready batches over that of a synchronous pool of as many envs.
+
+    16 envs with a worker each; one env in eight takes 10 ms a step, the others 1 ms.
+    """
+    load = Load("mixed x 16", 16, make=lambda i: partial(WaitingEnv, 1 if i % 8 else 10))
+    systems: dict[str, System] = {
+        "synchronous": partial(_synchronous, policy=_answer),
+        "first ready": partial(_first_ready, policy=_answer, num_envs=16, batch_size=4, recv_order="ready"),
+    }
+    return _ratio(load, systems, rounds, seconds)
+
+
+def _ratio(load: Load, systems: dict[str, System], rounds: int, seconds: float) -> float:
+    slower, faster = measure(load, systems, rounds=rounds, seconds=seconds).values()
+    if slower.not_run or faster.not_run:
+        raise RuntimeError(slower.not_run or faster.not_run)
+    return faster.rate / slower.rate
+
+
+@contextmanager
+def _synchronous(load: Load, *, policy: Policy) -> Generator[Run]:
+    fns = load.env_fns()
+    with jaxvec.make(fns, num_workers=len(fns)) as envs:
+        handle, timestep = jaxvec.reset(envs)
+
+        def turn(handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> Any:
+            return jaxvec.step(handle, policy(timestep.obs))
+
+        yield _run(turn, handle, timestep, turns=1)
+
+
+@contextmanager
+def _first_ready(
+    load: Load, *, policy: Policy, num_envs: int, batch_size: int, recv_order: str
+) -> Generator[Run]:
+    fns = load.env_fns(num_envs)
+    with jaxvec.make(fns, num_workers=load.num_envs, batch_size=batch_size, recv_order=recv_order) as envs:
+        handle, timestep = jaxvec.reset(envs)
+
+        def turn(handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> Any:
+            return jaxvec.recv(jaxvec.send(handle, policy(timestep.obs), timestep.info["env_id"]))
+
+        yield _run(turn, handle, timestep, turns=load.num_envs // batch_size)
+
+
+def _run(turn: Callable[..., Any], handle: jaxvec.Handle, timestep: jaxvec.TimeStep, *, turns: int) -> Run:
+    """Returns a run whose step is so many turns, in which `load.num_envs` envs step."""
+
+    @partial(jax.jit, static_argnums=1)
+    def rollout(carry: Any, length: int) -> Any:
+        return jax.lax.scan(lambda carry, _: (turn(*carry), None), carry, length=length)[0]
+
+    carries = [(handle, timestep)]
+
+    def run(num_steps: int) -> None:
+        carries[0] = jax.block_until_ready(rollout(carries[0], num_steps * turns))
+
+    return run
+
+
+def _answer(obs: jax.Array) -> jax.Array:
+    return (obs[:, 0] > 0).astype(jnp.int32)
+
+
+def _policy(milliseconds: float) -> Policy:
+    """Returns a policy that takes so long on this machine."""
+    weights = jnp.eye(64)
+
+    def policy(obs: jax.Array, iterations: int) -> jax.Array:
+        hidden = jnp.zeros((len(obs), 64)).at[:, :4].set(obs)
+        hidden = jax.lax.fori_loop(0, iterations, lambda _, x: jnp.tanh(x @ weights), hidden)
+        return _answer(hidden)
+
+    obs = jnp.zeros((8, 4))
+    timed = jax.jit(policy, static_argnums=1)
+    jax.block_until_ready(timed(obs, 1000))
+    start = time.perf_counter()
+    jax.block_until_ready(timed(obs, 1000))
+    return partial(policy, iterations=int(milliseconds / 1000 / (time.perf_counter() - start) * 1000))

@@ -1,0 +1,103 @@
+"""Whose turn it is: which envs a call may move, and which of them are in flight.
+
+What is here is read and changed by who is inside the pool's gate, but for `needs_reset`, whose rows
+belong to who has moved their envs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._errors import EnvIdError, InFlightError, ResetNeededError, StaleHandleError
+from jaxvec._gate import Gate
+
+
+class Turns:
+    """The state of a pool's envs as callers see it.
+
+    Attributes:
+        needs_reset: `[num_envs]` bool: never reset or, without autoreset, at the end of an episode.
+        in_flight: `[num_envs]` bool: sent by `send`, and not yet returned by `recv`.
+        sent: those in flight, in the order in which they were sent.
+        spread: the order in which a reset sends all envs, so that each batch has envs of all workers, as
+            far as it goes: a worker holds neighbours, and if a batch were neighbours, too, few workers
+            would have work while the caller is at it.
+    """
+
+    def __init__(self, pool_id: int, num_envs: int, batch_size: int) -> None:
+        self._pool_id = pool_id
+        self._num_envs = num_envs
+        self._batch_size = batch_size
+        self.needs_reset = np.ones(num_envs, np.bool_)
+        self.in_flight = np.zeros(num_envs, np.bool_)
+        self.sent = np.empty(0, np.intp)
+        batches = -(-num_envs // batch_size)
+        self.spread = np.concatenate([np.arange(first, num_envs, batches) for first in range(batches)])
+
+    def take_off(self, slots: NDArray[Any]) -> None:
+        """Notes that `slots` were sent."""
+        self.in_flight[slots] = True
+        self.sent = np.concatenate([self.sent, slots])
+
+    def land(self, slots: NDArray[Any]) -> None:
+        """Notes that `slots` were received."""
+        self.in_flight[slots] = False
+        self.sent = self.sent[self.in_flight[self.sent]]
+
+    def require_distinct(self, slots: NDArray[Any]) -> None:
+        """Raises `EnvIdError` if one of `slots` is not the pool's, or there twice."""
+        num_envs = self._num_envs
+        foreign = slots[(slots < 0) | (slots >= num_envs)]
+        if foreign.size:
+            raise EnvIdError(
+                f"env {foreign[0]} is none of pool {self._pool_id}, whose are 0 to {num_envs - 1}"
+            )
+        times = np.bincount(slots, minlength=1)
+        if times.max() > 1:
+            raise EnvIdError(
+                f"env {times.argmax()} comes twice; nothing was moved. Under vmap each lane needs a handle "
+                "to envs of its own"
+            )
+
+    def require_fresh(self, slots: NDArray[Any], counts: NDArray[Any], gate: Gate) -> None:
+        """Raises `StaleHandleError` if `slots` were moved since a handle to them said `counts`."""
+        now = gate.counts[slots]
+        if np.array_equal(now, counts):
+            return
+        stale = int(np.flatnonzero(now != counts)[0])
+        raise StaleHandleError(
+            f"stale handle: it says that env {slots[stale]} is at step {counts[stale]}, but in pool "
+            f"{self._pool_id} it is at step {now[stale]}, last moved by {gate.mover}. Each handle can be "
+            "used once: pass on the one that the latest call returned. After stepping on the host, call "
+            "jaxvec.reset; to reset within a program that steps, use reset(handle)"
+        )
+
+    def require_landed(self, slots: NDArray[Any]) -> None:
+        """Raises `InFlightError` if one of `slots` is in flight."""
+        if self.in_flight[slots].any():
+            raise InFlightError(
+                f"envs {slots[self.in_flight[slots]].tolist()} are in flight: sent, and not yet returned by "
+                "recv. Nothing was moved"
+            )
+
+    def require_reset(self, slots: NDArray[Any], gate: Gate) -> None:
+        """Raises `ResetNeededError` if one of `slots` has to be reset before it can step."""
+        if not self.needs_reset[slots].any():
+            return
+        waiting = slots[self.needs_reset[slots]].tolist()
+        fresh = not gate.counts.any()
+        why = "have not been reset" if fresh else "have ended their episode or never been reset"
+        raise ResetNeededError(
+            f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
+            "reset(..., mask=terminated | truncated)). Nothing was stepped"
+        )
+
+    def require_batch(self) -> None:
+        """Raises `InFlightError` if fewer envs are in flight than `recv` returns."""
+        if len(self.sent) < self._batch_size:
+            raise InFlightError(
+                f"recv returns {self._batch_size} envs, but {len(self.sent)} are in flight; send more first"
+            )
