@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,42 +35,9 @@ from jaxvec._native import interrupts
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._turns import Turns
+from jaxvec._views import Rows, Views
 
-# Handles name their pool by number, so that a compiled program holds no pointer and serves every
-# pool of its specification.
-_ids = itertools.count(1)
-_pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
-
-
-def find(pool_id: int) -> Pool:
-    """Returns the pool with this id, or raises `PoolClosedError`."""
-    pool = _pools.get(pool_id)
-    if pool is None:
-        raise PoolClosedError(
-            f"there is no pool {pool_id}: its VectorEnv was garbage collected, or belongs to another "
-            "process; keep the VectorEnv alive for as long as its handles are used"
-        )
-    return pool
-
-
-@contextmanager
-def serving(pool_id: int, fingerprint: int) -> Generator[Pool]:
-    """Yields the pool that a compiled program's call names.
-
-    The pool keeps an error of the block, because JAX passes only its text on to the user.
-
-    Args:
-        pool_id: of the program's handle.
-        fingerprint: of the spec that the program was made for.
-    """
-    pool = find(pool_id)
-    try:
-        pool.require_spec(fingerprint)
-        yield pool
-    except BaseException as error:
-        pool.keep(error)
-        raise
-    pool.served()
+_ids = itertools.count(1)  # handles name their pool by number, see _pools.py
 
 
 @dataclass(frozen=True)
@@ -81,19 +47,6 @@ class Timeouts:
     start: float | None
     reset: float | None
     step: float | None
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The pool's views of its segment; all `[num_envs, ...]`."""
-
-    seeds: NDArray[np.int64]
-    actions: list[NDArray[Any]]
-    results: list[NDArray[Any]]
-    over: tuple[NDArray[np.bool_], NDArray[np.bool_]]  # terminated, truncated
-
-
-Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf
 
 
 class Pool:
@@ -126,12 +79,7 @@ class Pool:
         self._timeouts = timeouts
         layout = make_layout(spec, num_workers=num_workers)
         arrays = workers.attach(layout, spec, autoreset_mode, timeouts.start)
-        self._rows = _Rows(
-            seeds=arrays["seed",],
-            actions=[arrays[leaf.path] for leaf in spec.action_leaves],
-            results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
-            over=(arrays["terminated",], arrays["truncated",]),
-        )
+        self._views = Views(spec, arrays)
         self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
         self._turns = Turns(self.id, spec.num_envs, spec.batch_size)
@@ -146,10 +94,9 @@ class Pool:
             self.id,
             self._turns.in_flight,
             self._turns.needs_reset,
-            self._rows.over if disabled else None,
+            self._views.over if disabled else None,
             timeouts.step,
         )
-        _pools[self.id] = self
 
     @property
     def closed(self) -> bool:
@@ -230,7 +177,7 @@ class Pool:
                 if self.spec.first_ready:
                     chosen = self._turns.spread
                 self._turns.require_landed(chosen)
-                self._rows.seeds[slots] = NONE if seeds is None else seeds
+                self._views.seeds[slots] = NONE if seeds is None else seeds
                 if replaces_options:
                     self._options = options
                     self._ask("set_options", lambda _first, _stop: (options,))
@@ -244,7 +191,7 @@ class Pool:
             if self.spec.first_ready:
                 return self._receive("reset", check, out)
             self._wait(chosen, len(chosen), "reset", check)
-            return self._copy(slots, out)
+            return self._views.read(slots, out)
 
     def step(
         self,
@@ -396,7 +343,7 @@ class Pool:
         with self._gate.inside(alone=True, if_busy=self._workers.kill):
             self._workers.close(timeout if self._broken_by is None else min(timeout, 1.0))
             self._gate.close()
-            del self._rows  # and with it the segment: nobody else has views of it
+            del self._views  # and with it the segment: nobody else has views of it
 
     # --- what the calls are made of; only who is inside the gate changes anything --------------
 
@@ -417,8 +364,7 @@ class Pool:
         self._turns.require_distinct(slots)
         self._turns.require_landed(slots)
         self._turns.require_reset(slots, self._gate)
-        for stored, action in zip(self._rows.actions, actions, strict=True):
-            stored[_index(slots)] = action
+        self._views.write_actions(slots, actions)
         with self._breaking():
             self._workers.send(STEP, slots)
 
@@ -441,9 +387,9 @@ class Pool:
 
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
         if self._autoreset_mode is AutoresetMode.DISABLED:
-            terminated, truncated = self._rows.over
+            terminated, truncated = self._views.over
             self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
-        return self._copy(slots, out, copy=copy)
+        return self._views.read(slots, out, copy=copy)
 
     def _receive(self, name: str, check: Callable[[], None], out: Rows | None, *, copy: bool = True) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
@@ -455,18 +401,6 @@ class Pool:
             slots = slots if self.spec.first_ready else self.all
             self._turns.land(slots)
         return self._end_step(slots, out, copy=copy)
-
-    def _copy(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
-        # These rows are the caller's: nobody sends their envs before it has the handle that we return.
-        index = _index(slots)
-        if out is not None:
-            for target, array in zip(out, self._rows.results, strict=True):
-                np.copyto(target, array[index])
-            return out
-        rows = [array[index] for array in self._rows.results]
-        if isinstance(index, slice):
-            rows = [array.copy() for array in rows] if copy else [_read_only(array) for array in rows]
-        return rows
 
     def _require_usable(self) -> None:
         if os.getpid() != self._process:
@@ -494,19 +428,3 @@ class Pool:
                 self._broken_by = error
                 self._gate.bar()
             raise
-
-
-def _index(slots: NDArray[Any]) -> slice | NDArray[Any]:
-    """Returns `slots` as a slice, if they are evenly spaced in ascending order."""
-    if not len(slots):
-        return slots
-    first, last = int(slots[0]), int(slots[-1])
-    step = int(slots[1]) - first if len(slots) > 1 else 1
-    if step < 1 or (np.diff(slots) != step).any():
-        return slots
-    return slice(first, last + 1, step)
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array.flags.writeable = False
-    return array

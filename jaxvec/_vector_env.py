@@ -13,7 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from jaxvec import _actions, _env_fns, _handoffs, _seeds
+from jaxvec import _actions, _env_fns, _handoffs, _pools, _seeds
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
@@ -297,6 +297,7 @@ def start(
             in_order=recv_order == "sent",
             timeouts=timeouts,
         )
+        _pools.publish(pool)
         return VectorEnv(pool, description, num_workers=num_workers, autoreset_mode=mode, transport=transport)
     except BaseException:
         workers.close(timeout=1)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _pool
+from jaxvec import _pools
 from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
 from jaxvec.callbacks import _program
@@ -174,7 +174,7 @@ def _serve(theirs: _Call) -> None:
     token = operands[0]
     _require_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
-    with _pool.serving(_program.pool_id(token), theirs.fingerprint) as pool:
+    with _pools.serving(_program.pool_id(token), theirs.fingerprint) as pool:
         call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _pool
+from jaxvec import _pools
 from jaxvec.callbacks import _program
 from jaxvec.callbacks._program import READ, Call
 
@@ -45,7 +45,7 @@ class _Answer:
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
-        with _pool.serving(_program.pool_id(operands[0]), self.call.spec.fingerprint) as pool:
+        with _pools.serving(_program.pool_id(operands[0]), self.call.spec.fingerprint) as pool:
             return _program.answer(self.call, pool, operands)
 
 

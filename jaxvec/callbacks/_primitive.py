@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxvec import _pool
+from jaxvec import _pools
 from jaxvec._errors import EnvIdError
 from jaxvec._native.library import NativeUnavailableError
 from jaxvec.callbacks import _ffi, _io, _program
@@ -42,8 +42,7 @@ def bind(call: Call, *operands: Any) -> list[jax.Array]:
 @_call_p.def_impl
 def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     arrays = [np.asarray(operand) for operand in operands]
-    pool = _pool.find(_program.pool_id(arrays[0]))
-    pool.require_spec(call.spec.fingerprint)
+    pool = _pools.find(_program.pool_id(arrays[0]), call.spec.fingerprint)
     # The results are copies that nobody else holds, so jax may alias them.
     return jax.device_put(_program.answer(call, pool, arrays))
 
@@ -99,6 +98,11 @@ def _lower(ctx: Any, *operands: Any, call: Call, on_cpu: bool) -> Any:
         )
     # Of a program that XLA shards by itself, a callback runs once, for all; an FFI call would crash XLA.
     shards = getattr(devices, "num_devices", None) or 1
+    if shards > 1 and jax.process_count() > 1:
+        raise NotImplementedError(
+            "a program that XLA shards over the devices of several processes: each process has pools of its "
+            "own, so use jax.shard_map, in which each device steps its own envs"
+        )
     transport = "io_callback" if call.verb == READ else call.transport
     if transport == "auto":
         transport = "ffi" if on_cpu and shards == 1 else "io_callback"

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _pool, _seeds
+from jaxvec import _seeds
 from jaxvec._errors import EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._gate import CALL, MOVERS, RECV, RESET, SEND, STEP
+from jaxvec._pool import Pool
 from jaxvec._rows import InvalidValue, conform
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
@@ -105,7 +106,7 @@ class Call:
 
 
 def answer(
-    call: Call, pool: _pool.Pool, operands: Sequence[Array], out: Sequence[Array] | None = None
+    call: Call, pool: Pool, operands: Sequence[Array], out: Sequence[Array] | None = None
 ) -> list[Array]:
     """Answers a call.
 
@@ -165,7 +166,7 @@ class Operand:
     index: int
 
 
-def ask_envs(call: Call, pool: _pool.Pool, token: Array, operands: Sequence[Array]) -> list[Array]:
+def ask_envs(call: Call, pool: Pool, token: Array, operands: Sequence[Array]) -> list[Array]:
     """Calls a method of each env that the token names, or reads an attribute.
 
     Args:
@@ -218,7 +219,7 @@ def slots_of(token: Array) -> Array:
     return token[:, 1].astype(np.intp)
 
 
-def token_of(pool: _pool.Pool, slots: Array) -> Array:
+def token_of(pool: Pool, slots: Array) -> Array:
     """Returns the token of a fresh handle to the pool's envs `slots`."""
     return np.stack([np.full(len(slots), pool.id), slots, pool.counts(slots)], axis=1).astype(np.uint32)
 
