@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from benchmarks import costs
+from benchmarks import costs, overlap
 from benchmarks.loads import LOADS
 from benchmarks.report import Results
 
@@ -63,6 +63,10 @@ def targets(
         yield Target("image x 64: bytes written over memcpy's", 3 * image.rate * row / plain, 0.5)
     yield Target("8 workers on CartPole x 256 over 2", costs.workers(rounds, seconds), 0.75)
     yield Target("time per env, 4,096 over 256", costs.size(rounds, seconds), 1.1, at_least=False)
+    yield Target(
+        "1 ms envs, 1 ms policy: two halves over one", overlap.double_buffering(rounds, seconds), 1.7
+    )
+    yield Target("one env in eight ten times slower: first ready over all", overlap.mixed(rounds, seconds), 2)
     worker, bare, *_ = memory.values()
     yield Target("a worker over a bare interpreter", worker - bare, 10, at_least=False, unit=" MB")
     started = results.get("CartPole x 64", {})

@@ -1,0 +1,124 @@
+"""Several processes that train one policy, each in a `jax.distributed` program with a pool of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxvec.examples import data_parallel
+
+# The time limits of what is started come before that of the test, whose message would say less.
+pytestmark = pytest.mark.timeout(300)
+
+# An env writes down, when it is closed, how often it was stepped and a checksum of what it returned.
+ENVS = """
+import os
+import zlib
+from pathlib import Path
+
+import gymnasium
+
+
+class Counted(gymnasium.Wrapper):
+    steps = seen = 0
+
+    def step(self, action):
+        self.steps += 1
+        result = super().step(action)
+        self.seen = zlib.crc32(result[0].tobytes(), self.seen)
+        return result
+
+    def close(self):
+        Path(os.environ["COUNTS"], str(self.np_random_seed)).write_text(f"{self.steps} {self.seen}")
+        super().close()
+
+
+class Failing(gymnasium.Wrapper):
+    def step(self, action):
+        if self.np_random_seed == 102:
+            raise ValueError("of the first process")
+        return super().step(action)
+
+
+gymnasium.register("Counted-v0", entry_point=lambda: Counted(gymnasium.make("CartPole-v1")))
+gymnasium.register("Failing-v0", entry_point=lambda: Failing(gymnasium.make("CartPole-v1")))
+"""
+
+
+@pytest.fixture
+def counts(tmp_path, monkeypatch):
+    """Makes the module `own_envs` one that processes can import, and yields where its envs count."""
+    (tmp_path / "own_envs.py").write_text(ENVS)
+    (tmp_path / "counts").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("COUNTS", str(tmp_path / "counts"))
+    return tmp_path / "counts"
+
+
+@pytest.fixture
+def start(counts):
+    """Yields what starts the example with 4 envs, seeds from 100 on, and ends it after the test."""
+    started = []
+
+    def start(*options):
+        command = [sys.executable, "-m", "jaxvec.examples.data_parallel", "--num-envs", "4", "--seed", "100"]
+        started.append(
+            subprocess.Popen(
+                [*command, *map(str, options)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # with the processes that it starts, to end them too
+            )
+        )
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in started:
+            process.wait(timeout=10)
+            process.stdout.close()
+            process.stderr.close()
+
+
+def test_two_processes_train_one_policy_each_on_envs_of_its_own(start, counts):
+    options = "--env", "own_envs:Counted-v0", "--num-updates", 3, "--num-steps", 64, "--num-processes", 2
+    address = data_parallel.free_address()
+    processes = [start(*options, "--coordinator", address, "--process-id", i) for i in range(2)]
+    returns, parameters = [], []
+    for i, process in enumerate(processes):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert re.findall(r"^update (\d+): mean return", out, re.M) == ([] if i else ["1", "2", "3"])
+        result = re.search(rf"^process {i}: mean return (\d+\.\d) here, parameters (\w{{8}})$", out, re.M)
+        assert result, out
+        returns.append(result[1])
+        parameters.append(result[2])
+    assert parameters[0] == parameters[1]
+    assert returns[0] != returns[1]
+    steps, seen = zip(*(path.read_text().split() for path in counts.iterdir()), strict=True)
+    assert sorted(int(path.name) for path in counts.iterdir()) == list(range(100, 108))  # 4 for each process
+    assert set(steps) == {"192"}
+    assert len(set(seen)) == 8
+
+
+def test_without_a_coordinator_all_processes_are_started(start):
+    out, err = (process := start("--num-updates", 1)).communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert len(set(re.findall(r"process [01]: .*, parameters (\w{8})$", out, re.M))) == 1
+    assert {"process 0", "process 1"} <= set(re.findall(r"process \d", out))
+
+
+def test_when_one_process_fails_all_end(start):
+    out, err = (process := start("--env", "own_envs:Failing-v0")).communicate(timeout=120)
+    assert process.returncode == 1
+    assert "EnvError: env 2" in err
+    assert "of the first process" in err
+    assert "process 1" not in out
