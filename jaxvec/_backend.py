@@ -14,6 +14,7 @@ from jaxvec._gate import Gate
 from jaxvec._layout import Layout
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
+from jaxvec._turns import Turns
 
 
 class Workers(Protocol):
@@ -30,8 +31,8 @@ class Workers(Protocol):
     def open_gate(
         self,
         pool_id: int,
-        in_flight: NDArray[np.bool_],
-        needs_reset: NDArray[np.bool_],
+        turns: Turns,
+        in_order: bool,
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
     ) -> Gate:

@@ -17,6 +17,7 @@ from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._segment import Arrays
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
+from jaxvec._turns import Turns
 
 KINDS = ("auto", "native", "portable")
 
@@ -68,8 +69,8 @@ def gate(
     *,
     slices: tuple[tuple[int, int], ...],
     pool_id: int,
-    in_flight: NDArray[np.bool_],
-    needs_reset: NDArray[np.bool_],
+    turns: Turns,
+    in_order: bool,
     over: Sequence[NDArray[np.bool_]] | None,
     timeout: float | None,
 ) -> Gate:
@@ -84,8 +85,9 @@ def gate(
         actions=[arrays[leaf.path] for leaf in spec.action_leaves],
         results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
         nonzero=[_nonzero(leaf, arrays) for leaf in spec.timestep_leaves],
-        in_flight=in_flight,
-        needs_reset=needs_reset,
+        turns=turns,
+        batch_size=spec.batch_size,
+        in_order=in_order,
         over=over,
         timeout=timeout,
     )

@@ -92,8 +92,8 @@ class Pool:
         disabled = autoreset_mode is AutoresetMode.DISABLED
         self._gate = workers.open_gate(
             self.id,
-            self._turns.in_flight,
-            self._turns.needs_reset,
+            self._turns,
+            in_order,
             self._views.over if disabled else None,
             timeouts.step,
         )
@@ -221,22 +221,31 @@ class Pool:
             self._wait(slots, len(slots), "step", check)
             return self._end_step(slots, out)
 
-    def end_step(
-        self, slots: NDArray[Any], *, waited: float, interrupt: Callable[[], None], out: Rows
+    def end(
+        self,
+        slots: NDArray[Any] | None,
+        *,
+        waited: float,
+        interrupt: Callable[[], None],
+        out: Rows,
     ) -> None:
-        """Waits for a step that was sent, and ends it. The caller is in flight.
+        """Waits for a step or a `recv` that was begun, and ends it. The caller is in flight.
 
-        A compiled program's step that was sent without Python comes here when its wait meets with
+        A compiled program's call that was begun without Python comes here when its wait meets with
         anything unusual.
 
         Args:
-            slots: `[n]`.
+            slots: `[n]`, of a step; `None` of a `recv`.
             waited: seconds so far.
-            interrupt: raises if Ctrl-C came since the step began.
+            interrupt: raises if Ctrl-C came since the call began.
             out: as in `reset`.
         """
-        self._wait(slots, len(slots), "step", partial(self._check, interrupt), waited=waited)
-        self._end_step(slots, out)
+        check = partial(self._check, interrupt)
+        if slots is None:
+            self._receive("step", check, out, waited=waited)
+        else:
+            self._wait(slots, len(slots), "step", check, waited=waited)
+            self._end_step(slots, out)
 
     def send(self, slots: NDArray[Any], actions: Rows, *, counts: NDArray[Any] | None, caller: str) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
@@ -391,11 +400,19 @@ class Pool:
             self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
         return self._views.read(slots, out, copy=copy)
 
-    def _receive(self, name: str, check: Callable[[], None], out: Rows | None, *, copy: bool = True) -> Rows:
+    def _receive(
+        self,
+        name: str,
+        check: Callable[[], None],
+        out: Rows | None,
+        *,
+        waited: float = 0,
+        copy: bool = True,
+    ) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
         count = self.spec.batch_size
         sent = self._turns.sent[: count if self._in_order else None]
-        self._wait(sent, count, name, check)
+        self._wait(sent, count, name, check, waited=waited)
         with self._gate.inside():
             slots = sent if self._in_order else self._workers.first_done(sent, count)
             slots = slots if self.spec.first_ready else self.all

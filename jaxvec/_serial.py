@@ -24,6 +24,7 @@ from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
+from jaxvec._turns import Turns
 
 
 class SerialWorkers:
@@ -50,12 +51,12 @@ class SerialWorkers:
     def open_gate(
         self,
         pool_id: int,
-        in_flight: NDArray[np.bool_],
-        needs_reset: NDArray[np.bool_],
+        turns: Turns,
+        in_order: bool,
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
     ) -> Gate:
-        return PortableGate(len(needs_reset))
+        return PortableGate(len(turns.needs_reset))
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         with _typed():

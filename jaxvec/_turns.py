@@ -21,7 +21,8 @@ class Turns:
     Attributes:
         needs_reset: `[num_envs]` bool: never reset or, without autoreset, at the end of an episode.
         in_flight: `[num_envs]` bool: sent by `send`, and not yet returned by `recv`.
-        sent: those in flight, in the order in which they were sent.
+        sent_words, num_sent: `[num_envs]` int64, of which the first `num_sent`, `[1]` uint32, are those in
+            flight, in the order in which they were sent. C++ changes them, too.
         spread: the order in which a reset sends all envs, so that each batch has envs of all workers, as
             far as it goes: a worker holds neighbours, and if a batch were neighbours, too, few workers
             would have work while the caller is at it.
@@ -33,19 +34,29 @@ class Turns:
         self._batch_size = batch_size
         self.needs_reset = np.ones(num_envs, np.bool_)
         self.in_flight = np.zeros(num_envs, np.bool_)
-        self.sent = np.empty(0, np.intp)
+        self.sent_words = np.zeros(num_envs, np.int64)
+        self.num_sent = np.zeros(1, np.uint32)
         batches = -(-num_envs // batch_size)
         self.spread = np.concatenate([np.arange(first, num_envs, batches) for first in range(batches)])
+
+    @property
+    def sent(self) -> NDArray[Any]:
+        """A copy of the ids of those in flight, in the order in which they were sent."""
+        return self.sent_words[: self.num_sent[0]].copy()
 
     def take_off(self, slots: NDArray[Any]) -> None:
         """Notes that `slots` were sent."""
         self.in_flight[slots] = True
-        self.sent = np.concatenate([self.sent, slots])
+        first = int(self.num_sent[0])
+        self.sent_words[first : first + len(slots)] = slots
+        self.num_sent[0] += len(slots)
 
     def land(self, slots: NDArray[Any]) -> None:
         """Notes that `slots` were received."""
         self.in_flight[slots] = False
-        self.sent = self.sent[self.in_flight[self.sent]]
+        left = self.sent[self.in_flight[self.sent]]
+        self.sent_words[: len(left)] = left
+        self.num_sent[0] = len(left)
 
     def require_distinct(self, slots: NDArray[Any]) -> None:
         """Raises `EnvIdError` if one of `slots` is not the pool's, or there twice."""

@@ -32,6 +32,7 @@ from jaxvec._native import interrupts
 from jaxvec._rows import reader
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
+from jaxvec._turns import Turns
 
 _logger = logging.getLogger("jaxvec")
 
@@ -133,8 +134,8 @@ class ProcessWorkers:
     def open_gate(
         self,
         pool_id: int,
-        in_flight: NDArray[np.bool_],
-        needs_reset: NDArray[np.bool_],
+        turns: Turns,
+        in_order: bool,
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
     ) -> Gate:
@@ -146,8 +147,8 @@ class ProcessWorkers:
             self._arrays,
             slices=self._slices,
             pool_id=pool_id,
-            in_flight=in_flight,
-            needs_reset=needs_reset,
+            turns=turns,
+            in_order=in_order,
             over=over,
             timeout=timeout,
         )

@@ -134,10 +134,53 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     handles = [jaxvec.reset(each, seed=5)[0] for each in (envs, oracle)]
     theirs = program(handles[1])
     monkeypatch.setattr(_pool.Pool, "step", None)
-    monkeypatch.setattr(_pool.Pool, "end_step", None)
+    monkeypatch.setattr(_pool.Pool, "end", None)
     ours = program(handles[0])
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
     assert envs.pool._gate.counts.tolist() == [21] * 3
+
+
+@pytest.mark.parametrize("order", ["ready", "sent"])
+@pytest.mark.parametrize("batch_size", [2, 6])
+def test_first_ready_batches_without_trouble_need_no_python(native, monkeypatch, order, batch_size):
+    envs = native(CountingEnv, 6, num_workers=2, batch_size=batch_size, recv_order=order)
+    handle, timestep = jaxvec.reset(envs, seed=5)
+    for verb in ("send", "recv", "end"):
+        monkeypatch.setattr(_pool.Pool, verb, None)
+
+    def turn(carry, _):
+        handle, env_id = carry
+        handle, timestep = jaxvec.recv(jaxvec.send(handle, 10 * env_id, env_id))
+        return (handle, timestep.info["env_id"]), (timestep.obs, timestep.info["env_id"])
+
+    program = jax.jit(lambda *carry: jax.lax.scan(turn, carry, length=30))
+    (handle, _), (obs, env_id) = program(handle, timestep.info["env_id"])
+    stepped = obs[..., 1] > 0
+    np.testing.assert_array_equal(obs[..., 3][stepped], 10 * env_id[stepped])
+    monkeypatch.undo()
+    assert sum(envs.get_attr("steps")) == 30 * batch_size
+    if batch_size == 2:  # Python has the same state of what is in flight
+        handle, _ = jaxvec.recv(handle)
+        jaxvec.recv(handle)
+        with pytest.raises(jaxvec.InFlightError, match="0 are in flight"):
+            envs.recv()
+
+
+def test_a_slow_recv_is_ended_by_python(native, monkeypatch):
+    envs = native(SlowEnv, 4, num_workers=2, batch_size=2, recv_order="sent")
+    handle, timestep = jaxvec.reset(envs)
+    env_id = timestep.info["env_id"]
+    handle = jax.jit(jaxvec.send)(handle, jnp.array([7, 0]), env_id)
+    recv = jax.jit(jaxvec.recv)
+    handle, _ = recv(handle)
+    handle, timestep = recv(handle)
+    np.testing.assert_array_equal(timestep.obs[:, 3], [7, 0])
+    np.testing.assert_array_equal(timestep.info["env_id"], env_id)
+    handle = jax.jit(jaxvec.send)(handle, jnp.array([7, 0]), env_id)
+    handle = jax.jit(jaxvec.send)(handle, jnp.array([0, 0]), jnp.array([1, 3]))
+    monkeypatch.setattr(_pool.Pool, "end", None)
+    with pytest.raises(RuntimeError, match="TypeError"):
+        jax.block_until_ready(recv(handle))
 
 
 def dict_of(sample):
@@ -172,7 +215,7 @@ def test_a_slow_step_is_ended_by_python(native, monkeypatch):
     handle, timestep = jax.jit(lambda h: scan(h, 3, jnp.array([0, 7])))(handle)
     np.testing.assert_array_equal(timestep.obs[:, 1, 1], [1, 2, 3])
     np.testing.assert_array_equal(timestep.obs[:, 1, 3], 7)
-    monkeypatch.setattr(_pool.Pool, "end_step", None)
+    monkeypatch.setattr(_pool.Pool, "end", None)
     handle, _ = step(handle, jnp.zeros(2, int))  # the next needs none
     with pytest.raises(RuntimeError, match="TypeError"):
         jax.block_until_ready(step(handle, jnp.full(2, 7)))

@@ -125,15 +125,14 @@ ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finger
   call.results = results.data();
   call.num_results = static_cast<uint32_t>(results.size());
   call.interrupts = interrupts();
-  // Steps are what is done a thousand times a second; all else is Python's business from the start.
-  const std::shared_ptr<Pool> pool = verb == kStep ? pool_of(operands) : nullptr;
+  const std::shared_ptr<Pool> pool = pool_of(operands);
   if (pool == nullptr) return ask_python(call);  // also: closed, or without the native hand-off
-  switch (pool->step(fingerprint, operands, results, &call.waited_ns)) {
-    case Stepped::kDone:
+  switch (pool->answer(verb, fingerprint, operands, results, &call.waited_ns)) {
+    case Moved::kDone:
       return ffi::Error::Success();
-    case Stepped::kNothingDone:
+    case Moved::kNothingDone:
       return ask_python(call);
-    case Stepped::kUnderWay:
+    case Moved::kUnderWay:
       break;
   }
   call.under_way = 1;

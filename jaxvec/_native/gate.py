@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._gate import MOVERS, STEP
+from jaxvec._gate import MOVERS
 from jaxvec._handoff import LOOK_AROUND
 from jaxvec._native import library
 from jaxvec._native.handoff import NativeParentEnd
+from jaxvec._turns import Turns
 
 _WAIT = int(LOOK_AROUND * 1e9)  # nanoseconds between looks at Python's signals
 
@@ -39,7 +40,8 @@ class _State(ctypes.Structure):
 class _Plan(ctypes.Structure):
     _fields_ = [
         ("id", ctypes.c_uint32),
-        ("mover", ctypes.c_uint32),
+        ("batch_size", ctypes.c_uint32),
+        ("in_order", ctypes.c_uint32),
         ("fingerprint", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
         ("parent", ctypes.c_void_p),
@@ -50,6 +52,8 @@ class _Plan(ctypes.Structure):
         ("num_actions", ctypes.c_uint32),
         ("num_results", ctypes.c_uint32),
         ("in_flight", ctypes.c_void_p),
+        ("sent", ctypes.c_void_p),
+        ("num_sent", ctypes.c_void_p),
         ("needs_reset", ctypes.c_void_p),
         ("terminated", ctypes.c_void_p),
         ("truncated", ctypes.c_void_p),
@@ -69,8 +73,9 @@ class NativeGate:
         actions: Sequence[NDArray[Any]],
         results: Sequence[NDArray[Any]],
         nonzero: Sequence[NDArray[np.bool_] | None],
-        in_flight: NDArray[np.bool_],
-        needs_reset: NDArray[np.bool_],
+        turns: Turns,
+        batch_size: int,
+        in_order: bool,
         over: Sequence[NDArray[np.bool_]] | None,
         timeout: float | None,
     ) -> None:
@@ -83,17 +88,19 @@ class NativeGate:
             actions, results: `[num_envs, ...]` arrays in the segment, in a program's order.
             nonzero: for each of `results`, `[num_envs]` flags that are false for rows of zeros, if there
                 are such.
-            in_flight, needs_reset: `[num_envs]`; no program steps an env where one is true.
+            turns: of the pool.
+            batch_size, in_order: what `recv` returns.
             over: terminated and truncated, if a step sets `needs_reset` by them.
             timeout: seconds of a step; a program that waits so long asks Python.
         """
         self._library = _declared()
-        self.counts = np.zeros(len(needs_reset), np.uint32)
+        self.counts = np.zeros(len(turns.needs_reset), np.uint32)
         stops = np.array([stop for _, stop in slices])
         terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
         plan = _Plan(
             id=pool_id,
-            mover=MOVERS.index(STEP),
+            batch_size=batch_size,
+            in_order=in_order,
             fingerprint=fingerprint,
             wait_ns=_WAIT if timeout is None else min(_WAIT, int(timeout * 1e9)),
             parent=handoff.address,
@@ -103,12 +110,14 @@ class NativeGate:
             results=_arrays(results, nonzero),
             num_actions=len(actions),
             num_results=len(results),
-            in_flight=in_flight.ctypes.data,
-            needs_reset=needs_reset.ctypes.data,
+            in_flight=turns.in_flight.ctypes.data,
+            sent=turns.sent_words.ctypes.data,
+            num_sent=turns.num_sent.ctypes.data,
+            needs_reset=turns.needs_reset.ctypes.data,
             terminated=terminated,
             truncated=truncated,
         )
-        self._alive: Any = (handoff, stops, actions, results, nonzero, in_flight, needs_reset, over)
+        self._alive: Any = (handoff, stops, actions, results, nonzero, turns, over)
         self._pool_id = pool_id
         self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
         self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))

@@ -12,19 +12,25 @@ namespace jaxvec {
 namespace {
 
 constexpr uint32_t kTokenType = 'u' + 256 * 4;
+constexpr uint32_t kIdType = 'i' + 256 * 4;
+constexpr int64_t kPatienceNs = 1'000'000'000;
 static_assert(sizeof(TokenRow) == 3 * sizeof(uint32_t));
 
 std::vector<Leaf> leaves(const Array* arrays, uint32_t count) {
   return std::vector<Leaf>(arrays, arrays + count);
 }
 
-// The first of `arrays` is a token; all have as many rows as that.
-bool same_types(const std::vector<Leaf>& leaves, const std::vector<Array>& arrays, int64_t rows) {
-  return arrays.size() == leaves.size() + 1 && is_token(arrays[0]) && arrays[0].dims[0] == rows &&
-         std::equal(leaves.begin(), leaves.end(), arrays.begin() + 1,
+// Whether `arrays` from `first` on are so many rows of the leaves.
+bool take(const std::vector<Leaf>& leaves, const std::vector<Array>& arrays, size_t first, int64_t rows) {
+  return arrays.size() >= first + leaves.size() &&
+         std::equal(leaves.begin(), leaves.end(), arrays.begin() + first,
                     [rows](const Leaf& leaf, const Array& array) {
                       return leaf.takes(array) && array.dims[0] == rows;
                     });
+}
+
+bool is_token_of(const std::vector<Array>& arrays, int64_t rows) {
+  return !arrays.empty() && is_token(arrays[0]) && arrays[0].dims[0] == rows;
 }
 
 bool contiguous(const std::vector<int64_t>& slots) {
@@ -97,79 +103,196 @@ Pool::Pool(const Plan& plan)
       results_(leaves(plan.results, plan.num_results)),
       seen_(plan.parent->board.num_slots) {}
 
-Stepped Pool::step(int64_t fingerprint, const std::vector<Array>& operands, const std::vector<Array>& results,
-                   int64_t* waited_ns) {
-  const int64_t rows = operands[0].dims[0];
+Moved Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
+                   const std::vector<Array>& results, int64_t* waited_ns) {
   // A fork's child has our memory, but not our workers.
-  if (fingerprint != plan_.fingerprint || !same_types(actions_, operands, rows) ||
-      !same_types(results_, results, rows) || getpid() != process_ || !enter(false, 0)) {
-    return Stepped::kNothingDone;
+  if (fingerprint != plan_.fingerprint || getpid() != process_) return Moved::kNothingDone;
+  switch (verb) {
+    case kStep:
+      return step(operands, results, waited_ns);
+    case kSend:
+      return send(operands, results);
+    case kRecv:
+      return recv(operands, results, waited_ns);
+    default:
+      return Moved::kNothingDone;
   }
-  const auto* token = static_cast<const TokenRow*>(operands[0].data);
-  if (!state.open || !fresh(token, rows)) {
-    leave();
-    return Stepped::kNothingDone;
-  }
-  std::vector<int64_t> slots(rows);
-  for (int64_t i = 0; i < rows; ++i) slots[i] = token[i].env;
-  for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, operands[i + 1].data);
-  start(slots);
-  take_off();
-  leave();
-  const auto sent = std::chrono::steady_clock::now();
-  const auto num_slots = static_cast<uint32_t>(rows);
-  if (wait(*plan_.parent, slots.data(), num_slots, num_slots, plan_.wait_ns) != kDone) {
-    *waited_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now() - sent).count();
-    return Stepped::kUnderWay;
-  }
-  finish(slots, results);
-  land();
-  return Stepped::kDone;
 }
 
-// Whether each of the envs can be stepped by this handle, and is named once.
-bool Pool::fresh(const TokenRow* token, size_t rows) {
+Moved Pool::step(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns) {
+  const int64_t rows = operands[0].dims[0];
+  if (operands.size() != 1 + actions_.size() || !take(actions_, operands, 1, rows) ||
+      !is_token_of(results, rows) || results.size() != 1 + results_.size() ||
+      !take(results_, results, 1, rows) || !enter(false, 0)) {
+    return Moved::kNothingDone;
+  }
+  std::vector<int64_t> slots;
+  if (!open(operands, &slots) || !may_step(slots)) {
+    leave();
+    return Moved::kNothingDone;
+  }
+  hand_over(slots, &operands[1]);
+  count(slots, kStep);
+  take_off();
+  leave();
+  if (await(slots, static_cast<uint32_t>(rows), waited_ns) == Moved::kUnderWay) return Moved::kUnderWay;
+  write_token(slots, results[0]);
+  finish(slots, results);
+  land();
+  return Moved::kDone;
+}
+
+Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& results) {
+  const uint32_t num_slots = plan_.parent->board.num_slots;
+  const Array& ids = operands.back();
+  const int64_t rows = ids.rank == 1 ? ids.dims[0] : 0;
+  if (operands.size() != 2 + actions_.size() || !is_token_of(operands, num_slots) || ids.dtype != kIdType ||
+      rows == 0 || !take(actions_, operands, 1, rows) || !is_token_of(results, num_slots) ||
+      results.size() != 1 || !enter(false, 0)) {
+    return Moved::kNothingDone;
+  }
+  const auto* id = static_cast<const int32_t*>(ids.data);
+  const std::vector<int64_t> slots(id, id + rows);
+  std::vector<int64_t> all;
+  if (!open(operands, &all) || !may_step(slots)) {
+    leave();
+    return Moved::kNothingDone;
+  }
+  hand_over(slots, &operands[1]);
+  for (const int64_t slot : slots) {
+    plan_.in_flight[slot] = 1;
+    plan_.sent[(*plan_.num_sent)++] = slot;
+  }
+  count(all, kSend);
+  write_token(all, results[0]);
+  leave();
+  state.served.fetch_add(1, std::memory_order_relaxed);
+  return Moved::kDone;
+}
+
+Moved Pool::recv(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns) {
+  const uint32_t num_slots = plan_.parent->board.num_slots;
+  if (operands.size() != 1 || !is_token_of(operands, num_slots) || !is_token_of(results, num_slots) ||
+      results.size() != 1 + results_.size() || !take(results_, results, 1, plan_.batch_size) ||
+      !enter(true, 0)) {  // one recv at a time
+    return Moved::kNothingDone;
+  }
+  std::vector<int64_t> all;
+  if (!open(operands, &all) || *plan_.num_sent < plan_.batch_size) {
+    leave();
+    return Moved::kNothingDone;
+  }
+  const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
+  const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
+  count(all, kRecv);
+  take_off();
+  leave();
+  if (await(sent, plan_.batch_size, waited_ns) == Moved::kUnderWay) return Moved::kUnderWay;
+  while (!enter(false, kPatienceNs)) {  // others are inside for short only
+  }
+  const std::vector<int64_t> slots = land_batch(sent);
+  write_token(all, results[0]);
+  leave();
+  finish(slots, results);
+  land();
+  return Moved::kDone;
+}
+
+// Whether the token is one of ours and fresh, and names each of its envs once. The caller is inside.
+bool Pool::open(const std::vector<Array>& operands, std::vector<int64_t>* slots) {
+  if (!state.open) return false;
+  const auto* token = static_cast<const TokenRow*>(operands[0].data);
+  const int64_t rows = operands[0].dims[0];
   ++looks_;
-  for (size_t i = 0; i < rows; ++i) {
+  slots->reserve(rows);
+  for (int64_t i = 0; i < rows; ++i) {
     const uint32_t env = token[i].env;
     if (token[i].pool != plan_.id || env >= seen_.size() || seen_[env] == looks_ ||
-        token[i].count != plan_.counts[env] || plan_.in_flight[env] || plan_.needs_reset[env]) {
+        token[i].count != plan_.counts[env]) {
       return false;
     }
     seen_[env] = looks_;
+    slots->push_back(env);
+  }
+  return true;
+}
+bool Pool::may_step(const std::vector<int64_t>& slots) const {
+  std::vector<uint8_t> met(seen_.size());
+  for (const int64_t slot : slots) {
+    if (slot < 0 || slot >= static_cast<int64_t>(met.size()) || met[slot] || plan_.in_flight[slot] ||
+        plan_.needs_reset[slot]) {
+      return false;
+    }
+    met[slot] = 1;
   }
   return true;
 }
 
-// Sends the envs to their workers. Their count is up from here on: nobody else has a handle to them.
-void Pool::start(const std::vector<int64_t>& slots) {
+// Sends the envs, with their actions, to their workers.
+void Pool::hand_over(const std::vector<int64_t>& slots, const Array* actions) {
+  for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i].data);
   const int64_t* const stops_end = plan_.stops + plan_.parent->board.num_workers;
   for (size_t first = 0; first < slots.size();) {
     const int64_t* const stop = std::upper_bound(plan_.stops, stops_end, slots[first]);
     const int64_t start = stop == plan_.stops ? 0 : stop[-1];
     size_t last = first;
-    while (last < slots.size() && start <= slots[last] && slots[last] < *stop) {
-      ++plan_.counts[slots[last++]];
-    }
-    send(*plan_.parent, static_cast<uint32_t>(stop - plan_.stops), kStep, &slots[first],
-         static_cast<uint32_t>(last - first));
+    while (last < slots.size() && start <= slots[last] && slots[last] < *stop) ++last;
+    jaxvec::send(*plan_.parent, static_cast<uint32_t>(stop - plan_.stops), kStep, &slots[first],
+                 static_cast<uint32_t>(last - first));
     first = last;
   }
-  state.mover = plan_.mover;
 }
 
-// Reads the envs' rows, which nobody else touches until the handle of this step is used.
+// From here on nobody else has a handle to the envs.
+void Pool::count(const std::vector<int64_t>& slots, uint32_t mover) {
+  for (const int64_t slot : slots) ++plan_.counts[slot];
+  state.mover = mover;
+}
+
+Moved Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto num_slots = static_cast<uint32_t>(slots.size());
+  if (wait(*plan_.parent, slots.data(), num_slots, count, plan_.wait_ns) == kDone) return Moved::kDone;
+  *waited_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+  return Moved::kUnderWay;
+}
+
+// Takes a batch of those sent out of flight and returns it, in the order in which `recv` returns it.
+std::vector<int64_t> Pool::land_batch(std::vector<int64_t> sent) {
+  const Board& board = plan_.parent->board;
+  if (plan_.batch_size == board.num_slots) {
+    std::sort(sent.begin(), sent.end());
+  } else if (!plan_.in_order) {
+    sent.erase(std::remove_if(sent.begin(), sent.end(),
+                              [&board](int64_t slot) { return board.done[slot] != board.asked[slot]; }),
+               sent.end());
+    std::stable_sort(sent.begin(), sent.end(), [&board](int64_t one, int64_t other) {
+      return board.done_at[one] < board.done_at[other];
+    });
+  }
+  sent.resize(plan_.batch_size);
+  for (const int64_t slot : sent) plan_.in_flight[slot] = 0;
+  int64_t* const end = plan_.sent + *plan_.num_sent;
+  int64_t* const left =
+      std::remove_if(plan_.sent, end, [this](int64_t slot) { return !plan_.in_flight[slot]; });
+  *plan_.num_sent = static_cast<uint32_t>(left - plan_.sent);
+  return sent;
+}
+
+// Reads the envs' rows, which nobody else touches until the handle that we return is used.
 void Pool::finish(const std::vector<int64_t>& slots, const std::vector<Array>& results) {
-  auto* const token = static_cast<TokenRow*>(results[0].data);
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const int64_t slot = slots[i];
-    if (plan_.terminated != nullptr) {
+  if (plan_.terminated != nullptr) {
+    for (const int64_t slot : slots) {
       plan_.needs_reset[slot] = plan_.terminated[slot] | plan_.truncated[slot];
     }
-    token[i] = {plan_.id, static_cast<uint32_t>(slot), plan_.counts[slot]};
   }
   for (size_t i = 0; i < results_.size(); ++i) results_[i].read(slots, results[i + 1].data);
   state.served.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Pool::write_token(const std::vector<int64_t>& slots, const Array& token) const {
+  auto* row = static_cast<TokenRow*>(token.data);
+  for (const int64_t slot : slots) *row++ = {plan_.id, static_cast<uint32_t>(slot), plan_.counts[slot]};
 }
 
 bool Pool::enter(bool alone, int64_t timeout_ns) {

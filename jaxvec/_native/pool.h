@@ -1,4 +1,4 @@
-// A pool as compiled programs see it: the step that meets with nothing unusual, without Python.
+// A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
 //
 // Whoever changes the pool is inside its gate, one thread at a time, and for a short while only: a step
 // is inside when it sends its envs, and outside, in flight, while it waits for them. So programs on
@@ -36,6 +36,10 @@ struct TokenRow {
 };
 bool is_token(const Array& array);
 
+// What a program can ask for without Python: indices of _program.py's VERBS. The first two are also what
+// a worker is asked for, `Operation`.
+enum Verb : uint32_t { kSend = 2, kRecv = 3 };
+
 // What Python reads and writes of a pool, holding its gate.
 struct State {
   uint32_t mover;                // who moved last: an index of _gate.py's MOVERS
@@ -46,7 +50,8 @@ struct State {
 // What a pool is made of. What it points to lives for as long as the pool is open; `Array`s are copied.
 struct Plan {
   uint32_t id;
-  uint32_t mover;        // what `State.mover` is after a program's step
+  uint32_t batch_size;   // how many envs a `recv` returns
+  uint32_t in_order;     // whether these are the first that were sent, not the first that are done
   int64_t fingerprint;   // of the specification
   int64_t wait_ns;       // how long a step waits before it hands over to Python
   Parent* parent;        // the hand-off
@@ -57,6 +62,8 @@ struct Plan {
   uint32_t num_actions;
   uint32_t num_results;
   uint8_t* in_flight;         // [num_slots] sent by a `send`, not received: no step can have it
+  int64_t* sent;              // [num_slots] those in flight, in the order sent
+  uint32_t* num_sent;         // how many these are
   uint8_t* needs_reset;       // [num_slots]
   const uint8_t* terminated;  // [num_slots]; null where envs reset themselves
   const uint8_t* truncated;
@@ -77,20 +84,20 @@ struct Leaf {
   size_t row;  // bytes
 };
 
-enum class Stepped {
+enum class Moved {
   kDone,
   kNothingDone,  // for Python to do, from the start
-  kUnderWay,     // sent, not finished: for Python to end. The caller is in flight, and must land.
+  kUnderWay,     // begun, not finished: for Python to end. The caller is in flight, and must land.
 };
 
 class Pool {
  public:
   explicit Pool(const Plan& plan);
 
-  // Steps the envs of the token once. `operands`: the token and the actions; `results`: the next token
-  // and the leaves of the time step. `waited_ns` is set where the step is handed over.
-  Stepped step(int64_t fingerprint, const std::vector<Array>& operands, const std::vector<Array>& results,
-               int64_t* waited_ns);
+  // Answers a program's call, of the verbs kStep, kSend and kRecv; operands and results are as in
+  // _program.py's `Call`. `waited_ns` is set where the call is handed over.
+  Moved answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
+               const std::vector<Array>& results, int64_t* waited_ns);
 
   // Lets this thread in once nobody is inside and, if it asks for that, nothing in flight. Returns
   // whether it is, after at most so long.
@@ -106,17 +113,25 @@ class Pool {
   State state{};
 
  private:
-  bool fresh(const TokenRow* token, size_t rows);
-  void start(const std::vector<int64_t>& slots);
+  Moved step(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns);
+  Moved send(const std::vector<Array>& operands, const std::vector<Array>& results);
+  Moved recv(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns);
+  bool open(const std::vector<Array>& operands, std::vector<int64_t>* slots);
+  bool may_step(const std::vector<int64_t>& slots) const;
+  void hand_over(const std::vector<int64_t>& slots, const Array* actions);
+  void count(const std::vector<int64_t>& slots, uint32_t mover);
+  Moved await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
+  std::vector<int64_t> land_batch(std::vector<int64_t> sent);
   void finish(const std::vector<int64_t>& slots, const std::vector<Array>& results);
+  void write_token(const std::vector<int64_t>& slots, const Array& token) const;
 
   const Plan plan_;
   const int32_t process_;
   const std::vector<Leaf> actions_;
   const std::vector<Leaf> results_;
-  std::vector<uint32_t> seen_;  // [num_slots] the last call of `fresh` that met with the env
-  uint32_t looks_ = 0;          // calls of `fresh`
-  std::mutex lock_;             // of what follows
+  std::vector<uint32_t> seen_;  // [num_slots] the last look that met with the env
+  uint32_t looks_ = 0;
+  std::mutex lock_;  // of what follows
   std::condition_variable changed_;
   uintptr_t inside_ = 0;              // the thread, or 0
   std::vector<uintptr_t> in_flight_;  // the threads

@@ -22,6 +22,7 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
+from jaxvec._gate import STEP
 from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
 from jaxvec.callbacks import _program
@@ -181,7 +182,8 @@ def _serve(theirs: _Call) -> None:
         interrupt = partial(_interrupt, theirs)
         if theirs.under_way:
             slots = _program.slots_of(token)
-            pool.end_step(slots, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
+            stepped = slots if call.verb == STEP else None
+            pool.end(stepped, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
             out[0][:] = _program.token_of(pool, slots)
         else:
             interrupt()

@@ -3,6 +3,7 @@
 // Threads stand in for compiled programs, which step whenever the handle they hold is fresh; for
 // Python, which steps and closes the pool from inside the gate, and ends what programs hand over; and
 // for workers, some of whose envs are slow. Every answer is checked to be that of its own step.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <random>
@@ -84,11 +85,11 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
     }
     for (int64_t i = 0; i < count; ++i) action[i] = 1000 * seed + step + uint32_t(slots[i]);
     int64_t waited_ns = 0;
-    switch (pool->step(kFingerprint, operands, results, &waited_ns)) {
-      case Stepped::kNothingDone:
+    switch (pool->answer(kStep, kFingerprint, operands, results, &waited_ns)) {
+      case Moved::kNothingDone:
         ++shared.refused;
         continue;
-      case Stepped::kUnderWay:
+      case Moved::kUnderWay:
         check(waited_ns > 0, "a wait without time");
         ++shared.handed_over;
         end_step(shared, slots);
@@ -97,7 +98,7 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
         pool->land();
         pool->land();  // does nothing
         break;
-      case Stepped::kDone:
+      case Moved::kDone:
         for (int64_t i = 0; i < count; ++i) {
           check(next_token[i].pool == 1 && next_token[i].env == token[i].env &&
                     next_token[i].count == token[i].count + 1,
@@ -138,59 +139,138 @@ void run_host(Shared& shared, uint32_t steps) {
   pool.leave();
 }
 
-}  // namespace
-
-int main() {
-  Words words(kSlots, kWorkers, 2);
-  const Board board = words.board(2, 20'000, kStart);
-  const std::vector<int32_t> sockets(kWorkers, -1);
+// The pool of `Shared`, ready to be used; what it points to lives as long as this.
+struct Setup {
+  Words words{kSlots, kWorkers, 2};
+  Board board = words.board(2, 20'000, kStart);
+  std::vector<int32_t> sockets = std::vector<int32_t>(kWorkers, -1);
   Shared shared{{board, sockets.data(), {0}, {0}},
-                {},
+                {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)},
                 std::vector<uint32_t>(kSlots),
                 std::vector<std::atomic<uint32_t>>(kSlots),
                 {}};
-  shared.rows = {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)};
-  const std::vector<int64_t> stops = {2, 4, 6}, dims = {kSlots};
-  const Array action = {shared.rows.action.data(), dims.data(), 1, kU32, nullptr};
-  const Array result = {shared.rows.result.data(), dims.data(), 1, kU32, nullptr};
-  std::vector<uint8_t> in_flight(kSlots), needs_reset(kSlots);
-  const Plan plan = {1,
-                     1,
-                     kFingerprint,
-                     200'000,
-                     &shared.parent,
-                     stops.data(),
-                     shared.counts.data(),
-                     &action,
-                     &result,
-                     1,
-                     1,
-                     in_flight.data(),
-                     needs_reset.data(),
-                     nullptr,
-                     nullptr};
-  shared.pool = std::make_shared<Pool>(plan);
-  shared.pool->state.open = 1;
-  publish(1, shared.pool);
+  std::vector<int64_t> stops = {2, 4, 6}, dims = {kSlots}, sent = std::vector<int64_t>(kSlots);
+  std::vector<uint8_t> in_flight = std::vector<uint8_t>(kSlots), needs_reset = std::vector<uint8_t>(kSlots);
+  uint32_t num_sent = 0;
+  std::vector<std::thread> workers;
 
-  std::vector<std::thread> workers, programs;
-  for (uint32_t w = 0; w < kWorkers; ++w) workers.emplace_back(work, board, w, std::ref(shared.rows));
+  Setup(uint32_t batch_size, uint32_t in_order, int64_t wait_ns) {
+    const Array action = {shared.rows.action.data(), dims.data(), 1, kU32, nullptr};
+    const Array result = {shared.rows.result.data(), dims.data(), 1, kU32, nullptr};
+    Plan plan{};
+    plan.id = 1;
+    plan.batch_size = batch_size;
+    plan.in_order = in_order;
+    plan.fingerprint = kFingerprint;
+    plan.wait_ns = wait_ns;
+    plan.parent = &shared.parent;
+    plan.stops = stops.data();
+    plan.counts = shared.counts.data();
+    plan.actions = &action;
+    plan.results = &result;
+    plan.num_actions = plan.num_results = 1;
+    plan.in_flight = in_flight.data();
+    plan.sent = sent.data();
+    plan.num_sent = &num_sent;
+    plan.needs_reset = needs_reset.data();
+    shared.pool = std::make_shared<Pool>(plan);
+    shared.pool->state.open = 1;
+    publish(1, shared.pool);
+    for (uint32_t w = 0; w < kWorkers; ++w) workers.emplace_back(work, board, w, std::ref(shared.rows));
+  }
+
+  ~Setup() {
+    for (uint32_t w = 0; w < kWorkers; ++w) knock(shared.parent, w);
+    for (std::thread& worker : workers) worker.join();
+  }
+};
+
+void steps() {
+  Setup setup(kSlots, 0, 200'000);
+  Shared& shared = setup.shared;
   // Handles to all envs, to envs of one worker, of several, and not in their order.
   const std::vector<std::vector<int64_t>> handles = {{0, 1, 2, 3, 4, 5}, {0, 1}, {2, 3, 4}, {5, 3}};
+  std::vector<std::thread> programs;
   for (uint32_t p = 0; p < handles.size(); ++p) {
     programs.emplace_back(run_program, std::ref(shared), p + 1, handles[p]);
   }
   std::thread host(run_host, std::ref(shared), 3000);
   host.join();
   for (std::thread& program : programs) program.join();
-  for (uint32_t w = 0; w < kWorkers; ++w) knock(shared.parent, w);
-  for (std::thread& worker : workers) worker.join();
-  uint32_t steps = 0;
+  uint32_t taken = 0;
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
     check(shared.rows.steps[slot] == shared.counts[slot], "a step lost or repeated");
-    steps += shared.rows.steps[slot];
+    taken += shared.rows.steps[slot];
   }
-  check(steps == shared.steps, "a step lost or repeated");
+  check(taken == shared.steps, "a step lost or repeated");
   check(shared.steps > 3000 * kSlots && shared.handed_over > 0 && shared.refused > 0, "nothing was tried");
+}
+
+// One program sends and receives, while the host asks for the pool now and then.
+void first_ready(uint32_t batch_size, uint32_t in_order) {
+  Setup setup(batch_size, in_order, 5'000'000'000);
+  Shared& shared = setup.shared;
+  Pool& pool = *shared.pool;
+  std::atomic<bool> stop{false};
+  std::thread host([&] {
+    while (!stop) {
+      if (pool.enter(true, 1'000'000)) pool.leave();
+      std::this_thread::yield();
+    }
+  });
+  const int64_t token_dims[] = {kSlots, 3}, batch_dims[] = {batch_size};
+  std::vector<TokenRow> token(kSlots), next_token(kSlots);
+  for (uint32_t slot = 0; slot < kSlots; ++slot) token[slot] = {1, slot, 0};
+  std::vector<uint32_t> result(batch_size), expected(kSlots), order;
+  std::vector<int32_t> landed = {0, 1, 2, 3, 4, 5};
+  std::mt19937 random(batch_size);
+  const auto move = [&](Verb verb, std::vector<Array> operands, std::vector<Array> results) {
+    operands.insert(operands.begin(), {token.data(), token_dims, 2, kU32, nullptr});
+    results.insert(results.begin(), {next_token.data(), token_dims, 2, kU32, nullptr});
+    int64_t waited_ns = 0;
+    Moved moved;
+    do moved = pool.answer(verb, kFingerprint, operands, results, &waited_ns);
+    while (moved == Moved::kNothingDone);  // the host is inside
+    check(moved == Moved::kDone, "a wait that did not end");
+    token = next_token;
+  };
+  for (uint32_t turn = 1; turn < 3000; ++turn) {
+    if (!landed.empty() && (random() % 2 == 0 || order.size() < batch_size)) {
+      std::shuffle(landed.begin(), landed.end(), random);
+      std::vector<int32_t> ids(landed.begin(), landed.begin() + 1 + random() % landed.size());
+      landed.erase(landed.begin(), landed.begin() + int64_t(ids.size()));
+      std::vector<uint32_t> action;
+      for (const int32_t id : ids) {
+        action.push_back(turn * 10 + uint32_t(id));
+        expected[size_t(id)] = 2 * action.back();
+        order.push_back(uint32_t(id));
+      }
+      const int64_t dims[] = {int64_t(ids.size())};
+      move(kSend, {{action.data(), dims, 1, kU32, nullptr}, {ids.data(), dims, 1, 'i' + 256 * 4, nullptr}},
+           {});
+      continue;
+    }
+    move(kRecv, {}, {{result.data(), batch_dims, 1, kU32, nullptr}});
+    for (const uint32_t value : result) {
+      const auto who =
+          std::find_if(order.begin(), order.end(), [&](uint32_t id) { return expected[id] == value; });
+      check(who != order.end(), "an env that is not in flight, or an answer to another step");
+      check(!in_order || who == order.begin() || batch_size == kSlots, "out of order");
+      landed.push_back(int32_t(*who));
+      order.erase(who);
+    }
+  }
+  stop = true;
+  host.join();
+  withdraw(1);
+}
+
+}  // namespace
+
+int main() {
+  steps();
+  first_ready(2, 0);
+  first_ready(2, 1);
+  first_ready(kSlots, 0);
   std::puts("done");
 }
