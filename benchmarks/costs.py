@@ -17,7 +17,7 @@ import psutil
 
 import jaxvec
 from benchmarks.loads import LOADS
-from benchmarks.measure import Result, measure
+from benchmarks.measure import measure, rate_of
 from benchmarks.peers import gymnasium_async
 from benchmarks.systems import Run, System, jaxvec_scan
 
@@ -54,7 +54,7 @@ def workers(rounds: int, seconds: float) -> float:
     """Returns the rate of 8 workers on CartPole x 256 over that of 2."""
     systems: dict[str, System] = {str(n): partial(FASTEST, num_workers=n) for n in (2, 8)}
     rates = measure(LOADS["CartPole x 256"], systems, rounds=rounds, seconds=seconds)
-    return _rate_of(rates["8"]) / _rate_of(rates["2"])
+    return rate_of(rates["8"]) / rate_of(rates["2"])
 
 
 def size(rounds: int, seconds: float) -> float:
@@ -68,19 +68,13 @@ def size(rounds: int, seconds: float) -> float:
     systems: dict[str, System] = {"256": FASTEST, "4096": large_system}
     results = measure(load, systems, rounds=rounds, seconds=seconds)
     # `measure` counts 256 envs for both.
-    return _rate_of(results["256"]) / (_rate_of(results["4096"]) * 4096 / 256)
+    return rate_of(results["256"]) / (rate_of(results["4096"]) * 4096 / 256)
 
 
 def memcpy(num_bytes: int, seconds: float) -> float:
     """Returns bytes a second of a plain copy of so many bytes."""
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     return _rate(lambda: np.copyto(target, source), seconds) * num_bytes
-
-
-def _rate_of(result: Result) -> float:
-    if result.not_run:
-        raise RuntimeError(result.not_run)
-    return result.rate
 
 
 def _rate(function: Callable[[], object], seconds: float) -> float:

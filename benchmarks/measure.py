@@ -61,6 +61,13 @@ def measure(load: Load, systems: Mapping[str, System], *, rounds: int, seconds: 
     return {name: results[name] for name in systems}
 
 
+def rate_of(result: Result) -> float:
+    """Returns the rate; raises `RuntimeError` if there is none, with the reason."""
+    if result.not_run:
+        raise RuntimeError(result.not_run)
+    return result.rate
+
+
 def _steps_in(run: Run, seconds: float) -> int:
     """Finds how many steps take about so many seconds, and warms the run up with them."""
     run(10)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import jaxvec
 from benchmarks.loads import BusyEnv, Load
-from benchmarks.measure import measure
+from benchmarks.measure import measure, rate_of
 from benchmarks.systems import Run, System
 
 Policy = Callable[[jax.Array], jax.Array]
@@ -61,9 +61,7 @@ def mixed(rounds: int, seconds: float) -> float:
 
 def _ratio(load: Load, systems: dict[str, System], rounds: int, seconds: float) -> float:
     slower, faster = measure(load, systems, rounds=rounds, seconds=seconds).values()
-    if slower.not_run or faster.not_run:
-        raise RuntimeError(slower.not_run or faster.not_run)
-    return faster.rate / slower.rate
+    return rate_of(faster) / rate_of(slower)
 
 
 @contextmanager

@@ -72,9 +72,14 @@ def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:
     if env_id is None:
         return np.arange(num_envs)
     array = np.asarray(env_id)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise EnvIdError(f"env_id must be integers of shape [k], got {array.dtype} of shape {array.shape}")
+    require_ids(array.dtype, array.shape)
     return array.astype(np.intp)
+
+
+def require_ids(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    """Raises `EnvIdError` if an array of this dtype and shape can't hold env ids."""
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise EnvIdError(f"env_id must be integers of shape [k], got {dtype} of shape {shape}")
 
 
 def castable(given: np.dtype[Any], leaf: Leaf) -> bool:

@@ -258,6 +258,7 @@ class Pool:
         """
         with self._gate.inside():
             self._enter(self.all, counts)
+            self._turns.require_distinct(slots)
             self._send_step(slots, actions)
             self._turns.take_off(slots)
             self._gate.moved(self.all, caller)
@@ -370,7 +371,6 @@ class Pool:
         self._require_usable()  # another thread may have closed or broken us
 
     def _send_step(self, slots: NDArray[Any], actions: Rows) -> None:
-        self._turns.require_distinct(slots)
         self._turns.require_landed(slots)
         self._turns.require_reset(slots, self._gate)
         self._views.write_actions(slots, actions)

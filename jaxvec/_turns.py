@@ -54,7 +54,8 @@ class Turns:
     def land(self, slots: NDArray[Any]) -> None:
         """Notes that `slots` were received."""
         self.in_flight[slots] = False
-        left = self.sent[self.in_flight[self.sent]]
+        sent = self.sent
+        left = sent[self.in_flight[sent]]
         self.sent_words[: len(left)] = left
         self.num_sent[0] = len(left)
 
@@ -108,7 +109,8 @@ class Turns:
 
     def require_batch(self) -> None:
         """Raises `InFlightError` if fewer envs are in flight than `recv` returns."""
-        if len(self.sent) < self._batch_size:
+        num_sent = int(self.num_sent[0])
+        if num_sent < self._batch_size:
             raise InFlightError(
-                f"recv returns {self._batch_size} envs, but {len(self.sent)} are in flight; send more first"
+                f"recv returns {self._batch_size} envs, but {num_sent} are in flight; send more first"
             )

@@ -61,7 +61,7 @@ class _Plan(ctypes.Structure):
 
 
 class NativeGate:
-    """See `Gate`. It also steps: compiled programs find it by the pool's id."""
+    """See `Gate`. It also steps, sends and receives: compiled programs find it by the pool's id."""
 
     def __init__(
         self,

@@ -154,7 +154,10 @@ Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& r
   const auto* id = static_cast<const int32_t*>(ids.data);
   const std::vector<int64_t> slots(id, id + rows);
   std::vector<int64_t> all;
-  if (!open(operands, &all) || !may_step(slots)) {
+  bool may = open(operands, &all);
+  ++looks_;
+  for (const int64_t slot : slots) may = may && first_met(slot);
+  if (!may || !may_step(slots)) {
     leave();
     return Moved::kNothingDone;
   }
@@ -207,25 +210,22 @@ bool Pool::open(const std::vector<Array>& operands, std::vector<int64_t>* slots)
   slots->reserve(rows);
   for (int64_t i = 0; i < rows; ++i) {
     const uint32_t env = token[i].env;
-    if (token[i].pool != plan_.id || env >= seen_.size() || seen_[env] == looks_ ||
-        token[i].count != plan_.counts[env]) {
-      return false;
-    }
-    seen_[env] = looks_;
+    if (token[i].pool != plan_.id || !first_met(env) || token[i].count != plan_.counts[env]) return false;
     slots->push_back(env);
   }
   return true;
 }
-bool Pool::may_step(const std::vector<int64_t>& slots) const {
-  std::vector<uint8_t> met(seen_.size());
-  for (const int64_t slot : slots) {
-    if (slot < 0 || slot >= static_cast<int64_t>(met.size()) || met[slot] || plan_.in_flight[slot] ||
-        plan_.needs_reset[slot]) {
-      return false;
-    }
-    met[slot] = 1;
-  }
+
+// Whether there is such an env, and this look has not met it yet.
+bool Pool::first_met(int64_t env) {
+  if (env < 0 || env >= static_cast<int64_t>(seen_.size()) || seen_[env] == looks_) return false;
+  seen_[env] = looks_;
   return true;
+}
+
+bool Pool::may_step(const std::vector<int64_t>& slots) const {
+  return std::none_of(slots.begin(), slots.end(),
+                      [this](int64_t slot) { return plan_.in_flight[slot] || plan_.needs_reset[slot]; });
 }
 
 // Sends the envs, with their actions, to their workers.

@@ -117,6 +117,7 @@ class Pool {
   Moved send(const std::vector<Array>& operands, const std::vector<Array>& results);
   Moved recv(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns);
   bool open(const std::vector<Array>& operands, std::vector<int64_t>* slots);
+  bool first_met(int64_t env);
   bool may_step(const std::vector<int64_t>& slots) const;
   void hand_over(const std::vector<int64_t>& slots, const Array* actions);
   void count(const std::vector<int64_t>& slots, uint32_t mover);

@@ -23,12 +23,11 @@ def require_handle(handle: Any, verb: str) -> PoolSpec:
         raise TypeError(
             f"{verb} takes the handle that jaxvec.reset or jaxvec.step returned, got {type(handle).__name__}"
         )
-    require_same_precision(handle.spec)
+    _require_same_precision(handle.spec)
     return handle.spec
 
 
-def require_same_precision(spec: PoolSpec) -> None:
-    """Raises `TypeError` if JAX would now store other dtypes than when the pool was made."""
+def _require_same_precision(spec: PoolSpec) -> None:
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         if jax.dtypes.canonicalize_dtype(leaf.stored) != leaf.stored:
             raise TypeError(

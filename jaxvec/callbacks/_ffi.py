@@ -1,7 +1,7 @@
 """The FFI transport: compiled programs call into C++, on the CPU. Twin of `_native/ffi.cc`.
 
-A step that meets with nothing unusual never comes to Python. Everything else does: `_answer` serves
-other verbs, the pools without the native hand-off, and every call that ends in an error.
+A step, send or recv that meets with nothing unusual never comes to Python. Everything else does:
+`_answer` serves other verbs, the pools without the native hand-off, and every call that ends in an error.
 """
 
 from __future__ import annotations

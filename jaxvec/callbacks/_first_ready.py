@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec._errors import EnvIdError
+from jaxvec import _actions
 from jaxvec._gate import RECV, SEND
 from jaxvec._timestep import TimeStep
 from jaxvec.callbacks import _arguments, _primitive
@@ -36,8 +36,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
     """
     spec = _arguments.require_handle(handle, "send")
     ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
-    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, np.integer):
-        raise EnvIdError(f"env_id must be integers of shape [k], got {ids.dtype} of shape {ids.shape}")
+    _actions.require_ids(ids.dtype, ids.shape)
     actions = _arguments.check_action(spec, action, ids.size)
     (token,) = _primitive.bind(
         Call(SEND, spec, handle.transport), handle.token, *actions, ids.astype(np.int32)
