@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,22 @@ from jaxvec._layout import Layout
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 from jaxvec._turns import Turns
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long an operation may take, and what ends its wait.
+
+    Attributes:
+        name: of the operation, for errors.
+        timeout: seconds that it may take, of which `waited` are gone; `None` for ever.
+        check: called now and then; raises what should end the wait.
+    """
+
+    name: str
+    timeout: float | None
+    waited: float
+    check: Callable[[], None]
 
 
 class Workers(Protocol):
@@ -43,24 +60,13 @@ class Workers(Protocol):
         """Hands `slots` to their envs."""
         ...
 
-    def wait(
-        self,
-        slots: NDArray[Any],
-        count: int,
-        *,
-        name: str,
-        timeout: float | None,
-        waited: float,
-        check: Callable[[], None],
-    ) -> None:
+    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """Waits until `count` of `slots` are done.
 
         Args:
             slots: that were sent.
             count: how many of them.
-            name: of the operation, for errors.
-            timeout: seconds that the operation may take, of which `waited` are gone.
-            check: called now and then; raises what should end the wait.
+            patience: for how long, and what else ends it.
 
         Raises:
             EnvError: an env raised or returned wrong data.

@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec._backend import Workers
+from jaxvec._backend import Patience, Workers
 from jaxvec._errors import (
     EnvError,
     EnvIdError,
@@ -247,24 +247,33 @@ class Pool:
             self._wait(slots, len(slots), "step", check, waited=waited)
             self._end_step(slots, out)
 
-    def send(self, slots: NDArray[Any], actions: Rows, *, counts: NDArray[Any] | None, caller: str) -> None:
+    def send(
+        self,
+        slots: NDArray[Any],
+        env_ids: NDArray[Any],
+        actions: Rows,
+        *,
+        counts: NDArray[Any] | None,
+        caller: str,
+    ) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
 
         Args:
-            slots: `[k]`.
+            slots: `[num_envs]`, of the caller's handle, which is to all envs.
+            env_ids: `[k]`, whom to send.
             actions: `[k, ...]`, as of `step`.
-            counts: `[num_envs]`, because the caller's handle is to all envs; `None` if it has none.
-            caller: as in `reset`.
+            counts, caller: as in `reset`.
         """
         with self._gate.inside():
-            self._enter(self.all, counts)
-            self._turns.require_distinct(slots)
-            self._send_step(slots, actions)
-            self._turns.take_off(slots)
-            self._gate.moved(self.all, caller)
+            self._enter(slots, counts)
+            self._turns.require_distinct(env_ids)
+            self._send_step(env_ids, actions)
+            self._turns.take_off(env_ids)
+            self._gate.moved(slots, caller)
 
     def recv(
         self,
+        slots: NDArray[Any],
         *,
         counts: NDArray[Any] | None,
         caller: str,
@@ -274,7 +283,7 @@ class Pool:
         """Waits until `batch_size` of the envs in flight are done, and lands them.
 
         Args:
-            counts, caller: as of `send`.
+            slots, counts, caller: as of `send`.
             out: as of `reset`.
             copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
 
@@ -283,9 +292,9 @@ class Pool:
         """
         with self._gate.flight():
             with self._gate.inside(alone=True):  # one recv at a time
-                check = self._enter(self.all, counts)
+                check = self._enter(slots, counts)
                 self._turns.require_batch()
-                self._gate.moved(self.all, caller)
+                self._gate.moved(slots, caller)
                 self._gate.take_off()
             return self._receive("step", check, out, copy=copy)
 
@@ -392,7 +401,7 @@ class Pool:
         timeout = self._timeouts.reset if name == "reset" else self._timeouts.step
         with self._breaking():
             check()
-            self._workers.wait(slots, count, name=name, timeout=timeout, waited=waited, check=check)
+            self._workers.wait(slots, count, Patience(name, timeout, waited, check))
 
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
         if self._autoreset_mode is AutoresetMode.DISABLED:

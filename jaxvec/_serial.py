@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _envs, _failures, _segment
+from jaxvec._backend import Patience
 from jaxvec._description import describe
 from jaxvec._env_slice import EnvSlice
 from jaxvec._envs import Env, EnvFailure, EnvFn
@@ -62,16 +63,7 @@ class SerialWorkers:
         with _typed():
             (self._slice.step if operation == STEP else self._slice.reset)(slots)
 
-    def wait(
-        self,
-        slots: NDArray[Any],
-        count: int,
-        *,
-        name: str,
-        timeout: float | None,
-        waited: float,
-        check: Callable[[], None],
-    ) -> None:
+    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """All is done when `send` returns."""
 
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:

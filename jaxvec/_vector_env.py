@@ -142,7 +142,7 @@ class VectorEnv:
         """
         slots = _actions.check_env_id(env_id, self.num_envs)
         actions = _actions.check_on_host(self.spec, action, len(slots))
-        self._pool.send(slots, actions, counts=None, caller=HOST_SEND)
+        self._pool.send(self._pool.all, slots, actions, counts=None, caller=HOST_SEND)
 
     def recv(self, *, copy: bool = True) -> TimeStep:
         """Waits for `batch_size` of the envs in flight; see `jaxvec.recv`. From any thread.
@@ -159,7 +159,9 @@ class VectorEnv:
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
         """
-        return self.spec.build_timestep(self._pool.recv(counts=None, caller=HOST_RECV, copy=copy))
+        return self.spec.build_timestep(
+            self._pool.recv(self._pool.all, counts=None, caller=HOST_RECV, copy=copy)
+        )
 
     @property
     def infos(self) -> tuple[dict[str, Any], ...]:

@@ -19,6 +19,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _failures, _handoffs, _segment, _spawn
+from jaxvec._backend import Patience
 from jaxvec._channel import WAKE, Channel
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description, compare
@@ -157,19 +158,12 @@ class ProcessWorkers:
         assert self._handoff is not None
         self._handoff.send(operation, slots)
 
-    def wait(
-        self,
-        slots: NDArray[Any],
-        count: int,
-        *,
-        name: str,
-        timeout: float | None,
-        waited: float,
-        check: Callable[[], None],
-    ) -> None:
+    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         assert self._handoff is not None
-        deadline = _deadline(timeout, waited)
-        self._handoff.wait(slots, count, _Wait(self, name, timeout, deadline, check))
+        deadline = _deadline(patience.timeout, patience.waited)
+        self._handoff.wait(
+            slots, count, _Wait(self, patience.name, patience.timeout, deadline, patience.check)
+        )
 
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         assert self._handoff is not None

@@ -531,10 +531,10 @@ def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, wi
 import jax, jax.numpy as jnp
 from jaxvec._native import interrupts
 from jaxvec._workers import ProcessWorkers
-def wait(self, *args, name, wait=ProcessWorkers.wait, **kwargs):
-    while {at_once} and name == "step" and not interrupts.count():
+def wait(self, slots, count, patience, wait=ProcessWorkers.wait):
+    while {at_once} and patience.name == "step" and not interrupts.count():
         time.sleep(0.001)
-    wait(self, *args, name=name, **kwargs)
+    wait(self, slots, count, patience)
 ProcessWorkers.wait = wait
 envs = jaxvec.make(Env, 2, transport="{transport}", step_timeout=None)
 @jax.jit

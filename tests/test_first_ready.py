@@ -295,6 +295,20 @@ REFUSED = {
         jaxvec.EnvIdError,
         "all 4 envs, not to 2",
     ),
+    "a handle with an env twice": (
+        lambda h: jaxvec.send(
+            jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], h), jnp.zeros(1, int), jnp.array([1])
+        ),
+        jaxvec.EnvIdError,
+        "env 0 comes twice",
+    ),
+    "a handle with an env twice, at recv": (
+        lambda h: jaxvec.recv(
+            jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], jaxvec.send(h, jnp.zeros(4, int)))
+        ),
+        jaxvec.EnvIdError,
+        "env 0 comes twice",
+    ),
     "stale": (
         lambda h: (
             jaxvec.send(h, jnp.zeros(1, int), jnp.array([0])),
@@ -321,6 +335,16 @@ def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport
     _, timestep = jaxvec.recv(handle)
     assert (timestep.obs[:, 1] <= 2).all()
     assert envs.pool.broken_by is None
+
+
+def test_a_handle_in_another_order_is_the_same_handle(make, transport):
+    envs = make(CountingEnv, 4, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    handle, first = jaxvec.recv(jax.tree.map(lambda x: x[::-1], handle))
+    handle = jaxvec.send(handle, jnp.array([3, 4]), first.info["env_id"])
+    _, second = jaxvec.recv(handle)
+    assert sorted(first.info["env_id"].tolist()) == sorted(second.info["env_id"].tolist())
+    assert sorted(second.obs[:, 3].tolist()) == [3, 4]
 
 
 def test_arguments_that_can_not_be_are_refused(make, transport):

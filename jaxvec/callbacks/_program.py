@@ -144,10 +144,10 @@ def answer(
             given = pool.step(slots, rest, counts=counts, caller=STEP, out=rows)
         case "jaxvec.send":
             *actions, env_ids = rest
-            pool.send(env_ids.astype(np.intp), actions, counts=counts, caller=SEND)
+            pool.send(slots, env_ids.astype(np.intp), actions, counts=counts, caller=SEND)
             given = []
         case "jaxvec.recv":
-            given = pool.recv(counts=counts, caller=RECV, out=rows)
+            given = pool.recv(slots, counts=counts, caller=RECV, out=rows)
         case _:
             given = ask_envs(call, pool, token, rest)
             for target, values in zip(rows or (), given, strict=rows is not None):
