@@ -1,17 +1,18 @@
-"""Who owns a slot now: an inbox for each worker, a mark on each slot, and a way to wake each other.
+"""Who owns a slot now: two marks on each slot, and a way to wake each other.
 
-A slot (an env's row of the segment) has two counters: `asked`, of requests, and `done`, what `asked`
-was when its worker finished last. The slot belongs to the parent while they are equal: `send` counts
-`asked` up and puts the slot's id into its worker's inbox; the worker's `post` sets `done`. So a row
-that answers an earlier request can't pass for new, several threads of the parent can each wait for
-slots of their own, and `done_at` tells which were finished first.
+A slot (an env's row of the segment) has two marks: `asked`, its latest request, and `done`, the request
+that its worker finished last. The slot belongs to the parent while they are equal: `send` sets `asked`
+to a new ticket and the operation; the worker's `post` copies it to `done`. So a row that answers an
+earlier request can't pass for new, several threads of the parent can each wait for slots of their own,
+and `done_at` tells which were finished first.
 
-An inbox is a ring with one writer and one reader, and room for every slot of the worker, which has
-at most one request each; so it is never full. Counters only grow; 64 bits don't run out.
+A worker looks for work among its own slots, and serves it in the order of its tickets. What is left to
+be done is in the marks alone: a worker that replaces a dead one finds it there, whoever sends meanwhile.
+Tickets only grow; 62 bits don't run out.
 
 The portable implementation is here: one byte over the control socket wakes. The native one, in
 `_native/handoff.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
-then the counter, then the byte; the other reads them in the opposite order. The system calls order
+then the mark, then the byte; the other reads them in the opposite order. The system calls order
 memory between the processes, so no fences are needed.
 """
 
@@ -84,8 +85,8 @@ class ParentHandoff(Protocol):
 class WorkerHandoff(Protocol):
     """A worker's end."""
 
-    def receive(self) -> Iterator[Any]:
-        """Waits for the parent, then yields `Work`, or the one message that came instead.
+    def receive(self) -> Any:
+        """Waits for the parent, then returns `Work`, or the message that came instead.
 
         Raises:
             EOFError: the parent closed the pool, or is dead.
@@ -124,10 +125,24 @@ class Slots:
 
     def __init__(self, arrays: Arrays) -> None:
         self._asked, self._done, self._done_at = arrays["asked",], arrays["done",], arrays["done_at",]
+        self._tickets = 0
 
-    def ask(self, slots: NDArray[Any]) -> None:
-        """Counts a request to each of `slots`, which are the workers' from now on."""
-        self._asked[slots] += np.uint32(1)
+    def ask(self, operation: int, slots: NDArray[Any]) -> None:
+        """Makes a request to each of `slots`, which are the workers' from now on."""
+        tickets = self._tickets + np.arange(1, len(slots) + 1)
+        self._tickets += len(slots)
+        self._asked[slots] = 2 * tickets + operation
+
+    def requested(self, share: slice) -> Work | None:
+        """Returns the oldest work among the worker's slots, or `None` if all are the parent's."""
+        asked = self._asked[share].copy()  # others' requests may come meanwhile
+        mine = np.flatnonzero(asked != self._done[share])
+        if not mine.size:
+            return None
+        mine = mine[asked[mine].argsort()]
+        operations = asked[mine] % 2
+        same = np.logical_and.accumulate(operations == operations[0])
+        return Work(int(operations[0]), share.start + mine[same])
 
     def finish(self, slots: NDArray[Any]) -> None:
         """Gives `slots` back to the parent."""
@@ -153,18 +168,14 @@ class ParentEnd:
 
     def __init__(self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
         self._slots = Slots(arrays)
-        self._inbox, self._inbox_count = arrays["inbox",], arrays["inbox_count",]
         self._shares = Shares(slices)
         self._channels = channels
         self._listening = threading.Lock()
         self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
-        self._slots.ask(slots)
-        for worker, share in self._shares.of(slots):
-            ring, count = self._inbox[worker], int(self._inbox_count[worker])
-            ring[(count + np.arange(len(share))) % len(ring)] = share * 2 + operation
-            self._inbox_count[worker] = count + len(share)
+        self._slots.ask(operation, slots)
+        for worker, _ in self._shares.of(slots):
             self._channels[worker].wake()
 
     def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
@@ -180,25 +191,19 @@ class ParentEnd:
 class WorkerEnd:
     """The portable `WorkerHandoff`."""
 
-    def __init__(self, arrays: Arrays, worker: int, channel: Channel) -> None:
+    def __init__(self, arrays: Arrays, share: tuple[int, int], channel: Channel) -> None:
         self._slots = Slots(arrays)
-        self._inbox, self._inbox_count = arrays["inbox",][worker], arrays["inbox_count",][worker : worker + 1]
+        self._share = slice(*share)
         self._channel = channel
-        self._taken = 0
 
-    def receive(self) -> Iterator[Any]:
-        message = self._channel.receive()
-        if message is not WAKE:
-            yield message
-            return
-        count = int(self._inbox_count[0]) - self._taken
-        places = (self._taken + np.arange(count)) % len(self._inbox)
-        entries = self._inbox[places].astype(np.intp)
-        self._taken += count
-        operations = entries % 2
-        for run in np.split(entries, np.flatnonzero(np.diff(operations)) + 1):
-            if run.size:
-                yield Work(int(run[0] % 2), run // 2)
+    def receive(self) -> Any:
+        while True:
+            work = self._slots.requested(self._share)
+            if work is not None:
+                return work
+            message = self._channel.receive()  # a wake may be for what we have found already
+            if message is not WAKE:
+                return message
 
     def post(self, slots: NDArray[Any]) -> None:
         self._slots.finish(slots)

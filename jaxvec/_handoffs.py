@@ -55,11 +55,13 @@ def parent_end(
     return ParentEnd(arrays, slices, channels)
 
 
-def worker_end(kind: str, arrays: Arrays, *, worker: int, channel: Channel, spin_ns: int) -> WorkerHandoff:
-    """Makes a worker's end."""
+def worker_end(
+    kind: str, arrays: Arrays, *, worker: int, share: tuple[int, int], channel: Channel, spin_ns: int
+) -> WorkerHandoff:
+    """Makes the end of a worker, whose `share` are the slots `first` to `stop - 1`."""
     if kind == "native":
-        return NativeWorkerEnd(arrays, worker, channel, spin_ns=spin_ns)
-    return WorkerEnd(arrays, worker, channel)
+        return NativeWorkerEnd(arrays, worker, share, channel, spin_ns=spin_ns)
+    return WorkerEnd(arrays, share, channel)
 
 
 def gate(

@@ -72,21 +72,15 @@ def _arrays(
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         yield leaf.path, spec.batch_shape(leaf), leaf.stored
     yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
-    # Hand-off, see _handoff.py and _native/handoff.h. A slot is an env's row. Rings hold a power of
-    # two of entries, so that their counters may wrap.
+    # Hand-off, see _handoff.py and _native/handoff.h. A slot is an env's row.
     workers = len(slices)
-    inbox = _power_of_two(max(stop - first for first, stop in slices))
     line = (ALIGNMENT // 4,)  # one word that has a cache line to itself
     for name, shape, dtype in (
         ("running", (workers, *line), np.uint32),  # worker writes: 1 + the slot whose env runs, or 0
-        ("asked", (n,), np.uint32),  # parent writes: requests sent to the slot
-        ("done", (n,), np.uint32),  # worker writes: the request it finished last
+        ("asked", (n,), np.int64),  # parent writes: the latest request, 2 * ticket + operation
+        ("done", (n,), np.int64),  # worker writes: the request it finished last
         ("done_at", (n,), np.int64),  # worker writes: when, in ns of the monotonic clock
-        ("inbox", (workers, inbox), np.uint32),  # parent writes
-        # portable
-        ("inbox_count", (workers,), np.int64),  # parent writes
-        # native; handoff.h says who writes
-        ("native_inbox_count", (workers, *line), np.uint32),
+        # native only; handoff.h says who writes
         ("bell", (workers, *line), np.uint32),
         ("knocks", (workers, *line), np.uint32),
         ("asleep", (workers, *line), np.uint32),
@@ -95,10 +89,6 @@ def _arrays(
         ("alarm", line, np.uint32),
     ):
         yield (name,), shape, np.dtype(dtype)
-
-
-def _power_of_two(at_least: int) -> int:
-    return 1 << (at_least - 1).bit_length()
 
 
 def _align(offset: int) -> int:

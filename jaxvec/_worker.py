@@ -62,24 +62,30 @@ def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
         autoreset_mode=attach.autoreset_mode,
     )
     end = _handoffs.worker_end(
-        attach.handoff, arrays, worker=attach.worker, channel=channel, spin_ns=attach.spin_ns
+        attach.handoff,
+        arrays,
+        worker=attach.worker,
+        share=attach.layout.slices[attach.worker],
+        channel=channel,
+        spin_ns=attach.spin_ns,
     )
     channel.send(Reply())
     while True:
-        for message in end.receive():
-            if isinstance(message, Work):
-                move = env_slice.step if message.operation == STEP else env_slice.reset
-                # Who waits for all is woken once; who waits for the first, by each.
-                parts = len(message.slots) if attach.spec.first_ready else 1
-                try:
-                    for slots in np.split(message.slots, parts):
-                        move(slots)
-                        end.post(slots)
-                except EnvFailure as failure:
-                    channel.send(_failures.report(failure))
-                    end.alarm()
-            else:
-                channel.send(_answer(env_slice, message))
+        message = end.receive()
+        if isinstance(message, Work):
+            move = env_slice.step if message.operation == STEP else env_slice.reset
+            # Who waits for all is woken once; who waits for the first, by each.
+            parts = len(message.slots) if attach.spec.first_ready else 1
+            try:
+                for slots in np.split(message.slots, parts):
+                    move(slots)
+                    end.post(slots)
+            except EnvFailure as failure:
+                channel.send(_failures.report(failure))
+                end.alarm()
+                channel.receive()  # the end: the pool is broken
+        else:
+            channel.send(_answer(env_slice, message))
 
 
 @contextmanager

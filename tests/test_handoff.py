@@ -88,7 +88,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
     parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=up, spin_ns=0)
     workers = [
-        _handoffs.worker_end(kind, arrays, worker=w, channel=channel, spin_ns=0)
+        _handoffs.worker_end(kind, arrays, worker=w, share=slices[w], channel=channel, spin_ns=0)
         for w, channel in enumerate(up)
     ]
     del down
@@ -100,7 +100,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
         owners = [w for w, (a, b) in enumerate(slices) if ((slots >= a) & (slots < b)).any()]
         posted: list[int] = []
         for w in data.draw(st.permutations(owners)):
-            (work,) = workers[w].receive()
+            work = workers[w].receive()
             first, stop = slices[w]
             assert work.operation == operation
             assert work.slots.tolist() == [slot for slot in slots if first <= slot < stop]

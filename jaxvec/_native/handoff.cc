@@ -100,20 +100,32 @@ void wake_worker(Board& board, uint32_t worker) {
   }
 }
 
+// Finds the slots that are a worker's now, in the order in which they were asked for, as far as they
+// want the same operation as the first.
+uint32_t requested(const Worker& worker, uint32_t* operation, int64_t* slots) {
+  const Board& board = worker.board;
+  int64_t* end = slots;
+  for (int64_t slot = worker.first; slot < worker.stop; ++slot) {
+    const int64_t done = board.done[slot].load(std::memory_order_relaxed);  // ours alone to write
+    if (board.asked[slot].load(std::memory_order_acquire) != done) *end++ = slot;
+  }
+  if (end == slots) return 0;
+  const auto asked = [&board](int64_t slot) { return board.asked[slot].load(std::memory_order_relaxed); };
+  const auto earlier = [&asked](int64_t one, int64_t other) { return asked(one) < asked(other); };
+  if (!std::is_sorted(slots, end, earlier)) std::sort(slots, end, earlier);
+  *operation = static_cast<uint32_t>(asked(slots[0]) % 2);
+  const auto differs = [&](int64_t slot) { return asked(slot) % 2 != *operation; };
+  return static_cast<uint32_t>(std::find_if(slots, end, differs) - slots);
+}
+
 }  // namespace
 
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count) {
-  Board& board = parent.board;
-  uint32_t* inbox = board.inbox + static_cast<size_t>(worker) * board.capacity;
-  Line& put = board.inbox_count[worker];
-  uint32_t place = put.word.load(std::memory_order_relaxed);  // ours alone to write
-  for (uint32_t i = 0; i < count; ++i, ++place) {
-    std::atomic<uint32_t>& asked = board.asked[slots[i]];  // ours alone to write
-    asked.store(asked.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    inbox[place % board.capacity] = static_cast<uint32_t>(slots[i]) * 2 + operation;
+  for (uint32_t i = 0; i < count; ++i) {
+    const int64_t request = 2 * ++parent.tickets + operation;
+    parent.board.asked[slots[i]].store(request, std::memory_order_release);  // publishes actions and seeds
   }
-  put.word.store(place, std::memory_order_release);  // publishes entries, actions and seeds
-  wake_worker(board, worker);
+  wake_worker(parent.board, worker);
 }
 
 void knock(Parent& parent, uint32_t worker) {
@@ -155,26 +167,18 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
 
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) {
   Board& board = worker.board;
-  const uint32_t* inbox = board.inbox + static_cast<size_t>(worker.index) * board.capacity;
   Line& bell = board.bell[worker.index];
   Spin spin(board.spin_ns);
   for (;;) {
     const uint32_t rung = bell.word.load(std::memory_order_seq_cst);
-    const uint32_t put = board.inbox_count[worker.index].word.load(std::memory_order_acquire);
-    if (put != worker.taken) {
-      *operation = inbox[worker.taken % board.capacity] % 2;
-      *count = 0;
-      while (worker.taken != put && inbox[worker.taken % board.capacity] % 2 == *operation) {
-        slots[(*count)++] = inbox[worker.taken++ % board.capacity] / 2;
-      }
-      return;
-    }
+    *count = requested(worker, operation, slots);
+    if (*count > 0) return;
     if (board.knocks[worker.index].word.load(std::memory_order_acquire) != worker.knocks) {
       ++worker.knocks;
-      *count = 0;
       return;
     }
-    if (spin.again()) continue;
+    while (bell.word.load(std::memory_order_seq_cst) == rung && spin.again()) {
+    }
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
     if (bell.word.load(std::memory_order_seq_cst) == rung) futex_wait(bell, rung, nullptr);
     board.asleep[worker.index].word.store(0, std::memory_order_relaxed);

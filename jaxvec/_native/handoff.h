@@ -1,8 +1,9 @@
-// The hand-off between parent and workers: rings of slot ids in shared memory, and futexes to wake.
+// The hand-off between parent and workers: two marks on each slot in shared memory, and futexes to wake.
 //
-// A slot (an env's row) belongs to the parent while `done` equals `asked`: `send` counts `asked` up and
-// puts the slot's id into its worker's inbox, `post` sets `done`. The words lie in the segment;
-// `_layout.py` says where. Each is written by one side only, or only by atomic addition.
+// A slot (an env's row) belongs to the parent while `done` equals `asked`: `send` marks it with a new
+// request, `post` copies the mark. Nothing else says what is to be done, so a worker that takes another's
+// place finds the work that the other left. The words lie in the segment; `_layout.py` says where. Each
+// is written by one side only, or only by atomic addition.
 #pragma once
 
 #include <atomic>
@@ -21,13 +22,10 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 struct Board {
   uint32_t num_slots;
   uint32_t num_workers;
-  uint32_t capacity;              // of an inbox, in entries: a power of two, so that counters may wrap
   uint32_t spin_ns;               // how long to look again before sleeping; 0 where cores are scarce
-  std::atomic<uint32_t>* asked;   // [num_slots] parent writes: requests sent to the slot
-  std::atomic<uint32_t>* done;    // [num_slots] worker writes: the request it finished last
+  std::atomic<int64_t>* asked;    // [num_slots] parent writes: the latest request, 2 * ticket + operation
+  std::atomic<int64_t>* done;     // [num_slots] worker writes: the request it finished last
   std::atomic<int64_t>* done_at;  // [num_slots] worker writes: when, in ns of the monotonic clock
-  uint32_t* inbox;                // [num_workers, capacity] parent writes: 2 * slot + operation
-  Line* inbox_count;              // [num_workers] parent writes: entries ever put in
   Line* bell;                     // [num_workers] parent adds: something new, look around
   Line* knocks;                   // [num_workers] parent writes: messages on the control socket
   Line* asleep;                   // [num_workers] worker writes: 1 if it may need a wake
@@ -50,6 +48,7 @@ enum Outcome : int32_t {
 struct Parent {
   Board board;
   const int32_t* sockets;         // [num_workers] control sockets
+  int64_t tickets;                // given to requests so far; they are served in this order
   std::atomic<uint32_t> waiters;  // threads that wait
   std::atomic<uint32_t> alarms;   // seen so far
 };
@@ -57,8 +56,8 @@ struct Parent {
 struct Worker {
   Board board;
   uint32_t index;
-  uint32_t taken;   // entries ever taken from the inbox
-  uint32_t knocks;  // messages received
+  uint32_t first, stop;  // its slots
+  uint32_t knocks;       // messages received
 };
 
 // Hands `count` slots of one worker to it and wakes it.
@@ -70,7 +69,8 @@ void knock(Parent& parent, uint32_t worker);
 // Waits until `count` of the slots are the parent's. Can be called again when it ended otherwise.
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns);
 
-// Waits for work or a knock. `count` is 0 for a knock, else of one `operation`.
+// Waits for work or a knock. `count` is 0 for a knock, else of one `operation`; `slots` has room for all
+// of the worker's.
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count);
 
 // Hands finished slots back to the parent.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -22,13 +21,11 @@ _DONE = 0
 class _Board(ctypes.Structure):
     """`Board` of handoff.h."""
 
-    _numbers = ("num_slots", "num_workers", "capacity", "spin_ns")
+    _numbers = ("num_slots", "num_workers", "spin_ns")
     _words = (
         "asked",
         "done",
         "done_at",
-        "inbox",
-        "native_inbox_count",
         "bell",
         "knocks",
         "asleep",
@@ -42,7 +39,7 @@ class _Board(ctypes.Structure):
         super().__init__()
         self._arrays = arrays  # keeps the segment mapped for as long as C++ has its addresses
         self.num_slots = arrays["asked",].size
-        self.num_workers, self.capacity = arrays["inbox",].shape
+        self.num_workers = len(arrays["bell",])
         self.spin_ns = spin_ns
         for word in self._words:
             setattr(self, word, arrays[word,].ctypes.data)
@@ -52,6 +49,7 @@ class _Parent(ctypes.Structure):
     _fields_ = [
         ("board", _Board),
         ("sockets", ctypes.POINTER(ctypes.c_int32)),
+        ("tickets", ctypes.c_int64),
         ("waiters", ctypes.c_uint32),
         ("alarms", ctypes.c_uint32),
     ]
@@ -61,7 +59,8 @@ class _Worker(ctypes.Structure):
     _fields_ = [
         ("board", _Board),
         ("index", ctypes.c_uint32),
-        ("taken", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("stop", ctypes.c_uint32),
         ("knocks", ctypes.c_uint32),
     ]
 
@@ -81,7 +80,7 @@ class NativeParentEnd:
         self._slots = Slots(arrays)
         self._board = _Board(arrays, spin_ns)
         self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
-        self._parent = _Parent(self._board, self._sockets, 0, 0)
+        self._parent = _Parent(self._board, self._sockets)
         self._reference = ctypes.byref(self._parent)
         self._shares = Shares(slices)
         self._listening = threading.Lock()
@@ -121,22 +120,25 @@ class NativeParentEnd:
 class NativeWorkerEnd:
     """One worker's end; see `WorkerEnd`."""
 
-    def __init__(self, arrays: Arrays, worker: int, channel: Channel, *, spin_ns: int) -> None:
+    def __init__(
+        self, arrays: Arrays, worker: int, share: tuple[int, int], channel: Channel, *, spin_ns: int
+    ) -> None:
         self._library = _declared()
         self._board = _Board(arrays, spin_ns)
-        self._worker = _Worker(self._board, worker, 0, 0)
+        self._worker = _Worker(self._board, worker, *share)
         self._reference = ctypes.byref(self._worker)
         self._channel = channel
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
-        self._slots = np.empty(self._board.capacity, np.int64)
+        first, stop = share
+        self._slots = np.empty(stop - first, np.int64)
 
-    def receive(self) -> Iterator[Any]:
-        """Waits for the parent, then yields `Work`, or the one message that came instead."""
+    def receive(self) -> Any:
+        """Waits for the parent, then returns `Work`, or the message that came instead."""
         self._library.jaxvec_take(
             self._reference, ctypes.byref(self._operation), self._slots.ctypes.data, ctypes.byref(self._count)
         )
         count = self._count.value
-        yield Work(self._operation.value, self._slots[:count]) if count else self._channel.receive()
+        return Work(self._operation.value, self._slots[:count]) if count else self._channel.receive()
 
     def post(self, slots: NDArray[Any]) -> None:
         """Hands finished `slots` back."""

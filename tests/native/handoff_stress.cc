@@ -2,6 +2,7 @@
 //
 // Rows are plain memory that the parent and the workers write in turn, so any hole in the hand-off's
 // ordering is a data race that the sanitizer reports; and every value is checked besides.
+#include <algorithm>
 #include <cstdio>
 #include <mutex>
 #include <random>
@@ -16,9 +17,11 @@ namespace {
 
 constexpr uint32_t kStop = 0xffffffff;
 
-void work(Board board, uint32_t index, uint32_t start, std::vector<uint32_t>& rows, const uint32_t& stop) {
-  Worker worker = {board, index, start, 0};
-  std::vector<int64_t> slots(board.capacity);
+// Now and then the worker is replaced in the middle of its work, by one that knows nothing of it.
+void work(Board board, uint32_t index, std::vector<uint32_t>& rows, const uint32_t& stop) {
+  const uint32_t first = first_slot(board, index), last = first_slot(board, index + 1);
+  Worker worker = {board, index, first, last, 0};
+  std::vector<int64_t> slots(last - first);
   std::mt19937 random(index);
   for (;;) {
     uint32_t operation, count;
@@ -27,11 +30,17 @@ void work(Board board, uint32_t index, uint32_t start, std::vector<uint32_t>& ro
       check(stop == kStop, "a knock without a message");
       return;
     }
-    for (uint32_t i = 0; i < count; ++i) rows[slots[i]] += operation == kStep ? 1 : 1000;
-    if (random() % 4 == 0) std::this_thread::yield();
-    const uint32_t half = random() % (count + 1);
-    if (half > 0) post(worker, slots.data(), half);
-    if (half < count) post(worker, slots.data() + half, count - half);
+    uint32_t done = 0;
+    for (const uint32_t part : {uint32_t(random() % (count + 1)), count}) {
+      for (uint32_t i = done; i < part; ++i) rows[slots[i]] += operation == kStep ? 1 : 1000;
+      if (random() % 4 == 0) std::this_thread::yield();
+      if (done < part) post(worker, &slots[done], part - done);
+      done = std::max(done, part);
+      if (random() % 20 == 0) {
+        worker = {board, index, first, last, 0};
+        break;
+      }
+    }
   }
 }
 
@@ -44,9 +53,10 @@ void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, uint32_
     std::vector<int64_t> sent;
     for (uint32_t w = 0; w < num_workers; ++w) {
       std::vector<int64_t> slots[2];  // for each operation
+      const int64_t first = first_slot(parent.board, w), stop = first_slot(parent.board, w + 1);
       for (const int64_t slot : mine) {
         const uint32_t operation = random() % 3;
-        if (slot % num_workers != w || operation > kStep) continue;
+        if (slot < first || slot >= stop || operation > kStep) continue;
         slots[operation].push_back(slot);
         rows[slot] += 7;
         expected[slot] += 7 + (operation == kStep ? 1 : 1000);
@@ -79,18 +89,16 @@ void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, uint32_
 }
 
 void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t spin_ns, uint32_t rounds) {
-  const uint32_t capacity = power_of_two((num_slots + num_workers - 1) / num_workers);
-  const uint32_t start = 0u - 500 * power_of_two(num_slots);
-  Words words(num_slots, num_workers, capacity);
-  const Board board = words.board(capacity, spin_ns, start);
+  Words words(num_slots, num_workers);
+  const Board board = words.board(spin_ns, 0u - 100 * num_slots);
   std::vector<uint32_t> rows(num_slots);
   uint32_t stop = 0;
   std::vector<std::thread> threads, owners;
   for (uint32_t w = 0; w < num_workers; ++w) {
-    threads.emplace_back(work, board, w, start, std::ref(rows), std::cref(stop));
+    threads.emplace_back(work, board, w, std::ref(rows), std::cref(stop));
   }
   std::vector<int32_t> sockets(num_workers, -1);
-  Parent parent = {board, sockets.data(), {0}, {0}};
+  Parent parent = {board, sockets.data(), 0, {0}, {0}};
   std::mutex sending;
   for (uint32_t o = 0; o < num_owners; ++o) {
     std::vector<int64_t> mine;

@@ -17,7 +17,7 @@ using namespace jaxvec;
 
 namespace {
 
-constexpr uint32_t kSlots = 6, kWorkers = 3, kStart = 0;
+constexpr uint32_t kSlots = 6, kWorkers = 3;
 constexpr uint32_t kU32 = 'u' + 256 * 4;
 constexpr int64_t kFingerprint = 42;
 
@@ -26,8 +26,8 @@ struct Rows {
 };
 
 void work(Board board, uint32_t index, Rows& rows) {
-  Worker worker = {board, index, kStart, 0};
-  std::vector<int64_t> slots(board.capacity);
+  Worker worker = {board, index, first_slot(board, index), first_slot(board, index + 1), 0};
+  std::vector<int64_t> slots(kSlots);
   std::mt19937 random(index);
   for (;;) {
     uint32_t operation, count;
@@ -141,10 +141,10 @@ void run_host(Shared& shared, uint32_t steps) {
 
 // The pool of `Shared`, ready to be used; what it points to lives as long as this.
 struct Setup {
-  Words words{kSlots, kWorkers, 2};
-  Board board = words.board(2, 20'000, kStart);
+  Words words{kSlots, kWorkers};
+  Board board = words.board(20'000, 0);
   std::vector<int32_t> sockets = std::vector<int32_t>(kWorkers, -1);
-  Shared shared{{board, sockets.data(), {0}, {0}},
+  Shared shared{{board, sockets.data(), 0, {0}, {0}},
                 {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)},
                 std::vector<uint32_t>(kSlots),
                 std::vector<std::atomic<uint32_t>>(kSlots),
