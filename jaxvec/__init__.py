@@ -21,6 +21,8 @@ from jaxvec._errors import (
     UnsupportedSpaceError,
     WorkerDiedError,
 )
+from jaxvec._restart import Restart
+from jaxvec._stats import Stats, WorkerStats
 from jaxvec._timestep import TimeStep
 
 if TYPE_CHECKING:
@@ -46,12 +48,15 @@ __all__ = [
     "PoolBrokenError",
     "PoolClosedError",
     "ResetNeededError",
+    "Restart",
     "SpaceMismatchError",
     "StaleHandleError",
+    "Stats",
     "TimeStep",
     "UnsupportedSpaceError",
     "VectorEnv",
     "WorkerDiedError",
+    "WorkerStats",
     "call",
     "get_attr",
     "make",

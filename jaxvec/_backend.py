@@ -39,9 +39,12 @@ class Workers(Protocol):
 
     description: Description
 
-    def attach(
-        self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
-    ) -> Arrays:
+    @property
+    def restarts(self) -> Sequence[int]:
+        """How many faults of each worker were gone on from."""
+        ...
+
+    def attach(self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode) -> Arrays:
         """Creates the segment, lets the envs write there, and returns its arrays."""
         ...
 
@@ -84,6 +87,10 @@ class Workers(Protocol):
         """
         ...
 
+    def set_options(self, options: dict[str, Any] | None, timeout: float | None) -> None:
+        """Sets what every `reset` from now on passes to its envs; raises as `wait`."""
+        ...
+
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
@@ -95,7 +102,8 @@ class Workers(Protocol):
             timeout: seconds, `None` for ever.
 
         Returns:
-            A result of each slice, or the `EnvError` of the env that raised there.
+            A result of each slice, or the error that took its place: an env raised there, or its
+            worker was replaced.
 
         Raises:
             As `wait`, if envs in flight fail meanwhile.

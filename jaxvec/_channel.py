@@ -88,6 +88,11 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
+    def replace(self, other: Channel) -> None:
+        """Takes over another's socket, under our own descriptor's number, which others go by."""
+        os.dup2(other.fileno(), self.fileno(), inheritable=False)
+        other.close()
+
     def close(self) -> None:
         self._socket.close()
 

@@ -7,19 +7,27 @@ whole pool. A slot is its env's index in the pool.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _rows
-from jaxvec._envs import Env, EnvFailure
+from jaxvec import _envs, _rows, _seeds, _stats
+from jaxvec._envs import Env, EnvFailure, EnvFn
+from jaxvec._info_rows import DeclaredInfo, FinalStep
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
-from jaxvec._spaces import DictNode
 from jaxvec._spec import PoolSpec
+
+# What an env's next step has to do before, or in place of, stepping it. All but the first are rare.
+PLAYING = 0
+OVER = 1  # its last step ended an episode: clear the row's flags or, under next-step autoreset, reset
+LOST = 2  # the episode was cut by a fault: end it
+UNRESET = 3  # the step was taken, but the reset that follows it failed: reset
 
 
 class EnvSlice:
@@ -28,53 +36,72 @@ class EnvSlice:
     def __init__(
         self,
         envs: list[Env],
+        env_fns: Sequence[EnvFn],
         *,
         first: int,
         worker: int,
         spec: PoolSpec,
         arrays: Arrays,
         autoreset_mode: AutoresetMode,
+        replaces: bool = False,
     ) -> None:
+        """Makes the slice of `envs`, each built by one of `env_fns`.
+
+        `replaces` says that it takes the place of one whose process is gone, which left the segment.
+        """
         self._envs = envs
+        self._env_fns = env_fns
         self.first = first
         self._autoreset_mode = autoreset_mode
         self._spec = spec
         count = len(envs)
         data = [leaf.path for leaf in (*spec.action_leaves, *spec.timestep_leaves)]
         rows = {path: arrays[path][first : first + count] for path in data}
-        self._seeds = arrays["seed",][first : first + count]
+        self._seeds, self._last_seeds, self._rebuilds, self._ended, self._asked, self._done = (
+            arrays[name,][first : first + count]
+            for name in ("seed", "last_seed", "rebuilds", "ended", "asked", "done")
+        )
         self._running = memoryview(arrays["running",][worker])
+        self._stats = memoryview(arrays["stats",][worker])
+        self._running[0] = 0
         self._read_actions = _rows.reader(spec.action, rows)
         self._write_obs = _rows.writer(spec.obs, rows)
         self._gather_obs = _rows.gatherer(spec.obs, rows)
+        self._read_obs = _rows.reader(spec.obs, rows)
         self._reward = _rows.scalars(rows[spec.reward.path])
         self._terminated = _rows.scalars(rows[spec.terminated.path])
         self._truncated = _rows.scalars(rows[spec.truncated.path])
+        self._fault = rows["info", "fault"] if spec.has_fault else np.zeros(count, np.bool_)
         self._return = _rows.scalars(rows["info", "episode_return"])
         self._length = _rows.scalars(rows["info", "episode_length"])
-        self._declared = _DeclaredInfo(spec.declared, rows)
+        self._declared = DeclaredInfo(spec.declared, rows)
         self._declares = bool(spec.declared.keys)
         self._vector_reward = spec.reward.shape != ()
-        self._final = _FinalStep(spec, rows)
+        self._final = FinalStep(spec, rows)
 
         # Returns add up in float64 here, whatever the segment stores.
         self._zero: Any = np.zeros(spec.reward.shape) if self._vector_reward else 0.0
         self._returns: list[Any] = [self._zero] * count
         self._lengths = [0] * count
-        # Whose last step ended an episode: the next clears the row's flags and final rows, or is the
-        # reset, under next-step autoreset.
-        self._marked = [False] * count
+        self._state = [PLAYING] * count
+        self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
+        self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._options: dict[str, Any] | None = None  # of resets from outside
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of each env's last call
-        rows["info", "env_id"][:] = range(first, first + count)
+        if replaces:
+            for index in range(count):
+                self._take_over(index)
+        else:
+            rows["info", "env_id"][:] = range(first, first + count)
+            self._last_seeds[:] = NONE
 
     def reset(self, slots: NDArray[Any]) -> None:
         """Resets the envs of `slots` with the seeds in the segment and the options set last.
 
         Raises:
-            EnvFailure: an env raised or returned wrong data; later slots were not reset.
+            EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
         """
-        for index in (slots - self.first).tolist():
+        for place, index in enumerate((slots - self.first).tolist()):
             seed = int(self._seeds[index])
             self._running[0] = self.first + index + 1
             try:
@@ -82,7 +109,9 @@ class EnvSlice:
                     index, self._begin_episode(index, None if seed == NONE else seed, self._options)
                 )
             except BaseException as error:
-                raise EnvFailure(self.first + index, "reset") from error
+                failure = self._failure(index, "reset", None, error)
+                failure.done = slots[:place].tolist()
+                raise failure from failure.__cause__
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any]) -> None:
@@ -92,22 +121,24 @@ class EnvSlice:
         once, the rare is behind one test, and scalars go through memoryviews, NumPy's quicker half.
 
         Raises:
-            EnvFailure: an env raised or returned wrong data; later slots were not stepped.
+            EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
         """
+        began, in_resets = monotonic_ns(), self._stats[_stats.RESET_NS]
         envs, running, after_first = self._envs, self._running, self.first + 1
         rewards, episode_returns, episode_lengths = self._reward, self._return, self._length
-        returns, lengths, marked, infos = self._returns, self._lengths, self._marked, self.infos
+        returns, lengths, state, infos = self._returns, self._lengths, self._state, self.infos
         write_obs, vector_reward, declares = self._write_obs, self._vector_reward, self._declares
         gather_obs, gathered = self._gather_obs, list[Any]()
         next_step = self._autoreset_mode is AutoresetMode.NEXT_STEP
         rows = slots - self.first
         indices: list[int] = rows.tolist()
         index, action = -1, None
+        failure: EnvFailure | None = None
         try:
             for index, action in zip(indices, self._read_actions(rows), strict=True):
                 running[0] = after_first + index
-                if next_step and marked[index]:
-                    obs = self._begin_episode(index, None, None)
+                if state[index] and (next_step or state[index] > OVER):
+                    obs = self._resume(index)
                     if gather_obs is None:
                         write_obs(index, obs)
                     else:
@@ -127,7 +158,7 @@ class EnvSlice:
                 rewards[index] = reward
                 returns[index] = episode_returns[index] = returns[index] + reward
                 lengths[index] = episode_lengths[index] = lengths[index] + 1
-                if terminated or truncated or marked[index]:
+                if terminated or truncated or state[index]:
                     obs, info = self._end_step(index, obs, bool(terminated), bool(truncated), info)
                 if gather_obs is None:
                     write_obs(index, obs)
@@ -137,15 +168,38 @@ class EnvSlice:
                     self._declared.write(index, info)
                 if info or infos[index]:
                     infos[index] = info
-            if gather_obs is not None and not gather_obs(indices, gathered):
-                actions = self._read_actions(rows)
-                for index, action, obs in zip(indices, actions, gathered, strict=True):  # noqa: B007
-                    write_obs(index, obs)
-        except EnvFailure:
-            raise  # of the reset that follows an episode's last step
         except BaseException as error:
-            raise EnvFailure(self.first + index, "step", action) from error
+            failure = self._failure(index, "step", action, error)
+            indices = indices[: indices.index(index)]
+        if gathered and not gather_obs(indices, gathered[: len(indices)]):  # pyright: ignore[reportOptionalCall]
+            failure, indices = self._write_each(indices, gathered, rows, failure)
+        self._count_steps(len(indices), monotonic_ns() - began, in_resets)
+        if failure is not None:
+            failure.done = [self.first + index for index in indices]
+            raise failure
         running[0] = 0
+
+    def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
+        """Makes ready for another try at what `failure` left: slots that are not done are to be asked again.
+
+        A step that failed is not taken again: its row then says that a fault has cut the episode.
+
+        Args:
+            failure: that was raised.
+            rebuild: whether its env is closed, and another is built in its place.
+
+        Raises:
+            EnvFailure: the constructor raised.
+        """
+        if not rebuild:
+            return
+        index = failure.env_id - self.first
+        self._running[0] = failure.env_id + 1
+        with suppress(BaseException):
+            self._envs[index].close()
+        (self._envs[index],) = _envs.build([self._env_fns[index]], failure.env_id)
+        self._note_rebuilt(index)
+        self._running[0] = 0
 
     def set_options(self, options: dict[str, Any] | None) -> None:
         """Sets the options that every `reset` from now on passes to its envs."""
@@ -181,18 +235,56 @@ class EnvSlice:
         over = terminated or truncated
         self._terminated[index] = terminated
         self._truncated[index] = truncated
-        self._marked[index] = over
+        self._fault[index] = False
+        self._state[index] = OVER if over else PLAYING
+        if over:
+            self._ended[index] = self._asked[index]
+            self._stats[_stats.EPISODES] += 1
         if over and self._autoreset_mode is AutoresetMode.SAME_STEP:
             # Write before the reset: an env may reuse its observation's and its info's memory.
             final_info = dict(info)
             self._final.write(index, obs, final_info)
-            try:
-                obs, info = self._restart(index, None, None)
-            except BaseException as error:
-                raise EnvFailure(self.first + index, "reset") from error
-            return obs, {**info, "final_info": final_info}
+            return self._reset_after(index, final_info)
         self._final.clear(index)
         return obs, info
+
+    def _reset_after(self, index: int, final_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Does the reset that follows an episode's last step, in the same step."""
+        try:
+            obs, info = self._restart(index, None, None)
+        except BaseException as error:
+            self._state[index] = UNRESET
+            self._final_infos[index] = final_info
+            raise EnvFailure(self.first + index, "reset") from error
+        self._state[index] = OVER
+        return obs, {**info, "final_info": final_info}
+
+    def _resume(self, index: int) -> Any:
+        """Takes the step of an env that has something else to do; returns the observation for the row.
+
+        An episode that a fault has cut ends with its last observation, in place of the one that never
+        came, and without a reward.
+        """
+        if self._state[index] != UNRESET:
+            self._stats[_stats.STEPS] -= 1  # it will be counted, but the env takes none
+        if self._state[index] == OVER:
+            try:
+                return self._begin_episode(index, None, None)
+            except BaseException as error:
+                raise EnvFailure(self.first + index, "reset") from error
+        if self._state[index] == UNRESET:
+            obs, info = self._reset_after(index, self._final_infos.pop(index))
+        else:
+            (last,) = self._read_obs(np.array([index]))
+            self._reward[index] = self._zero
+            self._stats[_stats.FAULTS] += 1
+            try:
+                obs, info = self._end_step(index, last, False, True, {})
+            finally:
+                self._fault[index] = True
+        self._declared.write(index, info)
+        self.infos[index] = info
+        return obs
 
     def _begin_episode(self, index: int, seed: int | None, options: dict[str, Any] | None) -> Any:
         """Resets an env in a call of its own: the row holds no reward and a new episode.
@@ -201,10 +293,11 @@ class EnvSlice:
             The observation, which is still to be written.
         """
         obs, info = self._restart(index, seed, options)
-        self._marked[index] = False
+        self._state[index] = PLAYING
         self._reward[index] = self._zero
         self._terminated[index] = False
         self._truncated[index] = False
+        self._fault[index] = False
         self._return[index] = self._zero
         self._length[index] = 0
         self._final.clear(index)
@@ -215,13 +308,65 @@ class EnvSlice:
     def _restart(
         self, index: int, seed: int | None, options: dict[str, Any] | None
     ) -> tuple[Any, dict[str, Any]]:
-        result: Any = self._envs[index].reset(seed=seed, options=options)
+        if seed is None:
+            seed = self._new_seeds.get(index)
+        else:
+            self._last_seeds[index] = seed
+        began = monotonic_ns()
+        try:
+            result: Any = self._envs[index].reset(seed=seed, options=options)
+        finally:
+            self._stats[_stats.RESET_NS] += monotonic_ns() - began
+        self._stats[_stats.RESETS] += 1
+        self._new_seeds.pop(index, None)
         self._returns[index] = self._zero
         self._lengths[index] = 0
         if not isinstance(result, tuple) or len(result) != 2:
             raise InvalidValue(f"reset must return (obs, info), got {_outline(result)}")
         obs, info = result
         return obs, _require_dict("reset", info)
+
+    def _take_over(self, index: int) -> None:
+        """Goes on for an env that is gone: its row is as it left it."""
+        self._note_rebuilt(index)
+        # What the parent has seen is the request that was finished last; a later one's outcome is lost.
+        over = self._ended[index] == self._done[index]
+        self._state[index] = OVER if over and self._autoreset_mode is AutoresetMode.NEXT_STEP else LOST
+        self._returns[index] = self._zero + self._return[index]
+        self._lengths[index] = self._length[index]
+
+    def _note_rebuilt(self, index: int) -> None:
+        """Gives an env that was built anew its next seed, if the one before it was seeded."""
+        self._rebuilds[index] += 1
+        if self._last_seeds[index] != NONE:
+            self._new_seeds[index] = _seeds.derive(int(self._last_seeds[index]), int(self._rebuilds[index]))
+
+    def _failure(self, index: int, operation: str, action: Any, error: BaseException) -> EnvFailure:
+        """Makes the failure of an env that raised, and notes that its step is lost."""
+        if isinstance(error, EnvFailure):  # of a reset within the step
+            return error
+        if operation == "step":
+            self._state[index] = LOST
+        failure = EnvFailure(self.first + index, operation, action)
+        failure.__cause__ = error
+        return failure
+
+    def _write_each(
+        self, indices: list[int], gathered: list[Any], rows: NDArray[Any], failure: EnvFailure | None
+    ) -> tuple[EnvFailure | None, list[int]]:
+        """Writes observations that have to be looked at one by one; returns whose are written."""
+        written: list[int] = []
+        for index, obs, action in zip(indices, gathered, self._read_actions(rows), strict=False):
+            try:
+                self._write_obs(index, obs)
+                written.append(index)
+            except BaseException as error:
+                failure = self._failure(index, "step", action, error)
+        return failure, written
+
+    def _count_steps(self, count: int, elapsed_ns: int, in_resets: int) -> None:
+        self._stats[_stats.STEPS] += count
+        self._stats[_stats.STEP_NS] += elapsed_ns - (self._stats[_stats.RESET_NS] - in_resets)
 
     def _conform_reward(self, reward: Any) -> Any:
         """Returns the reward in float64 and the spec's shape."""
@@ -237,60 +382,6 @@ class EnvSlice:
         if value.dtype.kind not in "biuf":
             raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}")
         return float(value) if shape == () else value.astype(np.float64)
-
-
-class _DeclaredInfo:
-    """Writes the declared keys of a raw info, each with its mask; a missing key reads as zero."""
-
-    def __init__(self, node: DictNode, arrays: Arrays) -> None:
-        pairs = zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True)
-        self._fields = [
-            (key, _rows.writer(child, arrays), _rows.zeroer(child, arrays), _rows.column(mask, arrays))
-            for key, child, mask in pairs
-        ]
-
-    def write(self, index: int, info: dict[str, Any]) -> None:
-        for key, write, clear, mask in self._fields:
-            present = key in info
-            if present:
-                write(index, info[key])
-            elif mask[index]:
-                clear(index)
-            mask[index] = present
-
-
-class _FinalStep:
-    """The last observation and info of an episode, under same-step autoreset; zero elsewhere."""
-
-    def __init__(self, spec: PoolSpec, arrays: Arrays) -> None:
-        self._obs = self._info = None
-        if spec.has_final_obs:
-            node = spec.info.child("final_obs")
-            mask = _rows.column(spec.info.child("_final_obs"), arrays)
-            self._obs = (_rows.writer(node, arrays), _rows.zeroer(node, arrays), mask)
-        if spec.has_final_info:
-            self._info = _DeclaredInfo(spec.info.child("final_info"), arrays)
-        self._written: set[int] = set()  # whose final rows are not zero
-
-    def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
-        self._written.add(index)
-        if self._obs is not None:
-            write, _, mask = self._obs
-            write(index, obs)
-            mask[index] = True
-        if self._info is not None:
-            self._info.write(index, info)
-
-    def clear(self, index: int) -> None:
-        if index not in self._written:
-            return
-        self._written.remove(index)
-        if self._obs is not None:
-            _, clear, mask = self._obs
-            clear(index)
-            mask[index] = False
-        if self._info is not None:
-            self._info.write(index, {})
 
 
 def _require_dict(operation: str, info: Any) -> dict[str, Any]:

@@ -13,13 +13,19 @@ EnvFn: TypeAlias = Callable[[], Env]
 
 
 class EnvFailure(Exception):
-    """An env failed; `__cause__` is its own exception, or `InvalidValue` for wrong data."""
+    """An env failed; `__cause__` is its own exception, or `InvalidValue` for wrong data.
+
+    Attributes:
+        env_id, operation, action: what failed.
+        done: the ids of the envs that did what was asked of them and of the one that failed.
+    """
 
     def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
         super().__init__(env_id, operation)
         self.env_id = env_id
         self.operation = operation
         self.action = action
+        self.done: list[int] = []
 
 
 def build(env_fns: Sequence[EnvFn], first: int) -> list[Env]:

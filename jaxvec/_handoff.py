@@ -22,7 +22,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,15 +46,15 @@ class Supervision(Protocol):
 
     @property
     def deadline(self) -> float | None:
-        """In seconds of `time.monotonic()`; `None` for never."""
+        """In seconds of `time.monotonic()`; `None` for never. It may move."""
         ...
 
     def look(self, seconds: float) -> Sequence[tuple[int, Any]]:
-        """Waits for at most `seconds`; returns workers with what they sent, raises if one failed."""
+        """Waits for at most `seconds`; returns workers with what came of them, raises if one failed."""
         ...
 
-    def expire(self) -> NoReturn:
-        """Raises the error of a deadline that has passed."""
+    def expire(self) -> None:
+        """Raises the error of a deadline that has passed, or moves it and mends what is late."""
         ...
 
 
@@ -99,6 +99,10 @@ class WorkerHandoff(Protocol):
 
     def alarm(self) -> None:
         """Makes the parent look at its control sockets at once."""
+        ...
+
+    def verdict(self) -> Any:
+        """Waits for the message that answers a report."""
         ...
 
 
@@ -212,9 +216,15 @@ class WorkerEnd:
     def alarm(self) -> None:
         pass  # the parent waits at its sockets
 
+    def verdict(self) -> Any:
+        while True:
+            message = self._channel.receive()
+            if message is not WAKE:  # what it is for will be found
+                return message
+
 
 def listen(supervision: Supervision) -> Sequence[tuple[int, Any]]:
-    """Waits for wakes or messages, at least one, and returns them with their workers."""
+    """Waits for wakes, messages or replaced workers, at least one, and returns what `look` does."""
     while True:
         left = time_left(supervision.deadline)
         heard = supervision.look(min(left, LOOK_AROUND))

@@ -56,11 +56,28 @@ def parent_end(
 
 
 def worker_end(
-    kind: str, arrays: Arrays, *, worker: int, share: tuple[int, int], channel: Channel, spin_ns: int
+    kind: str,
+    arrays: Arrays,
+    *,
+    worker: int,
+    share: tuple[int, int],
+    channel: Channel,
+    spin_ns: int,
+    knocks: int = 0,
 ) -> WorkerHandoff:
-    """Makes the end of a worker, whose `share` are the slots `first` to `stop - 1`."""
+    """Makes the end of a worker.
+
+    Args:
+        kind: `"native"` or `"portable"`.
+        arrays: the segment.
+        worker: its index.
+        share: `(first, stop)`, its slots.
+        channel: its control socket.
+        spin_ns: how long it looks again before it sleeps.
+        knocks: how often the worker in whose place it is was told of messages.
+    """
     if kind == "native":
-        return NativeWorkerEnd(arrays, worker, share, channel, spin_ns=spin_ns)
+        return NativeWorkerEnd(arrays, worker, share, channel, spin_ns=spin_ns, knocks=knocks)
     return WorkerEnd(arrays, share, channel)
 
 

@@ -31,6 +31,14 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Replacement:
+    """What a worker that is gone was told since it attached."""
+
+    options: dict[str, Any] | None  # of resets
+    knocks: int
+
+
+@dataclass(frozen=True)
 class Attach:
     """Parent: map the segment, whose descriptor comes with this message, and begin to serve."""
 
@@ -40,6 +48,14 @@ class Attach:
     autoreset_mode: AutoresetMode
     handoff: str  # "native" or "portable"
     spin_ns: int
+    replaces: Replacement | None  # what to know in the place of a worker that is gone
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Parent: go on after the failure that you reported; it was the pool's last otherwise."""
+
+    rebuild: bool  # the env
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from jaxvec import _stats
 from jaxvec._backend import Patience, Workers
 from jaxvec._errors import (
-    EnvError,
     EnvIdError,
+    JaxvecError,
     PoolBrokenError,
     PoolClosedError,
     StaleHandleError,
@@ -34,6 +35,7 @@ from jaxvec._layout import make_layout
 from jaxvec._native import interrupts
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
+from jaxvec._stats import Stats
 from jaxvec._turns import Turns
 from jaxvec._views import Rows, Views
 
@@ -78,7 +80,7 @@ class Pool:
         self._in_order = in_order
         self._timeouts = timeouts
         layout = make_layout(spec, num_workers=num_workers)
-        arrays = workers.attach(layout, spec, autoreset_mode, timeouts.start)
+        arrays = workers.attach(layout, spec, autoreset_mode)
         self._views = Views(spec, arrays)
         self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
@@ -106,6 +108,13 @@ class Pool:
     def broken_by(self) -> BaseException | None:
         """What broke the pool, if anything did."""
         return self._broken_by
+
+    def stats(self) -> Stats:
+        """Returns what the workers have done so far; also of a broken pool."""
+        with self._gate.inside():
+            if self._closed:
+                raise PoolClosedError(f"pool {self.id} is closed; ask for its stats before")
+            return _stats.read(self._views.stats, self._workers.restarts)
 
     def counts(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
         """Returns what a fresh handle to `slots` says."""
@@ -180,7 +189,8 @@ class Pool:
                 self._views.seeds[slots] = NONE if seeds is None else seeds
                 if replaces_options:
                     self._options = options
-                    self._ask("set_options", lambda _first, _stop: (options,))
+                    with self._breaking():
+                        self._workers.set_options(options, self._timeouts.step)
                 with self._breaking():
                     self._workers.send(RESET, chosen)
                 self._turns.needs_reset[chosen] = False
@@ -391,7 +401,7 @@ class Pool:
         with self._breaking():
             answers = self._workers.request(name, arguments, timeout=self._timeouts.step)
         for answer in answers:
-            if isinstance(answer, EnvError):
+            if isinstance(answer, JaxvecError):
                 raise answer
         return answers
 

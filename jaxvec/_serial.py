@@ -23,6 +23,7 @@ from jaxvec._errors import EnvError, SpaceMismatchError
 from jaxvec._gate import Gate, PortableGate
 from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
+from jaxvec._restart import Budget
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 from jaxvec._turns import Turns
@@ -31,8 +32,10 @@ from jaxvec._turns import Turns
 class SerialWorkers:
     """See `Workers`."""
 
-    def __init__(self, env_fns: Sequence[EnvFn], *, learn_info: bool) -> None:
+    def __init__(self, env_fns: Sequence[EnvFn], *, budget: Budget, learn_info: bool) -> None:
         self._envs: list[Env] = []
+        self._env_fns = env_fns
+        self._budget = budget
         with _typed():
             self._envs = _envs.build(env_fns, 0)
             self.description = describe(self._envs, first=0, learn_info=learn_info)
@@ -40,12 +43,20 @@ class SerialWorkers:
             self.close(timeout=0)
             raise SpaceMismatchError(self.description.mismatch)
 
-    def attach(
-        self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode, timeout: float | None
-    ) -> Arrays:
+    @property
+    def restarts(self) -> Sequence[int]:
+        return self._budget.restarts
+
+    def attach(self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode) -> Arrays:
         arrays = _segment.private(layout)
         self._slice = EnvSlice(
-            self._envs, first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode
+            self._envs,
+            self._env_fns,
+            first=0,
+            worker=0,
+            spec=spec,
+            arrays=arrays,
+            autoreset_mode=autoreset_mode,
         )
         return arrays
 
@@ -60,14 +71,23 @@ class SerialWorkers:
         return PortableGate(len(turns.needs_reset))
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
-        with _typed():
-            (self._slice.step if operation == STEP else self._slice.reset)(slots)
+        move = self._slice.step if operation == STEP else self._slice.reset
+        while slots.size:
+            try:
+                move(slots)
+                return
+            except EnvFailure as failure:
+                slots = np.setdiff1d(slots, failure.done)
+                self._recover(failure)
 
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """All is done when `send` returns."""
 
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return slots[:count]
+
+    def set_options(self, options: dict[str, Any] | None, timeout: float | None) -> None:
+        self._slice.set_options(options)
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
@@ -87,12 +107,30 @@ class SerialWorkers:
     def kill(self) -> None:
         """There is nothing to kill."""
 
+    def _recover(self, failure: EnvFailure) -> None:
+        while True:
+            self._budget.spend(0, _to_error(failure))
+            assert self._budget.policy is not None
+            try:
+                self._slice.recover(failure, rebuild=self._budget.policy.retry == "rebuild")
+            except EnvFailure as another:
+                failure = another
+            else:
+                return
+
 
 @contextmanager
 def _typed() -> Generator[None]:
     try:
         yield
     except EnvFailure as failure:
-        if isinstance(failure.__cause__, KeyboardInterrupt):
-            raise failure.__cause__ from None
-        raise _failures.to_error(_failures.report(failure), worker=None) from failure.__cause__
+        raise _to_error(failure) from failure.__cause__
+
+
+def _to_error(failure: EnvFailure) -> EnvError:
+    """Returns the error that the user gets; raises Ctrl-C, which is no failure of the env."""
+    if isinstance(failure.__cause__, KeyboardInterrupt):
+        raise failure.__cause__ from None
+    error = _failures.to_error(_failures.report(failure), worker=None)
+    error.__cause__ = failure.__cause__
+    return error

@@ -21,7 +21,7 @@ from jaxvec._spaces import DictNode, DtypePolicy, Leaf, Node, build, leaves, mov
 from jaxvec._timestep import TimeStep
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
-_FINAL = ("final_obs", "_final_obs", "final_info")
+_OURS = ("final_obs", "_final_obs", "final_info", "fault")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class PoolSpec:
         return "final_obs" in self.info.keys
 
     @property
+    def has_fault(self) -> bool:
+        return "fault" in self.info.keys
+
+    @property
     def has_final_info(self) -> bool:
         return "final_info" in self.info.keys
 
@@ -103,6 +107,7 @@ def make_spec(
     batch_size: int | None = None,
     autoreset_mode: AutoresetMode,
     final_obs: bool,
+    fault: bool = False,
     declared: Mapping[str, Any],
     policy: DtypePolicy,
 ) -> PoolSpec:
@@ -114,6 +119,7 @@ def make_spec(
         batch_size: how many of them `recv` returns; `None` for all.
         autoreset_mode: under `SAME_STEP` info has `final_obs`, and `final_info` if keys are declared.
         final_obs: whether to keep the last observation of an episode under `SAME_STEP`.
+        fault: whether info says which steps were cut short by a fault.
         declared: info keys with a declaration each, see `declared_leaves`.
         policy: from an env's dtypes to the stored ones.
 
@@ -138,6 +144,8 @@ def make_spec(
         "episode_return": move(reward, ("info", "episode_return")),
         "episode_length": scalar(np.int32, "info", "episode_length"),
     }
+    if fault:
+        fields["fault"] = scalar(np.bool_, "info", "fault")
     if autoreset_mode is AutoresetMode.SAME_STEP:
         if final_obs:
             fields["final_obs"] = move(obs, ("info", "final_obs"))
@@ -170,7 +178,7 @@ def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNod
     children: list[Node] = []
     for key, declaration in declared.items():
         mask = f"_{key}"
-        if {key, mask} & {*STATISTICS, *_FINAL, *keys}:
+        if {key, mask} & {*STATISTICS, *_OURS, *keys}:
             raise ValueError(f"info: the key {key!r} is taken by jaxvec or declared twice; rename it")
         keys += [key, mask]
         children += [

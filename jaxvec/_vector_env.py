@@ -13,15 +13,19 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from jaxvec import _actions, _env_fns, _handoffs, _pools, _seeds
+from jaxvec import _actions, _env_fns, _handoffs, _pools, _restart, _seeds
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND, HOST_STEP
+from jaxvec._layout import split
 from jaxvec._pool import Pool, Timeouts
+from jaxvec._restart import Budget, Restart
 from jaxvec._serial import SerialWorkers
 from jaxvec._spaces import DtypePolicy
 from jaxvec._spec import PoolSpec, make_spec, undeclared
+from jaxvec._stats import Stats
+from jaxvec._supervisor import Plan
 from jaxvec._timestep import TimeStep
 from jaxvec._workers import ProcessWorkers
 
@@ -163,6 +167,14 @@ class VectorEnv:
             self._pool.recv(self._pool.all, counts=None, caller=HOST_RECV, copy=copy)
         )
 
+    def stats(self) -> Stats:
+        """Returns what each worker has done and how long it took, and the totals; also of a broken pool.
+
+        Raises:
+            PoolClosedError: the pool is closed.
+        """
+        return self._pool.stats()
+
     @property
     def infos(self) -> tuple[dict[str, Any], ...]:
         """The raw info of each env's last reset or step.
@@ -252,6 +264,7 @@ def start(
     final_obs: bool,
     info: Mapping[str, Any] | Iterable[str] | None,
     worker_env: Mapping[str, str | None] | None,
+    on_fault: str | Restart,
     timeouts: Timeouts,
     transport: str,
     handoff: str,
@@ -267,19 +280,14 @@ def start(
     if recv_order not in ("ready", "sent"):
         raise ValueError(f'recv_order must be "ready" or "sent", not {recv_order!r}')
     handoff = _handoffs.choose(handoff)
+    budget = Budget(_restart.parse(on_fault), num_workers)
     if backend == "serial":
         if worker_env:
             raise ValueError('worker_env needs worker processes; backend="serial" has none')
-        workers = SerialWorkers(env_fns, learn_info=bool(learnt))
+        workers = SerialWorkers(env_fns, budget=budget, learn_info=bool(learnt))
     else:
-        workers = ProcessWorkers(
-            env_fns,
-            num_workers=num_workers,
-            handoff=handoff,
-            worker_env=worker_env,
-            learn_info=bool(learnt),
-            timeout=timeouts.start,
-        )
+        plan = Plan(env_fns, split(len(env_fns), num_workers), worker_env or {}, timeouts.start)
+        workers = ProcessWorkers(plan, handoff=handoff, budget=budget, learn_info=bool(learnt))
     try:
         description = workers.description
         spec = make_spec(
@@ -288,6 +296,7 @@ def start(
             batch_size=batch_size,
             autoreset_mode=mode,
             final_obs=final_obs,
+            fault=budget.policy is not None,
             declared=declared | _learn(learnt, description),
             policy=policy,
         )

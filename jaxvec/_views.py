@@ -20,10 +20,12 @@ class Views:
     Attributes:
         seeds: of the next reset.
         over: terminated and truncated.
+        stats: what the workers count.
     """
 
     def __init__(self, spec: PoolSpec, arrays: Arrays) -> None:
         self.seeds = arrays["seed",]
+        self.stats = arrays["stats",]
         self.over = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]

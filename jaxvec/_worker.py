@@ -12,8 +12,9 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from time import monotonic_ns
 from typing import Any
 
 import cloudpickle
@@ -22,9 +23,10 @@ import numpy as np
 from jaxvec import _channel, _envs, _failures, _handoffs, _segment
 from jaxvec._description import describe
 from jaxvec._env_slice import EnvSlice
-from jaxvec._envs import Env, EnvFailure
-from jaxvec._handoff import STEP, Work
-from jaxvec._messages import Attach, Ready, Reply, Request, Setup
+from jaxvec._envs import Env, EnvFailure, EnvFn
+from jaxvec._handoff import STEP, Work, WorkerHandoff
+from jaxvec._messages import Attach, Ready, Recover, Reply, Request, Setup
+from jaxvec._stats import WAIT_NS
 
 
 def main() -> None:
@@ -36,31 +38,37 @@ def main() -> None:
         setup: Setup = channel.receive()
         _adopt_paths(setup)
         with _reporting(channel):
-            envs = _build(setup)
+            env_fns = _load(setup)
+            envs = _envs.build(env_fns, setup.first)
             try:
                 with _reporting(channel):
                     channel.send(Ready(_describe(envs, setup)))
-                    _serve(channel, envs, setup.first)
+                    _serve(channel, envs, env_fns, setup.first)
             finally:
                 _envs.close(envs, setup.first)
     except EOFError:
         pass  # the parent closed the pool
 
 
-def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
-    """Serves until end of file. A failed env is reported; what then happens is up to the parent."""
+def _serve(channel: _channel.Channel, envs: list[Env], env_fns: Sequence[EnvFn], first: int) -> None:
+    """Serves until end of file."""
     attach: Attach = channel.receive()
     segment = channel.descriptors.pop()
     arrays = _segment.attach(segment, attach.layout)
     os.close(segment)
+    replaces = attach.replaces
     env_slice = EnvSlice(
         envs,
+        env_fns,
         first=first,
         worker=attach.worker,
         spec=attach.spec,
         arrays=arrays,
         autoreset_mode=attach.autoreset_mode,
+        replaces=replaces is not None,
     )
+    if replaces is not None:
+        env_slice.set_options(replaces.options)
     end = _handoffs.worker_end(
         attach.handoff,
         arrays,
@@ -68,24 +76,41 @@ def _serve(channel: _channel.Channel, envs: list[Env], first: int) -> None:
         share=attach.layout.slices[attach.worker],
         channel=channel,
         spin_ns=attach.spin_ns,
+        knocks=0 if replaces is None else replaces.knocks,
     )
     channel.send(Reply())
+    stats = arrays["stats",][attach.worker].data
     while True:
+        began = monotonic_ns()
         message = end.receive()
-        if isinstance(message, Work):
-            move = env_slice.step if message.operation == STEP else env_slice.reset
-            # Who waits for all is woken once; who waits for the first, by each.
-            parts = len(message.slots) if attach.spec.first_ready else 1
-            try:
-                for slots in np.split(message.slots, parts):
-                    move(slots)
-                    end.post(slots)
-            except EnvFailure as failure:
-                channel.send(_failures.report(failure))
-                end.alarm()
-                channel.receive()  # the end: the pool is broken
-        else:
+        stats[WAIT_NS] += monotonic_ns() - began
+        if not isinstance(message, Work):
             channel.send(_answer(env_slice, message))
+            continue
+        # Who waits for all is woken once; who waits for the first, by each.
+        parts = len(message.slots) if attach.spec.first_ready else 1
+        move = env_slice.step if message.operation == STEP else env_slice.reset
+        try:
+            for slots in np.split(message.slots, parts):
+                move(slots)
+                end.post(slots)
+        except EnvFailure as failure:
+            end.post(np.array(failure.done, np.int64))
+            _recover(channel, end, env_slice, failure)  # and what is left is found again
+
+
+def _recover(channel: _channel.Channel, end: WorkerHandoff, env_slice: EnvSlice, failure: EnvFailure) -> None:
+    """Reports a failure until the env is ready again; or to the end, if that is the parent's verdict."""
+    while True:
+        channel.send(_failures.report(failure))
+        end.alarm()
+        verdict: Recover = end.verdict()
+        try:
+            env_slice.recover(failure, rebuild=verdict.rebuild)
+        except EnvFailure as another:
+            failure = another
+        else:
+            return
 
 
 @contextmanager
@@ -105,12 +130,11 @@ def _adopt_paths(setup: Setup) -> None:
         os.environ["PYTHONPATH"] = setup.python_path
 
 
-def _build(setup: Setup) -> list[Env]:
+def _load(setup: Setup) -> Sequence[EnvFn]:
     try:
-        env_fns = pickle.loads(setup.env_fns)
+        return pickle.loads(setup.env_fns)
     except BaseException as error:
         raise EnvFailure(setup.first, "constructor") from error
-    return _envs.build(env_fns, setup.first)
 
 
 def _describe(envs: list[Env], setup: Setup) -> bytes:

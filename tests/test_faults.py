@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -567,6 +568,46 @@ envs.close()
     assert "True KeyboardInterrupt" in out
     assert "is broken since an earlier failure" in out
     assert transport == "io_callback" or err == ""  # where JAX logs its own traceback
+
+
+@pytest.mark.parametrize("transport", ["auto", "io_callback"])
+@pytest.mark.parametrize("width", [1, 128], ids=["small", "large"])
+def test_ctrl_c_ends_a_program_whose_steps_are_quick(transport, width):
+    """And where a whole step was taken, the pool is not broken by it."""
+    then = f"""
+import jax, jax.numpy as jnp
+envs = jaxvec.make(Env, 2, transport="{transport}", step_timeout=None)
+@jax.jit
+def program(handle, x):
+    def body(carry, _):
+        handle, x = carry
+        x = jnp.tanh(x @ x)
+        handle, _ = jaxvec.step(handle, (x.sum() > 0).astype(int).repeat(2))
+        return (handle, x), None
+    return jax.lax.scan(body, (handle, x), length=2**30)
+try:
+    jax.block_until_ready(program(jaxvec.reset(envs)[0], jnp.ones(({width}, {width}))))
+except (RuntimeError, KeyboardInterrupt) as error:
+    print("KeyboardInterrupt" in repr(error), flush=True)
+if envs.pool.broken_by is None:
+    print(jaxvec.step(jaxvec.reset(envs)[0], jnp.zeros(2, int))[1].reward)
+"""
+    step = r'self.n = getattr(self, "n", 0) + 1; self.n == 1000 and os.write(1, b"stepping\n")'
+    script = run_script(step, then, start_new_session=True)
+    try:
+        script.stdout.readline()
+        assert script.stdout.readline() == "stepping\n"
+        for _ in range(20):  # a thread of XLA's may be busy elsewhere when it comes
+            os.killpg(script.pid, signal.SIGINT)
+            if select.select([script.stdout], [], [], 0.5)[0]:
+                break
+        out, err = script.communicate(timeout=20)
+    finally:
+        script.kill()
+        script.wait(timeout=10)
+    assert "True" in out
+    assert transport == "io_callback" or err == ""
+    assert transport == "io_callback" or "[1. 1.]" in out
 
 
 def test_a_worker_never_imports_jax(make):

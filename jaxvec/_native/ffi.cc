@@ -108,6 +108,14 @@ std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands) {
   return find(static_cast<const TokenRow*>(operands[0].data)->pool);
 }
 
+// Whether Ctrl-C came since somebody asked. A program whose steps are quick never waits for long, but
+// has to end, too; Python decides whether it is for this thread to hear.
+bool interrupted() {
+  static std::atomic<uint32_t> heard{0};
+  const uint32_t now = interrupts();
+  return heard.load(std::memory_order_relaxed) != now && heard.exchange(now) != now;
+}
+
 // Operands: the token, and what the verb takes. Results: the next token, and what it gives.
 ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, uint32_t verb,
                 bool fresh, ffi::Span<const uint8_t> extra) {
@@ -125,19 +133,13 @@ ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finger
   call.results = results.data();
   call.num_results = static_cast<uint32_t>(results.size());
   call.interrupts = interrupts();
-  const std::shared_ptr<Pool> pool = pool_of(operands);
-  if (pool == nullptr) return ask_python(call);  // also: closed, or without the native hand-off
-  switch (pool->answer(verb, fingerprint, operands, results, &call.waited_ns)) {
-    case Moved::kDone:
-      return ffi::Error::Success();
-    case Moved::kNothingDone:
-      return ask_python(call);
-    case Moved::kUnderWay:
-      break;
-  }
-  call.under_way = 1;
+  const std::shared_ptr<Pool> pool = pool_of(operands);  // null: closed, or not with the native hand-off
+  const Moved moved = pool == nullptr ? Moved::kNothingDone
+                                      : pool->answer(verb, fingerprint, operands, results, &call.waited_ns);
+  if (moved == Moved::kDone && !interrupted()) return ffi::Error::Success();
+  call.moved = static_cast<uint32_t>(moved);
   ffi::Error error = ask_python(call);
-  pool->land();
+  if (moved == Moved::kUnderWay) pool->land();
   return error;
 }
 

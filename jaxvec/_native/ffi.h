@@ -10,11 +10,11 @@ namespace jaxvec {
 
 struct Call {
   uint32_t verb;         // of _program.py's VERBS
-  uint32_t under_way;    // what it waits for has begun; the caller is in flight
+  uint32_t moved;        // how far it has come, of `Moved`
   uint32_t fresh;        // of a reset: it starts from the pool, not from a handle
   uint32_t num_extra;    // bytes
   int64_t fingerprint;   // of the specification that the program was made for
-  int64_t waited_ns;     // if it is under way
+  int64_t waited_ns;     // if it is kUnderWay
   const uint8_t* extra;  // what else the call says, pickled
   const Array* operands;
   const Array* results;

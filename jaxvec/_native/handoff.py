@@ -121,11 +121,18 @@ class NativeWorkerEnd:
     """One worker's end; see `WorkerEnd`."""
 
     def __init__(
-        self, arrays: Arrays, worker: int, share: tuple[int, int], channel: Channel, *, spin_ns: int
+        self,
+        arrays: Arrays,
+        worker: int,
+        share: tuple[int, int],
+        channel: Channel,
+        *,
+        spin_ns: int,
+        knocks: int,
     ) -> None:
         self._library = _declared()
         self._board = _Board(arrays, spin_ns)
-        self._worker = _Worker(self._board, worker, *share)
+        self._worker = _Worker(self._board, worker, *share, knocks)
         self._reference = ctypes.byref(self._worker)
         self._channel = channel
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
@@ -143,6 +150,12 @@ class NativeWorkerEnd:
     def post(self, slots: NDArray[Any]) -> None:
         """Hands finished `slots` back."""
         self._library.jaxvec_post(self._reference, slots.ctypes.data, len(slots))
+
+    def verdict(self) -> Any:
+        """See `WorkerHandoff`."""
+        message = self._channel.receive()
+        self._worker.knocks += 1  # the one that came with it
+        return message
 
     def alarm(self) -> None:
         """Makes the parent look at its control sockets at once."""

@@ -85,7 +85,7 @@ struct Leaf {
 };
 
 enum class Moved {
-  kDone,
+  kDone = 0,
   kNothingDone,  // for Python to do, from the start
   kUnderWay,     // begun, not finished: for Python to end. The caller is in flight, and must land.
 };

@@ -31,6 +31,8 @@ from jaxvec.callbacks._program import VERBS, Call
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
 _TARGET = "jaxvec_call"
 
+_DONE, _, _UNDER_WAY = range(3)  # `Moved` of pool.h
+
 
 def call(call: Call, *operands: jax.Array) -> Sequence[jax.Array]:
     """Puts a call into the program that is being traced; see `Call` for operands and results."""
@@ -102,7 +104,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         ("verb", ctypes.c_uint32),
-        ("under_way", ctypes.c_uint32),
+        ("moved", ctypes.c_uint32),
         ("fresh", ctypes.c_uint32),
         ("num_extra", ctypes.c_uint32),
         ("fingerprint", ctypes.c_int64),
@@ -180,7 +182,9 @@ def _serve(theirs: _Call) -> None:
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))
         interrupt = partial(_interrupt, theirs)
-        if theirs.under_way:
+        if theirs.moved == _DONE:  # asked because of Ctrl-C only; the pool is not broken by it
+            interrupt()
+        elif theirs.moved == _UNDER_WAY:
             slots = _program.slots_of(token)
             stepped = slots if call.verb == STEP else None
             pool.end(stepped, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])

@@ -10,6 +10,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._pool import Timeouts
+from jaxvec._restart import Restart
 from jaxvec._spaces import as_is, as_jax
 from jaxvec._vector_env import VectorEnv, start
 from jaxvec.callbacks import _transports
@@ -27,6 +28,7 @@ def make(
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
     worker_env: Mapping[str, str | None] | None = None,
+    on_fault: str | Restart = "raise",
     start_timeout: float | None = 60,
     reset_timeout: float | None = 60,
     step_timeout: float | None = 60,
@@ -55,6 +57,10 @@ def make(
             which env 0 is reset once. Each key comes with a mask `_key`; a missing one reads as 0.
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
             they run numerical libraries on one thread and keep off the accelerator.
+        on_fault: what a fault does, of an env that raises, of a worker that dies or takes longer than
+            the timeouts: `"raise"` raises it and breaks the pool; `"restart"`, or a `jaxvec.Restart`
+            with limits of your own, resets the env or replaces the worker and goes on. The step's
+            rows then have `truncated` and `info["fault"]` set, and for their observation the last one.
         start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
             processes; the serial backend has none.
         transport: how compiled programs reach the pool: `"ffi"`, on the CPU and without Python;
@@ -92,6 +98,7 @@ def make(
         final_obs=final_obs,
         info=info,
         worker_env=worker_env,
+        on_fault=on_fault,
         timeouts=Timeouts(start_timeout, reset_timeout, step_timeout),
         transport=transport,
         handoff=handoff,

@@ -1,0 +1,67 @@
+"""Writes the parts of `info` that come from the env: declared keys, and an episode's last step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxvec import _rows
+from jaxvec._segment import Arrays
+from jaxvec._spaces import DictNode
+from jaxvec._spec import PoolSpec
+
+
+class DeclaredInfo:
+    """Writes the declared keys of a raw info, each with its mask; a missing key reads as zero."""
+
+    def __init__(self, node: DictNode, arrays: Arrays) -> None:
+        pairs = zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True)
+        self._fields = [
+            (key, _rows.writer(child, arrays), _rows.zeroer(child, arrays), _rows.column(mask, arrays))
+            for key, child, mask in pairs
+        ]
+
+    def write(self, index: int, info: dict[str, Any]) -> None:
+        """Writes row `index`."""
+        for key, write, clear, mask in self._fields:
+            present = key in info
+            if present:
+                write(index, info[key])
+            elif mask[index]:
+                clear(index)
+            mask[index] = present
+
+
+class FinalStep:
+    """The last observation and info of an episode, under same-step autoreset; zero elsewhere."""
+
+    def __init__(self, spec: PoolSpec, arrays: Arrays) -> None:
+        self._obs = self._info = None
+        if spec.has_final_obs:
+            node = spec.info.child("final_obs")
+            mask = _rows.column(spec.info.child("_final_obs"), arrays)
+            self._obs = (_rows.writer(node, arrays), _rows.zeroer(node, arrays), mask)
+        if spec.has_final_info:
+            self._info = DeclaredInfo(spec.info.child("final_info"), arrays)
+        self._written: set[int] = set()  # whose final rows are not zero
+
+    def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
+        """Writes row `index`."""
+        self._written.add(index)
+        if self._obs is not None:
+            write, _, mask = self._obs
+            write(index, obs)
+            mask[index] = True
+        if self._info is not None:
+            self._info.write(index, info)
+
+    def clear(self, index: int) -> None:
+        """Zeroes row `index`."""
+        if index not in self._written:
+            return
+        self._written.remove(index)
+        if self._obs is not None:
+            _, clear, mask = self._obs
+            clear(index)
+            mask[index] = False
+        if self._info is not None:
+            self._info.write(index, {})

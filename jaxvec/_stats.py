@@ -1,0 +1,72 @@
+"""What the workers have done and how long it took: counted in the segment, read as a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Columns of a worker's row in the segment, `[num_workers, ...]` int64. The worker alone writes them.
+STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS = range(7)
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """The work of one worker, or of all, since the pool was made.
+
+    Attributes:
+        steps: of its envs, without those that a fault cut short.
+        episodes: that have ended, by termination, truncation or a fault.
+        resets: of its envs, the automatic ones, too.
+        faults: steps cut short by a fault, whose rows say so.
+        restarts: faults that were gone on from: of the worker, or of an env.
+        step_time: seconds in the envs' steps and in writing what they returned, without resets.
+        reset_time: seconds in the envs' resets.
+        wait_time: seconds without work.
+    """
+
+    steps: int = 0
+    episodes: int = 0
+    resets: int = 0
+    faults: int = 0
+    restarts: int = 0
+    step_time: float = 0.0
+    reset_time: float = 0.0
+    wait_time: float = 0.0
+
+    def __add__(self, other: WorkerStats) -> WorkerStats:
+        """Adds each field to the other's."""
+        return WorkerStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The work of a pool.
+
+    Attributes:
+        workers: of each worker.
+        total: of all together.
+    """
+
+    workers: tuple[WorkerStats, ...]
+    total: WorkerStats
+
+
+def read(rows: NDArray[np.int64], restarts: Sequence[int]) -> Stats:
+    """Reads the workers' rows, and adds how often each was restarted."""
+    workers = tuple(
+        WorkerStats(
+            row[STEPS],
+            row[EPISODES],
+            row[RESETS],
+            row[FAULTS],
+            count,
+            row[STEP_NS] / 1e9,
+            row[RESET_NS] / 1e9,
+            row[WAIT_NS] / 1e9,
+        )
+        for row, count in zip(rows.tolist(), restarts, strict=True)
+    )
+    return Stats(workers, sum(workers, WorkerStats()))
