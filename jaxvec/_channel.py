@@ -65,6 +65,10 @@ class Channel:
         finally:
             self._socket.settimeout(None)
 
+    def readable(self) -> bool:
+        """Says whether `receive` would find something at once."""
+        return _readable(self._socket, 0)
+
     def receive(self, deadline: float | None = None) -> Any:
         """Waits for `WAKE` or a message; who must not wait polls the channel first.
 

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from jaxvec import _envs, _rows, _seeds, _stats
 from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._info_rows import DeclaredInfo, FinalStep
+from jaxvec._membership import checker
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
+from jaxvec._spares import Spares
 from jaxvec._spec import PoolSpec
 
 # What an env's next step has to do before, or in place of, stepping it. All but the first are rare.
@@ -43,11 +45,22 @@ class EnvSlice:
         spec: PoolSpec,
         arrays: Arrays,
         autoreset_mode: AutoresetMode,
+        spares: Spares | None = None,
+        strict: bool = False,
         replaces: bool = False,
     ) -> None:
-        """Makes the slice of `envs`, each built by one of `env_fns`.
+        """Makes the slice of envs.
 
-        `replaces` says that it takes the place of one whose process is gone, which left the segment.
+        Args:
+            envs: each built by one of `env_fns`.
+            env_fns: to build them again.
+            first: id of the first env.
+            worker: whose row of statistics is ours.
+            spec, arrays: of the pool.
+            autoreset_mode: what happens when an episode ends.
+            spares: more envs, to take turns with these.
+            strict: whether observations have to be members of their space.
+            replaces: whether we take the place of a slice whose process is gone, and which left its rows.
         """
         self._envs = envs
         self._env_fns = env_fns
@@ -78,6 +91,8 @@ class EnvSlice:
         self._declares = bool(spec.declared.keys)
         self._vector_reward = spec.reward.shape != ()
         self._final = FinalStep(spec, rows)
+        self._spares = Spares() if spares is None else spares
+        self._require_member = checker(envs[0].observation_space, ("obs",)) if strict else None
 
         # Returns add up in float64 here, whatever the segment stores.
         self._zero: Any = np.zeros(spec.reward.shape) if self._vector_reward else 0.0
@@ -91,6 +106,9 @@ class EnvSlice:
         if replaces:
             for index in range(count):
                 self._take_over(index)
+            if 0 in self._new_seeds:
+                self._spares.reseed(self._new_seeds[0])
+            self._spares.used = True
         else:
             rows["info", "env_id"][:] = range(first, first + count)
             self._last_seeds[:] = NONE
@@ -102,12 +120,13 @@ class EnvSlice:
             EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
         """
         for place, index in enumerate((slots - self.first).tolist()):
-            seed = int(self._seeds[index])
+            seed = None if self._seeds[index] == NONE else int(self._seeds[index])
             self._running[0] = self.first + index + 1
             try:
-                self._write_obs(
-                    index, self._begin_episode(index, None if seed == NONE else seed, self._options)
-                )
+                self._write_obs(index, self._begin_episode(index, *self._restart(index, seed, self._options)))
+                if seed is not None and index == 0:
+                    self._spares.reseed(seed)
+                self._spares.used = True
             except BaseException as error:
                 failure = self._failure(index, "reset", None, error)
                 failure.done = slots[:place].tolist()
@@ -127,6 +146,7 @@ class EnvSlice:
         envs, running, after_first = self._envs, self._running, self.first + 1
         rewards, episode_returns, episode_lengths = self._reward, self._return, self._length
         returns, lengths, state, infos = self._returns, self._lengths, self._state, self.infos
+        require_member = self._require_member
         write_obs, vector_reward, declares = self._write_obs, self._vector_reward, self._declares
         gather_obs, gathered = self._gather_obs, list[Any]()
         next_step = self._autoreset_mode is AutoresetMode.NEXT_STEP
@@ -153,6 +173,8 @@ class EnvSlice:
                     ) from error
                 if info.__class__ is not dict:
                     _require_dict("step", info)
+                if require_member is not None:
+                    require_member(obs)
                 if vector_reward or not isinstance(reward, float):
                     reward = self._conform_reward(reward)
                 rewards[index] = reward
@@ -200,6 +222,15 @@ class EnvSlice:
         (self._envs[index],) = _envs.build([self._env_fns[index]], failure.env_id)
         self._note_rebuilt(index)
         self._running[0] = 0
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether `prepare` would reset an env."""
+        return self._spares.unready is not None
+
+    def prepare(self) -> None:
+        """Resets a spare env in advance."""
+        self._spares.prepare(self._reset)
 
     def set_options(self, options: dict[str, Any] | None) -> None:
         """Sets the options that every `reset` from now on passes to its envs."""
@@ -251,7 +282,7 @@ class EnvSlice:
     def _reset_after(self, index: int, final_info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Does the reset that follows an episode's last step, in the same step."""
         try:
-            obs, info = self._restart(index, None, None)
+            obs, info = self._autoreset(index)
         except BaseException as error:
             self._state[index] = UNRESET
             self._final_infos[index] = final_info
@@ -269,7 +300,7 @@ class EnvSlice:
             self._stats[_stats.STEPS] -= 1  # it will be counted, but the env takes none
         if self._state[index] == OVER:
             try:
-                return self._begin_episode(index, None, None)
+                return self._begin_episode(index, *self._autoreset(index))
             except BaseException as error:
                 raise EnvFailure(self.first + index, "reset") from error
         if self._state[index] == UNRESET:
@@ -286,13 +317,12 @@ class EnvSlice:
         self.infos[index] = info
         return obs
 
-    def _begin_episode(self, index: int, seed: int | None, options: dict[str, Any] | None) -> Any:
-        """Resets an env in a call of its own: the row holds no reward and a new episode.
+    def _begin_episode(self, index: int, obs: Any, info: dict[str, Any]) -> Any:
+        """Ends a reset in a call of its own: the row holds no reward and a new episode.
 
         Returns:
             The observation, which is still to be written.
         """
-        obs, info = self._restart(index, seed, options)
         self._state[index] = PLAYING
         self._reward[index] = self._zero
         self._terminated[index] = False
@@ -308,22 +338,42 @@ class EnvSlice:
     def _restart(
         self, index: int, seed: int | None, options: dict[str, Any] | None
     ) -> tuple[Any, dict[str, Any]]:
+        """Resets the env, as it was asked to from outside or because its episode is over."""
         if seed is None:
             seed = self._new_seeds.get(index)
         else:
             self._last_seeds[index] = seed
+        result = self._reset(self._envs[index], seed, options)
+        self._new_seeds.pop(index, None)
+        return self._check_reset(index, result)
+
+    def _autoreset(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Resets the env, whose episode is over, or has a spare one take its slot."""
+        if not self._spares:
+            return self._restart(index, None, None)
+        spare = self._spares.swap(self._envs[index], self._new_seeds.pop(index, None))
+        self._envs[index] = spare.env
+        result = self._reset(spare.env, spare.seed) if spare.result is None else spare.result
+        return self._check_reset(index, result)
+
+    def _reset(self, env: Env, seed: int | None, options: dict[str, Any] | None = None) -> Any:
         began = monotonic_ns()
         try:
-            result: Any = self._envs[index].reset(seed=seed, options=options)
+            result = env.reset(seed=seed, options=options)
         finally:
             self._stats[_stats.RESET_NS] += monotonic_ns() - began
         self._stats[_stats.RESETS] += 1
-        self._new_seeds.pop(index, None)
+        return result
+
+    def _check_reset(self, index: int, result: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns what `reset` returned, if it will do, and begins to add up the new episode."""
         self._returns[index] = self._zero
         self._lengths[index] = 0
         if not isinstance(result, tuple) or len(result) != 2:
             raise InvalidValue(f"reset must return (obs, info), got {_outline(result)}")
         obs, info = result
+        if self._require_member is not None:
+            self._require_member(obs)
         return obs, _require_dict("reset", info)
 
     def _take_over(self, index: int) -> None:
@@ -338,8 +388,9 @@ class EnvSlice:
     def _note_rebuilt(self, index: int) -> None:
         """Gives an env that was built anew its next seed, if the one before it was seeded."""
         self._rebuilds[index] += 1
-        if self._last_seeds[index] != NONE:
-            self._new_seeds[index] = _seeds.derive(int(self._last_seeds[index]), int(self._rebuilds[index]))
+        seed, count = int(self._last_seeds[index]), int(self._rebuilds[index])
+        if seed != NONE:
+            self._new_seeds[index] = _seeds.derive(seed, 0, count)
 
     def _failure(self, index: int, operation: str, action: Any, error: BaseException) -> EnvFailure:
         """Makes the failure of an env that raised, and notes that its step is lost."""

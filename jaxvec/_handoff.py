@@ -85,6 +85,10 @@ class ParentHandoff(Protocol):
 class WorkerHandoff(Protocol):
     """A worker's end."""
 
+    def idle(self) -> bool:
+        """Says whether `receive` would have to wait."""
+        ...
+
     def receive(self) -> Any:
         """Waits for the parent, then returns `Work`, or the message that came instead.
 
@@ -199,13 +203,22 @@ class WorkerEnd:
         self._slots = Slots(arrays)
         self._share = slice(*share)
         self._channel = channel
+        self._heard: Any = None  # a message, on the way to `receive`
+
+    def idle(self) -> bool:
+        while self._heard is None and self._slots.requested(self._share) is None:
+            if not self._channel.readable():
+                return True
+            message = self._channel.receive()
+            self._heard = None if message is WAKE else message  # a wake may be for what we have found already
+        return False
 
     def receive(self) -> Any:
         while True:
             work = self._slots.requested(self._share)
             if work is not None:
                 return work
-            message = self._channel.receive()  # a wake may be for what we have found already
+            message, self._heard = self._heard or self._channel.receive(), None
             if message is not WAKE:
                 return message
 
@@ -218,7 +231,7 @@ class WorkerEnd:
 
     def verdict(self) -> Any:
         while True:
-            message = self._channel.receive()
+            message, self._heard = self._heard or self._channel.receive(), None
             if message is not WAKE:  # what it is for will be found
                 return message
 

@@ -20,6 +20,8 @@ class Setup:
     python_path: str | None
     first: int  # env id of the slice's first env
     env_fns: bytes  # cloudpickled, to be opened only once sys.path is set
+    spare_envs: int  # to be built besides
+    strict: bool  # whether observations have to be members of their space
     learn_info: bool
 
 

@@ -37,9 +37,9 @@ def expand(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
     return np.array([NONE if one is None else one for one in seeds], np.int64)
 
 
-def derive(seed: int, count: int) -> int:
-    """Returns a seed for the `count`-th replacement of what was seeded with `seed`."""
-    return int(np.random.SeedSequence([seed, count]).generate_state(1)[0])
+def derive(seed: int, *numbers: int) -> int:
+    """Returns another seed, made from `seed` and what tells it from others made from the same."""
+    return int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0])
 
 
 def check(seeds: NDArray[np.int64]) -> None:

@@ -32,10 +32,11 @@ from jaxvec._turns import Turns
 class SerialWorkers:
     """See `Workers`."""
 
-    def __init__(self, env_fns: Sequence[EnvFn], *, budget: Budget, learn_info: bool) -> None:
+    def __init__(self, env_fns: Sequence[EnvFn], *, budget: Budget, strict: bool, learn_info: bool) -> None:
         self._envs: list[Env] = []
         self._env_fns = env_fns
         self._budget = budget
+        self._strict = strict
         with _typed():
             self._envs = _envs.build(env_fns, 0)
             self.description = describe(self._envs, first=0, learn_info=learn_info)
@@ -57,6 +58,7 @@ class SerialWorkers:
             spec=spec,
             arrays=arrays,
             autoreset_mode=autoreset_mode,
+            strict=self._strict,
         )
         return arrays
 

@@ -42,12 +42,16 @@ class Plan:
         slices: `(first, stop)` of each worker's envs.
         worker_env: changes to a worker's environment variables; `None` unsets one.
         start_timeout: seconds that a worker may take to build its envs; `None` for ever.
+        spare_envs: how many more envs each worker builds, to be reset in advance.
+        strict: whether observations have to be members of their space.
     """
 
     env_fns: Sequence[EnvFn]
     slices: Slices
     worker_env: Mapping[str, str | None]
     start_timeout: float | None
+    spare_envs: int
+    strict: bool
 
 
 class Supervisor:
@@ -93,7 +97,13 @@ class Supervisor:
     def setup(self, worker: int, *, learn_info: bool) -> Setup:
         """Makes the message that tells a worker what to build."""
         first, stop = self._plan.slices[worker]
-        return _spawn.setup(self._plan.env_fns[first:stop], first=first, learn_info=learn_info)
+        return _spawn.setup(
+            self._plan.env_fns[first:stop],
+            first=first,
+            spare_envs=self._plan.spare_envs,
+            strict=self._plan.strict,
+            learn_info=learn_info,
+        )
 
     def send_attach(self, message: Attach, segment: int, arrays: Arrays, deadline: float | None) -> None:
         """Gives every worker the segment, whose descriptor is ours from now on; raises as `send`.

@@ -265,6 +265,8 @@ def start(
     info: Mapping[str, Any] | Iterable[str] | None,
     worker_env: Mapping[str, str | None] | None,
     on_fault: str | Restart,
+    check: str,
+    spare_envs: int,
     timeouts: Timeouts,
     transport: str,
     handoff: str,
@@ -281,12 +283,21 @@ def start(
         raise ValueError(f'recv_order must be "ready" or "sent", not {recv_order!r}')
     handoff = _handoffs.choose(handoff)
     budget = Budget(_restart.parse(on_fault), num_workers)
+    if check not in ("structure", "strict"):
+        raise ValueError(f'check must be "structure" or "strict", not {check!r}')
+    strict = check == "strict"
+    if isinstance(spare_envs, bool) or not isinstance(spare_envs, int) or spare_envs < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"spare_envs must be an integer of at least 0, not {spare_envs!r}")
+    if spare_envs and mode is AutoresetMode.DISABLED:
+        raise ValueError("spare_envs: without autoreset there is no reset to be done in advance")
     if backend == "serial":
-        if worker_env:
-            raise ValueError('worker_env needs worker processes; backend="serial" has none')
-        workers = SerialWorkers(env_fns, budget=budget, learn_info=bool(learnt))
+        for name, value in (("worker_env", worker_env), ("spare_envs", spare_envs)):
+            if value:
+                raise ValueError(f'{name} needs worker processes; backend="serial" has none')
+        workers = SerialWorkers(env_fns, budget=budget, strict=strict, learn_info=bool(learnt))
     else:
-        plan = Plan(env_fns, split(len(env_fns), num_workers), worker_env or {}, timeouts.start)
+        slices = split(len(env_fns), num_workers)
+        plan = Plan(env_fns, slices, worker_env or {}, timeouts.start, spare_envs, strict)
         workers = ProcessWorkers(plan, handoff=handoff, budget=budget, learn_info=bool(learnt))
     try:
         description = workers.description

@@ -12,8 +12,9 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxvec._env_slice import EnvSlice
 from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._handoff import STEP, Work, WorkerHandoff
 from jaxvec._messages import Attach, Ready, Recover, Reply, Request, Setup
+from jaxvec._spares import Spares
 from jaxvec._stats import WAIT_NS
 
 
@@ -39,28 +41,28 @@ def main() -> None:
         _adopt_paths(setup)
         with _reporting(channel):
             env_fns = _load(setup)
-            envs = _envs.build(env_fns, setup.first)
+            envs, spares = _envs.build(env_fns, setup.first), Spares()
             try:
                 with _reporting(channel):
+                    spares.build(setup.spare_envs, env_fns, setup.first)
                     channel.send(Ready(_describe(envs, setup)))
-                    _serve(channel, envs, env_fns, setup.first)
+                    _serve(channel, partial(EnvSlice, envs, env_fns, spares=spares, strict=setup.strict))
             finally:
-                _envs.close(envs, setup.first)
+                _envs.close([*envs, *spares.envs], setup.first)
     except EOFError:
         pass  # the parent closed the pool
 
 
-def _serve(channel: _channel.Channel, envs: list[Env], env_fns: Sequence[EnvFn], first: int) -> None:
-    """Serves until end of file."""
+def _serve(channel: _channel.Channel, make_slice: Callable[..., EnvSlice]) -> None:
+    """Serves until end of file, with the slice that `make_slice` makes of what the parent says."""
     attach: Attach = channel.receive()
     segment = channel.descriptors.pop()
     arrays = _segment.attach(segment, attach.layout)
     os.close(segment)
     replaces = attach.replaces
-    env_slice = EnvSlice(
-        envs,
-        env_fns,
-        first=first,
+    share = attach.layout.slices[attach.worker]
+    env_slice = make_slice(
+        first=share[0],
         worker=attach.worker,
         spec=attach.spec,
         arrays=arrays,
@@ -73,7 +75,7 @@ def _serve(channel: _channel.Channel, envs: list[Env], env_fns: Sequence[EnvFn],
         attach.handoff,
         arrays,
         worker=attach.worker,
-        share=attach.layout.slices[attach.worker],
+        share=share,
         channel=channel,
         spin_ns=attach.spin_ns,
         knocks=0 if replaces is None else replaces.knocks,
@@ -81,6 +83,8 @@ def _serve(channel: _channel.Channel, envs: list[Env], env_fns: Sequence[EnvFn],
     channel.send(Reply())
     stats = arrays["stats",][attach.worker].data
     while True:
+        while env_slice.can_prepare and end.idle():
+            env_slice.prepare()
         began = monotonic_ns()
         message = end.receive()
         stats[WAIT_NS] += monotonic_ns() - began

@@ -136,8 +136,12 @@ class NativeWorkerEnd:
         self._reference = ctypes.byref(self._worker)
         self._channel = channel
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
-        first, stop = share
-        self._slots = np.empty(stop - first, np.int64)
+        self._share, self._marks = slice(*share), Slots(arrays)
+        self._slots = np.empty(share[1] - share[0], np.int64)
+
+    def idle(self) -> bool:
+        """See `WorkerHandoff`."""
+        return self._marks.requested(self._share) is None and not self._channel.readable()
 
     def receive(self) -> Any:
         """Waits for the parent, then returns `Work`, or the message that came instead."""

@@ -29,6 +29,8 @@ def make(
     info: Mapping[str, Any] | Iterable[str] | None = None,
     worker_env: Mapping[str, str | None] | None = None,
     on_fault: str | Restart = "raise",
+    check: str = "structure",
+    spare_envs: int = 0,
     start_timeout: float | None = 60,
     reset_timeout: float | None = 60,
     step_timeout: float | None = 60,
@@ -61,6 +63,13 @@ def make(
             the timeouts: `"raise"` raises it and breaks the pool; `"restart"`, or a `jaxvec.Restart`
             with limits of your own, resets the env or replaces the worker and goes on. The step's
             rows then have `truncated` and `info["fault"]` set, and for their observation the last one.
+        check: of what envs return: `"structure"` looks at structure, shapes and dtypes; `"strict"` also
+            refuses observations outside of their space, NaN among them, and costs time.
+        spare_envs: for envs that are slow to reset: how many more of them each worker builds, and
+            resets in advance when it has nothing else to do. When an episode ends, the next spare env
+            takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
+            the pool's seed and on the order in which the worker's episodes end, not on time. `call`
+            and `set_attr` reach the envs that are in the slots then.
         start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
             processes; the serial backend has none.
         transport: how compiled programs reach the pool: `"ffi"`, on the CPU and without Python;
@@ -99,6 +108,8 @@ def make(
         info=info,
         worker_env=worker_env,
         on_fault=on_fault,
+        check=check,
+        spare_envs=spare_envs,
         timeouts=Timeouts(start_timeout, reset_timeout, step_timeout),
         transport=transport,
         handoff=handoff,

@@ -1,0 +1,178 @@
+"""`spare_envs`: resets done in advance, of envs that take turns; the data depend on seeds alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+pytestmark = pytest.mark.timeout(30)
+
+FREE = jaxvec.Restart(max_restarts=None, interval=0)
+
+
+class SlowEnv(CountingEnv):
+    """Notes each of its resets in a folder, so that it can be waited for; an observation is random, too."""
+
+    def __init__(self, folder=None, **kwargs):
+        super().__init__(**kwargs)
+        self._folder = folder
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed, options=options)
+        if self._folder is not None:
+            (self._folder / f"{id(self)}-{self.resets}").touch()
+        return result
+
+    def step(self, action):
+        if action == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        obs, *rest = super().step(action)
+        obs[3] = self.np_random.integers(1 << 30)
+        return obs, *rest
+
+
+def rollout(envs, actions):
+    timesteps = [envs.reset(seed=3), *(envs.step(action) for action in actions)]
+    return np.stack([t.obs for t in timesteps]), np.stack([t.terminated for t in timesteps])
+
+
+def wait_for_resets(folder, count):
+    while len(list(folder.iterdir())) < count:
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_a_spare_env_that_was_reset_in_advance_takes_over(make, tmp_path, mode, handoff):
+    envs = make(
+        SlowEnv,
+        1,
+        spare_envs=1,
+        autoreset_mode=mode,
+        handoff=handoff,
+        folder=tmp_path,
+        episode_length=3,
+    )
+    envs.reset(seed=0)
+    for episode in range(1, 6):
+        wait_for_resets(tmp_path, 1 + episode)  # the spare env is ready while the other plays
+        for _ in range(2):
+            assert not envs.step([1]).terminated.any()
+        assert envs.step([1]).terminated.all()
+        if mode == "NEXT_STEP":
+            envs.step([1])
+        assert envs.get_attr("resets") == ((episode + 1) // 2 + (episode % 2 == 0),)
+    stats = envs.stats().total
+    assert (stats.steps, stats.episodes) == (15, 5)
+
+
+def test_episodes_are_those_of_a_pool_that_has_no_time_for_resets_in_advance(make, tmp_path):
+    """Whether a spare env is ready changes nothing but time; seeds make all runs equal."""
+    actions = np.ones((40, 3), int)
+    runs = []
+    for folder in (None, tmp_path):
+        envs = make(SlowEnv, 3, num_workers=2, spare_envs=2, folder=folder, episode_length=4)
+        if folder is None:
+            runs.append(rollout(envs, actions))
+            continue
+        first = envs.reset(seed=3)
+        obs, over = [first.obs], [first.terminated]
+        for action in actions:
+            wait_for_resets(folder, 3 + 4)  # all spare envs: built and ready at the start
+            timestep = envs.step(action)
+            obs.append(timestep.obs)
+            over.append(timestep.terminated)
+        runs.append((np.stack(obs), np.stack(over)))
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+    np.testing.assert_array_equal(runs[0][1], runs[1][1])
+    starts = runs[0][0][:, :, 3][1:][runs[0][0][1:, :, 2] == 1]
+    assert len(np.unique(starts)) == len(starts)  # no episode is a repetition of another
+
+
+def test_without_spare_envs_nothing_changes(make):
+    runs = [
+        rollout(make(SlowEnv, 2, episode_length=4, **more), np.ones((9, 2), int))
+        for more in ({}, {"spare_envs": 0})
+    ]
+    np.testing.assert_array_equal(*(obs for obs, _ in runs))
+
+
+def test_a_reset_in_advance_that_fails_is_an_error_of_the_env_that_gets_it(make):
+    class Env(CountingEnv):
+        def __init__(self):
+            super().__init__(episode_length=2)
+
+        def reset(self, *, seed=None, options=None):
+            if self.steps == 0 and seed is not None and seed > 100:  # derived seeds are large
+                raise ValueError("bad luck")
+            return super().reset(seed=seed, options=options)
+
+    envs = make(Env, 1, spare_envs=1)
+    envs.reset(seed=0)
+    envs.step([1])
+    with pytest.raises(jaxvec.EnvError, match="(?s)env 0 .* raised ValueError in reset.*bad luck"):
+        envs.step([1])
+
+
+def test_a_worker_that_is_replaced_has_spare_envs_again(make):
+    def run():
+        envs = make(SlowEnv, 2, num_workers=1, spare_envs=1, on_fault=FREE, episode_length=3)
+        actions = np.ones((12, 2), int)
+        actions[4, 0] = 7
+        return rollout(envs, actions)
+
+    (obs, over), (again, _) = run(), run()
+    np.testing.assert_array_equal(obs, again)
+    assert over.sum() > 4
+
+
+def test_an_image_of_an_env_that_waits_is_not_overwritten(make):
+    """Its first observation stays its own until it is used."""
+
+    class Shared(gymnasium.Env):
+        observation_space = spaces.Box(0, 255, (8, 8), np.uint8)
+        action_space = spaces.Discrete(2)
+
+        def __init__(self):
+            self._frame = np.zeros((8, 8), np.uint8)
+            self._steps = 0
+
+        def reset(self, *, seed=None, options=None):
+            self._frame[:] = 9
+            self._steps = 0
+            return self._frame, {}
+
+        def step(self, action):
+            self._steps += 1
+            self._frame[:] = self._steps
+            return self._frame, 0.0, self._steps == 2, False, {}
+
+    envs = make(Shared, 2, num_workers=1, spare_envs=1)
+    envs.reset()
+    for _ in range(10):
+        assert (envs.step([0, 0]).obs == 1).all()
+        over = envs.step([0, 0])
+        assert (over.obs == 9).all()
+        assert (over.info["final_obs"] == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"spare_envs": -1}, "spare_envs must be an integer of at least 0"),
+        ({"spare_envs": True}, "spare_envs must be an integer of at least 0"),
+        ({"spare_envs": 1, "backend": "serial"}, "spare_envs needs worker processes"),
+        ({"spare_envs": 1, "autoreset_mode": "DISABLED"}, "without autoreset"),
+    ],
+)
+def test_spare_envs_that_can_not_be_are_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        jaxvec.make(CountingEnv, 1, **arguments)
