@@ -195,7 +195,7 @@ class Pool:
                     self._workers.send(RESET, chosen)
                 self._turns.needs_reset[chosen] = False
                 if self.spec.first_ready:
-                    self._turns.take_off(chosen)
+                    self._turns.take_off(chosen, self._timeouts.reset)
                 self._gate.moved(slots, caller)
                 self._gate.take_off()
             if self.spec.first_ready:
@@ -278,7 +278,7 @@ class Pool:
             self._enter(slots, counts)
             self._turns.require_distinct(env_ids)
             self._send_step(env_ids, actions)
-            self._turns.take_off(env_ids)
+            self._turns.take_off(env_ids, self._timeouts.step)
             self._gate.moved(slots, caller)
 
     def recv(
@@ -429,6 +429,9 @@ class Pool:
         copy: bool = True,
     ) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
+        overdue = self._turns.overdue()
+        if len(overdue):  # others may have been ready first ever since
+            self._wait(overdue, len(overdue), name, check, waited=self._timeouts.step or 0)
         count = self.spec.batch_size
         sent = self._turns.sent[: count if self._in_order else None]
         self._wait(sent, count, name, check, waited=waited)

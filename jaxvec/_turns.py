@@ -6,6 +6,7 @@ belong to who has moved their envs.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from jaxvec._errors import EnvIdError, InFlightError, ResetNeededError, StaleHandleError
 from jaxvec._gate import Gate
+
+NEVER = 2**63 - 1  # ns
 
 
 class Turns:
@@ -23,6 +26,7 @@ class Turns:
         in_flight: `[num_envs]` bool: sent by `send`, and not yet returned by `recv`.
         sent_words, num_sent: `[num_envs]` int64, of which the first `num_sent`, `[1]` uint32, are those in
             flight, in the order in which they were sent. C++ changes them, too.
+        due: `[num_envs]` int64, when those in flight are late, in ns of the monotonic clock. C++, too.
         spread: the order in which a reset sends all envs, so that each batch has envs of all workers, as
             far as it goes: a worker holds neighbours, and if a batch were neighbours, too, few workers
             would have work while the caller is at it.
@@ -36,6 +40,7 @@ class Turns:
         self.in_flight = np.zeros(num_envs, np.bool_)
         self.sent_words = np.zeros(num_envs, np.int64)
         self.num_sent = np.zeros(1, np.uint32)
+        self.due = np.zeros(num_envs, np.int64)
         batches = -(-num_envs // batch_size)
         self.spread = np.concatenate([np.arange(first, num_envs, batches) for first in range(batches)])
 
@@ -44,12 +49,18 @@ class Turns:
         """A copy of the ids of those in flight, in the order in which they were sent."""
         return self.sent_words[: self.num_sent[0]].copy()
 
-    def take_off(self, slots: NDArray[Any]) -> None:
-        """Notes that `slots` were sent."""
+    def take_off(self, slots: NDArray[Any], timeout: float | None) -> None:
+        """Notes that `slots` were sent, and are late after `timeout` seconds."""
         self.in_flight[slots] = True
+        self.due[slots] = NEVER if timeout is None else time.monotonic_ns() + int(timeout * 1e9)
         first = int(self.num_sent[0])
         self.sent_words[first : first + len(slots)] = slots
         self.num_sent[0] += len(slots)
+
+    def overdue(self) -> NDArray[Any]:
+        """Returns those in flight that are late, unless they are done by now."""
+        sent = self.sent
+        return sent[self.due[sent] < time.monotonic_ns()]
 
     def land(self, slots: NDArray[Any]) -> None:
         """Notes that `slots` were received."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,30 @@ def test_a_slow_env_neither_starves_nor_holds_up_the_others(make, transport, tmp
 
 
 # --- On the host ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, handoff, transport, on_fault, tmp_path):
+    envs = make(
+        lambda: GatedEnv(tmp_path / "gate"),
+        4,
+        num_workers=2,
+        batch_size=1,
+        handoff=handoff,
+        transport=transport,
+        step_timeout=1.0,
+        on_fault=on_fault,
+    )
+    handle, timestep = jaxvec.reset(envs)
+    turn = jax.jit(lambda h, ids: jaxvec.recv(jaxvec.send(h, jnp.where(ids == 3, 7, 1), ids)))
+    late = "step timed out after 1.0 s: env 3 .worker 1. is running"
+    faults = 0
+    with pytest.raises(RuntimeError, match=late) if on_fault == "raise" else nullcontext():
+        while not faults:
+            handle, timestep = turn(handle, timestep.info["env_id"])
+            faults += int(timestep.info["fault"].sum()) if on_fault == "restart" else 0
+    assert envs.stats().total.restarts == faults
 
 
 def test_the_host_has_the_same_verbs_from_any_thread(make, how):

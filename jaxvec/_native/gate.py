@@ -19,6 +19,7 @@ from jaxvec._native.handoff import NativeParentEnd
 from jaxvec._turns import Turns
 
 _WAIT = int(LOOK_AROUND * 1e9)  # nanoseconds between looks at Python's signals
+_YEARS = 1 << 60  # ns
 
 
 class Array(ctypes.Structure):
@@ -44,6 +45,7 @@ class _Plan(ctypes.Structure):
         ("in_order", ctypes.c_uint32),
         ("fingerprint", ctypes.c_int64),
         ("wait_ns", ctypes.c_int64),
+        ("step_ns", ctypes.c_int64),
         ("parent", ctypes.c_void_p),
         ("stops", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
@@ -54,6 +56,7 @@ class _Plan(ctypes.Structure):
         ("in_flight", ctypes.c_void_p),
         ("sent", ctypes.c_void_p),
         ("num_sent", ctypes.c_void_p),
+        ("due", ctypes.c_void_p),
         ("needs_reset", ctypes.c_void_p),
         ("terminated", ctypes.c_void_p),
         ("truncated", ctypes.c_void_p),
@@ -97,12 +100,14 @@ class NativeGate:
         self.counts = np.zeros(len(turns.needs_reset), np.uint32)
         stops = np.array([stop for _, stop in slices])
         terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
+        timeout_ns = _YEARS if timeout is None else int(timeout * 1e9)
         plan = _Plan(
             id=pool_id,
             batch_size=batch_size,
             in_order=in_order,
             fingerprint=fingerprint,
-            wait_ns=_WAIT if timeout is None else min(_WAIT, int(timeout * 1e9)),
+            wait_ns=min(_WAIT, timeout_ns),
+            step_ns=timeout_ns,
             parent=handoff.address,
             stops=stops.ctypes.data,
             counts=self.counts.ctypes.data,
@@ -113,6 +118,7 @@ class NativeGate:
             in_flight=turns.in_flight.ctypes.data,
             sent=turns.sent_words.ctypes.data,
             num_sent=turns.num_sent.ctypes.data,
+            due=turns.due.ctypes.data,
             needs_reset=turns.needs_reset.ctypes.data,
             terminated=terminated,
             truncated=truncated,

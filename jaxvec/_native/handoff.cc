@@ -13,6 +13,13 @@
 #include <vector>
 
 namespace jaxvec {
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
 namespace {
 
 // A dead worker can't ring the alarm; its socket tells. So the parent looks there this often.
@@ -21,12 +28,6 @@ constexpr int64_t kLookAroundNs = 50'000'000;
 // Workers wait for each other and for the parent's turn; the parent waits for whole steps, and should
 // leave its core to a worker soon.
 constexpr int64_t kParentSpinNs = 50'000;
-
-int64_t now_ns() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
-}
 
 // Sleeps until `word` is woken, unless it is not `seen` any more. Returns 0 or an errno.
 int futex_wait(Line& line, uint32_t seen, const timespec* timeout) {

@@ -60,6 +60,9 @@ struct Worker {
   uint32_t knocks;       // messages received
 };
 
+// The monotonic clock.
+int64_t now_ns();
+
 // Hands `count` slots of one worker to it and wakes it.
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count);
 

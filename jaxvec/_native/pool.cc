@@ -162,8 +162,10 @@ Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& r
     return Moved::kNothingDone;
   }
   hand_over(slots, &operands[1]);
+  const int64_t due = now_ns() + plan_.step_ns;
   for (const int64_t slot : slots) {
     plan_.in_flight[slot] = 1;
+    plan_.due[slot] = due;
     plan_.sent[(*plan_.num_sent)++] = slot;
   }
   count(all, kSend);
@@ -181,7 +183,7 @@ Moved Pool::recv(const std::vector<Array>& operands, const std::vector<Array>& r
     return Moved::kNothingDone;
   }
   std::vector<int64_t> all;
-  if (!open(operands, &all) || *plan_.num_sent < plan_.batch_size) {
+  if (!open(operands, &all) || *plan_.num_sent < plan_.batch_size || overdue()) {
     leave();
     return Moved::kNothingDone;
   }
@@ -241,6 +243,15 @@ void Pool::hand_over(const std::vector<int64_t>& slots, const Array* actions) {
                  static_cast<uint32_t>(last - first));
     first = last;
   }
+}
+
+// Whether an env in flight should be done long since: `recv` alone, which others satisfy, would not meet it.
+bool Pool::overdue() const {
+  const Board& board = plan_.parent->board;
+  const int64_t now = now_ns();
+  return std::any_of(plan_.sent, plan_.sent + *plan_.num_sent, [&](int64_t slot) {
+    return plan_.due[slot] < now && board.done[slot].load(std::memory_order_relaxed) != board.asked[slot];
+  });
 }
 
 // From here on nobody else has a handle to the envs.

@@ -54,6 +54,7 @@ struct Plan {
   uint32_t in_order;     // whether these are the first that were sent, not the first that are done
   int64_t fingerprint;   // of the specification
   int64_t wait_ns;       // how long a step waits before it hands over to Python
+  int64_t step_ns;       // how long a step may take
   Parent* parent;        // the hand-off
   const int64_t* stops;  // [num_workers] worker w has the slots from the stop before its own on
   uint32_t* counts;      // [num_slots] resets and steps of each env so far, as handles say
@@ -64,6 +65,7 @@ struct Plan {
   uint8_t* in_flight;         // [num_slots] sent by a `send`, not received: no step can have it
   int64_t* sent;              // [num_slots] those in flight, in the order sent
   uint32_t* num_sent;         // how many these are
+  int64_t* due;               // [num_slots] when those in flight are late, in ns of the monotonic clock
   uint8_t* needs_reset;       // [num_slots]
   const uint8_t* terminated;  // [num_slots]; null where envs reset themselves
   const uint8_t* truncated;
@@ -120,6 +122,7 @@ class Pool {
   bool first_met(int64_t env);
   bool may_step(const std::vector<int64_t>& slots) const;
   void hand_over(const std::vector<int64_t>& slots, const Array* actions);
+  bool overdue() const;
   void count(const std::vector<int64_t>& slots, uint32_t mover);
   Moved await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
   std::vector<int64_t> land_batch(std::vector<int64_t> sent);

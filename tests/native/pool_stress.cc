@@ -149,7 +149,8 @@ struct Setup {
                 std::vector<uint32_t>(kSlots),
                 std::vector<std::atomic<uint32_t>>(kSlots),
                 {}};
-  std::vector<int64_t> stops = {2, 4, 6}, dims = {kSlots}, sent = std::vector<int64_t>(kSlots);
+  std::vector<int64_t> stops = {2, 4, 6}, dims = {kSlots}, sent = std::vector<int64_t>(kSlots),
+                       due = std::vector<int64_t>(kSlots);
   std::vector<uint8_t> in_flight = std::vector<uint8_t>(kSlots), needs_reset = std::vector<uint8_t>(kSlots);
   uint32_t num_sent = 0;
   std::vector<std::thread> workers;
@@ -163,6 +164,7 @@ struct Setup {
     plan.in_order = in_order;
     plan.fingerprint = kFingerprint;
     plan.wait_ns = wait_ns;
+    plan.step_ns = 5'000'000'000;
     plan.parent = &shared.parent;
     plan.stops = stops.data();
     plan.counts = shared.counts.data();
@@ -172,6 +174,7 @@ struct Setup {
     plan.in_flight = in_flight.data();
     plan.sent = sent.data();
     plan.num_sent = &num_sent;
+    plan.due = due.data();
     plan.needs_reset = needs_reset.data();
     shared.pool = std::make_shared<Pool>(plan);
     shared.pool->state.open = 1;
