@@ -1,0 +1,70 @@
+"""`envs.stats()`: what each worker has done, and the totals."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_steps_episodes_and_resets_are_counted(make, backend, mode):
+    more = {} if backend == "serial" else {"num_workers": 2}
+    envs = make(CountingEnv, 3, backend=backend, episode_length=4, autoreset_mode=mode, **more)
+    assert envs.stats().total == jaxvec.WorkerStats()
+    handle, _ = jaxvec.reset(envs)
+    turns = 10 if mode == "NEXT_STEP" else 8  # which need one more step an episode
+    scan = jax.jit(lambda h: jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.zeros(3, int)), h, length=turns))
+    jax.block_until_ready(scan(handle))
+    total = envs.stats().total
+    assert (total.steps, total.episodes, total.resets) == (8 * 3, 2 * 3, 3 * 3)
+    assert (total.faults, total.restarts) == (0, 0)
+    assert total.step_time > 0
+    assert total.reset_time > 0
+
+
+def test_the_total_is_the_sum_of_the_workers(make):
+    envs = make(CountingEnv, 5, num_workers=3)
+    envs.reset()
+    for _ in range(7):
+        envs.step(np.zeros(5, int))
+    stats = envs.stats()
+    assert [worker.steps for worker in stats.workers] == [7, 14, 14]
+    for field in dataclasses.fields(jaxvec.WorkerStats):
+        each = [getattr(worker, field.name) for worker in stats.workers]
+        assert getattr(stats.total, field.name) == pytest.approx(sum(each))
+    assert all(worker.wait_time > 0 for worker in stats.workers)
+
+
+def test_the_record_is_frozen_and_of_its_time(make):
+    envs = make(CountingEnv, 1)
+    envs.reset()
+    before = envs.stats()
+    envs.step([0])
+    assert (before.total.steps, envs.stats().total.steps) == (0, 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.total.steps = 5
+
+
+def test_a_broken_pool_tells_what_it_did_and_a_closed_one_nothing(make):
+    class Env(CountingEnv):
+        def step(self, action):
+            if action:
+                raise ValueError
+            return super().step(action)
+
+    envs = make(Env, 1)
+    envs.reset()
+    envs.step([0])
+    with pytest.raises(jaxvec.EnvError):
+        envs.step([1])
+    assert envs.stats().total.steps == 1
+    envs.close()
+    with pytest.raises(jaxvec.PoolClosedError, match="ask for its stats before"):
+        envs.stats()
