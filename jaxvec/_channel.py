@@ -87,6 +87,12 @@ class Channel:
         (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline))
         return pickle.loads(self._read(length, deadline))
 
+    def receive_message(self) -> Any:
+        """Waits for a message, past wakes; raises `EOFError` as `receive`."""
+        while (message := self.receive()) is WAKE:
+            pass
+        return message
+
     def shut(self) -> None:
         """Tells the peer that nothing more will come; it sees an end of file."""
         with suppress(OSError):

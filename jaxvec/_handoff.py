@@ -230,10 +230,8 @@ class WorkerEnd:
         pass  # the parent waits at its sockets
 
     def verdict(self) -> Any:
-        while True:
-            message, self._heard = self._heard or self._channel.receive(), None
-            if message is not WAKE:  # what it is for will be found
-                return message
+        message, self._heard = self._heard or self._channel.receive_message(), None
+        return message
 
 
 def listen(supervision: Supervision) -> Sequence[tuple[int, Any]]:

@@ -37,7 +37,7 @@ def main() -> None:
     _die_with_parent(lifeline)
     channel = _channel.adopt(control)
     try:
-        setup: Setup = channel.receive()
+        setup: Setup = channel.receive_message()
         _adopt_paths(setup)
         with _reporting(channel):
             env_fns = _load(setup)
@@ -55,7 +55,7 @@ def main() -> None:
 
 def _serve(channel: _channel.Channel, make_slice: Callable[..., EnvSlice]) -> None:
     """Serves until end of file, with the slice that `make_slice` makes of what the parent says."""
-    attach: Attach = channel.receive()
+    attach: Attach = channel.receive_message()  # others may send envs to us before we are ready
     segment = channel.descriptors.pop()
     arrays = _segment.attach(segment, attach.layout)
     os.close(segment)
