@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ import jaxvec
 from jaxvec import _handoffs
 from jaxvec.callbacks import _transports
 
+pytest.register_assert_rewrite("disasters", "scripts")
+import disasters  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others run on the first
 
 
@@ -28,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lets workers get the envs of test files by value; by name they would import the files, and JAX."""
-    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+    tests = {item.module for item in items if isinstance(item, pytest.Function)}
+    for module in {*tests, disasters}:
         cloudpickle.register_pickle_by_value(module)
 
 
@@ -105,3 +110,29 @@ def make() -> Iterator[object]:
     yield make
     for envs in made:
         envs.close()
+
+
+@pytest.fixture(params=disasters.WAYS, ids=str)
+def way(request: pytest.FixtureRequest) -> disasters.Way:
+    """Runs a test in every way to drive a pool; `--handoff` and `--transport` don't matter to it."""
+    reason = request.param.reason_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def drive(way: disasters.Way, caplog: pytest.LogCaptureFixture) -> Iterator[object]:
+    """Yields `drive(env, num_envs, **kwargs)`, which makes a pool driven this way, closed in the end."""
+    # JAX logs the error of an io_callback with its frames, which hold the pool's memory; and pytest keeps
+    # the log of the session's last test until `nothing_left_behind` has looked.
+    caplog.set_level(logging.CRITICAL, "jax._src.callback")
+    made: list[disasters.Driver] = []
+
+    def drive(*args: object, **kwargs: object) -> disasters.Driver:
+        made.append(disasters.Driver(way, *args, **kwargs))
+        return made[-1]
+
+    yield drive
+    for driver in made:
+        driver.close()
