@@ -218,22 +218,35 @@ def assert_closes(driver: Driver) -> None:
         driver.envs.call("steps")
 
 
-def within(function: Callable[[], None], seconds: float = PATIENCE) -> None:
+def within(function: Callable[[], object], seconds: float = PATIENCE) -> object:
     """Calls `function` in a thread, and fails if it takes longer."""
-    errors: list[BaseException] = []
+    return Background(function).result(seconds)
 
-    def call() -> None:
+
+class Background:
+    """Calls a function in a thread."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._outcome: list[object] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._call, daemon=True)
+        self._thread.start()
+
+    def _call(self) -> None:
         try:
-            function()
+            self._outcome.append(self._function())
         except BaseException as error:
-            errors.append(error)
+            self._error = error
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), f"{function} takes more than {seconds} s"
-    if errors:
-        raise errors[0]
+    def result(self, seconds: float = PATIENCE) -> object:
+        """Returns or raises what the function did; fails if it takes longer."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"{self._function} takes more than {seconds} s"
+        error, self._error = self._error, None  # no cycle
+        if error is not None:
+            raise error
+        return self._outcome[0]
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
