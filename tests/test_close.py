@@ -91,7 +91,7 @@ def test_a_pool_closes_in_any_state_from_several_threads_at_once(driver, state):
     assert_closes(driver)
 
 
-# A driver holds its pool in programs and their caches, so who drops a pool drives it by hand.
+# On the host alone: the caches of programs hold what a driver drives.
 @in_two_ways
 @pytest.mark.parametrize("state", STATES)
 def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
@@ -112,18 +112,20 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
                 self.envs.recv()
 
     dropped = Dropped()
-    state(dropped)
-    workers = dropped.workers
-    within(partial(delattr, dropped, "envs"))
-    del dropped
-    gc.collect()  # the errors' frames are in cycles
-    assert psutil.wait_procs(workers, timeout=10)[1] == []
+    pool = dropped.envs.pool
+    try:
+        state(dropped)
+        within(partial(delattr, dropped, "envs"))
+        within(gc.collect)  # the errors' frames are in cycles
+        assert psutil.wait_procs(dropped.workers, timeout=5)[1] == []
+    finally:
+        pool.close()
 
 
 def test_a_pool_dropped_without_close_ends_its_workers(way):
     envs = jaxvec.make(CountingEnv, 2, handoff=way.handoff, batch_size=1 if way.first_ready else None)
     handle, _ = jaxvec.reset(envs)
-    before = psutil.Process().children()
+    before = [psutil.Process(process.pid) for process in envs.pool._workers._processes]
     assert len(before) == 2
     del envs
     assert psutil.wait_procs(before, timeout=5)[1] == []
@@ -212,7 +214,7 @@ def test_a_script_that_just_ends_closes_its_pool():
 @pytest.mark.parametrize("way", WAYS, ids=str, indirect=True)
 def test_a_script_that_ends_with_an_error_says_so_once(way):
     script = run_script("raise ValueError('bad luck')", "driver.step()", way)
-    out, err = finish(script)
+    _, err = finish(script)
     assert script.returncode == 1
     assert "env 0 (worker 0) raised ValueError in step" in err or "env 1 (worker 1) raised" in err
     assert err.rstrip().endswith("ValueError: bad luck")
@@ -227,7 +229,6 @@ ENDS = {
         r'os.write(1, b"stepping\n"); signal.pause()',
         "threading.Thread(target=driver.step, daemon=True).start(); disasters.wait_until_running(envs)",
     ),
-    "steps in a thread": ("pass", "disasters.Background(lambda: driver.step(times=10**9))"),
 }
 
 
@@ -242,3 +243,11 @@ def test_a_script_ends_whatever_its_pool_does(way, name):
     assert ("caught" in out) == (name in ("an error", "a death"))
     if "thread" not in name and way.face != "io_callback":  # where JAX logs a traceback of its own
         assert err == ""
+
+
+# Not in programs: under Python 3.11 and 3.12 the end aborts whenever a daemon thread is in a callback of JAX.
+@pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
+def test_a_script_ends_while_a_daemon_thread_steps(way):
+    script = run_script(then="disasters.Background(lambda: driver.step(times=10**9))", way=way)
+    finish(script)
+    assert script.returncode == 0

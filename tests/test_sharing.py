@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 
 import cloudpickle
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from disasters import WAYS, Background, in_two_ways, throw
+from disasters import WAYS, Background, _step, in_two_ways, throw
 from scripts import end, gone, read_pids, run_script
 
 import jaxvec
@@ -20,20 +22,13 @@ from jaxvec.testing import CountingEnv
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.mark.parametrize("dump", [pickle.dumps, cloudpickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("dump", [pickle.dumps, cloudpickle.dumps, ForkingPickler.dumps, copy.deepcopy])
 def test_a_pool_is_not_pickled_nor_copied(drive, dump):
     driver = drive(CountingEnv)
     with pytest.raises(TypeError, match="a VectorEnv can't be pickled: it owns processes and memory"):
         dump(driver.envs)
     driver.reset()
     assert driver.step(3)[:, 3].tolist() == [3] * 4
-
-
-def test_a_pool_is_not_sent_to_a_process(make):
-    envs = make(CountingEnv, 2)
-    process = multiprocessing.get_context("spawn").Process(target=print, args=(envs,))
-    with pytest.raises(TypeError, match="a VectorEnv can't be pickled"):
-        process.start()
 
 
 FORK = """
@@ -135,23 +130,19 @@ def test_of_several_threads_with_one_handle_all_but_one_are_refused(drive):
 
     driver.step()
     handle = driver._handle
-    calls = []
-    for _ in range(4):
-        other = copy.copy(driver)
-        other._handle = handle
-        calls.append(Background(lambda other=other: stepped_or_stale(other, barrier)))
+    calls = [Background(lambda: stepped_or_stale(handle, barrier)) for _ in range(4)]
     outcomes = sorted(call.result() for call in calls)
     assert outcomes == ["stale", "stale", "stale", "stepped"]
     driver.reset()
     assert driver.step()[:, 1].tolist() == [3] * 4
 
 
-def stepped_or_stale(driver, barrier):
+def stepped_or_stale(handle, barrier):
     barrier.wait(20)
     try:
-        driver.step()
-    except jaxvec.StaleHandleError:
-        return "stale"
+        jax.block_until_ready(_step(handle, jnp.zeros(4, int), times=1))
+    except jax.errors.JaxRuntimeError as error:  # typed for all threads but once, so not here
+        return "stale" if "StaleHandleError: stale handle" in str(error) else str(error)
     return "stepped"
 
 

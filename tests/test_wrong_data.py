@@ -101,6 +101,7 @@ class NestedEnv(CountingEnv):
         return {key: value for key, value in obs.items() if value != "missing"}
 
 
+FLOATS, BITS = np.zeros(2, np.float32), np.ones(3, np.int8)
 LEAVES = {
     "a missing key": ({"level": "missing"}, r"obs: expected keys .*; missing \['level'\]"),
     "a key too many": ({"more": 1}, r"obs: expected keys .*not in the space \['more'\]"),
@@ -110,11 +111,11 @@ LEAVES = {
         r"obs\['pair'\]: expected a tuple of 2, got one of 1",
     ),
     "a shape": (
-        {"pair": (np.zeros(3, np.float32), np.ones(3, np.int8))},
+        {"pair": (np.zeros(3, np.float32), BITS)},
         r"obs\['pair'\]\[0\]: expected shape",
     ),
     "a dtype": (
-        {"pair": (np.zeros(2, np.float32), np.ones(3))},
+        {"pair": (FLOATS, np.ones(3))},
         r"obs\['pair'\]\[1\]: expected int8, got float64",
     ),
     "NaN into an integer": ({"level": float("nan")}, r"obs\['level'\]: expected int64, got float64"),
