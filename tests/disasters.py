@@ -107,6 +107,13 @@ class Driver:
                 obs = self.envs.step(actions).obs
         return obs
 
+    def forever(self) -> None:
+        """Steps on, until something comes between: which then comes as it is, from a jitted loop as text."""
+        if self.way.face == "python":
+            self.step(times=10**9)
+        else:
+            jax.block_until_ready(_step(self._handle, np.zeros(self.envs.num_envs, int), times=10**9))
+
     def send(self, action: int, env_ids: object) -> None:
         """Sends `action` to some envs."""
         actions, env_ids = np.full(len(env_ids), action), np.asarray(env_ids)
@@ -154,14 +161,15 @@ def _reset(envs):
 
 @partial(jax.jit, static_argnames="times")
 def _step(handle, actions, times):
-    def body(handle, _):
-        if not handle.spec.first_ready:
-            handle, timestep = jaxvec.step(handle, actions)
-            return handle, timestep.obs
-        return _receive(jaxvec.send(handle, actions), [])
+    def once(handle):
+        if handle.spec.first_ready:
+            return _receive(jaxvec.send(handle, actions), [])
+        handle, timestep = jaxvec.step(handle, actions)
+        return handle, timestep.obs
 
-    handle, obs = jax.lax.scan(body, handle, length=times)
-    return handle, jax.tree.map(lambda x: x[-1], obs)
+    # Carried, not stacked: a loop may be meant to go on for ever.
+    obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, handle)[1])
+    return jax.lax.scan(lambda carry, _: (once(carry[0]), None), (handle, obs), length=times)[0]
 
 
 def _receive(handle, timesteps):

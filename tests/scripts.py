@@ -32,7 +32,7 @@ print(*envs.call("pid"), flush=True)
 """
 
 PLAIN = """
-envs = jaxvec.make(Env, num_envs=2, num_workers=2)
+envs = jaxvec.make(Env, num_envs=2, num_workers=2, handoff={handoff!r})
 envs.reset()
 """
 
@@ -50,7 +50,7 @@ STEPPING = r'os.write(1, b"stepping\n"); signal.pause()'
 
 
 def run_script(
-    step: str = "pass", then: str = "pass", way: Way | None = None, **kwargs: object
+    step: str = "pass", then: str = "pass", way: Way | None = None, handoff: str = "auto", **kwargs: object
 ) -> subprocess.Popen[str]:
     """Starts a script that makes a pool, prints its workers' pids, and does `then`.
 
@@ -58,9 +58,11 @@ def run_script(
         step: what an env does in `step`.
         then: with `envs`, and `driver` if there is a `way`.
         way: to drive the pool; on the host, as a user would write it, if there is none.
+        handoff: of a pool without a way.
         **kwargs: of `Popen`.
     """
-    make = PLAIN if way is None else DRIVEN.format(tests=str(Path(__file__).parent), way=way)
+    tests = str(Path(__file__).parent)
+    make = PLAIN.format(handoff=handoff) if way is None else DRIVEN.format(tests=tests, way=way)
     source = textwrap.dedent(SCRIPT).format(step=step, make=make, then=then)
     return subprocess.Popen(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs

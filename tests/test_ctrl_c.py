@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
+from pathlib import Path
 
 import pytest
-from disasters import WAYS
+from disasters import WAYS, wait_until
 from scripts import STEPPING, end, gone, read_pids, run_script
 
 pytestmark = pytest.mark.timeout(60)
@@ -28,9 +28,9 @@ def test_ctrl_c_ends_a_script_with_one_traceback():
 LOOPS = {
     "steps go on": (
         r'self.__dict__.setdefault("first", True) and os.write(1, b"stepping\n"); self.first = False',
-        "driver.step(times=10**9)",
+        "driver.forever()",
     ),
-    "an env hangs": (STEPPING, "driver.step(times=10**9)"),
+    "an env hangs": (STEPPING, "driver.forever()"),
 }
 
 
@@ -49,10 +49,8 @@ def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
         end(script)
     assert script.returncode != 0
     assert "KeyboardInterrupt" in err
-    # JAX logs the error of an io_callback, too, before it raises its own.
-    last = err.partition("jax.errors.JaxRuntimeError")[0] if way.face == "io_callback" else err
-    print(err)
-    assert last.count("Traceback (most recent call last)") <= 2
+    # Of an io_callback, JAX logs the error, too, and repeats its traceback in the program's.
+    assert err.count("Traceback (most recent call last)") <= (3 if way.face == "io_callback" else 1)
     assert gone(pids)
 
 
@@ -153,23 +151,19 @@ def kernel():
     manager.shutdown_kernel(now=True)
     manager.cleanup_resources()
     client.context.term()
-    assert queue
+    pytest.importorskip("jupyter_core.utils").ensure_event_loop().close()  # theirs, for this thread
 
 
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own
 @pytest.mark.parametrize("way", WAYS[::2] + WAYS[1:2], ids=str, indirect=True)
 def test_an_interrupted_notebook_cell_raises_once_and_the_kernel_lives_on(way, kernel, tmp_path):
-    from pathlib import Path
-
-    from disasters import wait_until
-
     manager, client = kernel
     path = tmp_path / "stepping"
     code = CELL.format(tests=str(Path(__file__).parent), path=str(path), way=way)
     printed, errors = run_cell(client, code)
     assert not errors, errors
     pids = [int(word) for word in printed.split()]
-    cell = client.execute("driver.step(times=10**9)")
+    cell = client.execute("driver.forever()")
     wait_until(path.exists)
     manager.interrupt_kernel()
     _, errors = finish_cell(client, cell)
@@ -177,5 +171,5 @@ def test_an_interrupted_notebook_cell_raises_once_and_the_kernel_lives_on(way, k
     assert "KeyboardInterrupt" in errors[0][0] + errors[0][1]
     printed, errors = run_cell(client, "driver.close(); print(type(driver.envs.pool.broken_by).__name__)")
     assert not errors, errors
-    assert printed == "KeyboardInterrupt\n"
+    assert printed in ("KeyboardInterrupt\n", "NoneType\n")  # between two calls, it breaks nothing
     assert gone(pids)
