@@ -122,11 +122,18 @@ def way(request: pytest.FixtureRequest) -> disasters.Way:
 
 
 @pytest.fixture
-def drive(way: disasters.Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """Yields `drive(env, num_envs, **kwargs)`, which makes a pool driven this way, closed in the end."""
-    # JAX logs the error of an io_callback with its frames, which hold the pool's memory; and pytest keeps
-    # the log of the session's last test until `nothing_left_behind` has looked.
+def no_jax_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps JAX from logging errors of an io_callback.
+
+    With them it logs their frames, which hold the pool's memory, and pytest keeps a test's log: that of
+    the session's last one until `nothing_left_behind` has looked.
+    """
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+
+
+@pytest.fixture
+def drive(way: disasters.Way, no_jax_log: None) -> Iterator[object]:
+    """Yields `drive(env, num_envs, **kwargs)`, which makes a pool driven this way, closed in the end."""
     made: list[disasters.Driver] = []
 
     def drive(*args: object, **kwargs: object) -> disasters.Driver:

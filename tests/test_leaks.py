@@ -134,7 +134,7 @@ def measure():
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "badly"])
-def test_fifty_pools_that_end_leave_nothing_behind(fails):
+def test_fifty_pools_that_end_leave_nothing_behind(no_jax_log, fails):
     run_pools(len(WAYS), fails)  # what JAX keeps of a program, it keeps now
     before = measure()
     memory = psutil.Process().memory_info().rss
