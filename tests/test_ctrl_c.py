@@ -44,7 +44,7 @@ def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
         pids = read_pids(script)
         assert script.stdout.readline() == "stepping\n"
         (os.killpg if to == "group" else os.kill)(script.pid, signal.SIGINT)
-        _, err = script.communicate(timeout=20)
+        _, err = script.communicate(timeout=10)
     finally:
         end(script)
     assert script.returncode != 0
@@ -101,6 +101,52 @@ envs.close()
     assert transport == "io_callback" or err == ""  # where JAX logs its own traceback
 
 
+AT_EVERY_EXIT = """
+logging = __import__("logging"); logging.disable()
+def interrupted(n):
+    # Steps, and interrupts that at the n-th end of a `with` block of a generator: where a handler may run.
+    def tracer(frame, event, _):
+        nonlocal n
+        n -= event == "call" and frame.f_code.co_name == "__exit__"
+        if n == 0:
+            n = -1
+            raise KeyboardInterrupt
+    sys.settrace(tracer)
+    try:
+        driver.step()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(None)
+
+kept = []  # as a notebook or a debugger keeps the last error, and its frames what is in them
+for n in range(1, 100):
+    kept.append(interrupted(n))
+    if kept[-1] is None:
+        break
+    close = threading.Thread(target=envs.close, daemon=True)
+    close.start()
+    close.join(5)
+    print(n, "hangs" if close.is_alive() else "closed", flush=True)
+    driver = disasters.Driver(driver.way, Env, 2)
+    envs = driver.envs
+    driver.reset()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
+def test_an_interrupt_at_any_exit_of_a_block_leaves_a_pool_that_closes(way):
+    script = run_script(then=AT_EVERY_EXIT, way=way)
+    try:
+        read_pids(script)
+        out, err = script.communicate(timeout=50)
+    finally:
+        end(script)
+    assert "closed" in out, err
+    assert "hangs" not in out
+
+
 # --- In a notebook ----------------------------------------------------------------------------
 
 CELL = """
@@ -128,7 +174,7 @@ def run_cell(kernel, code):
 def finish_cell(kernel, cell):
     printed, errors = "", []
     while True:
-        message = kernel.get_iopub_msg(timeout=30)
+        message = kernel.get_iopub_msg(timeout=20)
         if message["parent_header"].get("msg_id") != cell:
             continue
         kind, content = message["msg_type"], message["content"]
