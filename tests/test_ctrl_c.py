@@ -126,7 +126,7 @@ for n in range(1, 100):
         break
     close = threading.Thread(target=envs.close, daemon=True)
     close.start()
-    close.join(5)
+    close.join(2)
     print(n, "hangs" if close.is_alive() else "closed", flush=True)
     driver = disasters.Driver(driver.way, Env, 2)
     envs = driver.envs
