@@ -476,6 +476,19 @@ def test_envs_that_print_megabytes_hold_nothing_up(drive, capfd):
         assert text.count("x") == 4_000_000
 
 
+@in_two_ways
+def test_megabytes_that_envs_print_into_a_pipe_come_through(way):
+    """They wait for the pipe's reader, which the parent's own output goes to."""
+    step = "[print('x' * 10**6, file=stream, flush=True) for stream in (sys.stdout, sys.stderr)]"
+    script = run_script(step, "driver.step()", way)
+    try:
+        out, err = script.communicate(timeout=30)
+    finally:
+        end(script)
+    assert script.returncode == 0
+    assert (out.count("x"), err.count("x")) == (2_000_000, 2_000_000)
+
+
 def test_a_failed_call_leaves_the_pool_usable(make, backend):
     envs = make(CountingEnv, 2, backend=backend)
     envs.reset()
