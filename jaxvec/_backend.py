@@ -63,6 +63,10 @@ class Workers(Protocol):
         """Hands `slots` to their envs."""
         ...
 
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        """Says whether one of `slots` is being reset."""
+        ...
+
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """Waits until `count` of `slots` are done.
 

@@ -83,6 +83,7 @@ class Channel:
         if not kind:
             raise EOFError
         if kind == _WAKE_BYTE:
+            self._skip_wakes()
             return WAKE
         (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline))
         return pickle.loads(self._read(length, deadline))
@@ -105,6 +106,14 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
+
+    def _skip_wakes(self) -> None:
+        """Takes the wakes that have come by now for one, lest they pile up before a message."""
+        with suppress(BlockingIOError, ConnectionResetError):
+            come = self._socket.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            wakes = len(come) - len(come.lstrip(_WAKE_BYTE))
+            if wakes:
+                self._socket.recv(wakes)
 
     def _read(self, count: int, deadline: float | None) -> bytes:
         parts: list[bytes] = []

@@ -111,6 +111,8 @@ def _in_env(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _shorten(text: str, limit: int) -> str:
+    # On its way through a program's error, a NUL would end the text, and half a surrogate pair the process.
+    text = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
     if len(text) <= limit:
         return text
     half = limit // 2

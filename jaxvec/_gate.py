@@ -45,13 +45,21 @@ class Gate(Protocol):
         ...
 
     def inside(
-        self, *, alone: bool = False, if_busy: Callable[[], None] | None = None
+        self,
+        *,
+        alone: bool = False,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
     ) -> AbstractContextManager[None]:
-        """Waits until nobody else is inside and, if `alone`, nobody in flight.
+        """Waits until nobody else is inside and, if `alone`, nobody else in flight.
+
+        A thread does not wait for itself: it was interrupted, and has left without saying so, or is asked
+        from a signal handler.
 
         Args:
             alone: whether to wait for calls in flight, too.
             if_busy: is called first if there is somebody to wait for.
+            patience: seconds after which to go in all the same; `None` for never.
         """
         ...
 
@@ -87,35 +95,49 @@ class PortableGate:
         self.counts = np.zeros(num_envs, np.uint32)
         self.mover = ""
         self.served = 0
-        self._lock = threading.Lock()
-        self._landed = threading.Condition()
-        self._in_flight: list[int] = []  # threads; changed under `_landed`
+        self._lock = threading.Lock()  # of what follows; no interrupt can leave it locked
+        self._changed = threading.Condition(self._lock)
+        self._inside: int | None = None  # the thread
+        self._in_flight: set[int] = set()  # the threads
 
     @contextmanager
-    def inside(self, *, alone: bool = False, if_busy: Callable[[], None] | None = None) -> Generator[None]:
-        if if_busy is not None and (self._lock.locked() or (alone and self._in_flight)):
-            if_busy()
-        while True:
-            with self._lock:  # which no interrupt can leave locked
-                if not (alone and self._in_flight):
-                    yield
-                    return
-            with self._landed:
-                self._landed.wait_for(lambda: not self._in_flight)
+    def inside(
+        self,
+        *,
+        alone: bool = False,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
+    ) -> Generator[None]:
+        me = threading.get_ident()
+
+        def vacant() -> bool:
+            return self._inside in (None, me) and not (alone and self._in_flight - {me})
+
+        try:  # first: an interrupt may come between entering and our knowing of it
+            if if_busy is not None and not vacant():
+                if_busy()
+            with self._lock:
+                self._changed.wait_for(vacant, patience)
+                self._inside = me
+            yield
+        finally:
+            with self._lock:
+                if self._inside == me:
+                    self._inside = None
+                    self._changed.notify_all()
 
     @contextmanager
     def flight(self) -> Generator[None]:
         try:
             yield
         finally:
-            with self._landed:
-                if threading.get_ident() in self._in_flight:
-                    self._in_flight.remove(threading.get_ident())
-                    self._landed.notify_all()
+            with self._lock:
+                self._in_flight.discard(threading.get_ident())
+                self._changed.notify_all()
 
     def take_off(self) -> None:
-        with self._landed:
-            self._in_flight.append(threading.get_ident())
+        with self._lock:
+            self._in_flight.add(threading.get_ident())
 
     def moved(self, slots: NDArray[Any], mover: str) -> None:
         self.counts[slots] += np.uint32(1)

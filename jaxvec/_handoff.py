@@ -73,12 +73,20 @@ class ParentHandoff(Protocol):
         """Returns those of `slots` that were finished first, in that order; `count` must be."""
         ...
 
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        """Says whether one of `slots` has not finished a reset."""
+        ...
+
     def knock(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""
         ...
 
     def unfinished(self) -> NDArray[Any]:
         """Returns the ids of slots whose latest request is not finished."""
+        ...
+
+    def close(self) -> None:
+        """Forgets the segment, which an error's frames may else keep mapped."""
         ...
 
 
@@ -166,6 +174,15 @@ class Slots:
         done = slots[self.done(slots)]
         return done[self._done_at[done].argsort(kind="stable")[:count]]
 
+    def close(self) -> None:
+        """See `ParentHandoff`."""
+        self._asked = self._done = self._done_at = np.zeros(0, np.int64)
+
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        """See `ParentHandoff`."""
+        asked = self._asked[slots]
+        return bool(((asked != self._done[slots]) & (asked % 2 == RESET)).any())
+
     def unfinished(self) -> NDArray[Any]:
         """See `ParentHandoff`."""
         return np.flatnonzero(self._asked != self._done)
@@ -179,7 +196,9 @@ class ParentEnd:
         self._shares = Shares(slices)
         self._channels = channels
         self._listening = threading.Lock()
+        self._looked = -math.inf
         self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
+        self.any_resetting = self._slots.any_resetting
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         self._slots.ask(operation, slots)
@@ -187,6 +206,10 @@ class ParentEnd:
             self._channels[worker].wake()
 
     def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
+        if time.monotonic() - self._looked > LOOK_AROUND:  # also where nobody ever has to wait
+            self._looked = time.monotonic()
+            with self._listening:
+                supervision.look(0)
         while np.count_nonzero(self._slots.done(slots)) < count:
             with self._listening:  # who listens takes the wakes of all, so the others look again after it
                 if np.count_nonzero(self._slots.done(slots)) < count:
@@ -194,6 +217,9 @@ class ParentEnd:
 
     def knock(self, worker: int) -> None:
         pass  # the worker waits at its socket
+
+    def close(self) -> None:
+        self._slots.close()
 
 
 class WorkerEnd:

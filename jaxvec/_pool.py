@@ -10,6 +10,7 @@ moved when it got its handle to them; the host, which has no handle, passes `Non
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._backend import Patience, Workers
+from jaxvec._closing import Closing
 from jaxvec._errors import (
     EnvIdError,
     JaxvecError,
@@ -88,7 +90,6 @@ class Pool:
         self._options: dict[str, Any] | None = None  # that the workers hold
 
         self._broken_by: BaseException | None = None
-        self._closed = False
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
         self._process = os.getpid()
         disabled = autoreset_mode is AutoresetMode.DISABLED
@@ -99,10 +100,11 @@ class Pool:
             self._views.over if disabled else None,
             timeouts.step,
         )
+        self.closing = Closing(workers, self._gate)
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self.closing.closed
 
     @property
     def broken_by(self) -> BaseException | None:
@@ -112,7 +114,7 @@ class Pool:
     def stats(self) -> Stats:
         """Returns what the workers have done so far; also of a broken pool."""
         with self._gate.inside():
-            if self._closed:
+            if self.closed:
                 raise PoolClosedError(f"pool {self.id} is closed; ask for its stats before")
             return _stats.read(self._views.stats, self._workers.restarts)
 
@@ -176,7 +178,7 @@ class Pool:
                 check = self._enter(slots, counts)
                 sent = self._turns.sent
                 if len(chosen) == self.spec.num_envs and len(sent):
-                    self._wait(sent, len(sent), "step", check)
+                    self._wait(sent, len(sent), self._doing(sent), check)
                     self._turns.land(sent)
                 elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
                     raise EnvIdError(
@@ -199,7 +201,7 @@ class Pool:
                 self._gate.moved(slots, caller)
                 self._gate.take_off()
             if self.spec.first_ready:
-                return self._receive("reset", check, out)
+                return self._receive(check, out)
             self._wait(chosen, len(chosen), "reset", check)
             return self._views.read(slots, out)
 
@@ -252,7 +254,7 @@ class Pool:
         """
         check = partial(self._check, interrupt)
         if slots is None:
-            self._receive("step", check, out, waited=waited)
+            self._receive(check, out, waited=waited)
         else:
             self._wait(slots, len(slots), "step", check, waited=waited)
             self._end_step(slots, out)
@@ -306,7 +308,7 @@ class Pool:
                 self._turns.require_batch()
                 self._gate.moved(slots, caller)
                 self._gate.take_off()
-            return self._receive("step", check, out, copy=copy)
+            return self._receive(check, out, copy=copy)
 
     def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
@@ -365,13 +367,7 @@ class Pool:
         Legal at any time, from any thread, and twice: a step that is under way is ended by force,
         and raises `PoolClosedError`.
         """
-        if self._closed or os.getpid() != self._process:  # a fork's exit must not close our pool
-            return
-        self._closed = True
-        self._gate.bar()
-        with self._gate.inside(alone=True, if_busy=self._workers.kill):
-            self._workers.close(timeout if self._broken_by is None else min(timeout, 1.0))
-            self._gate.close()
+        if self.closing.close(timeout):
             del self._views  # and with it the segment: nobody else has views of it
 
     # --- what the calls are made of; only who is inside the gate changes anything --------------
@@ -413,6 +409,10 @@ class Pool:
             check()
             self._workers.wait(slots, count, Patience(name, timeout, waited, check))
 
+    def _doing(self, slots: NDArray[Any]) -> str:
+        """Names what those in flight are at: the rest of a reset has a reset's time."""
+        return "reset" if self._workers.any_resetting(slots) else "step"
+
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
         if self._autoreset_mode is AutoresetMode.DISABLED:
             terminated, truncated = self._views.over
@@ -421,7 +421,6 @@ class Pool:
 
     def _receive(
         self,
-        name: str,
         check: Callable[[], None],
         out: Rows | None,
         *,
@@ -431,10 +430,10 @@ class Pool:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
         overdue = self._turns.overdue()
         if len(overdue):  # others may have been ready first ever since
-            self._wait(overdue, len(overdue), name, check, waited=self._timeouts.step or 0)
+            self._wait(overdue, len(overdue), self._doing(overdue), check, waited=math.inf)
         count = self.spec.batch_size
         sent = self._turns.sent[: count if self._in_order else None]
-        self._wait(sent, count, name, check, waited=waited)
+        self._wait(sent, count, self._doing(sent), check, waited=waited)
         with self._gate.inside():
             slots = sent if self._in_order else self._workers.first_done(sent, count)
             slots = slots if self.spec.first_ready else self.all
@@ -447,7 +446,7 @@ class Pool:
                 f"pool {self.id} belongs to process {self._process}, from which this one was forked; make "
                 "a pool of its own here"
             )
-        if self._closed:
+        if self.closed:
             raise PoolClosedError(f"pool {self.id} is closed")
         if self._broken_by is not None:
             raise PoolBrokenError(
@@ -461,9 +460,10 @@ class Pool:
         try:
             yield
         except BaseException as error:
-            if self._closed:
+            if self.closed:
                 raise PoolClosedError(f"pool {self.id} was closed during a call") from error
             if self._broken_by is None:
                 self._broken_by = error
+                self.closing.hurry = True
                 self._gate.bar()
             raise

@@ -82,6 +82,9 @@ class SerialWorkers:
                 slots = np.setdiff1d(slots, failure.done)
                 self._recover(failure)
 
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        return False
+
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """All is done when `send` returns."""
 

@@ -62,6 +62,8 @@ def setup(env_fns: Sequence[EnvFn], *, first: int, spare_envs: int, strict: bool
     """Makes the first message to the worker of the envs `first`, `first + 1`, …; raises `TypeError`."""
     try:
         pickled: bytes = cloudpickle.dumps(list(env_fns))
+    except MemoryError:
+        raise
     except Exception as error:
         raise TypeError(
             f"the constructor of env {first} can't be pickled, so it can't be sent to a worker: {error}; "

@@ -22,6 +22,7 @@ from jaxvec._channel import WAKE, Channel
 from jaxvec._description import Description, compare
 from jaxvec._envs import EnvFn
 from jaxvec._errors import EnvError, JaxvecError, SpaceMismatchError, WorkerDiedError
+from jaxvec._handoff import RESET
 from jaxvec._messages import Attach, Ready, Recover, Replacement, Setup
 from jaxvec._native import interrupts
 from jaxvec._restart import Budget
@@ -234,10 +235,11 @@ class Supervisor:
         marks = self._arrays["running",][:, 0].tolist()
         running = np.array([slot for slot in slots if slot + 1 in marks], np.intp)
         actions = reader(self._attach.spec.action, self._arrays)(running)
+        resetting = self._arrays["asked",][running] % 2 == RESET
         return ", ".join(
-            f"env {slot} (worker {self.worker_of(slot)}) is running, last action "
-            f"{_failures.describe_action(action)}"
-            for slot, action in zip(running.tolist(), actions, strict=True)
+            f"env {slot} (worker {self.worker_of(slot)}) is running"
+            + ("" if resets else f", last action {_failures.describe_action(action)}")
+            for slot, action, resets in zip(running.tolist(), actions, resetting, strict=True)
         )
 
     def worker_of(self, slot: int) -> int:

@@ -73,8 +73,8 @@ class VectorEnv:
         self.metadata = {**description.metadata, "autoreset_mode": autoreset_mode}
         self.render_mode = description.render_mode
         self.transport = transport
-        # Runs once: at close(), at garbage collection or at the interpreter's exit.
-        self._close = weakref.finalize(self, pool.close)
+        # At garbage collection or at the interpreter's exit, if not before.
+        weakref.finalize(self, pool.closing.close)
 
     @property
     def pool(self) -> Pool:
@@ -220,7 +220,7 @@ class VectorEnv:
 
     def close(self) -> None:
         """Closes the envs and ends the workers; at most five seconds. Twice is fine."""
-        self._close()
+        self._pool.close()
 
     def __enter__(self) -> Self:
         return self

@@ -134,6 +134,10 @@ class ProcessWorkers:
         assert self._handoff is not None
         self._handoff.send(operation, slots)
 
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        assert self._handoff is not None
+        return self._handoff.any_resetting(slots)
+
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         assert self._handoff is not None
         until = _deadline(patience.timeout, patience.waited)
@@ -160,6 +164,8 @@ class ProcessWorkers:
 
     def close(self, timeout: float) -> None:
         self.supervisor.close(timeout)
+        if self._handoff is not None:
+            self._handoff.close()
         self._arrays = self._handoff = None
 
     def kill(self) -> None:
@@ -232,7 +238,7 @@ class ProcessWorkers:
 
 
 def _deadline(timeout: float | None, waited: float = 0) -> float | None:
-    return None if timeout is None else time.monotonic() + timeout - waited
+    return None if timeout is None else time.monotonic() + max(timeout - waited, 0)
 
 
 def _spin_ns(num_workers: int) -> int:

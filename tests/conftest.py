@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,17 +19,55 @@ import jaxvec
 from jaxvec import _handoffs
 from jaxvec.callbacks import _transports
 
+pytest.register_assert_rewrite("disasters", "scripts")
+import disasters  # noqa: E402
+
+_WAY = ("way", "handoff", "face")  # parameters
+
 jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others run on the first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--handoff", choices=["native", "portable"], help="what handoff='auto' means")
     parser.addoption("--transport", choices=["ffi", "io_callback"], help="what transport='auto' means")
+    parser.addoption(
+        "--ways",
+        choices=["1/3", "2/3", "3/3", "all"],
+        default="1/3",
+        help="in which of the ways to drive a pool each test runs that is for all: in other ones each",
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _choose_ways(config, items)
+    _send_by_value(items)
+
+
+def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves each test, with its other parameters, some of the ways that it is written for."""
+    if config.getoption("--ways") == "all":
+        return
+    place, shares = map(int, config.getoption("--ways").split("/"))
+    ways: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if "way" in parameters or {"handoff", "face"} <= {*parameters}:
+            others = {name: value for name, value in parameters.items() if name not in _WAY}
+            ways.setdefault(f"{item.location[0]} {item.originalname} {others}", []).append(item)
+    left_out = {
+        item
+        for number, group in enumerate(ways.values())
+        for index, item in enumerate(group)
+        if len(group) >= shares and (number + index) % shares != place - 1
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _send_by_value(items: list[pytest.Item]) -> None:
     """Lets workers get the envs of test files by value; by name they would import the files, and JAX."""
-    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+    tests = {item.module for item in items if isinstance(item, pytest.Function)}
+    for module in {*tests, disasters}:
         cloudpickle.register_pickle_by_value(module)
 
 
@@ -105,3 +144,36 @@ def make() -> Iterator[object]:
     yield make
     for envs in made:
         envs.close()
+
+
+@pytest.fixture(params=disasters.WAYS, ids=str)
+def way(request: pytest.FixtureRequest) -> disasters.Way:
+    """Runs a test in every way to drive a pool; `--handoff` and `--transport` don't matter to it."""
+    reason = request.param.reason_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def no_jax_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps JAX from logging errors of an io_callback.
+
+    With them it logs their frames, which hold the pool's memory, and pytest keeps a test's log: that of
+    the session's last one until `nothing_left_behind` has looked.
+    """
+    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+
+
+@pytest.fixture
+def drive(way: disasters.Way, no_jax_log: None) -> Iterator[object]:
+    """Yields `drive(env, num_envs, **kwargs)`, which makes a pool driven this way, closed in the end."""
+    made: list[disasters.Driver] = []
+
+    def drive(*args: object, **kwargs: object) -> disasters.Driver:
+        made.append(disasters.Driver(way, *args, **kwargs))
+        return made[-1]
+
+    yield drive
+    for driver in made:
+        driver.close()

@@ -59,7 +59,7 @@ def run(make, seed, fate):
 
 def kill(envs, dice):
     """Kills a worker; if the pool is closed by now, there is none."""
-    processes = envs.pool._workers._processes
+    processes = envs.pool._workers.supervisor._processes
     if processes:
         dice.choice(processes).kill()
 

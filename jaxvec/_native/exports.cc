@@ -30,6 +30,8 @@ EXPORT void jaxvec_post(jaxvec::Worker* worker, const int64_t* slots, uint32_t c
   jaxvec::post(*worker, slots, count);
 }
 
+EXPORT void jaxvec_note_alarms(jaxvec::Parent* parent) { jaxvec::note_alarms(*parent); }
+
 EXPORT void jaxvec_ring(jaxvec::Worker* worker) { jaxvec::ring(worker->board); }
 
 EXPORT uint32_t jaxvec_sizeof_plan() { return sizeof(jaxvec::Plan); }

@@ -119,6 +119,7 @@ bool interrupted() {
 // Operands: the token, and what the verb takes. Results: the next token, and what it gives.
 ffi::Error call(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, uint32_t verb,
                 bool fresh, ffi::Span<const uint8_t> extra) {
+  watch_interrupts();  // notebooks set a handler of their own for each cell
   std::vector<Array> operands, results;
   if (ffi::Error error = collect(args, &operands); error.failure()) return error;
   if (ffi::Error error = collect(rets, &results); error.failure()) return error;

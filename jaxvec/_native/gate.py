@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -139,13 +140,21 @@ class NativeGate:
         return self._state.served
 
     @contextmanager
-    def inside(self, *, alone: bool = False, if_busy: Callable[[], None] | None = None) -> Generator[None]:
+    def inside(
+        self,
+        *,
+        alone: bool = False,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
+    ) -> Generator[None]:
         try:  # first: an interrupt may come between entering and our knowing of it
             if not self._library.jaxvec_pool_enter(self._pool, alone, 0):
                 if if_busy is not None:
                     if_busy()
-                while not self._library.jaxvec_pool_enter(self._pool, alone, _WAIT):
-                    pass  # so that Python's signal handlers run
+                deadline = None if patience is None else time.monotonic() + patience
+                while not self._library.jaxvec_pool_enter(self._pool, alone, _WAIT):  # signal handlers run
+                    if deadline is not None and time.monotonic() > deadline:
+                        break
             yield
         finally:
             self._library.jaxvec_pool_leave(self._pool)

@@ -69,6 +69,21 @@ bool any_readable(const Parent& parent) {
   return poll(sockets.data(), sockets.size(), 0) > 0;
 }
 
+bool alarmed(const Parent& parent) {
+  return parent.board.alarm->word.load(std::memory_order_acquire) !=
+         parent.alarms.load(std::memory_order_relaxed);
+}
+
+// Whether there is more to know than that the slots are done: others may have failed. Who always finds a
+// batch done would never hear of them, so now and then it looks at the sockets, too.
+bool anything_else(Parent& parent) {
+  if (alarmed(parent)) return true;
+  const int64_t now = now_ns();
+  if (now - parent.looked_ns.load(std::memory_order_relaxed) < kLookAroundNs) return false;
+  parent.looked_ns.store(now, std::memory_order_relaxed);
+  return any_readable(parent);
+}
+
 uint32_t count_done(const Board& board, const int64_t* slots, uint32_t num_slots) {
   uint32_t done = 0;
   for (uint32_t i = 0; i < num_slots; ++i) {
@@ -143,7 +158,7 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
     // Workers set `done`, then add to `finished`: what is not done now will count after `finished`.
     const uint32_t finished = board.finished->word.load(std::memory_order_seq_cst);
     const uint32_t done = count_done(board, slots, num_slots);
-    if (done >= count) return kDone;
+    if (done >= count) return anything_else(parent) ? kLookAround : kDone;
     // As with a worker's bell: we store the target, then read `finished`; workers add to `finished`,
     // then read the target. So either we see that it has changed, or the worker sees our target. Other
     // threads' slots count, too, so the target may come too early, but never too late: who waits alone
@@ -152,8 +167,7 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
     board.target->word.store(finished + (waiters == 1 ? count - done : 1), std::memory_order_seq_cst);
     if (parent.waiters.load(std::memory_order_seq_cst) != waiters) continue;  // one came, for whom it is late
     do {
-      const uint32_t alarms = board.alarm->word.load(std::memory_order_acquire);
-      if (parent.alarms.exchange(alarms, std::memory_order_relaxed) != alarms) return kLookAround;
+      if (alarmed(parent)) return kLookAround;
     } while (board.finished->word.load(std::memory_order_seq_cst) == finished && spin.again());
     if (board.finished->word.load(std::memory_order_seq_cst) != finished) continue;
     const int64_t left = deadline - now_ns();
@@ -164,6 +178,10 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
     if (error == EINTR) return kInterrupted;
     if (error == ETIMEDOUT && any_readable(parent)) return kLookAround;
   }
+}
+
+void note_alarms(Parent& parent) {
+  parent.alarms.store(parent.board.alarm->word.load(std::memory_order_acquire), std::memory_order_relaxed);
 }
 
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) {

@@ -47,10 +47,11 @@ enum Outcome : int32_t {
 // The parent's own words. One thread at a time sends, under the pool's lock; any number wait.
 struct Parent {
   Board board;
-  const int32_t* sockets;         // [num_workers] control sockets
-  int64_t tickets;                // given to requests so far; they are served in this order
-  std::atomic<uint32_t> waiters;  // threads that wait
-  std::atomic<uint32_t> alarms;   // seen so far
+  const int32_t* sockets;          // [num_workers] control sockets
+  int64_t tickets;                 // given to requests so far; they are served in this order
+  std::atomic<uint32_t> waiters;   // threads that wait
+  std::atomic<uint32_t> alarms;    // noted so far
+  std::atomic<int64_t> looked_ns;  // when a wait looked at the sockets last
 };
 
 struct Worker {
@@ -71,6 +72,9 @@ void knock(Parent& parent, uint32_t worker);
 
 // Waits until `count` of the slots are the parent's. Can be called again when it ended otherwise.
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns);
+
+// Who looks at the control sockets says so before: what was rung until now is no news any more.
+void note_alarms(Parent& parent);
 
 // Waits for work or a knock. `count` is 0 for a knock, else of one `operation`; `slots` has room for all
 // of the worker's.

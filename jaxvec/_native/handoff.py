@@ -44,6 +44,10 @@ class _Board(ctypes.Structure):
         for word in self._words:
             setattr(self, word, arrays[word,].ctypes.data)
 
+    def forget(self) -> None:
+        """Lets the segment go; nobody may use the words any more."""
+        self._arrays = {}
+
 
 class _Parent(ctypes.Structure):
     _fields_ = [
@@ -52,6 +56,7 @@ class _Parent(ctypes.Structure):
         ("tickets", ctypes.c_int64),
         ("waiters", ctypes.c_uint32),
         ("alarms", ctypes.c_uint32),
+        ("looked_ns", ctypes.c_int64),
     ]
 
 
@@ -85,6 +90,7 @@ class NativeParentEnd:
         self._shares = Shares(slices)
         self._listening = threading.Lock()
         self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
+        self.any_resetting = self._slots.any_resetting
 
     @property
     def address(self) -> int:
@@ -108,6 +114,7 @@ class NativeParentEnd:
                 return
             # Raises what has happened. After an interrupt, Python's signal handlers have run by now.
             with self._listening:
+                self._library.jaxvec_note_alarms(self._reference)  # first: another may be rung meanwhile
                 supervision.look(0)
             if left <= 0:
                 supervision.expire()
@@ -115,6 +122,11 @@ class NativeParentEnd:
     def knock(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""
         self._library.jaxvec_knock(self._reference, worker)
+
+    def close(self) -> None:
+        """See `ParentHandoff`."""
+        self._slots.close()
+        self._board.forget()
 
 
 class NativeWorkerEnd:
@@ -177,6 +189,7 @@ def _declared() -> ctypes.CDLL:
         jaxvec_wait=(ctypes.c_int32, [pointer, pointer, u32, u32, i64]),
         jaxvec_take=(None, [pointer, pointer, pointer, pointer]),
         jaxvec_post=(None, [pointer, pointer, u32]),
+        jaxvec_note_alarms=(None, [pointer]),
         jaxvec_ring=(None, [pointer]),
     )
     library.require_size(_Parent, declared.jaxvec_sizeof_parent())

@@ -3,6 +3,7 @@
 #include <signal.h>
 
 #include <atomic>
+#include <mutex>
 
 namespace jaxvec {
 namespace {
@@ -22,6 +23,9 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
 }  // namespace
 
 void watch_interrupts() {
+  static std::mutex watching;
+  const std::unique_lock lock(watching, std::try_to_lock);
+  if (!lock.owns_lock()) return;  // another thread does it
   struct sigaction current;
   if (sigaction(SIGINT, nullptr, &current) != 0) return;
   const bool ours = (current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_interrupt;

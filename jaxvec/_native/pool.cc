@@ -308,9 +308,14 @@ void Pool::write_token(const std::vector<int64_t>& slots, const Array& token) co
 
 bool Pool::enter(bool alone, int64_t timeout_ns) {
   std::unique_lock lock(lock_);
-  const auto vacant = [&] { return inside_ == 0 && (!alone || in_flight_.empty()); };
+  const uintptr_t me = this_thread();
+  const auto vacant = [&] {
+    return (inside_ == 0 || inside_ == me) &&
+           (!alone || std::all_of(in_flight_.begin(), in_flight_.end(),
+                                  [me](uintptr_t thread) { return thread == me; }));
+  };
   if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), vacant)) return false;
-  inside_ = this_thread();
+  inside_ = me;
   return true;
 }
 
@@ -325,7 +330,9 @@ void Pool::leave() {
 
 void Pool::take_off() {
   const std::lock_guard lock(lock_);
-  in_flight_.push_back(this_thread());
+  if (std::find(in_flight_.begin(), in_flight_.end(), this_thread()) == in_flight_.end()) {
+    in_flight_.push_back(this_thread());
+  }
 }
 
 void Pool::land() {

@@ -101,8 +101,9 @@ class Pool {
   Moved answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
                const std::vector<Array>& results, int64_t* waited_ns);
 
-  // Lets this thread in once nobody is inside and, if it asks for that, nothing in flight. Returns
-  // whether it is, after at most so long.
+  // Lets this thread in once nobody else is inside and, if it asks for that, nobody else in flight.
+  // Returns whether it is, after at most so long. A thread that is inside already has been interrupted,
+  // and has left without saying so; or it is asked from a signal handler.
   bool enter(bool alone, int64_t timeout_ns);
   // Lets the next one in; does nothing if this thread is not the one inside. So an interrupt just
   // after `enter` does no harm where `leave` is called in any case.

@@ -98,7 +98,7 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
     threads.emplace_back(work, board, w, std::ref(rows), std::cref(stop));
   }
   std::vector<int32_t> sockets(num_workers, -1);
-  Parent parent = {board, sockets.data(), 0, {0}, {0}};
+  Parent parent = {board, sockets.data(), 0, {0}, {0}, {0}};
   std::mutex sending;
   for (uint32_t o = 0; o < num_owners; ++o) {
     std::vector<int64_t> mine;
@@ -115,6 +115,7 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   words.asked[0] += 1;
   ring(parent.board);
   check(wait(parent, &slot, 1, 1, 0) == kLookAround, "an alarm that was not heard");
+  note_alarms(parent);
   check(wait(parent, &slot, 1, 1, 1'000'000) == kTimeout, "a wait for nothing");
 }
 

@@ -144,7 +144,7 @@ struct Setup {
   Words words{kSlots, kWorkers};
   Board board = words.board(20'000, 0);
   std::vector<int32_t> sockets = std::vector<int32_t>(kWorkers, -1);
-  Shared shared{{board, sockets.data(), 0, {0}, {0}},
+  Shared shared{{board, sockets.data(), 0, {0}, {0}, {0}},
                 {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)},
                 std::vector<uint32_t>(kSlots),
                 std::vector<std::atomic<uint32_t>>(kSlots),

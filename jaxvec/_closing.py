@@ -1,0 +1,41 @@
+"""The end of a pool, apart from the pool itself.
+
+A pool that broke keeps the error, whose traceback has frames that hold the pool's `VectorEnv`. Who waits
+for that to be dropped, to close the pool, must not hold the error.
+"""
+
+from __future__ import annotations
+
+import os
+
+from jaxvec._backend import Workers
+from jaxvec._gate import Gate
+
+_PATIENCE = 1.0  # seconds for others to be done with a pool whose workers are gone
+
+
+class Closing:
+    """Closes a pool once.
+
+    Attributes:
+        closed: whether it is, or is about to be.
+        hurry: whether its envs get little time, because it is broken.
+    """
+
+    def __init__(self, workers: Workers, gate: Gate) -> None:
+        self._workers = workers
+        self._gate = gate
+        self._process = os.getpid()
+        self.closed = False
+        self.hurry = False
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Closes, see `Pool.close`; returns False if another call does so, or did."""
+        if self.closed or os.getpid() != self._process:  # a fork's exit must not close our pool
+            return False
+        self.closed = True
+        self._gate.bar()
+        with self._gate.inside(alone=True, if_busy=self._workers.kill, patience=_PATIENCE):
+            self._workers.close(min(timeout, 1.0) if self.hurry else timeout)
+            self._gate.close()
+        return True

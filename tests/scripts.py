@@ -1,0 +1,91 @@
+"""Programs of their own, for tests of what ends a program or limits it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+from disasters import Way
+
+SCRIPT = """
+import os, signal, sys, threading, time
+import numpy as np, gymnasium, jaxvec
+from gymnasium import spaces
+
+class Env(gymnasium.Env):  # of __main__, and there is no main guard
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {{}}
+    def pid(self):
+        return os.getpid()
+    def step(self, action):
+        {step}
+        return np.zeros(2, np.float32), 1.0, False, False, {{}}
+
+{make}
+print(*envs.call("pid"), flush=True)
+{then}
+"""
+
+PLAIN = """
+envs = jaxvec.make(Env, num_envs=2, num_workers=2, handoff={handoff!r})
+envs.reset()
+"""
+
+DRIVEN = """
+sys.path.insert(0, {tests!r})
+import cloudpickle, disasters
+cloudpickle.register_pickle_by_value(disasters)
+driver = disasters.Driver(disasters.{way!r}, Env, 2, step_timeout=None)
+envs = driver.envs
+driver.reset()
+"""
+
+# What an env does in `step`, as text of a script.
+STEPPING = r'os.write(1, b"stepping\n"); signal.pause()'
+
+
+def run_script(
+    step: str = "pass", then: str = "pass", way: Way | None = None, handoff: str = "auto", **kwargs: object
+) -> subprocess.Popen[str]:
+    """Starts a script that makes a pool, prints its workers' pids, and does `then`.
+
+    Args:
+        step: what an env does in `step`.
+        then: with `envs`, and `driver` if there is a `way`.
+        way: to drive the pool; on the host, as a user would write it, if there is none.
+        handoff: of a pool without a way.
+        **kwargs: of `Popen`.
+    """
+    tests = str(Path(__file__).parent)
+    make = PLAIN.format(handoff=handoff) if way is None else DRIVEN.format(tests=tests, way=way)
+    source = textwrap.dedent(SCRIPT).format(step=step, make=make, then=then)
+    return subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def read_pids(script: subprocess.Popen[str]) -> list[int]:
+    """Waits for the script's pool; returns the pids of its two workers."""
+    line = script.stdout.readline()
+    pids = [int(word) for word in line.split()]
+    assert len(pids) == 2, line + script.stderr.read()
+    return pids
+
+
+def gone(pids: object, timeout: float = 5) -> bool:
+    """Whether all these processes end in time."""
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return psutil.wait_procs(alive, timeout=timeout)[1] == []
+
+
+def end(script: subprocess.Popen[str]) -> None:
+    """Ends a script, in whatever state it is."""
+    script.kill()
+    script.wait(timeout=10)
+    script.stdout.close()
+    script.stderr.close()

@@ -1,0 +1,221 @@
+"""Ctrl-C: in a terminal it goes to the whole group, from elsewhere to the parent alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from disasters import WAYS, wait_until
+from scripts import STEPPING, end, gone, read_pids, run_script
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_ctrl_c_ends_a_script_with_one_traceback():
+    script = run_script(STEPPING, "envs.step(np.zeros(2, int))", start_new_session=True)
+    pids = read_pids(script)
+    assert script.stdout.readline() == "stepping\n"  # so the parent waits for it, or is about to
+    os.killpg(script.pid, signal.SIGINT)
+    _, err = script.communicate(timeout=10)
+    assert script.returncode != 0
+    assert err.count("Traceback") == 1
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert gone(pids)
+
+
+LOOPS = {
+    "steps go on": (
+        r'self.__dict__.setdefault("first", True) and os.write(1, b"stepping\n"); self.first = False',
+        "driver.forever()",
+    ),
+    "an env hangs": (STEPPING, "driver.forever()"),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("to", ["group", "parent"])
+def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
+    """In programs, a jitted loop."""
+    step, then = LOOPS[loop]
+    script = run_script(step, then, way, start_new_session=True)
+    try:
+        pids = read_pids(script)
+        assert script.stdout.readline() == "stepping\n"
+        (os.killpg if to == "group" else os.kill)(script.pid, signal.SIGINT)
+        _, err = script.communicate(timeout=10)
+    finally:
+        end(script)
+    assert script.returncode != 0
+    assert "KeyboardInterrupt" in err
+    # Of an io_callback, JAX logs the error, too, and repeats its traceback in the program's.
+    assert err.count("Traceback (most recent call last)") <= (3 if way.face == "io_callback" else 1)
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("transport", ["auto", "io_callback"])
+@pytest.mark.parametrize("width", [1, 512], ids=["small", "large"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["in the wait", "before the wait"])
+def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, width, at_once):
+    """Also one that XLA runs, wholly or in part, in threads to which Python passes no signal."""
+    then = f"""
+import jax, jax.numpy as jnp
+from jaxvec._native import interrupts
+from jaxvec._workers import ProcessWorkers
+def wait(self, slots, count, patience, wait=ProcessWorkers.wait):
+    while {at_once} and patience.name == "step" and not interrupts.count():
+        time.sleep(0.001)
+    wait(self, slots, count, patience)
+ProcessWorkers.wait = wait
+envs = jaxvec.make(Env, 2, transport="{transport}", step_timeout=None)
+@jax.jit
+def program(handle, x):
+    def body(carry, _):
+        handle, x = carry
+        x = jnp.tanh(x @ x)
+        handle, _ = jaxvec.step(handle, (x.sum() > 0).astype(int).repeat(2))
+        return (handle, x), None
+    return jax.lax.scan(body, (handle, x), length=100)
+try:
+    jax.block_until_ready(program(jaxvec.reset(envs)[0], jnp.ones(({width}, {width}))))
+except (RuntimeError, KeyboardInterrupt) as error:
+    print("KeyboardInterrupt" in repr(error), type(envs.pool.broken_by).__name__, flush=True)
+try:
+    envs.step(np.zeros(2, int))
+except jaxvec.PoolBrokenError as error:
+    print(error, flush=True)
+envs.close()
+"""
+    script = run_script(STEPPING, then, start_new_session=True)
+    try:
+        script.stdout.readline()
+        assert script.stdout.readline() == "stepping\n"
+        os.killpg(script.pid, signal.SIGINT)
+        out, err = script.communicate(timeout=20)
+    finally:
+        script.kill()
+        script.wait(timeout=10)
+    assert "True KeyboardInterrupt" in out
+    assert "is broken since an earlier failure" in out
+    assert transport == "io_callback" or err == ""  # where JAX logs its own traceback
+
+
+AT_EVERY_EXIT = """
+logging = __import__("logging"); logging.disable()
+def interrupted(n):
+    # Steps, and interrupts that at the n-th end of a `with` block of a generator: where a handler may run.
+    def tracer(frame, event, _):
+        nonlocal n
+        n -= event == "call" and frame.f_code.co_name == "__exit__"
+        if n == 0:
+            n = -1
+            raise KeyboardInterrupt
+    sys.settrace(tracer)
+    try:
+        driver.step()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(None)
+
+kept = []  # as a notebook or a debugger keeps the last error, and its frames what is in them
+for n in range(1, 100):
+    kept.append(interrupted(n))
+    if kept[-1] is None:
+        break
+    close = threading.Thread(target=envs.close, daemon=True)
+    close.start()
+    close.join(2)
+    print(n, "hangs" if close.is_alive() else "closed", flush=True)
+    driver = disasters.Driver(driver.way, Env, 2)
+    envs = driver.envs
+    driver.reset()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
+def test_an_interrupt_at_any_exit_of_a_block_leaves_a_pool_that_closes(way):
+    script = run_script(then=AT_EVERY_EXIT, way=way)
+    try:
+        read_pids(script)
+        out, err = script.communicate(timeout=50)
+    finally:
+        end(script)
+    assert "closed" in out, err
+    assert "hangs" not in out
+
+
+# --- In a notebook ----------------------------------------------------------------------------
+
+CELL = """
+import os, sys
+sys.path.insert(0, {tests!r})
+import cloudpickle, disasters
+cloudpickle.register_pickle_by_value(disasters)
+from jaxvec.testing import CountingEnv
+class Env(CountingEnv):  # of a notebook cell
+    def step(self, action):
+        if self.steps == 20:
+            open({path!r}, "w").close()
+        return super().step(action)
+driver = disasters.Driver(disasters.{way!r}, Env)
+driver.reset()
+print(*[worker.pid for worker in driver.workers])
+"""
+
+
+def run_cell(kernel, code):
+    """Runs a cell; returns what it printed and its error's name, text and traceback."""
+    return finish_cell(kernel, kernel.execute(code))
+
+
+def finish_cell(kernel, cell):
+    printed, errors = "", []
+    while True:
+        message = kernel.get_iopub_msg(timeout=20)
+        if message["parent_header"].get("msg_id") != cell:
+            continue
+        kind, content = message["msg_type"], message["content"]
+        if kind == "stream":
+            printed += content["text"]
+        elif kind == "error":
+            errors.append((content["ename"], content["evalue"], "\n".join(content["traceback"])))
+        elif kind == "status" and content["execution_state"] == "idle":
+            return printed, errors
+
+
+@pytest.fixture
+def kernel():
+    """A notebook's kernel: (its manager, its client)."""
+    manager_module = pytest.importorskip("jupyter_client.manager")
+    pytest.importorskip("ipykernel")
+    manager, client = manager_module.start_new_kernel(startup_timeout=40)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+    client.context.term()
+    pytest.importorskip("jupyter_core.utils").ensure_event_loop().close()  # theirs, for this thread
+
+
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's own
+@pytest.mark.parametrize("way", WAYS[::2] + WAYS[1:2], ids=str, indirect=True)
+def test_an_interrupted_notebook_cell_raises_once_and_the_kernel_lives_on(way, kernel, tmp_path):
+    manager, client = kernel
+    path = tmp_path / "stepping"
+    code = CELL.format(tests=str(Path(__file__).parent), path=str(path), way=way)
+    printed, errors = run_cell(client, code)
+    assert not errors, errors
+    pids = [int(word) for word in printed.split()]
+    cell = client.execute("driver.forever()")
+    wait_until(path.exists)
+    manager.interrupt_kernel()
+    _, errors = finish_cell(client, cell)
+    assert len(errors) == 1
+    assert "KeyboardInterrupt" in errors[0][0] + errors[0][1]
+    printed, errors = run_cell(client, "driver.close(); print(type(driver.envs.pool.broken_by).__name__)")
+    assert not errors, errors
+    assert printed in ("KeyboardInterrupt\n", "NoneType\n")  # between two calls, it breaks nothing
+    assert gone(pids)

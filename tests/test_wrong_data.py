@@ -1,0 +1,174 @@
+"""What an env returns and can't be stored: the error names env and leaf."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from disasters import assert_broken, in_two_ways
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+pytestmark = pytest.mark.timeout(60)
+
+WRONG_DATA = {
+    "shape": (lambda obs: obs[:2], r"obs: expected shape \(4,\), got \(2,\)"),
+    "dtype": (lambda obs: obs * 0.5, "obs: expected int32, got float64"),
+    "NaN": (lambda obs: np.full(4, np.nan), "obs: expected int32, got float64"),
+    "strings": (lambda obs: np.full(4, "x"), "obs: expected int32, got <U1"),
+    "None": (lambda obs: None, r"obs: expected shape \(4,\), got \(\)"),
+    "Nones": (lambda obs: [None] * 4, "obs: expected int32, got list"),
+    "structure": (lambda obs: {"x": obs}, r"obs: expected shape \(4,\), got \(\)"),
+    "ragged": (lambda obs: [1, [2]], "obs: expected shape .*ragged"),
+}
+
+
+class WrongEnv(CountingEnv):
+    """Env 2 returns other observations from `where`, in step on the action 7 only."""
+
+    def __init__(self, env_id, where, change):
+        super().__init__()
+        self._where = where if env_id == 2 else None
+        self._change = change
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed, options=options)
+        return (self._change(obs) if self._where == "reset" else obs), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return (self._change(obs) if self._where == "step" and action == 7 else obs), *rest
+
+
+def wrong(where, change):
+    return lambda env_id: WrongEnv(env_id, where, change)
+
+
+@pytest.mark.parametrize("name", WRONG_DATA)
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_wrong_observations_name_env_and_leaf(make, backend, name, where):
+    change, text = WRONG_DATA[name]
+    envs = make(wrong(where, change), 4, backend=backend)
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 2 .*{where}.*{text}"):
+        envs.reset()
+        envs.step(np.full(4, 7))
+    with pytest.raises(jaxvec.PoolBrokenError):
+        envs.reset()
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_wrong_shape_breaks_the_pool_in_every_way(drive, where):
+    change, text = WRONG_DATA["shape"]
+    driver = drive(wrong(where, change))
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 2 .worker 1. .*{where}.*{text}") as caught:
+        driver.reset()
+        driver.step(0, times=3)
+        driver.step(7)
+    assert (caught.value.env_id, caught.value.worker, caught.value.operation) == (2, 1, where)
+    assert caught.value.action == ("np.int64(7)" if where == "step" else None)
+    assert_broken(driver, caught.value)
+
+
+@in_two_ways
+@pytest.mark.parametrize("name", WRONG_DATA)
+def test_every_wrong_observation_breaks_the_pool(drive, name):
+    change, text = WRONG_DATA[name]
+    driver = drive(wrong("step", change))
+    driver.reset()
+    driver.step(0)
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 2 .worker 1. .*step.*{text}") as caught:
+        driver.step(7)
+    assert_broken(driver, caught.value)
+
+
+class NestedEnv(CountingEnv):
+    """Env 1 returns `wrong` from its first step."""
+
+    def __init__(self, env_id, wrong):
+        super().__init__()
+        self.observation_space = spaces.Dict(
+            {
+                "level": spaces.Discrete(5),
+                "pair": spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.MultiBinary(3))),
+            }
+        )
+        self._wrong = wrong if env_id == 1 else {}
+
+    def _observe(self, action):
+        right = {"level": 1, "pair": (np.zeros(2, np.float32), np.ones(3, np.int8))}
+        obs = (right | self._wrong) if self.steps else right
+        return {key: value for key, value in obs.items() if value != "missing"}
+
+
+FLOATS, BITS = np.zeros(2, np.float32), np.ones(3, np.int8)
+LEAVES = {
+    "a missing key": ({"level": "missing"}, r"obs: expected keys .*; missing \['level'\]"),
+    "a key too many": ({"more": 1}, r"obs: expected keys .*not in the space \['more'\]"),
+    "no dict's place": ({"pair": None}, r"obs\['pair'\]: expected a tuple of 2, got NoneType"),
+    "a short tuple": (
+        {"pair": (np.zeros(2, np.float32),)},
+        r"obs\['pair'\]: expected a tuple of 2, got one of 1",
+    ),
+    "a shape": (
+        {"pair": (np.zeros(3, np.float32), BITS)},
+        r"obs\['pair'\]\[0\]: expected shape",
+    ),
+    "a dtype": (
+        {"pair": (FLOATS, np.ones(3))},
+        r"obs\['pair'\]\[1\]: expected int8, got float64",
+    ),
+    "NaN into an integer": ({"level": float("nan")}, r"obs\['level'\]: expected int64, got float64"),
+    "None into an integer": ({"level": None}, r"obs\['level'\]: expected int64, got NoneType"),
+    "too large an integer": ({"level": 2**40}, r"obs\['level'\]: 1099511627776 doesn't fit"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_leaf_of_a_nested_observation_is_named(make, backend, name):
+    change, text = LEAVES[name]
+    envs = make(lambda env_id: NestedEnv(env_id, change), 2, backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 1 .*step.*{text}"):
+        envs.step(np.zeros(2, int))
+
+
+def test_a_missing_key_breaks_the_pool_in_every_way(drive):
+    change, text = LEAVES["a missing key"]
+    driver = drive(lambda env_id: NestedEnv(env_id, change))
+    driver.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 1 .worker 0. .*step.*{text}") as caught:
+        driver.step()
+    assert_broken(driver, caught.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ((np.zeros(4, np.int32), 0.0, False, {}), "a tuple of 4"),
+        (None, "NoneType"),
+        ((np.zeros(4, np.int32), None, False, False, {}), "reward: expected a number"),
+        ((np.zeros(4, np.int32), np.zeros(2), False, False, {}), "reward: .*reward_space"),
+        ((np.zeros(4, np.int32), 0.0, False, False, None), "info as a dict, got NoneType"),
+    ],
+)
+def test_wrong_results_of_step_say_what_is_expected(make, backend, result, text):
+    class Wrong(CountingEnv):
+        def step(self, action):
+            return result
+
+    envs = make(Wrong, 2, backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=text):
+        envs.step(np.zeros(2, int))
+
+
+def test_envs_with_different_spaces_are_refused(make, backend):
+    def different(env_id):
+        env = CountingEnv()
+        if env_id == 3:
+            env.action_space = spaces.Discrete(5)
+        return env
+
+    with pytest.raises(jaxvec.SpaceMismatchError, match=r"env 3 has action space Discrete\(5\)"):
+        make(different, 4, backend=backend)
