@@ -263,11 +263,10 @@ class WorkerEnd:
 def listen(supervision: Supervision) -> Sequence[tuple[int, Any]]:
     """Waits for wakes, messages or replaced workers, at least one, and returns what `look` does."""
     while True:
-        left = time_left(supervision.deadline)
-        heard = supervision.look(min(left, LOOK_AROUND))
+        heard = supervision.look(min(time_left(supervision.deadline), LOOK_AROUND))
         if heard:
             return heard
-        if left <= 0:
+        if time_left(supervision.deadline) <= 0:  # what was seen may have moved it
             supervision.expire()
 
 

@@ -12,6 +12,9 @@ from gymnasium import Space, spaces
 from jaxvec._rows import InvalidValue
 from jaxvec._spaces import Path, format_path
 
+_outline = reprlib.Repr()
+_outline.maxother = 200  # characters, of arrays too
+
 
 def checker(space: Space[Any], path: Path) -> Callable[[Any], None]:
     """Returns `check(value)`, which raises `InvalidValue` and names the leaf that is not in its space.
@@ -39,6 +42,6 @@ def checker(space: Space[Any], path: Path) -> Callable[[Any], None]:
 
     def check_leaf(value: Any) -> None:
         if not space.contains(value) and np.shape(value) == space.shape:
-            raise InvalidValue(f"{format_path(path)}: {reprlib.repr(value)} is not in {space}")
+            raise InvalidValue(f"{format_path(path)}: {_outline.repr(value)} is not in {space}")
 
     return check_leaf

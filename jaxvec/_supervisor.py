@@ -78,7 +78,7 @@ class Supervisor:
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         self._news: list[tuple[int, JaxvecError]] = []  # of replaced workers, for `look`
-        self._grace = -math.inf  # when workers that are starting are late, in time.monotonic() seconds
+        self._grace = -math.inf  # until when nobody is late, in time.monotonic() seconds
         self._attach: Attach | None = None  # to a worker's place; None until the workers serve
         self._description: Description | None = None
         self._arrays: Arrays | None = None
@@ -142,7 +142,7 @@ class Supervisor:
         return descriptions[0]
 
     def extend(self, deadline: float | None, timeout: float | None) -> float | None:
-        """Returns a deadline that gives workers that are starting their time, and then `timeout` seconds."""
+        """Returns a deadline that leaves time for what is gone on from, and then `timeout` seconds."""
         if deadline is None or timeout is None:
             return None
         return max(deadline, self._grace + timeout)
@@ -253,6 +253,7 @@ class Supervisor:
             return
         self._budget.spend(worker, error)
         assert self._budget.policy is not None
+        self._grace = max(self._grace, time.monotonic())
         self._tell(worker, Recover(self._budget.policy.retry == "rebuild"), deadline)
 
     def _go_on_starting(self, worker: int, message: Any, deadline: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gymnasium
 import numpy as np
 import pytest
 from disasters import assert_broken, in_two_ways
@@ -172,3 +173,78 @@ def test_envs_with_different_spaces_are_refused(make, backend):
 
     with pytest.raises(jaxvec.SpaceMismatchError, match=r"env 3 has action space Discrete\(5\)"):
         make(different, 4, backend=backend)
+
+
+# --- Out of the space ---------------------------------------------------------------------------
+
+
+class OutsideEnv(gymnasium.Env):
+    """Its nested observation is in its space, but for one leaf of env 1 where `value` is put."""
+
+    observation_space = spaces.Dict(
+        {
+            "pose": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3))),
+            "seen": spaces.MultiBinary(2),
+        }
+    )
+    action_space = spaces.Discrete(8)
+
+    def __init__(self, env_id, where, leaf, value):
+        self._change = (where, leaf, value) if env_id == 1 else None
+
+    def _observe(self, where):
+        leaves = {"position": np.zeros(2, np.float32), "kind": 1, "seen": np.zeros(2, np.int8)}
+        if self._change is not None and self._change[0] == where:
+            leaves[self._change[1]] = self._change[2]
+        return {"pose": (leaves["position"], leaves["kind"]), "seen": leaves["seen"]}
+
+    def reset(self, *, seed=None, options=None):
+        return self._observe("reset"), {}
+
+    def step(self, action):
+        return self._observe("step" if action == 7 else ""), 0.0, False, False, {}
+
+
+OUTSIDE = {
+    "above": (
+        "position",
+        np.array([0, 2], np.float32),
+        r"obs\['pose'\]\[0\]: array.* is not in Box\(-1.0, 1.0",
+    ),
+    "NaN": ("position", np.array([0, np.nan], np.float32), r"obs\['pose'\]\[0\]: array.*nan.* is not in Box"),
+    "no such kind": ("kind", 3, r"obs\['pose'\]\[1\]: 3 is not in Discrete\(3\)"),
+    "no bit": ("seen", np.array([0, 2], np.int8), r"obs\['seen'\]: array.* is not in MultiBinary\(2\)"),
+    "shape": ("position", np.zeros(3, np.float32), r"obs\['pose'\]\[0\]: expected shape \(2,\), got \(3,\)"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_strict_refuses_what_is_not_in_the_space(make, backend, name, where):
+    leaf, value, text = OUTSIDE[name]
+    envs = make(lambda env_id: OutsideEnv(env_id, where, leaf, value), 2, backend=backend, check="strict")
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 1 .*{where}.*{text}"):
+        envs.reset()
+        envs.step([0, 7])
+
+
+@pytest.mark.parametrize("name", [name for name in OUTSIDE if name != "shape"])
+def test_by_default_only_the_structure_is_looked_at(make, backend, name):
+    leaf, value, _ = OUTSIDE[name]
+    envs = make(lambda env_id: OutsideEnv(env_id, "step", leaf, value), 2, backend=backend)
+    envs.reset()
+    envs.step([0, 7])
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_strict_takes_all_that_is_in_the_space(make, mode):
+    envs = make("CartPole-v1", 3, check="strict", autoreset_mode=mode)
+    envs.reset(seed=0)
+    for _ in range(60):
+        envs.step([1, 0, 1])
+    assert envs.stats().total.episodes > 6
+
+
+def test_an_unknown_check_is_refused():
+    with pytest.raises(ValueError, match='check must be "structure" or "strict"'):
+        jaxvec.make(CountingEnv, 1, check="everything")

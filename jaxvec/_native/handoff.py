@@ -105,8 +105,7 @@ class NativeParentEnd:
     def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
         """See `ParentHandoff`."""
         while True:
-            left = time_left(supervision.deadline)
-            timeout = int(min(left, LOOK_AROUND) * 1e9)
+            timeout = int(min(time_left(supervision.deadline), LOOK_AROUND) * 1e9)
             outcome = self._library.jaxvec_wait(
                 self._reference, slots.ctypes.data, len(slots), count, timeout
             )
@@ -116,7 +115,7 @@ class NativeParentEnd:
             with self._listening:
                 self._library.jaxvec_note_alarms(self._reference)  # first: another may be rung meanwhile
                 supervision.look(0)
-            if left <= 0:
+            if time_left(supervision.deadline) <= 0:  # what was seen may have moved it
                 supervision.expire()
 
     def knock(self, worker: int) -> None:
