@@ -9,7 +9,8 @@
 namespace jaxvec {
 
 // Counts from now on, and passes every SIGINT on to the handler that is there. Does nothing where there
-// is none, or where it counts already. Whoever sets a handler later ends the counting.
+// is none, or where it counts already. Whoever sets a handler later ends the counting, until this is called
+// again.
 void watch_interrupts();
 
 // Returns how many there were.
