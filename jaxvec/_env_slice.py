@@ -296,19 +296,20 @@ class EnvSlice:
         An episode that a fault has cut ends with its last observation, in place of the one that never
         came, and without a reward.
         """
-        if self._state[index] != UNRESET:
-            self._stats[_stats.STEPS] -= 1  # it will be counted, but the env takes none
         if self._state[index] == OVER:
             try:
-                return self._begin_episode(index, *self._autoreset(index))
+                obs = self._begin_episode(index, *self._autoreset(index))
             except BaseException as error:
                 raise EnvFailure(self.first + index, "reset") from error
+            self._stats[_stats.STEPS] -= 1  # this one will be counted, but the env takes none
+            return obs
         if self._state[index] == UNRESET:
             obs, info = self._reset_after(index, self._final_infos.pop(index))
         else:
             (last,) = self._read_obs(np.array([index]))
             self._reward[index] = self._zero
             self._stats[_stats.FAULTS] += 1
+            self._stats[_stats.STEPS] -= 1  # once, though it may be UNRESET next
             try:
                 obs, info = self._end_step(index, last, False, True, {})
             finally:
