@@ -32,9 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transport", choices=["ffi", "io_callback"], help="what transport='auto' means")
     parser.addoption(
         "--ways",
-        choices=["1/3", "2/3", "3/3", "all"],
-        default="1/3",
-        help="in which of the ways to drive a pool each test runs that is for all: in other ones each",
+        default="1/6",
+        help="in which of the ways to drive a pool tests run that are for all: 1/6 to 6/6, or 1/1 for all",
     )
 
 
@@ -45,8 +44,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves each test, with its other parameters, some of the ways that it is written for."""
-    if config.getoption("--ways") == "all":
-        return
     place, shares = map(int, config.getoption("--ways").split("/"))
     ways: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -54,12 +51,10 @@ def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
         if "way" in parameters or {"handoff", "face"} <= {*parameters}:
             others = {name: value for name, value in parameters.items() if name not in _WAY}
             ways.setdefault(f"{item.location[0]} {item.originalname} {others}", []).append(item)
-    left_out = {
-        item
-        for number, group in enumerate(ways.values())
-        for index, item in enumerate(group)
-        if len(group) >= shares and (number + index) % shares != place - 1
-    }
+    left_out: set[pytest.Item] = set()
+    for number, group in enumerate(ways.values()):
+        every = min(shares, len(group))
+        left_out |= {item for i, item in enumerate(group) if (number + i - place + 1) % every}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
