@@ -12,6 +12,7 @@ from disasters import Way
 
 SCRIPT = """
 import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start its jobs without
 import numpy as np, gymnasium, jaxvec
 from gymnasium import spaces
 
