@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -97,7 +98,11 @@ class ProcessWorkers:
         wait = self._wait("attach", self._start_timeout)
         spin_ns = _spin_ns(len(self._slices))
         descriptor = _segment.create(layout)
-        arrays = _segment.attach(descriptor, layout)
+        try:
+            arrays = _segment.attach(descriptor, layout)
+        except BaseException:
+            os.close(descriptor)
+            raise
         message = Attach(0, layout, spec, autoreset_mode, self._kind, spin_ns, replaces=None)
         self.supervisor.send_attach(message, descriptor, arrays, wait.deadline)
         self._gather(wait)

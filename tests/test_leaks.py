@@ -233,9 +233,7 @@ def test_a_full_disk_is_a_clear_error(handoff):
 def test_too_little_memory_for_the_segment_is_a_clear_error(handoff):
     """A worker inherits the limit, but has less without it: so it is here that there is no room."""
     vms = "process.memory_info().vms"
-    error, _ = run_limited(
-        handoff, "RLIMIT_AS", f"max({vms}, 500 << 20) + (64 << 20)", size=1 << 20, envs=64
-    )
+    error, _ = run_limited(handoff, "RLIMIT_AS", f"max({vms}, 500 << 20) + (64 << 20)", size=1 << 20, envs=64)
     assert error.startswith("OSError [Errno 12] Cannot allocate memory")
 
 
