@@ -18,6 +18,7 @@ class Closing:
     """Closes a pool once.
 
     Attributes:
+        process: whose pool it is; no fork of it may use or close the pool.
         closed: whether it is, or is about to be.
         hurry: whether its envs get little time, because it is broken.
     """
@@ -25,13 +26,13 @@ class Closing:
     def __init__(self, workers: Workers, gate: Gate) -> None:
         self._workers = workers
         self._gate = gate
-        self._process = os.getpid()
+        self.process = os.getpid()
         self.closed = False
         self.hurry = False
 
     def close(self, timeout: float = 5.0) -> bool:
         """Closes, see `Pool.close`; returns False if another call does so, or did."""
-        if self.closed or os.getpid() != self._process:  # a fork's exit must not close our pool
+        if self.closed or os.getpid() != self.process:
             return False
         self.closed = True
         self._gate.bar()

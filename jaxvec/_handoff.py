@@ -114,7 +114,7 @@ class WorkerHandoff(Protocol):
         ...
 
     def verdict(self) -> Any:
-        """Waits for the message that answers a report."""
+        """Waits for a message, whatever else there is to do: what answers a report, in the end."""
         ...
 
 

@@ -73,7 +73,7 @@ def _arrays(
         yield leaf.path, spec.batch_shape(leaf), leaf.stored
     yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
     # What outlives a worker. It alone writes them, and the one that replaces it goes on from there.
-    yield ("last_seed",), (n,), np.dtype(np.int64)  # that the env was given; 0 before the first
+    yield ("last_seed",), (n,), np.dtype(np.int64)  # that the env was given, see _seeds
     yield ("rebuilds",), (n,), np.dtype(np.uint32)  # how often the env was built anew
     yield ("ended",), (n,), np.dtype(np.int64)  # the request that ended an episode last, see `asked`
     yield ("stats",), (len(slices), ALIGNMENT // 8), np.dtype(np.int64)  # see _stats

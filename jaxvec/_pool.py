@@ -91,7 +91,6 @@ class Pool:
 
         self._broken_by: BaseException | None = None
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
-        self._process = os.getpid()
         disabled = autoreset_mode is AutoresetMode.DISABLED
         self._gate = workers.open_gate(
             self.id,
@@ -441,10 +440,10 @@ class Pool:
         return self._end_step(slots, out, copy=copy)
 
     def _require_usable(self) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self.closing.process:
             raise PoolClosedError(
-                f"pool {self.id} belongs to process {self._process}, from which this one was forked; make "
-                "a pool of its own here"
+                f"pool {self.id} belongs to process {self.closing.process}, from which this one was forked; "
+                "make a pool of its own here"
             )
         if self.closed:
             raise PoolClosedError(f"pool {self.id} is closed")

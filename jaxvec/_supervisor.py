@@ -66,7 +66,7 @@ class Supervisor:
     """
 
     def __init__(self, plan: Plan, budget: Budget) -> None:
-        """Starts the processes, which wait for `send_setup`."""
+        """Starts the processes, which wait for what `setup` makes."""
         interrupts.watch()
         self._plan = plan
         self._budget = budget
@@ -230,8 +230,9 @@ class Supervisor:
 
     def running(self, slots: Iterable[int]) -> str:
         """Says which of `slots` are inside their env's code now, and with what action."""
-        if self._arrays is None or self._attach is None:
+        if self._arrays is None:
             return ""
+        assert self._attach is not None
         marks = self._arrays["running",][:, 0].tolist()
         running = np.array([slot for slot in slots if slot + 1 in marks], np.intp)
         actions = reader(self._attach.spec.action, self._arrays)(running)

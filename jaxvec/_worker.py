@@ -108,7 +108,8 @@ def _recover(channel: _channel.Channel, end: WorkerHandoff, env_slice: EnvSlice,
     while True:
         channel.send(_failures.report(failure))
         end.alarm()
-        verdict: Recover = end.verdict()
+        while not isinstance(verdict := end.verdict(), Recover):  # a request was under way to us
+            channel.send(_answer(env_slice, verdict))
         try:
             env_slice.recover(failure, rebuild=verdict.rebuild)
         except EnvFailure as another:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 from contextlib import suppress
@@ -89,7 +90,7 @@ def rollout(envs, face, actions):
 def start(make, face, *args, **kwargs):
     if face != "python":
         kwargs["transport"] = face
-    return make(*args, **{"on_fault": FREE, "step_timeout": 1.0 if "hang" in kwargs else 30, **kwargs})
+    return make(*args, **{"on_fault": FREE, "step_timeout": 30, **kwargs})
 
 
 # --- A fault in a loop -------------------------------------------------------------------------
@@ -170,7 +171,8 @@ def test_a_first_ready_pool_goes_on(make, handoff, face, fault):
     faults = sum(np.asarray(timestep.info["fault"], int) for timestep in seen).sum()
     assert faults == (1 if fault == "exception" else 2)  # the worker's two envs lose their episode
     assert all((np.asarray(t.info["fault"]) == np.asarray(t.truncated)).all() for t in seen)
-    assert envs.stats().total.steps == 50 * 2 + 2 - faults or envs.stats().total.steps > 90
+    # The last two that were sent may not be done.
+    assert 49 * 2 - faults <= envs.stats().total.steps <= 50 * 2 - faults
     assert envs.pool.broken_by is None
 
 
@@ -532,3 +534,25 @@ def test_close_during_a_restart_leaves_nothing(make):
         del os.environ["JAXVEC_SLOW"]
     assert isinstance(outcome[0], jaxvec.PoolClosedError)
     assert psutil.Process().children() == []
+
+
+def test_a_call_that_comes_before_the_verdict_on_a_failed_env_is_answered(make, handoff):
+    envs = make(
+        lambda: FragileEnv(throw),
+        2,
+        num_workers=2,
+        batch_size=1,
+        recv_order="sent",
+        on_fault=FREE,
+        handoff=handoff,
+    )
+    envs.reset(seed=0)
+    envs.recv()
+    worker = envs.pool._workers.supervisor.channels[0]
+    while worker.readable():  # wakes for what was received
+        worker.receive()
+    envs.send([HARM], [0])
+    assert select.select([worker], [], [], 10)[0]  # its report, which nobody has read
+    assert envs.call("steps") == (0, 0)
+    assert envs.recv().info["fault"].tolist() == [True]
+    assert envs.stats().total.restarts == 1
