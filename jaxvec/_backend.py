@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jaxvec._description import Description
 from jaxvec._gate import Gate
 from jaxvec._layout import Layout
+from jaxvec._options import Options
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 from jaxvec._turns import Turns
@@ -26,12 +27,14 @@ class Patience:
         name: of the operation, for errors.
         timeout: seconds that it may take, of which `waited` are gone; `None` for ever.
         check: called now and then; raises what should end the wait.
+        give_up: when the caller has waited long enough, of `time.monotonic()`; `None` for never.
     """
 
     name: str
     timeout: float | None
     waited: float
     check: Callable[[], None]
+    give_up: float | None = None
 
 
 class Workers(Protocol):
@@ -79,6 +82,7 @@ class Workers(Protocol):
             EnvError: an env raised or returned wrong data.
             WorkerDiedError: a worker died.
             EnvTimeoutError: the envs did not finish in time.
+            NotReadyError: the caller has waited long enough; nothing has failed.
         """
         ...
 
@@ -91,7 +95,7 @@ class Workers(Protocol):
         """
         ...
 
-    def set_options(self, options: dict[str, Any] | None, timeout: float | None) -> None:
+    def set_options(self, options: Options, timeout: float | None) -> None:
         """Sets what every `reset` from now on passes to its envs; raises as `wait`."""
         ...
 

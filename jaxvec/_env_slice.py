@@ -19,6 +19,7 @@ from jaxvec import _envs, _rows, _seeds, _stats
 from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._info_rows import DeclaredInfo, FinalStep
 from jaxvec._membership import checker
+from jaxvec._options import Options
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
@@ -101,7 +102,7 @@ class EnvSlice:
         self._state = [PLAYING] * count
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
-        self._options: dict[str, Any] | None = None  # of resets from outside
+        self._options: Options = None  # of resets from outside
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of each env's last call
         if replaces:
             for index in range(count):
@@ -123,7 +124,8 @@ class EnvSlice:
             seed = None if self._seeds[index] == NONE else int(self._seeds[index])
             self._running[0] = self.first + index + 1
             try:
-                self._write_obs(index, self._begin_episode(index, *self._restart(index, seed, self._options)))
+                options = None if self._options is None else self._options[index]
+                self._write_obs(index, self._begin_episode(index, *self._restart(index, seed, options)))
                 if seed is not None and index == 0:
                     self._spares.reseed(seed)
                 self._spares.used = True
@@ -232,8 +234,8 @@ class EnvSlice:
         """Resets a spare env in advance."""
         self._spares.prepare(self._reset)
 
-    def set_options(self, options: dict[str, Any] | None) -> None:
-        """Sets the options that every `reset` from now on passes to its envs."""
+    def set_options(self, options: Options) -> None:
+        """Sets the options that resets from outside pass to each of our envs from now on."""
         self._options = options
 
     def call(self, slots: Iterable[int], name: str, args: Sequence[Any], kwargs: Any) -> list[Any]:

@@ -10,6 +10,7 @@ __all__ = [
     "EnvTimeoutError",
     "InFlightError",
     "JaxvecError",
+    "NotReadyError",
     "PoolBrokenError",
     "PoolClosedError",
     "ResetNeededError",
@@ -49,6 +50,10 @@ class EnvIdError(JaxvecError, ValueError):
 
 class InFlightError(JaxvecError, RuntimeError):
     """A call needs an env that is in flight, or `recv` more of them than are."""
+
+
+class NotReadyError(JaxvecError, TimeoutError):
+    """A caller's own `timeout` passed; the envs are still in flight, and can be waited for again."""
 
 
 class StaleHandleError(JaxvecError, ValueError):

@@ -9,6 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from jaxvec._failures import Report
 from jaxvec._layout import Layout
+from jaxvec._options import Options
 from jaxvec._spec import PoolSpec
 
 
@@ -36,7 +37,7 @@ class Ready:
 class Replacement:
     """What a worker that is gone was told since it attached."""
 
-    options: dict[str, Any] | None  # of resets
+    options: Options  # of its envs' resets
     knocks: int
 
 

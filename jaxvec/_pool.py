@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _stats
+from jaxvec import _options, _stats
 from jaxvec._backend import Patience, Workers
 from jaxvec._closing import Closing
 from jaxvec._errors import (
     EnvIdError,
     JaxvecError,
+    NotReadyError,
     PoolBrokenError,
     PoolClosedError,
     StaleHandleError,
@@ -35,6 +37,7 @@ from jaxvec._errors import (
 from jaxvec._handoff import RESET, STEP
 from jaxvec._layout import make_layout
 from jaxvec._native import interrupts
+from jaxvec._options import Options
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
@@ -65,6 +68,7 @@ class Pool:
         autoreset_mode: AutoresetMode,
         in_order: bool,
         timeouts: Timeouts,
+        resets_required: bool,
     ) -> None:
         """Makes the pool of these workers.
 
@@ -75,6 +79,8 @@ class Pool:
             autoreset_mode: of the envs.
             in_order: whether `recv` returns envs in the order in which they were sent.
             timeouts: of the operations.
+            resets_required: whether envs that were never reset, or have ended their episode without
+                autoreset, refuse to step.
         """
         self.spec = spec
         self._workers = workers
@@ -87,16 +93,19 @@ class Pool:
         self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
         self._turns = Turns(self.id, spec.num_envs, spec.batch_size)
-        self._options: dict[str, Any] | None = None  # that the workers hold
+        self._options: Options = None  # that the workers hold
+        self._resets_required = resets_required
+        if not resets_required:
+            self._turns.needs_reset[:] = False
 
         self._broken_by: BaseException | None = None
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
-        disabled = autoreset_mode is AutoresetMode.DISABLED
+        waits_for_resets = resets_required and autoreset_mode is AutoresetMode.DISABLED
         self._gate = workers.open_gate(
             self.id,
             self._turns,
             in_order,
-            self._views.over if disabled else None,
+            self._views.over if waits_for_resets else None,
             timeouts.step,
         )
         self.closing = Closing(workers, self._gate)
@@ -150,9 +159,9 @@ class Pool:
         *,
         seeds: NDArray[Any] | None,
         mask: NDArray[Any] | None,
-        options: dict[str, Any] | None,
+        options: Any,
         counts: NDArray[Any] | None,
-        caller: str,
+        caller: str | None,
         out: Rows | None = None,
     ) -> Rows:
         """Resets envs; when all are, what was in flight is lost.
@@ -161,9 +170,10 @@ class Pool:
             slots: `[n]`.
             seeds: `[n]` int64, `NONE` where an env gets none.
             mask: `[n]` bool, which envs to reset; the others' rows stay as they are. `None` for all.
-            options: for every env's `reset`.
+            options: for the envs' `reset`, as `_options.expand`.
             counts: `[n]`, those of the caller's handle; `None` if it has none.
-            caller: who is to be named when the handles of others go stale; of `_gate.MOVERS`.
+            caller: who is to be named when the handles of others go stale; of `_gate.MOVERS`. `None` if
+                they don't.
             out: where to copy the leaves of the time step.
 
         Returns:
@@ -171,38 +181,33 @@ class Pool:
             pool, as `recv`.
         """
         chosen = slots if mask is None else slots[mask]
-        replaces_options = options is not None or self._options is not None
+        options = _options.expand(options, slots, self.spec.num_envs)
         with self._gate.flight():
-            with self._gate.inside(alone=counts is None or replaces_options):
+            with self._gate.inside(alone=counts is None or self._sets_options(options)):
                 check = self._enter(slots, counts)
-                sent = self._turns.sent
-                if len(chosen) == self.spec.num_envs and len(sent):
-                    self._wait(sent, len(sent), self._doing(sent), check)
-                    self._turns.land(sent)
-                elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
-                    raise EnvIdError(
-                        f"a pool whose recv returns {self.spec.batch_size} of {self.spec.num_envs} envs is "
-                        f"reset as a whole, not {len(chosen)} envs of it"
-                    )
-                if self.spec.first_ready:
-                    chosen = self._turns.spread
-                self._turns.require_landed(chosen)
-                self._views.seeds[slots] = NONE if seeds is None else seeds
-                if replaces_options:
-                    self._options = options
-                    with self._breaking():
-                        self._workers.set_options(options, self._timeouts.step)
-                with self._breaking():
-                    self._workers.send(RESET, chosen)
-                self._turns.needs_reset[chosen] = False
-                if self.spec.first_ready:
-                    self._turns.take_off(chosen, self._timeouts.reset)
-                self._gate.moved(slots, caller)
+                self._send_reset(slots, chosen, seeds, options, check, in_flight=self.spec.first_ready)
+                self._moved(slots, caller)
                 self._gate.take_off()
             if self.spec.first_ready:
                 return self._receive(check, out)
             self._wait(chosen, len(chosen), "reset", check)
             return self._views.read(slots, out)
+
+    def send_reset(
+        self,
+        *,
+        seeds: NDArray[Any] | None,
+        mask: NDArray[Any] | None,
+        options: Any,
+        caller: str | None,
+    ) -> None:
+        """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
+        chosen = self.all if mask is None else self.all[mask]
+        options = _options.expand(options, self.all, self.spec.num_envs)
+        with self._gate.inside(alone=True):
+            check = self._enter(self.all, None)
+            self._send_reset(self.all, chosen, seeds, options, check, in_flight=True)
+            self._moved(self.all, caller)
 
     def step(
         self,
@@ -210,7 +215,7 @@ class Pool:
         actions: Rows,
         *,
         counts: NDArray[Any] | None,
-        caller: str,
+        caller: str | None,
         out: Rows | None = None,
     ) -> Rows:
         """Steps envs once.
@@ -227,7 +232,7 @@ class Pool:
             with self._gate.inside(alone=counts is None):
                 check = self._enter(slots, counts)
                 self._send_step(slots, actions)
-                self._gate.moved(slots, caller)
+                self._moved(slots, caller)
                 self._gate.take_off()
             self._wait(slots, len(slots), "step", check)
             return self._end_step(slots, out)
@@ -265,7 +270,7 @@ class Pool:
         actions: Rows,
         *,
         counts: NDArray[Any] | None,
-        caller: str,
+        caller: str | None,
     ) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
 
@@ -280,16 +285,18 @@ class Pool:
             self._turns.require_distinct(env_ids)
             self._send_step(env_ids, actions)
             self._turns.take_off(env_ids, self._timeouts.step)
-            self._gate.moved(slots, caller)
+            self._moved(slots, caller)
 
     def recv(
         self,
         slots: NDArray[Any],
         *,
         counts: NDArray[Any] | None,
-        caller: str,
+        caller: str | None,
         out: Rows | None = None,
         copy: bool = True,
+        timeout: float | None = None,
+        everything: bool = False,
     ) -> Rows:
         """Waits until `batch_size` of the envs in flight are done, and lands them.
 
@@ -297,17 +304,21 @@ class Pool:
             slots, counts, caller: as of `send`.
             out: as of `reset`.
             copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
+            timeout: seconds after which to raise `NotReadyError`, and leave the envs in flight.
+            everything: whether to wait for all envs in flight, and to return the rows of all envs.
 
         Returns:
             Each leaf of the time step, `[batch_size, ...]`.
         """
+        give_up = None if timeout is None else time.monotonic() + timeout
         with self._gate.flight():
             with self._gate.inside(alone=True):  # one recv at a time
                 check = self._enter(slots, counts)
-                self._turns.require_batch()
-                self._gate.moved(slots, caller)
+                if not everything:
+                    self._turns.require_batch()
+                self._moved(slots, caller)
                 self._gate.take_off()
-            return self._receive(check, out, copy=copy)
+            return self._receive(check, out, copy=copy, give_up=give_up, everything=everything)
 
     def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
@@ -341,7 +352,7 @@ class Pool:
             args: for each of `slots`.
             kwargs: for all.
             counts: as in `reset`.
-            caller: as in `reset`; `None` if the envs are not moved by it.
+            caller: as in `reset`.
 
         Returns:
             One result for each of `slots`.
@@ -355,8 +366,7 @@ class Pool:
         with self._gate.inside(alone=True):
             self._enter(slots, counts)
             slices = self._ask("call", arguments)
-            if caller is not None:
-                self._gate.moved(slots, caller)
+            self._moved(slots, caller)
         results = dict(zip(sorted(places), (result for each in slices for result in each), strict=True))
         return [results[slot] for slot in slots.tolist()]
 
@@ -384,6 +394,48 @@ class Pool:
         interrupt()
         self._require_usable()  # another thread may have closed or broken us
 
+    def _moved(self, slots: NDArray[Any], caller: str | None) -> None:
+        if caller is not None:
+            self._gate.moved(slots, caller)
+
+    def _sets_options(self, options: Options) -> bool:
+        """Says whether the workers hold other options than these."""
+        return options is not None or self._options is not None
+
+    def _send_reset(
+        self,
+        slots: NDArray[Any],
+        chosen: NDArray[Any],
+        seeds: NDArray[Any] | None,
+        options: Options,
+        check: Callable[[], None],
+        *,
+        in_flight: bool,
+    ) -> None:
+        """Sends those `chosen` of `slots`, `[n]`, to be reset with `seeds`, `[n]`."""
+        sent = self._turns.sent
+        if len(chosen) == self.spec.num_envs and len(sent):
+            self._wait(sent, len(sent), self._doing(sent), check)
+            self._turns.land(sent)
+        elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
+            raise EnvIdError(
+                f"a pool whose recv returns {self.spec.batch_size} of {self.spec.num_envs} envs is "
+                f"reset as a whole, not {len(chosen)} envs of it"
+            )
+        if self.spec.first_ready:
+            chosen = self._turns.spread
+        self._turns.require_landed(chosen)
+        self._views.seeds[slots] = NONE if seeds is None else seeds
+        if self._sets_options(options):
+            self._options = options
+            with self._breaking():
+                self._workers.set_options(options, self._timeouts.step)
+        with self._breaking():
+            self._workers.send(RESET, chosen)
+        self._turns.needs_reset[chosen] = False
+        if in_flight:
+            self._turns.take_off(chosen, self._timeouts.reset)
+
     def _send_step(self, slots: NDArray[Any], actions: Rows) -> None:
         self._turns.require_landed(slots)
         self._turns.require_reset(slots, self._gate)
@@ -401,19 +453,26 @@ class Pool:
         return answers
 
     def _wait(
-        self, slots: NDArray[Any], count: int, name: str, check: Callable[[], None], *, waited: float = 0
+        self,
+        slots: NDArray[Any],
+        count: int,
+        name: str,
+        check: Callable[[], None],
+        *,
+        waited: float = 0,
+        give_up: float | None = None,
     ) -> None:
         timeout = self._timeouts.reset if name == "reset" else self._timeouts.step
         with self._breaking():
             check()
-            self._workers.wait(slots, count, Patience(name, timeout, waited, check))
+            self._workers.wait(slots, count, Patience(name, timeout, waited, check, give_up))
 
     def _doing(self, slots: NDArray[Any]) -> str:
         """Names what those in flight are at: the rest of a reset has a reset's time."""
         return "reset" if self._workers.any_resetting(slots) else "step"
 
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
-        if self._autoreset_mode is AutoresetMode.DISABLED:
+        if self._resets_required and self._autoreset_mode is AutoresetMode.DISABLED:
             terminated, truncated = self._views.over
             self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
         return self._views.read(slots, out, copy=copy)
@@ -425,17 +484,20 @@ class Pool:
         *,
         waited: float = 0,
         copy: bool = True,
+        give_up: float | None = None,
+        everything: bool = False,
     ) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
         overdue = self._turns.overdue()
         if len(overdue):  # others may have been ready first ever since
             self._wait(overdue, len(overdue), self._doing(overdue), check, waited=math.inf)
-        count = self.spec.batch_size
-        sent = self._turns.sent[: count if self._in_order else None]
-        self._wait(sent, count, self._doing(sent), check, waited=waited)
+        sent = self._turns.sent
+        count = len(sent) if everything else self.spec.batch_size
+        sent = sent[: count if self._in_order else None]
+        self._wait(sent, count, self._doing(sent), check, waited=waited, give_up=give_up)
         with self._gate.inside():
             slots = sent if self._in_order else self._workers.first_done(sent, count)
-            slots = slots if self.spec.first_ready else self.all
+            slots = self.all if everything or not self.spec.first_ready else slots
             self._turns.land(slots)
         return self._end_step(slots, out, copy=copy)
 
@@ -458,6 +520,8 @@ class Pool:
         """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
         try:
             yield
+        except NotReadyError:
+            raise  # the envs are as they were
         except BaseException as error:
             if self.closed:
                 raise PoolClosedError(f"pool {self.id} was closed during a call") from error

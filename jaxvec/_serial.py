@@ -23,6 +23,7 @@ from jaxvec._errors import EnvError, SpaceMismatchError
 from jaxvec._gate import Gate, PortableGate
 from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
+from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
@@ -91,7 +92,7 @@ class SerialWorkers:
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return slots[:count]
 
-    def set_options(self, options: dict[str, Any] | None, timeout: float | None) -> None:
+    def set_options(self, options: Options, timeout: float | None) -> None:
         self._slice.set_options(options)
 
     def request(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxvec import _failures, _spawn
+from jaxvec import _failures, _options, _spawn
 from jaxvec._channel import WAKE, Channel
 from jaxvec._description import Description, compare
 from jaxvec._envs import EnvFn
@@ -25,6 +25,7 @@ from jaxvec._errors import EnvError, JaxvecError, SpaceMismatchError, WorkerDied
 from jaxvec._handoff import RESET
 from jaxvec._messages import Attach, Ready, Recover, Replacement, Setup
 from jaxvec._native import interrupts
+from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._rows import reader
 from jaxvec._segment import Arrays
@@ -61,7 +62,7 @@ class Supervisor:
     Attributes:
         channels: the control socket to each worker; a replaced worker's has the same descriptor.
         starting: workers that take another's place and are not ready yet.
-        options: what every `reset` passes to its envs; for workers that take another's place.
+        options: what resets pass to the envs; for workers that take another's place.
         knock: tells a worker that serves that a message is on its socket.
     """
 
@@ -73,7 +74,7 @@ class Supervisor:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.channels: list[Channel] = []
         self.starting: set[int] = set()
-        self.options: dict[str, Any] | None = None
+        self.options: Options = None
         self.knock: Callable[[int], None] = _no_knock
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
@@ -263,7 +264,10 @@ class Supervisor:
             self._require_equal(worker, pickle.loads(message.description))
             assert self._attach is not None
             assert self._arrays is not None
-            replaces = Replacement(self.options, int(self._arrays["knocks",][worker, 0]))
+            replaces = Replacement(
+                _options.share(self.options, *self._plan.slices[worker]),
+                int(self._arrays["knocks",][worker, 0]),
+            )
             attach = replace(self._attach, worker=worker, replaces=replaces)
             self._tell(worker, attach, deadline, [self._segment])
             return

@@ -86,13 +86,13 @@ class VectorEnv:
         """Whether the pool was closed."""
         return self._pool.closed
 
-    def reset(self, *, seed: Any = None, mask: Any = None, options: dict[str, Any] | None = None) -> TimeStep:
+    def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep:
         """Resets all envs, or those of `mask`, whose rows alone change.
 
         Args:
             seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
             mask: `[num_envs]` bool.
-            options: passed to every env's `reset`.
+            options: a dict for every env's `reset`, or one for each env.
 
         Returns:
             NumPy arrays that later calls don't overwrite; reward 0, flags false for envs reset.
@@ -148,10 +148,24 @@ class VectorEnv:
         actions = _actions.check_on_host(self.spec, action, len(slots))
         self._pool.send(self._pool.all, slots, actions, counts=None, caller=HOST_SEND)
 
-    def recv(self, *, copy: bool = True) -> TimeStep:
+    def send_reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
+        """Starts a reset of all envs, or of those of `mask`, and does not wait for it; `recv` does.
+
+        Args and errors are those of `reset`.
+        """
+        self._pool.send_reset(
+            seeds=_seeds.expand(seed, self.num_envs),
+            mask=_seeds.check_mask(mask, self.num_envs),
+            options=options,
+            caller=HOST_RESET,
+        )
+
+    def recv(self, *, timeout: float | None = None, copy: bool = True) -> TimeStep:
         """Waits for `batch_size` of the envs in flight; see `jaxvec.recv`. From any thread.
 
         Args:
+            timeout: seconds after which it raises `NotReadyError` and leaves the envs in flight, to be
+                waited for again; `None` for never.
             copy: `False` leaves rows in the segment where they are evenly spaced, as those of all envs
                 are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent.
 
@@ -160,11 +174,12 @@ class VectorEnv:
 
         Raises:
             InFlightError: fewer envs than that are in flight; the pool is as it was.
+            NotReadyError: they were not done in time; the pool is as it was.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
         """
         return self.spec.build_timestep(
-            self._pool.recv(self._pool.all, counts=None, caller=HOST_RECV, copy=copy)
+            self._pool.recv(self._pool.all, counts=None, caller=HOST_RECV, copy=copy, timeout=timeout)
         )
 
     def stats(self) -> Stats:
@@ -271,6 +286,7 @@ def start(
     transport: str,
     handoff: str,
     policy: DtypePolicy,
+    resets_required: bool = True,
     env_kwargs: dict[str, Any],
 ) -> VectorEnv:
     """Starts a pool; see `jaxvec.make`. `policy` maps the spaces' dtypes to the stored ones."""
@@ -318,6 +334,7 @@ def start(
             autoreset_mode=mode,
             in_order=recv_order == "sent",
             timeouts=timeouts,
+            resets_required=resets_required,
         )
         _pools.publish(pool)
         return VectorEnv(pool, description, num_workers=num_workers, autoreset_mode=mode, transport=transport)

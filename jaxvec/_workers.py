@@ -13,16 +13,17 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _failures, _handoffs, _segment
+from jaxvec import _failures, _handoffs, _options, _segment
 from jaxvec._backend import Patience
 from jaxvec._channel import WAKE
 from jaxvec._cores import usable_cores
-from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, WorkerDiedError
+from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, NotReadyError, WorkerDiedError
 from jaxvec._gate import Gate
 from jaxvec._handoff import LOOK_AROUND, ParentHandoff, listen, time_left
 from jaxvec._layout import Layout
 from jaxvec._messages import Attach, Reply, Request
 from jaxvec._native import interrupts
+from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
@@ -43,21 +44,29 @@ class _Wait:
     check: Callable[[], None]  # raises what should end it
     slots: NDArray[Any] | None = None  # that it waits for, if not for
     owing: Sequence[int] = ()  # workers that owe a message
+    give_up: float | None = None  # as of `Patience`
 
     @property
     def deadline(self) -> float | None:
+        """The earlier of when the envs are late, and when the caller has waited long enough."""
+        return min((end for end in (self._late, self.give_up) if end is not None), default=None)
+
+    @property
+    def _late(self) -> float | None:
         return self.workers.supervisor.extend(self.until, self.timeout)
 
     def look(self, seconds: float) -> list[tuple[int, Any]]:
         self.check()
         try:
-            return self.workers.supervisor.look(seconds, self.deadline)
+            return self.workers.supervisor.look(seconds, self._late)
         except TimeoutError:  # a message that came in part
             self.expire()
             return []
 
     def expire(self) -> None:
         """Raises what took too long, unless the workers that hold it up can be replaced."""
+        if self.give_up is not None and time.monotonic() >= self.give_up:
+            raise NotReadyError(f"{self.name}: not ready within the timeout given; wait for it again")
         error, late = self.workers.timed_out(self)
         for worker in late:
             self.workers.supervisor.replace(worker, error)
@@ -146,16 +155,18 @@ class ProcessWorkers:
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         assert self._handoff is not None
         until = _deadline(patience.timeout, patience.waited)
-        wait = _Wait(self, patience.name, patience.timeout, until, patience.check, slots)
+        wait = _Wait(
+            self, patience.name, patience.timeout, until, patience.check, slots, give_up=patience.give_up
+        )
         self._handoff.wait(slots, count, wait)
 
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         assert self._handoff is not None
         return self._handoff.first_done(slots, count)
 
-    def set_options(self, options: dict[str, Any] | None, timeout: float | None) -> None:
+    def set_options(self, options: Options, timeout: float | None) -> None:
         self.supervisor.options = options  # a worker that is replaced meanwhile gets them, too
-        self.request("set_options", lambda _first, _stop: (options,), timeout=timeout)
+        self.request("set_options", lambda *share: (_options.share(options, *share),), timeout=timeout)
 
     def request(
         self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None

@@ -457,3 +457,59 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, data, num_envs, o
                 for env_id in got:
                     flying.remove(env_id)
                     landed.append(env_id)
+
+
+# --- Resets in two halves, and a caller's own time limit -----------------------------------------
+
+
+def test_a_reset_that_was_sent_is_received(make, how):
+    envs = make(CountingEnv, 3, **how)
+    envs.send_reset(seed=5, options=[{"level": 1}, None, {"level": 3}])
+    with pytest.raises(jaxvec.InFlightError):
+        envs.step([0, 0, 0])
+    assert envs.recv().obs[:, :2].tolist() == [[1, 0]] * 3
+    assert [info["seed"] for info in envs.infos] == [5, 6, 7]
+    assert [info["options"] for info in envs.infos] == [{"level": 1}, None, {"level": 3}]
+    envs.step([0, 0, 0])
+
+
+def test_some_envs_reset_while_others_step(make, how):
+    envs = make(CountingEnv, 4, **how)
+    envs.reset()
+    envs.send_reset(mask=np.array([True, False, True, False]))
+    with pytest.raises(jaxvec.InFlightError):  # two are in flight, recv returns four
+        envs.recv()
+    envs.send([1, 3], env_id=[1, 3])
+    assert envs.recv().obs.tolist() == [[2, 0, 0, -1], [1, 1, 1, 1], [2, 0, 0, -1], [1, 1, 1, 3]]
+
+
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, handoff, tmp_path):
+    gate = tmp_path / "gate"
+    envs = make(GatedEnv, 2, gate=gate, handoff=handoff)
+    envs.reset()
+    envs.send([7, 0])
+    for _ in range(2):
+        with pytest.raises(jaxvec.NotReadyError, match="wait for it again"):
+            envs.recv(timeout=0.01)
+    with pytest.raises(jaxvec.InFlightError):
+        envs.step([0, 0])
+    gate.touch()
+    assert envs.recv(timeout=20).obs.tolist() == [[1, 1, 1, 7], [1, 1, 1, 0]]
+    assert envs.step([1, 2]).obs[:, 3].tolist() == [1, 2]  # no stale row
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([{}], "got 1 options for 2 envs"),
+        ("fast", "must be a dict, or one for each env, not str"),
+        ([{}, 3], "options of env 1 must be a dict or None, not int"),
+    ],
+)
+def test_wrong_options_are_refused(make, how, options, error):
+    envs = make(CountingEnv, 2, **how)
+    for reset in (envs.reset, envs.send_reset, lambda options: jaxvec.reset(envs, options=options)):
+        with pytest.raises((TypeError, ValueError), match=error):
+            reset(options=options)
+    assert envs.reset().obs[:, 0].tolist() == [1, 1]

@@ -21,7 +21,7 @@ def reset(
     num_envs: int | None = None,
     seed: Any = None,
     mask: Any = None,
-    options: dict[str, Any] | None = None,
+    options: Any = None,
 ) -> tuple[Handle, TimeStep]:
     """Resets all envs, or those of `mask`, whose rows alone change.
 
@@ -35,7 +35,7 @@ def reset(
         seed: `None`; an int (env *i* gets `seed + i`); `[num_envs]` integers; or a JAX key, from
             which each env gets a seed of its own. Arrays and keys may be traced.
         mask: `[num_envs]` bool, may be traced; `None` for all.
-        options: passed to every env's `reset`; fixed when the program is traced.
+        options: a dict for every env's `reset`, or one for each env; fixed when the program is traced.
 
     Returns:
         The handle for the next step, and the time step: reward 0 and flags false for envs reset. Of a
