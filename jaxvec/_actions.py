@@ -42,14 +42,22 @@ def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]
     return [found for child, part in pairs for found in flatten(child, part, check)]
 
 
-def check_on_host(spec: PoolSpec, action: Any, num_envs: int) -> list[NDArray[Any]]:
+def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = False) -> list[NDArray[Any]]:
     """Returns the leaves of a batch of actions, each `[num_envs, ...]`, in the order of the spec.
+
+    Args:
+        spec: of the pool.
+        action: of `num_envs` envs.
+        num_envs: how many.
+        exact: whether values have to be what the envs get, and not be rounded on their way.
 
     Raises:
         ActionError: wrong structure, shape or dtype; names the leaf.
     """
 
     def check(leaf: Leaf, value: Any) -> NDArray[Any]:
+        if leaf.is_object:
+            return _objects(leaf, value, num_envs)
         shape = (num_envs, *leaf.shape)
         expected = f"{leaf}: expected {leaf.stored} of shape {shape}, env axis first; got"
         try:
@@ -59,12 +67,24 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int) -> list[NDArray[An
         if array.shape != shape or not castable(array.dtype, leaf):
             raise ActionError(f"{expected} {array.dtype} of shape {array.shape}")
         stored = array.astype(leaf.stored, copy=False)
-        safe = leaf.stored.kind == "f" or np.can_cast(array.dtype, leaf.stored)
+        safe = (leaf.stored.kind == "f" and not exact) or np.can_cast(array.dtype, leaf.stored)
         if not safe and not np.array_equal(stored, array):
             raise ActionError(f"{expected} values that don't fit into {leaf.stored}")
         return stored
 
     return flatten(spec.action, action, check)
+
+
+def _objects(leaf: Leaf, value: Any, num_envs: int) -> NDArray[Any]:
+    if not isinstance(value, (tuple, list, np.ndarray)) or len(value) != num_envs:
+        got = type(value).__name__
+        raise ActionError(
+            f"{leaf}: expected a tuple or list of {num_envs} values, one for each env, got {got}"
+        )
+    array = np.empty(num_envs, object)
+    for row, one in enumerate(value):
+        array[row] = one
+    return array
 
 
 def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+
 from jaxvec._envs import Env, EnvFailure
 from jaxvec._spec import EnvSpaces
 
@@ -28,7 +30,7 @@ class Description:
     mismatch: str | None
 
 
-def describe(envs: Sequence[Env], *, first: int, learn_info: bool) -> Description:
+def describe(envs: Sequence[Env], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
     """Describes the envs `first`, `first + 1`, …; resets the first one once if `learn_info`.
 
     Raises:
@@ -39,16 +41,24 @@ def describe(envs: Sequence[Env], *, first: int, learn_info: bool) -> Descriptio
     except BaseException as error:
         raise EnvFailure(first, "reset") from error
     spaces = _spaces(envs[0])
-    mismatches = (compare(spaces, first, _spaces(env), env_id) for env_id, env in enumerate(envs, first))
+    mismatches = (
+        compare(spaces, first, _spaces(env), env_id, equal=equal_spaces)
+        for env_id, env in enumerate(envs, first)
+    )
     return Description(
         spaces, dict(envs[0].metadata), envs[0].render_mode, info, next(filter(None, mismatches), None)
     )
 
 
-def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int) -> str | None:
-    """Says how the spaces of env `b_id` differ from those of env `a_id`; `None` if they don't."""
+def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) -> str | None:
+    """Says how the spaces of env `b_id` differ from those of env `a_id`; `None` if they don't.
+
+    Unless they have to be `equal`, observation spaces may differ in all but structure, shapes and dtypes.
+    """
     for name in ("observation", "action", "reward"):
         expected, actual = getattr(a, name), getattr(b, name)
+        if name == "observation" and not equal and is_space_dtype_shape_equiv(expected, actual):
+            continue
         if expected != actual:
             return (
                 f"env {b_id} has {name} space {actual}, but env {a_id} has {expected}; all envs of a pool "

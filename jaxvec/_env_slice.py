@@ -6,7 +6,7 @@ whole pool. A slot is its env's index in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic_ns
 from typing import Any
@@ -23,6 +23,7 @@ from jaxvec._options import Options
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
+from jaxvec._spaces import Path
 from jaxvec._spares import Spares
 from jaxvec._spec import PoolSpec
 
@@ -100,6 +101,10 @@ class EnvSlice:
         self._returns: list[Any] = [self._zero] * count
         self._lengths = [0] * count
         self._state = [PLAYING] * count
+        self._has_info = arrays["has_info",][first : first + count]
+        self._has_info[:] = False
+        self._given: dict[int, Any] | None = None  # actions of the next step, in place of the segment's
+        self._objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._options: Options = None  # of resets from outside
@@ -156,8 +161,10 @@ class EnvSlice:
         indices: list[int] = rows.tolist()
         index, action = -1, None
         failure: EnvFailure | None = None
+        given, self._given = self._given, None
+        actions = self._read_actions(rows) if given is None else (given[index] for index in indices)
         try:
-            for index, action in zip(indices, self._read_actions(rows), strict=True):
+            for index, action in zip(indices, actions, strict=True):
                 running[0] = after_first + index
                 if state[index] and (next_step or state[index] > OVER):
                     obs = self._resume(index)
@@ -191,7 +198,7 @@ class EnvSlice:
                 if declares:
                     self._declared.write(index, info)
                 if info or infos[index]:
-                    infos[index] = info
+                    self._note_info(index, info)
         except BaseException as error:
             failure = self._failure(index, "step", action, error)
             indices = indices[: indices.index(index)]
@@ -238,7 +245,20 @@ class EnvSlice:
         """Sets the options that resets from outside pass to each of our envs from now on."""
         self._options = options
 
-    def call(self, slots: Iterable[int], name: str, args: Sequence[Any], kwargs: Any) -> list[Any]:
+    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
+        """Takes the actions of the next step, one for each of `slots`, that are not in the segment."""
+        self._given = {slot - self.first: action for slot, action in zip(slots, actions, strict=True)}
+
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[Path, NDArray[Any]]) -> None:
+        """Takes over leaves of Python objects from the parent, rows of `slots` each."""
+        for path, column in columns.items():
+            self._objects[path][slots - self.first] = column
+
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[Path]) -> dict[Path, NDArray[Any]]:
+        """Returns leaves of Python objects, rows of `slots` each."""
+        return {path: self._objects[path][slots - self.first] for path in paths}
+
+    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         """Returns attribute `name` of the envs of `slots`, called if it can be, with `args` of each."""
         results: list[Any] = []
         for slot, mine in zip(slots, args, strict=True):
@@ -249,7 +269,7 @@ class EnvSlice:
                 raise EnvFailure(slot, name) from error
         return results
 
-    def set_attr(self, slots: Iterable[int], name: str, values: Sequence[Any]) -> None:
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
         """Sets attribute `name` of the envs of `slots` to one of `values` each."""
         for slot, value in zip(slots, values, strict=True):
             try:
@@ -317,7 +337,7 @@ class EnvSlice:
             finally:
                 self._fault[index] = True
         self._declared.write(index, info)
-        self.infos[index] = info
+        self._note_info(index, info)
         return obs
 
     def _begin_episode(self, index: int, obs: Any, info: dict[str, Any]) -> Any:
@@ -335,8 +355,12 @@ class EnvSlice:
         self._length[index] = 0
         self._final.clear(index)
         self._declared.write(index, info)
-        self.infos[index] = info
+        self._note_info(index, info)
         return obs
+
+    def _note_info(self, index: int, info: dict[str, Any]) -> None:
+        self.infos[index] = info
+        self._has_info[index] = bool(info)
 
     def _restart(
         self, index: int, seed: int | None, options: dict[str, Any] | None

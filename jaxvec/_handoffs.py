@@ -94,7 +94,7 @@ def gate(
     timeout: float | None,
 ) -> Gate:
     """Makes the gate of a pool with this hand-off; see `NativeGate` for the arguments."""
-    if not isinstance(end, NativeParentEnd):
+    if not isinstance(end, NativeParentEnd) or spec.object_leaves:
         return PortableGate(spec.num_envs)
     return NativeGate(
         end,

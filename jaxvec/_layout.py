@@ -38,11 +38,13 @@ class Layout:
         fields: none overlaps another; each starts on a multiple of `ALIGNMENT`.
         slices: `slices[w]` is the `(first, stop)` range of env ids that worker `w` holds.
         nbytes: size of the segment.
+        objects: of arrays of Python objects, `[num_envs]`, which each process has for itself.
     """
 
     fields: tuple[Field, ...]
     slices: tuple[tuple[int, int], ...]
     nbytes: int
+    objects: tuple[Path, ...]
 
 
 def make_layout(spec: PoolSpec, *, num_workers: int) -> Layout:
@@ -54,7 +56,8 @@ def make_layout(spec: PoolSpec, *, num_workers: int) -> Layout:
         field = Field(path, shape, dtype, offset)
         fields.append(field)
         offset = _align(offset + field.nbytes)
-    return Layout(tuple(fields), slices, max(offset, ALIGNMENT))
+    objects = tuple(leaf.path for leaf in spec.object_leaves)
+    return Layout(tuple(fields), slices, max(offset, ALIGNMENT), objects)
 
 
 def split(num_envs: int, num_workers: int) -> tuple[tuple[int, int], ...]:
@@ -70,7 +73,9 @@ def _arrays(
     n = spec.num_envs
     # Data. The parent writes actions and seeds, workers the rest.
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
-        yield leaf.path, spec.batch_shape(leaf), leaf.stored
+        if not leaf.is_object:
+            yield leaf.path, spec.batch_shape(leaf), leaf.stored
+    yield ("has_info",), (n,), np.dtype(np.bool_)  # worker writes: whether the env's raw info says anything
     yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
     # What outlives a worker. It alone writes them, and the one that replaces it goes on from there.
     yield ("last_seed",), (n,), np.dtype(np.int64)  # that the env was given, see _seeds

@@ -24,6 +24,7 @@ class Setup:
     spare_envs: int  # to be built besides
     strict: bool  # whether observations have to be members of their space
     learn_info: bool
+    equal_spaces: bool  # or else alike
 
 
 @dataclass(frozen=True)

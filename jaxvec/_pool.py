@@ -271,6 +271,7 @@ class Pool:
         *,
         counts: NDArray[Any] | None,
         caller: str | None,
+        as_they_are: bool = False,
     ) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
 
@@ -279,11 +280,12 @@ class Pool:
             env_ids: `[k]`, whom to send.
             actions: `[k, ...]`, as of `step`.
             counts, caller: as in `reset`.
+            as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
-        with self._gate.inside():
+        with self._gate.inside(alone=as_they_are):
             self._enter(slots, counts)
             self._turns.require_distinct(env_ids)
-            self._send_step(env_ids, actions)
+            self._send_step(env_ids, actions, as_they_are=as_they_are)
             self._turns.take_off(env_ids, self._timeouts.step)
             self._moved(slots, caller)
 
@@ -320,19 +322,13 @@ class Pool:
                 self._gate.take_off()
             return self._receive(check, out, copy=copy, give_up=give_up, everything=everything)
 
-    def request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
-        """Calls a method of every `EnvSlice`, or reads an attribute; an env's error doesn't break us.
-
-        Args:
-            name: of the method.
-            arguments: of the slice of envs `first` to `stop - 1`.
-
-        Returns:
-            One result for each slice, in env order.
-        """
+    def infos(self) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last reset or step; asks the workers only if there are any."""
         with self._gate.inside(alone=True):
             self._require_usable()
-            return self._ask(name, arguments)
+            if not self._views.has_info.any():
+                return [{} for _ in self.all]
+            return [info for slice_ in self._ask("infos", lambda _first, _stop: ()) for info in slice_]
 
     def call(
         self,
@@ -343,6 +339,7 @@ class Pool:
         *,
         counts: NDArray[Any] | None,
         caller: str | None,
+        begun: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls a method of envs, or reads an attribute; an env's error doesn't break us.
 
@@ -353,22 +350,27 @@ class Pool:
             kwargs: for all.
             counts: as in `reset`.
             caller: as in `reset`.
+            begun: is called when nobody can overtake the call any more.
 
         Returns:
             One result for each of `slots`.
         """
-        places = {slot: place for place, slot in enumerate(slots.tolist())}
-
-        def arguments(first: int, stop: int) -> tuple[Any, ...]:
-            mine = [slot for slot in range(first, stop) if slot in places]
-            return mine, name, [args[places[slot]] for slot in mine], kwargs
-
+        self._turns.require_distinct(slots)
         with self._gate.inside(alone=True):
+            if begun is not None:
+                begun()
             self._enter(slots, counts)
-            slices = self._ask("call", arguments)
+            slices = self._ask_each("call", slots, args, name, kwargs)
             self._moved(slots, caller)
-        results = dict(zip(sorted(places), (result for each in slices for result in each), strict=True))
+        results = dict(zip(np.sort(slots).tolist(), itertools.chain.from_iterable(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]
+
+    def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
+        """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
+        self._turns.require_distinct(slots)
+        with self._gate.inside(alone=True):
+            self._require_usable()
+            self._ask_each("set_attr", slots, values, name)
 
     def close(self, timeout: float = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds.
@@ -436,10 +438,13 @@ class Pool:
         if in_flight:
             self._turns.take_off(chosen, self._timeouts.reset)
 
-    def _send_step(self, slots: NDArray[Any], actions: Rows) -> None:
+    def _send_step(self, slots: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         self._turns.require_landed(slots)
         self._turns.require_reset(slots, self._gate)
-        self._views.write_actions(slots, actions)
+        if as_they_are:
+            self._ask_each("give_actions", slots, actions)
+        else:
+            self._views.write_actions(slots, actions)
         with self._breaking():
             self._workers.send(STEP, slots)
 
@@ -451,6 +456,23 @@ class Pool:
             if isinstance(answer, JaxvecError):
                 raise answer
         return answers
+
+    def _ask_each(self, name: str, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
+        """Makes a request of some envs.
+
+        Args:
+            name: of a method of `EnvSlice` that takes slots, a value for each of them, and `more`.
+            slots: `[n]`, distinct.
+            values: for each of `slots`.
+            *more: for all.
+        """
+        by_slot = dict(zip(slots.tolist(), values, strict=True))
+
+        def arguments(first: int, stop: int) -> tuple[Any, ...]:
+            mine = [slot for slot in range(first, stop) if slot in by_slot]
+            return mine, [by_slot[slot] for slot in mine], *more
+
+        return self._ask(name, arguments)
 
     def _wait(
         self,

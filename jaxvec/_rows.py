@@ -57,7 +57,7 @@ def gatherer(node: Node, arrays: Arrays) -> Callable[[list[int], list[Any]], boo
     stepped, as `SyncVectorEnv` does, so envs must not share an observation's memory with each other.
     It returns False, and has written nothing, where a value needs the care of `writer`.
     """
-    if not isinstance(node, Leaf) or not 0 < node.nbytes <= _SMALL or _narrowed(node):
+    if not isinstance(node, Leaf) or node.is_object or not 0 < node.nbytes <= _SMALL or _narrowed(node):
         return None
     array, shape = arrays[node.path], node.shape
     dtype = _one(node.dtype)
@@ -104,11 +104,11 @@ def reader(node: Node, arrays: Arrays) -> Callable[[NDArray[Any]], Iterator[Any]
 
 def zeroer(node: Node, arrays: Arrays) -> Callable[[int], None]:
     """Returns `clear(slot)`, which zeroes row `slot` of every leaf."""
-    fields = [arrays[leaf.path] for leaf in leaves(node)]
+    fields = [(arrays[leaf.path], None if leaf.is_object else 0) for leaf in leaves(node)]
 
     def clear(slot: int) -> None:
-        for array in fields:
-            array[slot] = 0
+        for array, nothing in fields:
+            array[slot] = nothing
 
     return clear
 
@@ -125,6 +125,8 @@ def scalars(array: NDArray[Any]) -> Any:
 
 
 def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
+    if leaf.is_object:
+        return array.__setitem__
     narrowed = _narrowed(leaf)
     if leaf.shape == () and leaf.dtype.kind in "iu":
 

@@ -46,8 +46,9 @@ def attach(fd: int, layout: Layout) -> Arrays:
 
 
 def view(buffer: memoryview, layout: Layout) -> Arrays:
-    """Returns the arrays of `layout` over `buffer`, by path."""
-    return {field.path: np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in layout.fields}
+    """Returns the arrays of `layout` over `buffer`, and new ones of its objects, by path."""
+    shared = {f.path: np.ndarray(f.shape, f.dtype, buffer, f.offset) for f in layout.fields}
+    return shared | {path: np.empty(layout.slices[-1][1], object) for path in layout.objects}
 
 
 def private(layout: Layout) -> Arrays:

@@ -33,14 +33,22 @@ from jaxvec._turns import Turns
 class SerialWorkers:
     """See `Workers`."""
 
-    def __init__(self, env_fns: Sequence[EnvFn], *, budget: Budget, strict: bool, learn_info: bool) -> None:
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        *,
+        budget: Budget,
+        strict: bool,
+        learn_info: bool,
+        equal_spaces: bool,
+    ) -> None:
         self._envs: list[Env] = []
         self._env_fns = env_fns
         self._budget = budget
         self._strict = strict
         with _typed():
             self._envs = _envs.build(env_fns, 0)
-            self.description = describe(self._envs, first=0, learn_info=learn_info)
+            self.description = describe(self._envs, first=0, learn_info=learn_info, equal_spaces=equal_spaces)
         if self.description.mismatch is not None:
             self.close(timeout=0)
             raise SpaceMismatchError(self.description.mismatch)

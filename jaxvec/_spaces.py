@@ -29,7 +29,8 @@ class Leaf:
         path: keys and indices from the root, `("camera", 0)`.
         shape: of one env's value, without the batch axis.
         dtype: what the env speaks; actions reach it in this dtype.
-        stored: what the segment holds and JAX sees.
+        stored: what the segment holds and JAX sees; `object` for a value without fixed shape, which
+            travels beside the segment, pickled.
     """
 
     path: Path
@@ -41,6 +42,10 @@ class Leaf:
     def nbytes(self) -> int:
         """Of one env's value, as the env speaks it."""
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_object(self) -> bool:
+        return self.stored.kind == "O"
 
     def __str__(self) -> str:
         return format_path(self.path)
@@ -80,35 +85,38 @@ def as_is(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
-def walk(space: spaces.Space[Any], *, root: Path, policy: DtypePolicy) -> Node:
+def walk(space: spaces.Space[Any], *, root: Path, policy: DtypePolicy, objects: bool = False) -> Node:
     """Walks `space` into a tree of leaves.
 
     Args:
         space: the space of one env.
         root: what the leaves' paths begin with; names the space in errors.
         policy: from an env's dtype to the stored one.
+        objects: whether what JAX can't hold becomes leaves of Python objects.
 
     Raises:
         UnsupportedSpaceError: a leaf has no fixed shape, or no dtype that JAX can hold.
     """
+
+    def descend(key: Any, child: spaces.Space[Any]) -> Node:
+        return walk(child, root=(*root, key), policy=policy, objects=objects)
+
     match space:
         case spaces.Dict():
-            _require_sortable_keys(space, root)
-            children = tuple(
-                walk(child, root=(*root, key), policy=policy) for key, child in space.spaces.items()
-            )
+            if not objects:
+                _require_sortable_keys(space, root)
+            children = tuple(descend(key, child) for key, child in space.spaces.items())
             return DictNode(root, tuple(space.spaces), children)
         case spaces.Tuple():
-            children = tuple(
-                walk(child, root=(*root, index), policy=policy) for index, child in enumerate(space.spaces)
-            )
-            return TupleNode(root, children)
+            return TupleNode(root, tuple(descend(*pair) for pair in enumerate(space.spaces)))
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             dtype = np.dtype(space.dtype).newbyteorder("=")
             _require_known_dtype(dtype, root)
             stored = policy(dtype)
             _require_bounds_fit(space, stored, root)
             return Leaf(root, tuple(space.shape or ()), dtype, stored)
+        case _ if objects:
+            return Leaf(root, (), np.dtype(object), np.dtype(object))
         case _:
             raise UnsupportedSpaceError(_unsupported(space, root))
 

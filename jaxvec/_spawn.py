@@ -58,7 +58,15 @@ def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subproce
     return process, ours
 
 
-def setup(env_fns: Sequence[EnvFn], *, first: int, spare_envs: int, strict: bool, learn_info: bool) -> Setup:
+def setup(
+    env_fns: Sequence[EnvFn],
+    *,
+    first: int,
+    spare_envs: int,
+    strict: bool,
+    learn_info: bool,
+    equal_spaces: bool,
+) -> Setup:
     """Makes the first message to the worker of the envs `first`, `first + 1`, …; raises `TypeError`."""
     try:
         pickled: bytes = cloudpickle.dumps(list(env_fns))
@@ -77,4 +85,5 @@ def setup(env_fns: Sequence[EnvFn], *, first: int, spare_envs: int, strict: bool
         spare_envs=spare_envs,
         strict=strict,
         learn_info=learn_info and first == 0,
+        equal_spaces=equal_spaces,
     )

@@ -78,6 +78,11 @@ class PoolSpec:
         return (self.obs, self.reward, self.terminated, self.truncated, self.info)
 
     @cached_property
+    def object_leaves(self) -> tuple[Leaf, ...]:
+        """Those of Python objects, which compiled programs can't have."""
+        return tuple(leaf for leaf in (*self.action_leaves, *self.timestep_leaves) if leaf.is_object)
+
+    @cached_property
     def timestep_leaves(self) -> tuple[Leaf, ...]:
         return tuple(leaf for node in self.timestep for leaf in leaves(node))
 
@@ -110,6 +115,7 @@ def make_spec(
     fault: bool = False,
     declared: Mapping[str, Any],
     policy: DtypePolicy,
+    objects: bool = False,
 ) -> PoolSpec:
     """Makes the specification of a pool of `num_envs` envs.
 
@@ -122,6 +128,7 @@ def make_spec(
         fault: whether info says which steps were cut short by a fault.
         declared: info keys with a declaration each, see `declared_leaves`.
         policy: from an env's dtypes to the stored ones.
+        objects: whether observations and actions may have leaves of Python objects.
 
     Raises:
         UnsupportedSpaceError: a leaf has no fixed shape or no dtype that JAX can hold.
@@ -130,7 +137,7 @@ def make_spec(
     def scalar(dtype: Any, *path: Any) -> Leaf:
         return Leaf(path, (), np.dtype(dtype), policy(np.dtype(dtype)))
 
-    obs = walk(spaces.observation, root=("obs",), policy=policy)
+    obs = walk(spaces.observation, root=("obs",), policy=policy, objects=objects)
     reward = scalar(np.float64, "reward")
     if spaces.reward is not None:
         node = walk(spaces.reward, root=("reward",), policy=policy)
@@ -156,7 +163,7 @@ def make_spec(
     return PoolSpec(
         num_envs=num_envs,
         batch_size=num_envs if batch_size is None else batch_size,
-        action=walk(spaces.action, root=("action",), policy=policy),
+        action=walk(spaces.action, root=("action",), policy=policy, objects=objects),
         obs=obs,
         reward=reward,
         terminated=scalar(np.bool_, "terminated"),

@@ -46,6 +46,7 @@ class Plan:
         start_timeout: seconds that a worker may take to build its envs; `None` for ever.
         spare_envs: how many more envs each worker builds, to be reset in advance.
         strict: whether observations have to be members of their space.
+        equal_spaces: whether observation spaces have to be equal, and not only alike.
     """
 
     env_fns: Sequence[EnvFn]
@@ -54,6 +55,7 @@ class Plan:
     start_timeout: float | None
     spare_envs: int
     strict: bool
+    equal_spaces: bool
 
 
 class Supervisor:
@@ -105,6 +107,7 @@ class Supervisor:
             spare_envs=self._plan.spare_envs,
             strict=self._plan.strict,
             learn_info=learn_info,
+            equal_spaces=self._plan.equal_spaces,
         )
 
     def send_attach(self, message: Attach, segment: int, arrays: Arrays, deadline: float | None) -> None:
@@ -285,7 +288,8 @@ class Supervisor:
     def _require_equal(self, worker: int, description: Description) -> None:
         assert self._description is not None
         first, _ = self._plan.slices[worker]
-        mismatch = compare(self._description.spaces, 0, description.spaces, first) or description.mismatch
+        mine, equal = description.spaces, self._plan.equal_spaces
+        mismatch = compare(self._description.spaces, 0, mine, first, equal=equal) or description.mismatch
         if mismatch is not None:
             raise SpaceMismatchError(mismatch)
 

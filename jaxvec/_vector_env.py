@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -20,6 +21,7 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND, HOST_STEP
 from jaxvec._layout import split
 from jaxvec._pool import Pool, Timeouts
+from jaxvec._promise import promise
 from jaxvec._restart import Budget, Restart
 from jaxvec._serial import SerialWorkers
 from jaxvec._spaces import DtypePolicy
@@ -197,35 +199,61 @@ class VectorEnv:
         Where same-step autoreset began a new episode, it is that of the reset, with the last step's
         under `final_info`, as in Gymnasium.
         """
-        return self._request("infos", lambda _first, _stop: ())
+        return tuple(self._pool.infos())
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of every env, or reads an attribute; wrappers are looked through.
+
+        Args:
+            name: of the method.
+            *args: for each call.
+            indices: which envs; `None` for all.
+            **kwargs: for each call.
 
         Returns:
             One result for each env.
 
         Raises:
             EnvError: an env raised, or has no such attribute; the pool stays usable.
+            EnvIdError: an index comes twice, or is none of the pool's.
         """
-        return tuple(
-            self._pool.call(self._pool.all, name, [args] * self.num_envs, kwargs, counts=None, caller=None)
-        )
+        return self._call(name, args, kwargs, indices)
 
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Returns an attribute of every env; a method is called, as in Gymnasium."""
-        return self.call(name)
+    def call_async(
+        self, name: str, *args: Any, indices: Any = None, **kwargs: Any
+    ) -> Future[tuple[Any, ...]]:
+        """Begins a `call`, and does not wait for it.
 
-    def set_attr(self, name: str, values: Any) -> None:
-        """Sets an attribute of every env: a list or tuple gives each its own value."""
-        each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * self.num_envs
-        if len(each) != self.num_envs:
-            raise ValueError(f"got {len(each)} values for {self.num_envs} envs")
-        self._request("set_attr", lambda first, stop: (range(first, stop), name, each[first:stop]))
+        Whatever else is asked of the pool meanwhile waits until the call is done.
 
-    def render(self) -> tuple[Any, ...]:
-        """Returns each env's `render()`."""
-        return self.call("render")
+        Returns:
+            What `call` would return or raise, by its `result(timeout)`.
+        """
+        return promise(lambda begun: self._call(name, args, kwargs, indices, begun))
+
+    def get_attr(self, name: str, *, indices: Any = None) -> tuple[Any, ...]:
+        """Returns an attribute of envs, as `call`; a method is called, as in Gymnasium."""
+        return self.call(name, indices=indices)
+
+    def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
+        """Sets an attribute of every env, or of those of `indices`; raises as `call`.
+
+        Args:
+            name: of the attribute.
+            values: a list or tuple gives each env its own value.
+            indices: which envs; `None` for all.
+        """
+        slots = _actions.check_env_id(indices, self.num_envs)
+        each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
+        if len(each) != len(slots):
+            raise ValueError(f"got {len(each)} values for {len(slots)} envs")
+        self._pool.set_attr(slots, name, each)
+
+    def render(self) -> Any:
+        """Returns each env's `render()`: frames of one shape as an array `[num_envs, H, W, 3]`."""
+        frames = self.call("render")
+        alike = len({frame.shape if isinstance(frame, np.ndarray) else None for frame in frames}) == 1
+        return np.stack(frames) if alike and isinstance(frames[0], np.ndarray) else frames
 
     def raise_if_failed(self) -> None:
         """Raises the typed error behind the last failure of a compiled program, if there was one."""
@@ -262,30 +290,40 @@ class VectorEnv:
     def __reduce__(self) -> Any:
         raise TypeError("a VectorEnv can't be pickled: it owns processes and memory; make it anew")
 
-    def _request(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> tuple[Any, ...]:
-        slices = self._pool.request(name, arguments)
-        return tuple(result for results in slices for result in results or ())
+    def _call(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        indices: Any,
+        begun: Callable[[], None] | None = None,
+    ) -> tuple[Any, ...]:
+        slots = _actions.check_env_id(indices, self.num_envs)
+        each = [args] * len(slots)
+        return tuple(self._pool.call(slots, name, each, kwargs, counts=None, caller=None, begun=begun))
 
 
 def start(
     env: str | EnvSpec | Callable[..., Any] | Sequence[Callable[..., Any]],
     num_envs: int | None,
     *,
-    num_workers: int | None,
-    batch_size: int | None,
-    recv_order: str,
-    backend: str,
-    autoreset_mode: AutoresetMode | str,
-    final_obs: bool,
-    info: Mapping[str, Any] | Iterable[str] | None,
-    worker_env: Mapping[str, str | None] | None,
-    on_fault: str | Restart,
-    check: str,
-    spare_envs: int,
+    num_workers: int | None = None,
+    batch_size: int | None = None,
+    recv_order: str = "ready",
+    backend: str = "process",
+    autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+    final_obs: bool = True,
+    info: Mapping[str, Any] | Iterable[str] | None = None,
+    worker_env: Mapping[str, str | None] | None = None,
+    on_fault: str | Restart = "raise",
+    check: str = "structure",
+    spare_envs: int = 0,
     timeouts: Timeouts,
-    transport: str,
-    handoff: str,
+    transport: str = "auto",
+    handoff: str = "auto",
     policy: DtypePolicy,
+    objects: bool = False,
+    equal_spaces: bool = True,
     resets_required: bool = True,
     env_kwargs: dict[str, Any],
 ) -> VectorEnv:
@@ -310,10 +348,12 @@ def start(
         for name, value in (("worker_env", worker_env), ("spare_envs", spare_envs)):
             if value:
                 raise ValueError(f'{name} needs worker processes; backend="serial" has none')
-        workers = SerialWorkers(env_fns, budget=budget, strict=strict, learn_info=bool(learnt))
+        workers = SerialWorkers(
+            env_fns, budget=budget, strict=strict, learn_info=bool(learnt), equal_spaces=equal_spaces
+        )
     else:
         slices = split(len(env_fns), num_workers)
-        plan = Plan(env_fns, slices, worker_env or {}, timeouts.start, spare_envs, strict)
+        plan = Plan(env_fns, slices, worker_env or {}, timeouts.start, spare_envs, strict, equal_spaces)
         workers = ProcessWorkers(plan, handoff=handoff, budget=budget, learn_info=bool(learnt))
     try:
         description = workers.description
@@ -326,6 +366,7 @@ def start(
             fault=budget.policy is not None,
             declared=declared | _learn(learnt, description),
             policy=policy,
+            objects=objects,
         )
         pool = Pool(
             workers,

@@ -21,11 +21,13 @@ class Views:
         seeds: of the next reset.
         over: terminated and truncated.
         stats: what the workers count.
+        has_info: whether the env's raw info says anything.
     """
 
     def __init__(self, spec: PoolSpec, arrays: Arrays) -> None:
         self.seeds = arrays["seed",]
         self.stats = arrays["stats",]
+        self.has_info = arrays["has_info",]
         self.over = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]

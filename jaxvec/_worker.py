@@ -143,7 +143,9 @@ def _load(setup: Setup) -> Sequence[EnvFn]:
 
 
 def _describe(envs: list[Env], setup: Setup) -> bytes:
-    description = describe(envs, first=setup.first, learn_info=setup.learn_info)
+    description = describe(
+        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
+    )
     try:
         return cloudpickle.dumps(description)
     except Exception as error:

@@ -19,7 +19,7 @@ from jaxvec._channel import WAKE
 from jaxvec._cores import usable_cores
 from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, NotReadyError, WorkerDiedError
 from jaxvec._gate import Gate
-from jaxvec._handoff import LOOK_AROUND, ParentHandoff, listen, time_left
+from jaxvec._handoff import LOOK_AROUND, STEP, ParentHandoff, listen, time_left
 from jaxvec._layout import Layout
 from jaxvec._messages import Attach, Reply, Request
 from jaxvec._native import interrupts
@@ -116,6 +116,8 @@ class ProcessWorkers:
         self.supervisor.send_attach(message, descriptor, arrays, wait.deadline)
         self._gather(wait)
         self._spec, self._arrays = spec, arrays
+        self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
+        self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self._handoff = _handoffs.parent_end(
             self._kind, arrays, slices=self._slices, channels=self.supervisor.channels, spin_ns=spin_ns
         )
@@ -146,6 +148,8 @@ class ProcessWorkers:
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         assert self._handoff is not None
+        if operation == STEP and self._objects_out:
+            self._put_objects(slots)
         self._handoff.send(operation, slots)
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
@@ -159,6 +163,8 @@ class ProcessWorkers:
             self, patience.name, patience.timeout, until, patience.check, slots, give_up=patience.give_up
         )
         self._handoff.wait(slots, count, wait)
+        if self._objects_in:
+            self._get_objects(slots, patience.timeout)
 
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         assert self._handoff is not None
@@ -206,6 +212,30 @@ class ProcessWorkers:
         message = f"{wait.name} timed out after {wait.timeout} s: {doing}"
         return EnvTimeoutError(message, env_ids=tuple(slow)), late
 
+    def _put_objects(self, slots: NDArray[Any]) -> None:
+        """Gives the workers what of the actions of `slots` is not in the segment."""
+        assert self._arrays is not None
+        columns = {path: self._arrays[path] for path in self._objects_out}
+
+        def arguments(first: int, stop: int) -> tuple[Any, ...]:
+            mine = slots[(first <= slots) & (slots < stop)]
+            return mine, {path: column[mine] for path, column in columns.items()}
+
+        _require_all(self.request("put_objects", arguments, timeout=self._start_timeout))
+
+    def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
+        """Gets from the workers what of the time steps of `slots` is not in the segment."""
+        assert self._arrays is not None
+
+        def arguments(first: int, stop: int) -> tuple[Any, ...]:
+            return slots[(first <= slots) & (slots < stop)], self._objects_in
+
+        answers = _require_all(self.request("get_objects", arguments, timeout=timeout))
+        for (first, stop), columns in zip(self._slices, answers, strict=True):
+            mine, _ = arguments(first, stop)
+            for path, column in columns.items():
+                self._arrays[path][mine] = column
+
     def _wait(self, name: str, timeout: float | None) -> _Wait:
         return _Wait(self, name, timeout, _deadline(timeout), interrupts.since_now())
 
@@ -251,6 +281,14 @@ class ProcessWorkers:
             )
             failure.__cause__ = error
             return failure
+
+
+def _require_all(answers: list[Any]) -> list[Any]:
+    """Returns the answers of a request; raises the error that is among them."""
+    for answer in answers:
+        if isinstance(answer, JaxvecError):
+            raise answer
+    return answers
 
 
 def _deadline(timeout: float | None, waited: float = 0) -> float | None:

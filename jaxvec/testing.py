@@ -179,7 +179,7 @@ def _trace(env_fn: Callable[[], Any], num_steps: int, seed: int) -> list[dict[st
     envs: list[Any] = []
     try:
         envs = build([env_fn], 0)
-        spaces_ = describe(envs, first=0, learn_info=False).spaces
+        spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=True).spaces
         mode = gymnasium.vector.AutoresetMode.SAME_STEP
         spec = make_spec(spaces_, num_envs=1, autoreset_mode=mode, final_obs=True, declared={}, policy=as_jax)
         arrays = _segment.private(make_layout(spec, num_workers=1))

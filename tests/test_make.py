@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import gymnasium
 import jax
@@ -406,3 +407,72 @@ def test_public_names_are_there_and_load_jax_lazily():
         assert "nonsense" in str(error)
     """
     run_quietly(source)
+
+
+# --- Calls of some envs, calls in the background, and frames ------------------------------------
+
+
+class Painter(CountingEnv):
+    """Renders a frame of its own size."""
+
+    def __init__(self, index, sizes=(4, 4, 4)):
+        super().__init__()
+        self.index = index
+        self.size = sizes[index]
+
+    def render(self):
+        return np.full((self.size, 2, 3), self.index, np.uint8)
+
+
+def test_some_envs_are_called(make, backend):
+    envs = make(Painter, 3, backend=backend)
+    assert envs.get_attr("index", indices=[2, 0]) == (2, 0)
+    envs.set_attr("index", [7, 8], indices=[1, 0])
+    assert envs.get_attr("index") == (8, 7, 2)
+    envs.set_attr("size", 5, indices=[2])
+    assert envs.call("get_wrapper_attr", "size") == (4, 4, 5)
+    for wrong in ([0, 0], [3], [0.5]):
+        with pytest.raises(jaxvec.EnvIdError):
+            envs.call("index", indices=wrong)
+    with pytest.raises(ValueError, match="got 1 values for 2 envs"):
+        envs.set_attr("index", [1], indices=[0, 1])
+
+
+def test_frames_of_one_shape_are_one_array(make, backend):
+    frames = make(Painter, 3, backend=backend).render()
+    assert frames.shape == (3, 4, 2, 3)
+    assert frames[:, 0, 0, 0].tolist() == [0, 1, 2]
+    frames = make(Painter, 3, backend=backend, sizes=(4, 5, 6)).render()
+    assert [frame.shape for frame in frames] == [(4, 2, 3), (5, 2, 3), (6, 2, 3)]
+
+
+def test_a_call_goes_on_in_the_background(make, tmp_path):
+    class Gated(CountingEnv):
+        def wait(self, word):
+            while not gate.exists():
+                threading.Event().wait(0.001)
+            return f"{word} {self.steps}"
+
+    gate = tmp_path / "gate"
+    envs = make(Gated, 2)
+    envs.reset()
+    answer = envs.call_async("wait", "after")
+    with pytest.raises(TimeoutError):
+        answer.result(timeout=0.01)
+    gate.touch()
+    assert envs.step([0, 0]).obs[:, 1].tolist() == [1, 1]  # waits for the call
+    assert answer.result(timeout=20) == ("after 0", "after 0")
+    with pytest.raises(jaxvec.EnvError, match="nothing_such"):
+        envs.call_async("nothing_such").result(timeout=20)
+
+
+def test_a_pool_is_closed_during_a_call_in_the_background(make):
+    class Hanging(CountingEnv):
+        def hang(self):
+            threading.Event().wait()
+
+    envs = make(Hanging, 2)
+    answer = envs.call_async("hang")
+    envs.close()
+    with pytest.raises(jaxvec.PoolClosedError):
+        answer.result(timeout=20)

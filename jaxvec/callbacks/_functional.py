@@ -10,7 +10,7 @@ import numpy as np
 from jaxvec._gate import RESET, STEP
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks import _arguments, _primitive
+from jaxvec.callbacks import _arguments, _primitive, _transports
 from jaxvec.callbacks._handle import Handle
 from jaxvec.callbacks._program import Call
 
@@ -58,7 +58,7 @@ def reset(
     else:
         token = np.zeros((envs.num_envs if num_envs is None else num_envs, 3), np.uint32)
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
-        handle, fresh = Handle(token, envs.spec, envs.transport), True  # pyright: ignore[reportArgumentType]
+        handle, fresh = Handle(token, envs.spec, _transports.choose(envs.transport)), True  # pyright: ignore[reportArgumentType]
     spec = _arguments.require_handle(handle, "reset")
     call = Call(RESET, spec, handle.transport, fresh=fresh, extra=cloudpickle.dumps(options))
     if call.whole and mask is not None:

@@ -1,0 +1,47 @@
+"""A `vector_entry_point` for `gymnasium.register`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import load_env_creator
+from gymnasium.wrappers import TimeLimit
+
+from jaxvec.compat.gymnasium._async import AsyncVectorEnv
+
+
+def vector_entry_point(
+    entry_point: str | Callable[..., Any], **options: Any
+) -> Callable[..., AsyncVectorEnv]:
+    """Returns what makes an `AsyncVectorEnv` of one kind of env, for `gymnasium.register`.
+
+    `gymnasium.register(id, entry_point=MyEnv, vector_entry_point=vector_entry_point(MyEnv))` lets
+    `gymnasium.make_vec(id, num_envs, vectorization_mode="vector_entry_point")` make a pool.
+
+    Args:
+        entry_point: of the env, as `gymnasium.register` takes it: a callable or `"module:name"`.
+        **options: of `AsyncVectorEnv`.
+    """
+    return partial(_make_vec, entry_point, options)
+
+
+def _make_vec(
+    entry_point: str | Callable[..., Any],
+    options: dict[str, Any],
+    *,
+    num_envs: int,
+    max_episode_steps: int | None = None,
+    **env_kwargs: Any,
+) -> AsyncVectorEnv:
+    make = partial(_make, entry_point, max_episode_steps, env_kwargs)
+    return AsyncVectorEnv([make] * num_envs, **options)
+
+
+def _make(
+    entry_point: str | Callable[..., Any], max_episode_steps: int | None, env_kwargs: dict[str, Any]
+) -> gymnasium.Env[Any, Any]:
+    env: Any = (entry_point if callable(entry_point) else load_env_creator(entry_point))(**env_kwargs)
+    return env if max_episode_steps is None else TimeLimit(env, max_episode_steps)

@@ -1,0 +1,288 @@
+"""What both vector envs are: a pool behind Gymnasium's `VectorEnv`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import gymnasium
+import numpy as np
+from gymnasium import Space
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_differing_spaces, create_shared_memory, iterate
+from numpy.typing import NDArray
+
+import jaxvec._vector_env as pools
+from jaxvec import _seeds
+from jaxvec._actions import check_on_host
+from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
+from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND
+from jaxvec._pool import Timeouts
+from jaxvec._spaces import DictNode, Leaf, Node, as_is
+from jaxvec._views import Rows
+from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
+from jaxvec.compat.gymnasium._infos import batch
+
+_NOT_CALLED = ("reset", "step", "close", "_setattr", "_check_spaces")
+
+
+class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
+    """A `gymnasium.vector.VectorEnv` over a pool. Abstract.
+
+    Attributes:
+        pool: the jaxvec `VectorEnv` behind it, with what Gymnasium has no word for: `stats()`,
+            `raise_if_failed()`, and the JAX face, if the dtypes are JAX's.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
+        *,
+        copy: bool,
+        observation_mode: str | tuple[Space[Any], Space[Any]],
+        autoreset_mode: str | AutoresetMode,
+        shared_memory: bool,
+        **options: Any,
+    ) -> None:
+        """Starts the pool; `options` are those of `jaxvec.make`."""
+        super().__init__()
+        _require_mode(observation_mode)
+        self.env_fns = env_fns
+        self.copy = copy
+        self.observation_mode = observation_mode
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.pool = self._start(env_fns, options)
+        try:
+            self.num_envs = self.pool.num_envs
+            self.metadata = self.pool.metadata
+            self.render_mode = self.pool.render_mode
+            self.single_action_space = self.pool.single_action_space
+            self.action_space = self.pool.action_space
+            self.single_observation_space = self.pool.single_observation_space
+            self.observation_space = self.pool.observation_space
+            if observation_mode == "different":
+                self.observation_space = batch_differing_spaces(list(self.pool.call("observation_space")))
+            elif isinstance(observation_mode, tuple):
+                self.observation_space, self.single_observation_space = observation_mode
+            if shared_memory:
+                _require_known(self.single_observation_space)
+        except BaseException:
+            self.pool.close()
+            raise
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The seed of each env's generator."""
+        return self.get_attr("np_random_seed")
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A copy of each env's generator."""
+        return self.get_attr("np_random")
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Calls a method of each env, or reads an attribute."""
+        with as_gymnasium(type(self).__name__):
+            return self._call(name, args, kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Returns an attribute of each env."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Sets an attribute of each env; a list or tuple gives each its own value."""
+        if isinstance(values, (list, tuple)) and len(values) != self.num_envs:  # pyright: ignore[reportUnknownArgumentType]
+            raise ValueError(
+                "Values must be a list or tuple with length equal to the number of environments. Got "
+                f"`{len(values)}` values for {self.num_envs} environments."  # pyright: ignore[reportUnknownArgumentType]
+            )
+        with as_gymnasium(type(self).__name__):
+            self.pool.set_attr(name, values)
+
+    def render(self) -> tuple[Any, ...]:
+        """Returns each env's frame."""
+        return self.call("render")
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Closes the pool: at most `timeout` seconds, five by default, none if `terminate`."""
+        self.pool.pool.close(0.0 if terminate else 5.0 if timeout is None else timeout)
+
+    def _call(
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        begun: Callable[[], None] | None = None,
+    ) -> tuple[Any, ...]:
+        if name in _NOT_CALLED:
+            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+        pool = self.pool.pool
+        each = [args] * self.num_envs
+        return tuple(pool.call(pool.all, name, each, kwargs, counts=None, caller=None, begun=begun))
+
+    def _send_reset(self, seed: Any, options: dict[str, Any] | None) -> NDArray[np.bool_] | None:
+        """Starts a reset; returns the mask of the envs that are reset, `None` for all."""
+        if seed is not None and not isinstance(seed, int) and len(seed) != self.num_envs:
+            raise ValueError(
+                "If seeds are passed as a list the length must match "
+                f"num_envs={self.num_envs} but got length={len(seed)}."
+            )
+        mask = None
+        if options is not None and "reset_mask" in options:
+            options = dict(options)
+            mask = _check_mask(options.pop("reset_mask"), self.num_envs)
+        seeds = _seeds.expand(seed, self.num_envs)
+        self.pool.pool.send_reset(seeds=seeds, mask=mask, options=options, caller=HOST_RESET)
+        return mask
+
+    def _send_step(self, actions: Any) -> None:
+        pool = self.pool.pool
+        try:
+            given: Sequence[Any] = check_on_host(pool.spec, actions, self.num_envs, exact=True)
+            as_they_are = False
+        except ActionError:  # Gymnasium hands on whatever it gets
+            given, as_they_are = list(iterate(self.action_space, actions)), True
+            if len(given) != self.num_envs:
+                raise
+        pool.send(pool.all, pool.all, given, counts=None, caller=HOST_SEND, as_they_are=as_they_are)
+
+    def _recv(self, timeout: float | None = None) -> Rows:
+        pool = self.pool.pool
+        return pool.recv(
+            pool.all, counts=None, caller=HOST_RECV, copy=self.copy, timeout=timeout, everything=True
+        )
+
+    def _after_reset(self, rows: Rows, mask: NDArray[np.bool_] | None) -> tuple[Any, dict[str, Any]]:
+        infos: Sequence[dict[str, Any]] = self.pool.infos
+        if mask is not None:
+            infos = [info if reset else {} for info, reset in zip(infos, mask.tolist(), strict=True)]
+        return self._observations(self.pool.spec.build_timestep(rows).obs), batch(infos)
+
+    def _after_step(self, rows: Rows) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        spec = self.pool.spec
+        obs, reward, terminated, truncated, info = spec.build_timestep(rows)
+        infos: Sequence[dict[str, Any]] = self.pool.infos
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+            over = np.flatnonzero(info["_final_obs"]).tolist()
+            if over:
+                infos = list(infos)
+                node = spec.info.child("final_obs")
+                for env_id in over:
+                    final_obs = _row(node, info["final_obs"], env_id)
+                    infos[env_id] = {"final_obs": final_obs, **infos[env_id]}
+        return self._observations(obs), reward, terminated, truncated, batch(infos)
+
+    def _observations(self, obs: Any) -> Any:
+        return _as_batch(self.pool.spec.obs, obs, writable=not self.copy)
+
+    @staticmethod
+    def _mismatch(mode: Any) -> str:
+        """Returns the rest of Gymnasium's sentence on envs whose observation spaces differ."""
+        if mode == "same":
+            return (
+                "'same') however the sub-environments observation spaces are not equivalent. If this is "
+                "intentional, use `observation_mode='different'` instead."
+            )
+        return (
+            "'different' or custom space) however the sub-environments observation spaces do not share a "
+            "common shape and dtype."
+        )
+
+    def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> pools.VectorEnv:
+        name, mode = type(self).__name__, self.observation_mode
+        arguments: dict[str, Any] = {"timeouts": Timeouts(None, None, None), "env_kwargs": {}} | options
+        try:
+            return pools.start(
+                list(env_fns),
+                None,
+                autoreset_mode=self.autoreset_mode,
+                policy=as_is,
+                objects=True,
+                equal_spaces=mode == "same",
+                resets_required=False,
+                **arguments,
+            )
+        except SpaceMismatchError as error:
+            if "action space" in str(error):
+                raise RuntimeError(f"Some environments have another action space: {error}") from error
+            raise RuntimeError(f"{name}(..., observation_mode={self._mismatch(mode)} {error}") from error
+        except EnvError as error:
+            raise_original(error)
+
+
+def _as_batch(node: Node, value: Any, *, writable: bool) -> Any:
+    """Returns a batch of observations as Gymnasium's: tuples of objects, arrays that can be written to."""
+    match node:
+        case Leaf():
+            if node.is_object:
+                return tuple(value)
+            if writable:
+                value.flags.writeable = True
+            return value
+        case DictNode():
+            pairs = zip(node.keys, node.children, strict=True)
+            return {key: _as_batch(child, value[key], writable=writable) for key, child in pairs}
+        case _:
+            pairs = zip(node.children, value, strict=True)
+            return tuple(_as_batch(child, part, writable=writable) for child, part in pairs)
+
+
+def _row(node: Node, value: Any, index: int) -> Any:
+    """Returns one env's value of a batch, as most envs would: with Python's integers."""
+    match node:
+        case Leaf():
+            integer = node.shape == () and node.dtype.kind in "iu"
+            return int(value[index]) if integer else value[index]
+        case DictNode():
+            pairs = zip(node.keys, node.children, strict=True)
+            return {key: _row(child, value[key], index) for key, child in pairs}
+        case _:
+            return tuple(_row(child, part, index) for child, part in zip(node.children, value, strict=True))
+
+
+def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(
+            "`options['reset_mask']` must contain a boolean array with at least one True value, got "
+            f"reset_mask={mask}"
+        )
+    return cast("NDArray[np.bool_]", mask)
+
+
+def _require_mode(mode: Any) -> None:
+    if isinstance(mode, tuple) and len(mode) == 2:  # pyright: ignore[reportUnknownArgumentType]
+        batched, single = cast("tuple[Any, Any]", mode)
+        if not (isinstance(batched, Space) and isinstance(single, Space)):
+            raise TypeError(
+                "Expected both elements of observation_mode to be Spaces, got "
+                f"{type(batched)} and {type(single)}"
+            )
+    elif mode not in ("same", "different"):
+        raise ValueError(
+            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
+            f"observation space, actual got {mode}"
+        )
+
+
+def _require_known(space: Space[Any]) -> None:
+    """Refuses spaces of the user's own under `shared_memory`, as Gymnasium does."""
+    match space:
+        case gymnasium.spaces.Dict():
+            children = list(space.spaces.values())
+        case gymnasium.spaces.Tuple():
+            children = list(space.spaces)
+        case _:
+            children = []
+    for child in children:
+        _require_known(child)
+    if create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object):  # pyright: ignore
+        raise ValueError(
+            "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature with "
+            f"`shared_memory=False` however this is slower. {space} is not one of Gymnasium's own spaces."
+        )
