@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import VectorEnv
 
-from jaxvec._envs import Env, EnvFailure
+from jaxvec._envs import BatchedEnv, Env, EnvFailure
+from jaxvec._info_rows import one_of
 from jaxvec._spec import EnvSpaces
 
 
@@ -30,20 +32,20 @@ class Description:
     mismatch: str | None
 
 
-def describe(envs: Sequence[Env], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
+def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
     """Describes the envs `first`, `first + 1`, …; resets the first one once if `learn_info`.
 
     Raises:
         EnvFailure: the reset raised.
     """
     try:
-        info = dict(envs[0].reset()[1]) if learn_info else None
+        info = _first_info(envs[0]) if learn_info else None
     except BaseException as error:
         raise EnvFailure(first, "reset") from error
     spaces = _spaces(envs[0])
     mismatches = (
         compare(spaces, first, _spaces(env), env_id, equal=equal_spaces)
-        for env_id, env in enumerate(envs, first)
+        for env_id, env in _numbered(envs, first)
     )
     return Description(
         spaces, dict(envs[0].metadata), envs[0].render_mode, info, next(filter(None, mismatches), None)
@@ -67,7 +69,20 @@ def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) ->
     return None
 
 
-def _spaces(env: Env) -> EnvSpaces:
+def _numbered(envs: Sequence[Env | BatchedEnv], first: int) -> Iterator[tuple[int, Env | BatchedEnv]]:
+    for env in envs:
+        yield first, env
+        first += env.num_envs if isinstance(env, VectorEnv) else 1
+
+
+def _first_info(env: Env | BatchedEnv) -> dict[str, Any]:
+    info = env.reset()[1]
+    return one_of(info, 0, env.num_envs) if isinstance(env, VectorEnv) else dict(info)
+
+
+def _spaces(env: Env | BatchedEnv) -> EnvSpaces:
+    if isinstance(env, VectorEnv):
+        return EnvSpaces(env.single_observation_space, env.single_action_space, None)
     try:
         reward = env.get_wrapper_attr("reward_space")  # MO-Gymnasium's convention
     except AttributeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,48 +21,81 @@ from gymnasium.envs.registration import (
 from jaxvec._envs import EnvFn
 
 
+def count(env: Any, num_envs: int | None, size: int | None) -> int:
+    """Returns how many envs there will be.
+
+    Args:
+        env: what the user calls an env.
+        num_envs: how many; may be `None` for a list.
+        size: how many envs each constructor makes, if they are batched.
+
+    Raises:
+        ValueError: `num_envs` is below 1, missing, not the list's length, or no multiple of `size`.
+    """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"envs_per_instance must be an integer of at least 1, not {size!r}")
+    if _is_list(env):
+        listed = len(env) * (size or 1)
+        if num_envs is not None and num_envs != listed:
+            raise ValueError(f"num_envs is {num_envs}, but the list has {len(env)} callables")
+        num_envs = listed
+    elif num_envs is None:
+        raise ValueError("num_envs is missing; only a list of callables says how many envs there are")
+    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"num_envs must be an integer of at least 1, not {num_envs!r}")
+    if num_envs % (size or 1):
+        raise ValueError(f"num_envs, {num_envs}, must be a multiple of envs_per_instance, {size}")
+    return num_envs
+
+
 def resolve(
     env: str | EnvSpec | Callable[..., Any] | Sequence[Callable[..., Any]],
-    num_envs: int | None,
+    slices: Sequence[tuple[int, int]],
     env_kwargs: dict[str, Any],
+    *,
+    configs: Sequence[Mapping[str, Any]] | None = None,
+    size: int | None = None,
 ) -> list[EnvFn]:
-    """Returns one constructor without arguments for each env.
+    """Returns one constructor without arguments for each env, or for each batch of `size` envs.
 
     Args:
         env: a Gymnasium id, an `EnvSpec`, a callable, or a list of callables. A callable with one
-            required positional parameter gets the env's index.
-        num_envs: how many; may be `None` for a list.
+            required positional parameter gets the env's index, one with a parameter `worker_id` its worker's.
+        slices: `(first, stop)` of each worker's envs.
         env_kwargs: for `gymnasium.make`, or the callables.
+        configs: more of them, of each env's own.
+        size: of batches; `None` for envs one by one.
 
     Raises:
         TypeError: `env` is none of these, or a callable can't be called so.
-        ValueError: `num_envs` is below 1, missing, or not the list's length.
+        ValueError: there is not a config for each env.
         gymnasium.error.Error: there is no env of this id.
     """
-    if isinstance(env, Sequence) and not isinstance(env, str):
-        env_fns = list(env)
-        if num_envs is not None and num_envs != len(env_fns):
-            raise ValueError(f"num_envs is {num_envs}, but the list has {len(env_fns)} callables")
-        num_envs = len(env_fns)
-    elif num_envs is None:
-        raise ValueError("num_envs is missing; only a list of callables says how many envs there are")
-    else:
-        env_fns = None
-    if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"num_envs must be an integer of at least 1, not {num_envs!r}")
-
-    if env_fns is None:
-        match env:
-            case str() | EnvSpec():
-                # Resolved here, so that an env registered only in this process works in a worker.
-                spec = _portable(_find_spec(env) if isinstance(env, str) else env)
-                return [partial(gymnasium.make, spec, **env_kwargs)] * num_envs
-            case _:
-                env_fns = [env] * num_envs
-    return [_bind(env_fn, index, env_kwargs) for index, env_fn in enumerate(env_fns)]
+    step = size or 1
+    places = [
+        (index, worker) for worker, (first, stop) in enumerate(slices) for index in range(first, stop, step)
+    ]
+    if configs is not None and len(configs) != len(places):
+        raise ValueError(f"env_configs has {len(configs)} configs, but there are {len(places)} envs to make")
+    each = [{}] * len(places) if configs is None else configs
+    if isinstance(env, (str, EnvSpec)):
+        if size is not None:
+            raise TypeError("envs_per_instance goes with a callable that makes a gymnasium.vector.VectorEnv")
+        # Resolved here, so that an env registered only in this process works in a worker.
+        spec = _portable(_find_spec(env) if isinstance(env, str) else env)
+        return [partial(gymnasium.make, spec, **{**env_kwargs, **config}) for config in each]
+    env_fns = list(cast("Sequence[Any]", env)) if _is_list(env) else [env] * len(places)
+    return [
+        _bind(env_fn, index, worker, {**env_kwargs, **config})
+        for env_fn, (index, worker), config in zip(env_fns, places, each, strict=True)
+    ]
 
 
-def _bind(env_fn: Any, index: int, env_kwargs: dict[str, Any]) -> EnvFn:
+def _is_list(env: Any) -> bool:
+    return isinstance(env, Sequence) and not isinstance(env, str)
+
+
+def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> EnvFn:
     if not callable(env_fn):
         raise TypeError(
             f"env must be a Gymnasium id, an EnvSpec, a callable or a list of callables; got "
@@ -73,28 +106,29 @@ def _bind(env_fn: Any, index: int, env_kwargs: dict[str, Any]) -> EnvFn:
                 else ""
             )
         )
-    index_or_not = [index] if _takes_index(env_fn, env_kwargs) else []
-    return cast(EnvFn, partial(env_fn, *index_or_not, **env_kwargs))
-
-
-def _takes_index(env_fn: Callable[..., Any], env_kwargs: dict[str, Any]) -> bool:
-    try:
-        parameters = inspect.signature(env_fn).parameters.values()
-    except (TypeError, ValueError):  # builtins and the like have no signature
-        return False
+    parameters = _parameters(env_fn)
+    if "worker_id" in parameters and "worker_id" not in env_kwargs:
+        env_kwargs = {**env_kwargs, "worker_id": worker}
     required = [
-        parameter.name
-        for parameter in parameters
+        name
+        for name, parameter in parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.name not in env_kwargs
+        and name not in env_kwargs
     ]
     if len(required) > 1:
         raise TypeError(
             f"{env_fn!r} requires the arguments {required}; jaxvec.make passes the env's index to one "
             "required argument, and its own keyword arguments to the others"
         )
-    return bool(required)
+    return cast(EnvFn, partial(env_fn, *([index] if required else []), **env_kwargs))
+
+
+def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(env_fn).parameters
+    except (TypeError, ValueError):  # builtins and the like have no signature
+        return {}
 
 
 def _portable(spec: EnvSpec) -> EnvSpec:

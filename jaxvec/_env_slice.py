@@ -49,6 +49,7 @@ class EnvSlice:
         autoreset_mode: AutoresetMode,
         spares: Spares | None = None,
         strict: bool = False,
+        idle: bool = False,
         replaces: bool = False,
     ) -> None:
         """Makes the slice of envs.
@@ -62,6 +63,7 @@ class EnvSlice:
             autoreset_mode: what happens when an episode ends.
             spares: more envs, to take turns with these.
             strict: whether observations have to be members of their space.
+            idle: whether an env whose episode has ended takes no steps until it is reset.
             replaces: whether we take the place of a slice whose process is gone, and which left its rows.
         """
         self._envs = envs
@@ -86,6 +88,8 @@ class EnvSlice:
         self._reward = _rows.scalars(rows[spec.reward.path])
         self._terminated = _rows.scalars(rows[spec.terminated.path])
         self._truncated = _rows.scalars(rows[spec.truncated.path])
+        self._idles = idle
+        self._idle = rows["info", "idle"] if spec.has_idle else np.zeros(count, np.bool_)
         self._fault = rows["info", "fault"] if spec.has_fault else np.zeros(count, np.bool_)
         self._return = _rows.scalars(rows["info", "episode_return"])
         self._length = _rows.scalars(rows["info", "episode_length"])
@@ -156,7 +160,7 @@ class EnvSlice:
         require_member = self._require_member
         write_obs, vector_reward, declares = self._write_obs, self._vector_reward, self._declares
         gather_obs, gathered = self._gather_obs, list[Any]()
-        next_step = self._autoreset_mode is AutoresetMode.NEXT_STEP
+        resumes = self._autoreset_mode is AutoresetMode.NEXT_STEP or self._idles
         rows = slots - self.first
         indices: list[int] = rows.tolist()
         index, action = -1, None
@@ -166,7 +170,7 @@ class EnvSlice:
         try:
             for index, action in zip(indices, actions, strict=True):
                 running[0] = after_first + index
-                if state[index] and (next_step or state[index] > OVER):
+                if state[index] and (resumes or state[index] > OVER):
                     obs = self._resume(index)
                     if gather_obs is None:
                         write_obs(index, obs)
@@ -318,6 +322,12 @@ class EnvSlice:
         An episode that a fault has cut ends with its last observation, in place of the one that never
         came, and without a reward.
         """
+        if self._state[index] == OVER and self._idles:
+            (obs,) = self._read_obs(np.array([index]))
+            self._reward[index] = self._zero
+            self._idle[index] = True
+            self._stats[_stats.STEPS] -= 1  # as below
+            return obs
         if self._state[index] == OVER:
             try:
                 obs = self._begin_episode(index, *self._autoreset(index))
@@ -351,6 +361,7 @@ class EnvSlice:
         self._terminated[index] = False
         self._truncated[index] = False
         self._fault[index] = False
+        self._idle[index] = False
         self._return[index] = self._zero
         self._length[index] = 0
         self._final.clear(index)

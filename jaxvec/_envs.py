@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import gymnasium
 
 Env: TypeAlias = gymnasium.Env[Any, Any]
-EnvFn: TypeAlias = Callable[[], Env]
+BatchedEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]  # fills several neighbouring slots
+EnvFn: TypeAlias = Callable[[], Any]
 
 
 class EnvFailure(Exception):
@@ -28,20 +29,23 @@ class EnvFailure(Exception):
         self.done: list[int] = []
 
 
-def build(env_fns: Sequence[EnvFn], first: int) -> list[Env]:
+def build(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list[Any]:
     """Builds the envs `first`, `first + 1`, …; closes those built if one fails.
 
+    Args:
+        env_fns: a constructor for each env, or for each batch of `size` envs.
+        first: id of the first env.
+        size: of batches; `None` for envs one by one.
+
     Raises:
-        EnvFailure: a constructor raised, or returned something else than an env.
+        EnvFailure: a constructor raised, or returned something else than such an env.
     """
-    envs: list[Env] = []
-    for env_id, env_fn in enumerate(env_fns, first):
+    envs: list[Any] = []
+    for number, env_fn in enumerate(env_fns):
+        env_id = first + number * (size or 1)
         try:
             env = env_fn()
-            if not isinstance(env, gymnasium.Env):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(
-                    f"expected a gymnasium.Env, got {type(env).__name__}; wrap other kinds of env first"
-                )
+            _require_kind(env, size)
             envs.append(env)
         except BaseException as error:
             with suppress(EnvFailure):
@@ -50,7 +54,25 @@ def build(env_fns: Sequence[EnvFn], first: int) -> list[Env]:
     return envs
 
 
-def close(envs: Sequence[Env], first: int) -> None:
+def _require_kind(env: Any, size: int | None) -> None:
+    if size is not None:
+        if not isinstance(env, gymnasium.vector.VectorEnv):
+            raise TypeError(
+                f"expected a gymnasium.vector.VectorEnv of {size} envs, got {type(env).__name__}; leave out "
+                "envs_per_instance for envs one by one"
+            )
+        if env.num_envs != size:
+            raise ValueError(f"envs_per_instance is {size}, but the VectorEnv has {env.num_envs} envs")
+    elif isinstance(env, gymnasium.vector.VectorEnv):
+        raise TypeError(
+            f"expected a gymnasium.Env, got a VectorEnv of {env.num_envs} envs; pass "
+            f"envs_per_instance={env.num_envs}"
+        )
+    elif not isinstance(env, gymnasium.Env):
+        raise TypeError(f"expected a gymnasium.Env, got {type(env).__name__}; wrap other kinds of env first")
+
+
+def close(envs: Sequence[Any], first: int) -> None:
     """Closes every env, then raises an `EnvFailure` of the first whose `close` raised."""
     failure: EnvFailure | None = None
     for env_id, env in enumerate(envs, first):

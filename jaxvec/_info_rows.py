@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from jaxvec import _rows
 from jaxvec._segment import Arrays
@@ -65,3 +68,18 @@ class FinalStep:
             mask[index] = False
         if self._info is not None:
             self._info.write(index, {})
+
+
+def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
+    """Returns the part of a batched info of `size` envs that is one env's."""
+    mine: dict[str, Any] = {}
+    for key, value in info.items():
+        mask = info.get(f"_{key}")
+        if (key.startswith("_") and key[1:] in info) or (mask is not None and not mask[row]):
+            continue
+        if isinstance(value, Mapping):
+            mine[key] = one_of(value, row, size)
+        else:
+            batched = isinstance(value, (np.ndarray, list, tuple)) and len(value) == size
+            mine[key] = value[row] if batched else value
+    return mine

@@ -47,9 +47,8 @@ class Layout:
     objects: tuple[Path, ...]
 
 
-def make_layout(spec: PoolSpec, *, num_workers: int) -> Layout:
-    """Lays out the segment of a pool of `num_workers` workers."""
-    slices = split(spec.num_envs, num_workers)
+def make_layout(spec: PoolSpec, slices: tuple[tuple[int, int], ...]) -> Layout:
+    """Lays out the segment of a pool whose workers hold these `slices` of its envs."""
     fields: list[Field] = []
     offset = 0
     for path, shape, dtype in _arrays(spec, slices):
@@ -60,9 +59,9 @@ def make_layout(spec: PoolSpec, *, num_workers: int) -> Layout:
     return Layout(tuple(fields), slices, max(offset, ALIGNMENT), objects)
 
 
-def split(num_envs: int, num_workers: int) -> tuple[tuple[int, int], ...]:
-    """Splits `range(num_envs)` into `num_workers` ranges whose sizes differ by at most one."""
-    cuts = [num_envs * worker // num_workers for worker in range(num_workers + 1)]
+def split(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[int, int], ...]:
+    """Splits `range(num_envs)` into `num_workers` ranges of `size` envs, or some more, each."""
+    cuts = [size * (num_envs // size * worker // num_workers) for worker in range(num_workers + 1)]
     return tuple(pairwise(cuts))
 
 

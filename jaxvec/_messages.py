@@ -25,6 +25,8 @@ class Setup:
     strict: bool  # whether observations have to be members of their space
     learn_info: bool
     equal_spaces: bool  # or else alike
+    size: int | None  # how many envs each of `env_fns` makes, if they are batched
+    idle: bool  # whether envs idle when their episode has ended
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Pool:
         workers: Workers,
         spec: PoolSpec,
         *,
-        num_workers: int,
+        slices: tuple[tuple[int, int], ...],
         autoreset_mode: AutoresetMode,
         in_order: bool,
         timeouts: Timeouts,
@@ -75,7 +75,7 @@ class Pool:
         Args:
             workers: with their envs.
             spec: of the envs.
-            num_workers: how many.
+            slices: `(first, stop)` of each worker's envs.
             autoreset_mode: of the envs.
             in_order: whether `recv` returns envs in the order in which they were sent.
             timeouts: of the operations.
@@ -84,28 +84,27 @@ class Pool:
         """
         self.spec = spec
         self._workers = workers
-        self._autoreset_mode = autoreset_mode
         self._in_order = in_order
         self._timeouts = timeouts
-        layout = make_layout(spec, num_workers=num_workers)
+        layout = make_layout(spec, slices)
         arrays = workers.attach(layout, spec, autoreset_mode)
         self._views = Views(spec, arrays)
         self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
         self._turns = Turns(self.id, spec.num_envs, spec.batch_size)
         self._options: Options = None  # that the workers hold
-        self._resets_required = resets_required
         if not resets_required:
             self._turns.needs_reset[:] = False
 
         self._broken_by: BaseException | None = None
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
-        waits_for_resets = resets_required and autoreset_mode is AutoresetMode.DISABLED
+        disabled = autoreset_mode is AutoresetMode.DISABLED
+        self._ends_need_reset = resets_required and disabled and not spec.has_idle
         self._gate = workers.open_gate(
             self.id,
             self._turns,
             in_order,
-            self._views.over if waits_for_resets else None,
+            self._views.over if self._ends_need_reset else None,
             timeouts.step,
         )
         self.closing = Closing(workers, self._gate)
@@ -494,7 +493,7 @@ class Pool:
         return "reset" if self._workers.any_resetting(slots) else "step"
 
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
-        if self._resets_required and self._autoreset_mode is AutoresetMode.DISABLED:
+        if self._ends_need_reset:
             terminated, truncated = self._views.over
             self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
         return self._views.read(slots, out, copy=copy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,19 @@ from numpy.typing import NDArray
 
 from jaxvec import _envs, _failures, _segment
 from jaxvec._backend import Patience
+from jaxvec._batch_slice import BatchSlice
 from jaxvec._description import describe
 from jaxvec._env_slice import EnvSlice
-from jaxvec._envs import Env, EnvFailure, EnvFn
+from jaxvec._envs import EnvFailure
 from jaxvec._errors import EnvError, SpaceMismatchError
 from jaxvec._gate import Gate, PortableGate
 from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
 from jaxvec._options import Options
+from jaxvec._plan import Plan
 from jaxvec._restart import Budget
 from jaxvec._segment import Arrays
+from jaxvec._slice import Slice
 from jaxvec._spec import PoolSpec
 from jaxvec._turns import Turns
 
@@ -33,22 +37,15 @@ from jaxvec._turns import Turns
 class SerialWorkers:
     """See `Workers`."""
 
-    def __init__(
-        self,
-        env_fns: Sequence[EnvFn],
-        *,
-        budget: Budget,
-        strict: bool,
-        learn_info: bool,
-        equal_spaces: bool,
-    ) -> None:
-        self._envs: list[Env] = []
-        self._env_fns = env_fns
+    def __init__(self, plan: Plan, *, budget: Budget, learn_info: bool) -> None:
+        self._envs: list[Any] = []
+        self._plan = plan
         self._budget = budget
-        self._strict = strict
         with _typed():
-            self._envs = _envs.build(env_fns, 0)
-            self.description = describe(self._envs, first=0, learn_info=learn_info, equal_spaces=equal_spaces)
+            self._envs = _envs.build(plan.env_fns, 0, plan.size)
+            self.description = describe(
+                self._envs, first=0, learn_info=learn_info, equal_spaces=plan.equal_spaces
+            )
         if self.description.mismatch is not None:
             self.close(timeout=0)
             raise SpaceMismatchError(self.description.mismatch)
@@ -59,16 +56,14 @@ class SerialWorkers:
 
     def attach(self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode) -> Arrays:
         arrays = _segment.private(layout)
-        self._slice = EnvSlice(
-            self._envs,
-            self._env_fns,
-            first=0,
-            worker=0,
-            spec=spec,
-            arrays=arrays,
-            autoreset_mode=autoreset_mode,
-            strict=self._strict,
+        self._num_envs = spec.num_envs
+        plan = self._plan
+        make_slice: Callable[..., Slice] = partial(
+            EnvSlice, self._envs, plan.env_fns, strict=plan.strict, idle=plan.idle
         )
+        if plan.size is not None:
+            make_slice = partial(BatchSlice, self._envs, size=plan.size)
+        self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
         return arrays
 
     def open_gate(
@@ -109,7 +104,7 @@ class SerialWorkers:
         attribute = getattr(self._slice, name)
         try:
             with _typed():
-                return [attribute(*arguments(0, len(self._envs))) if callable(attribute) else attribute]
+                return [attribute(*arguments(0, self._num_envs)) if callable(attribute) else attribute]
         except EnvError as error:
             return [error]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import cloudpickle
 
 from jaxvec import _channel
 from jaxvec._channel import Channel
-from jaxvec._envs import EnvFn
 from jaxvec._messages import Setup
+from jaxvec._plan import Plan
 
 # Workers share the machine's cores, so each gets one thread; and they never touch the accelerator.
 _WORKER_ENV: dict[str, str | None] = {
@@ -58,18 +58,11 @@ def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subproce
     return process, ours
 
 
-def setup(
-    env_fns: Sequence[EnvFn],
-    *,
-    first: int,
-    spare_envs: int,
-    strict: bool,
-    learn_info: bool,
-    equal_spaces: bool,
-) -> Setup:
-    """Makes the first message to the worker of the envs `first`, `first + 1`, …; raises `TypeError`."""
+def setup(plan: Plan, worker: int, *, learn_info: bool) -> Setup:
+    """Makes the first message to a worker; raises `TypeError` if a constructor can't be pickled."""
+    first, _ = plan.slices[worker]
     try:
-        pickled: bytes = cloudpickle.dumps(list(env_fns))
+        pickled: bytes = cloudpickle.dumps(list(plan.env_fns_of(worker)))
     except MemoryError:
         raise
     except Exception as error:
@@ -82,8 +75,10 @@ def setup(
         python_path=os.environ.get("PYTHONPATH"),
         first=first,
         env_fns=pickled,
-        spare_envs=spare_envs,
-        strict=strict,
+        spare_envs=plan.spare_envs,
+        strict=plan.strict,
         learn_info=learn_info and first == 0,
-        equal_spaces=equal_spaces,
+        equal_spaces=plan.equal_spaces,
+        size=plan.size,
+        idle=plan.idle,
     )

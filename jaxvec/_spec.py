@@ -21,7 +21,7 @@ from jaxvec._spaces import DictNode, DtypePolicy, Leaf, Node, build, leaves, mov
 from jaxvec._timestep import TimeStep
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
-_OURS = ("final_obs", "_final_obs", "final_info", "fault")
+_OURS = ("final_obs", "_final_obs", "final_info", "fault", "idle")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,10 @@ class PoolSpec:
         return "fault" in self.info.keys
 
     @property
+    def has_idle(self) -> bool:
+        return "idle" in self.info.keys
+
+    @property
     def has_final_info(self) -> bool:
         return "final_info" in self.info.keys
 
@@ -113,6 +117,7 @@ def make_spec(
     autoreset_mode: AutoresetMode,
     final_obs: bool,
     fault: bool = False,
+    idle: bool = False,
     declared: Mapping[str, Any],
     policy: DtypePolicy,
     objects: bool = False,
@@ -126,6 +131,7 @@ def make_spec(
         autoreset_mode: under `SAME_STEP` info has `final_obs`, and `final_info` if keys are declared.
         final_obs: whether to keep the last observation of an episode under `SAME_STEP`.
         fault: whether info says which steps were cut short by a fault.
+        idle: whether info says which envs took no step because their episode has ended.
         declared: info keys with a declaration each, see `declared_leaves`.
         policy: from an env's dtypes to the stored ones.
         objects: whether observations and actions may have leaves of Python objects.
@@ -153,6 +159,8 @@ def make_spec(
     }
     if fault:
         fields["fault"] = scalar(np.bool_, "info", "fault")
+    if idle:
+        fields["idle"] = scalar(np.bool_, "info", "idle")
     if autoreset_mode is AutoresetMode.SAME_STEP:
         if final_obs:
             fields["final_obs"] = move(obs, ("info", "final_obs"))

@@ -10,9 +10,9 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ import numpy as np
 from jaxvec import _failures, _options, _spawn
 from jaxvec._channel import WAKE, Channel
 from jaxvec._description import Description, compare
-from jaxvec._envs import EnvFn
 from jaxvec._errors import EnvError, JaxvecError, SpaceMismatchError, WorkerDiedError
 from jaxvec._handoff import RESET
 from jaxvec._messages import Attach, Ready, Recover, Replacement, Setup
 from jaxvec._native import interrupts
 from jaxvec._options import Options
+from jaxvec._plan import Plan
 from jaxvec._restart import Budget
 from jaxvec._rows import reader
 from jaxvec._segment import Arrays
@@ -33,29 +33,6 @@ from jaxvec._segment import Arrays
 _logger = logging.getLogger("jaxvec")
 
 Slices = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a worker is made of, now and whenever it has to be made again.
-
-    Attributes:
-        env_fns: of all envs.
-        slices: `(first, stop)` of each worker's envs.
-        worker_env: changes to a worker's environment variables; `None` unsets one.
-        start_timeout: seconds that a worker may take to build its envs; `None` for ever.
-        spare_envs: how many more envs each worker builds, to be reset in advance.
-        strict: whether observations have to be members of their space.
-        equal_spaces: whether observation spaces have to be equal, and not only alike.
-    """
-
-    env_fns: Sequence[EnvFn]
-    slices: Slices
-    worker_env: Mapping[str, str | None]
-    start_timeout: float | None
-    spare_envs: int
-    strict: bool
-    equal_spaces: bool
 
 
 class Supervisor:
@@ -100,15 +77,7 @@ class Supervisor:
 
     def setup(self, worker: int, *, learn_info: bool) -> Setup:
         """Makes the message that tells a worker what to build."""
-        first, stop = self._plan.slices[worker]
-        return _spawn.setup(
-            self._plan.env_fns[first:stop],
-            first=first,
-            spare_envs=self._plan.spare_envs,
-            strict=self._plan.strict,
-            learn_info=learn_info,
-            equal_spaces=self._plan.equal_spaces,
-        )
+        return _spawn.setup(self._plan, worker, learn_info=learn_info)
 
     def send_attach(self, message: Attach, segment: int, arrays: Arrays, deadline: float | None) -> None:
         """Gives every worker the segment, whose descriptor is ours from now on; raises as `send`.

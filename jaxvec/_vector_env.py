@@ -10,8 +10,8 @@ from typing import Any, Self, final
 
 import numpy as np
 from gymnasium import Space
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector import VectorEnv as BatchedVectorEnv
 from gymnasium.vector.utils import batch_space
 
 from jaxvec import _actions, _env_fns, _handoffs, _pools, _restart, _seeds
@@ -20,6 +20,7 @@ from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND, HOST_STEP
 from jaxvec._layout import split
+from jaxvec._plan import Plan
 from jaxvec._pool import Pool, Timeouts
 from jaxvec._promise import promise
 from jaxvec._restart import Budget, Restart
@@ -27,7 +28,6 @@ from jaxvec._serial import SerialWorkers
 from jaxvec._spaces import DtypePolicy
 from jaxvec._spec import PoolSpec, make_spec, undeclared
 from jaxvec._stats import Stats
-from jaxvec._supervisor import Plan
 from jaxvec._timestep import TimeStep
 from jaxvec._workers import ProcessWorkers
 
@@ -304,16 +304,19 @@ class VectorEnv:
 
 
 def start(
-    env: str | EnvSpec | Callable[..., Any] | Sequence[Callable[..., Any]],
+    env: Any,
     num_envs: int | None,
     *,
     num_workers: int | None = None,
     batch_size: int | None = None,
     recv_order: str = "ready",
     backend: str = "process",
-    autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+    autoreset_mode: AutoresetMode | str | None = None,
+    episodic: bool = False,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
+    env_configs: Sequence[Mapping[str, Any]] | None = None,
+    envs_per_instance: int | None = None,
     worker_env: Mapping[str, str | None] | None = None,
     on_fault: str | Restart = "raise",
     check: str = "structure",
@@ -327,43 +330,68 @@ def start(
     resets_required: bool = True,
     env_kwargs: dict[str, Any],
 ) -> VectorEnv:
-    """Starts a pool; see `jaxvec.make`. `policy` maps the spaces' dtypes to the stored ones."""
-    mode = _autoreset_mode(autoreset_mode)
+    """Starts a pool; see `jaxvec.make`.
+
+    Args:
+        policy: maps the spaces' dtypes to the stored ones.
+        objects: whether spaces without fixed shape are taken, at the cost of the JAX face.
+        equal_spaces: whether observation spaces may differ in their bounds.
+        resets_required: whether to refuse steps of envs that have to be reset.
+        And those of `jaxvec.make`.
+    """
     declared, learnt = undeclared(info)
-    env_fns = _env_fns.resolve(env, num_envs, env_kwargs)
-    num_workers = _num_workers(num_workers, len(env_fns), backend)
-    batch_size = _batch_size(batch_size, len(env_fns), mode)
+    if isinstance(env, BatchedVectorEnv):
+        env, num_envs, envs_per_instance = _adopt(env, num_envs, envs_per_instance)
+        backend = "serial"
+    num_envs = _env_fns.count(env, num_envs, envs_per_instance)
+    num_workers = _num_workers(num_workers, num_envs // (envs_per_instance or 1), backend)
+    slices = split(num_envs, num_workers, envs_per_instance or 1)
+    env_fns = _env_fns.resolve(env, slices, env_kwargs, configs=env_configs, size=envs_per_instance)
+    mode = _autoreset_mode(autoreset_mode, batched=envs_per_instance is not None, episodic=episodic)
+    budget = Budget(_restart.parse(on_fault), num_workers)
+    handoff = _handoffs.choose(handoff)
     if recv_order not in ("ready", "sent"):
         raise ValueError(f'recv_order must be "ready" or "sent", not {recv_order!r}')
-    handoff = _handoffs.choose(handoff)
-    budget = Budget(_restart.parse(on_fault), num_workers)
     if check not in ("structure", "strict"):
         raise ValueError(f'check must be "structure" or "strict", not {check!r}')
-    strict = check == "strict"
     if isinstance(spare_envs, bool) or not isinstance(spare_envs, int) or spare_envs < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"spare_envs must be an integer of at least 0, not {spare_envs!r}")
     if spare_envs and mode is AutoresetMode.DISABLED:
         raise ValueError("spare_envs: without autoreset there is no reset to be done in advance")
-    if backend == "serial":
-        for name, value in (("worker_env", worker_env), ("spare_envs", spare_envs)):
-            if value:
-                raise ValueError(f'{name} needs worker processes; backend="serial" has none')
-        workers = SerialWorkers(
-            env_fns, budget=budget, strict=strict, learn_info=bool(learnt), equal_spaces=equal_spaces
+    strict = check == "strict"
+    if envs_per_instance is not None:
+        _refuse(
+            "a batched env", on_fault=budget.policy, check=strict, spare_envs=spare_envs, episodic=episodic
         )
+    plan = Plan(
+        env_fns,
+        slices,
+        worker_env or {},
+        timeouts.start,
+        spare_envs,
+        strict=strict,
+        equal_spaces=equal_spaces,
+        size=envs_per_instance,
+        idle=episodic,
+    )
+    if backend == "serial":
+        _refuse(
+            'backend="serial", which has no worker processes,', worker_env=worker_env, spare_envs=spare_envs
+        )
+        workers = SerialWorkers(plan, budget=budget, learn_info=bool(learnt))
     else:
-        slices = split(len(env_fns), num_workers)
-        plan = Plan(env_fns, slices, worker_env or {}, timeouts.start, spare_envs, strict, equal_spaces)
         workers = ProcessWorkers(plan, handoff=handoff, budget=budget, learn_info=bool(learnt))
     try:
         description = workers.description
+        mode = mode or _mode_of(description)
         spec = make_spec(
             description.spaces,
-            num_envs=len(env_fns),
-            batch_size=batch_size,
+            num_envs=num_envs,
+            batch_size=_batch_size(batch_size, num_envs, mode),
             autoreset_mode=mode,
             final_obs=final_obs,
             fault=budget.policy is not None,
+            idle=episodic,
             declared=declared | _learn(learnt, description),
             policy=policy,
             objects=objects,
@@ -371,7 +399,7 @@ def start(
         pool = Pool(
             workers,
             spec,
-            num_workers=num_workers,
+            slices=slices,
             autoreset_mode=mode,
             in_order=recv_order == "sent",
             timeouts=timeouts,
@@ -384,12 +412,51 @@ def start(
         raise
 
 
-def _autoreset_mode(mode: AutoresetMode | str) -> AutoresetMode:
+def _adopt(
+    env: BatchedVectorEnv[Any, Any, Any], num_envs: int | None, size: int | None
+) -> tuple[Any, int, int]:
+    """Returns what makes the pool of a batched env that is there already."""
+    for name, value in (("num_envs", num_envs), ("envs_per_instance", size)):
+        if value not in (None, env.num_envs):
+            raise ValueError(f"{name} is {value}, but the VectorEnv has {env.num_envs} envs; leave it out")
+    return [lambda: env], env.num_envs, env.num_envs
+
+
+def _refuse(what: str, **values: Any) -> None:
+    for name, value in values.items():
+        if value:
+            raise ValueError(f"{name} does not go with {what}")
+
+
+def _autoreset_mode(
+    mode: AutoresetMode | str | None, *, batched: bool, episodic: bool
+) -> AutoresetMode | None:
+    """Returns the mode that was asked for; `None` for that of a batched env, which has its own."""
+    if mode is None and not batched:
+        return AutoresetMode.DISABLED if episodic else AutoresetMode.SAME_STEP
+    if mode is None:
+        return None
     for known in AutoresetMode:
         if mode in (known, known.name, known.value):
+            if batched:
+                raise ValueError("autoreset_mode: a batched env resets its envs in its own way; leave it out")
+            if episodic and known is not AutoresetMode.DISABLED:
+                raise ValueError(
+                    f"episodic: envs whose episode has ended idle; autoreset_mode is {known.name}"
+                )
             return known
     names = ", ".join(known.name for known in AutoresetMode)
     raise ValueError(f"autoreset_mode must be one of {names}, not {mode!r}")
+
+
+def _mode_of(description: Description) -> AutoresetMode:
+    mode = description.metadata.get("autoreset_mode")
+    if not isinstance(mode, AutoresetMode):
+        raise ValueError(
+            "the VectorEnv does not say how it resets its envs: set metadata['autoreset_mode'] to one of "
+            f"gymnasium.vector.AutoresetMode, not {mode!r}"
+        )
+    return mode
 
 
 def _num_workers(num_workers: int | None, num_envs: int, backend: str) -> int:

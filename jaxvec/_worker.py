@@ -22,11 +22,13 @@ import cloudpickle
 import numpy as np
 
 from jaxvec import _channel, _envs, _failures, _handoffs, _segment
+from jaxvec._batch_slice import BatchSlice
 from jaxvec._description import describe
 from jaxvec._env_slice import EnvSlice
 from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._handoff import STEP, Work, WorkerHandoff
 from jaxvec._messages import Attach, Ready, Recover, Reply, Request, Setup
+from jaxvec._slice import Slice
 from jaxvec._spares import Spares
 from jaxvec._stats import WAIT_NS
 
@@ -41,19 +43,24 @@ def main() -> None:
         _adopt_paths(setup)
         with _reporting(channel):
             env_fns = _load(setup)
-            envs, spares = _envs.build(env_fns, setup.first), Spares()
+            envs, spares = _envs.build(env_fns, setup.first, setup.size), Spares()
             try:
                 with _reporting(channel):
                     spares.build(setup.spare_envs, env_fns, setup.first)
                     channel.send(Ready(_describe(envs, setup)))
-                    _serve(channel, partial(EnvSlice, envs, env_fns, spares=spares, strict=setup.strict))
+                    make_slice: Callable[..., Slice] = partial(
+                        EnvSlice, envs, env_fns, spares=spares, strict=setup.strict, idle=setup.idle
+                    )
+                    if setup.size is not None:
+                        make_slice: Callable[..., Slice] = partial(BatchSlice, envs, size=setup.size)
+                    _serve(channel, make_slice)
             finally:
                 _envs.close([*envs, *spares.envs], setup.first)
     except EOFError:
         pass  # the parent closed the pool
 
 
-def _serve(channel: _channel.Channel, make_slice: Callable[..., EnvSlice]) -> None:
+def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
     """Serves until end of file, with the slice that `make_slice` makes of what the parent says."""
     attach: Attach = channel.receive_message()  # others may send envs to us before we are ready
     segment = channel.descriptors.pop()
@@ -67,7 +74,7 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., EnvSlice]) -> No
         spec=attach.spec,
         arrays=arrays,
         autoreset_mode=attach.autoreset_mode,
-        replaces=replaces is not None,
+        **({} if replaces is None else {"replaces": True}),
     )
     if replaces is not None:
         env_slice.set_options(replaces.options)
@@ -103,7 +110,7 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., EnvSlice]) -> No
             _recover(channel, end, env_slice, failure)  # and what is left is found again
 
 
-def _recover(channel: _channel.Channel, end: WorkerHandoff, env_slice: EnvSlice, failure: EnvFailure) -> None:
+def _recover(channel: _channel.Channel, end: WorkerHandoff, env_slice: Slice, failure: EnvFailure) -> None:
     """Reports a failure until the env is ready again; or to the end, if that is the parent's verdict."""
     while True:
         channel.send(_failures.report(failure))
@@ -152,7 +159,7 @@ def _describe(envs: list[Env], setup: Setup) -> bytes:
         raise EnvFailure(setup.first, "constructor") from error
 
 
-def _answer(env_slice: EnvSlice, request: Request) -> Reply:
+def _answer(env_slice: Slice, request: Request) -> Reply:
     """Serves a request; a failure is an answer, too."""
     try:
         attribute = getattr(env_slice, request.name)

@@ -24,10 +24,11 @@ from jaxvec._layout import Layout
 from jaxvec._messages import Attach, Reply, Request
 from jaxvec._native import interrupts
 from jaxvec._options import Options
+from jaxvec._plan import Plan
 from jaxvec._restart import Budget
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
-from jaxvec._supervisor import Plan, Supervisor, name_envs
+from jaxvec._supervisor import Supervisor, name_envs
 from jaxvec._turns import Turns
 
 _SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps

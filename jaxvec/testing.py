@@ -182,7 +182,7 @@ def _trace(env_fn: Callable[[], Any], num_steps: int, seed: int) -> list[dict[st
         spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=True).spaces
         mode = gymnasium.vector.AutoresetMode.SAME_STEP
         spec = make_spec(spaces_, num_envs=1, autoreset_mode=mode, final_obs=True, declared={}, policy=as_jax)
-        arrays = _segment.private(make_layout(spec, num_workers=1))
+        arrays = _segment.private(make_layout(spec, ((0, 1),)))
         env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=mode)
         spaces_.action.seed(seed)
         write_action = _rows.writer(spec.action, arrays)

@@ -40,7 +40,7 @@ def board(num_envs, num_workers):
         declared={},
         policy=as_jax,
     )
-    layout = _layout.make_layout(spec, num_workers=num_workers)
+    layout = _layout.make_layout(spec, _layout.split(spec.num_envs, num_workers))
     return _segment.private(layout), layout.slices
 
 

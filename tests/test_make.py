@@ -7,9 +7,11 @@ import subprocess
 import sys
 import textwrap
 import threading
+from functools import partial
 
 import gymnasium
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -476,3 +478,64 @@ def test_a_pool_is_closed_during_a_call_in_the_background(make):
     envs.close()
     with pytest.raises(jaxvec.PoolClosedError):
         answer.result(timeout=20)
+
+
+# --- Configs of each env's own, and episodes without autoreset -----------------------------------
+
+
+def test_each_env_has_its_config_and_knows_its_worker(make):
+    class Configured(CountingEnv):
+        def __init__(self, index, worker_id, *, length, level=0):
+            super().__init__(length)
+            self.place = (index, worker_id)
+            self.level = level
+
+    envs = make(
+        Configured, 4, num_workers=2, length=3, env_configs=[{}, {"level": 1}, {"level": 2}, {"length": 4}]
+    )
+    assert envs.get_attr("place") == ((0, 0), (1, 0), (2, 1), (3, 1))
+    assert envs.get_attr("level") == (0, 1, 2, 0)
+    gravities = make("CartPole-v1", env_configs=[{"sutton_barto_reward": True}, {}], num_envs=2)
+    assert gravities.get_attr("_sutton_barto_reward") == (True, False)
+    with pytest.raises(ValueError, match="env_configs has 1 configs, but there are 2 envs"):
+        make("CartPole-v1", 2, env_configs=[{}])
+
+
+def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):
+    envs = make([partial(CountingEnv, length) for length in (1, 2, 3)], episodic=True, backend=backend)
+    assert envs.autoreset_mode is AutoresetMode.DISABLED
+    with pytest.raises(jaxvec.ResetNeededError):
+        envs.step([0, 0, 0])
+
+    @jax.jit
+    def episode():
+        handle, timestep = jaxvec.reset(envs)
+
+        def step(carry):
+            handle, timestep, total = carry
+            handle, timestep = jaxvec.step(handle, jnp.array([5, 6, 7]))
+            return handle, timestep, total + timestep.reward
+
+        def going_on(carry):
+            return ~(carry[1].terminated | carry[1].truncated).all()
+
+        return jax.lax.while_loop(going_on, step, (handle, timestep, jnp.zeros(3)))
+
+    for _ in range(2):  # a reset begins another
+        handle, timestep, total = episode()
+        assert total.tolist() == [1, 1 + 2, 1 + 2 + 3]
+        assert timestep.obs[:, 2:].tolist() == [[1, 5], [2, 6], [3, 7]]
+        assert timestep.info["idle"].tolist() == [True, True, False]
+        assert timestep.info["episode_return"].tolist() == total.tolist()
+        assert timestep.info["episode_length"].tolist() == [1, 2, 3]
+    assert envs.stats().total.steps == 2 * (1 + 2 + 3)
+    _, timestep = jaxvec.reset(handle, mask=np.array([True, False, False]))
+    assert timestep.terminated.tolist() == [False, True, True]
+    timestep = envs.step([1, 1, 1])
+    assert timestep.info["idle"].tolist() == [False, True, True]
+    assert timestep.reward.tolist() == [1, 0, 0]
+
+
+def test_episodes_and_autoreset_exclude_each_other():
+    with pytest.raises(ValueError, match="envs whose episode has ended idle; autoreset_mode is SAME_STEP"):
+        jaxvec.make(CountingEnv, 1, episodic=True, autoreset_mode="SAME_STEP")

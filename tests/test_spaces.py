@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import jaxvec
 from jaxvec import _rows, _segment
-from jaxvec._layout import make_layout
+from jaxvec._layout import make_layout, split
 from jaxvec._spaces import as_is, as_jax, leaves, walk
 from jaxvec._spec import EnvSpaces, make_spec
 
@@ -163,7 +163,7 @@ def make_rows(space, policy, num_envs=3, num_workers=1):
     spec = make_spec(
         env_spaces, num_envs=num_envs, autoreset_mode=mode, final_obs=True, declared={}, policy=policy
     )
-    layout = make_layout(spec, num_workers=num_workers)
+    layout = make_layout(spec, split(spec.num_envs, num_workers))
     return spec, layout, _segment.private(layout)
 
 

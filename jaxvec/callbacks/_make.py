@@ -24,9 +24,12 @@ def make(
     batch_size: int | None = None,
     recv_order: str = "ready",
     backend: str = "process",
-    autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP,
+    autoreset_mode: AutoresetMode | str | None = None,
+    episodic: bool = False,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
+    env_configs: Sequence[Mapping[str, Any]] | None = None,
+    envs_per_instance: int | None = None,
     worker_env: Mapping[str, str | None] | None = None,
     on_fault: str | Restart = "raise",
     check: str = "structure",
@@ -42,21 +45,30 @@ def make(
 
     Args:
         env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list of such
-            callables. One with a required positional parameter gets the env's index. Lambdas,
-            closures and classes of `__main__` or a notebook are fine; no main guard is needed.
-        num_envs: how many envs; may be left out for a list.
+            callables. One with a required positional parameter gets the env's index, one with a parameter
+            `worker_id` the index of its worker. Lambdas, closures and classes of `__main__` or a notebook
+            are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`, whose envs are stepped
+            in this process, and which is closed with the pool.
+        num_envs: how many envs; may be left out for a list or a `VectorEnv`.
         num_workers: how many processes share them; as many as there are usable cores by default.
         batch_size: how many envs `recv` returns at a time, while the others are in flight; all by
             default.
         recv_order: which: `"ready"`, those that are done first, or `"sent"`, those that were sent
             first, so that a program's batches are the same in every run.
         backend: `"process"`, or `"serial"` to step all envs in this process, for debugging.
-        autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name.
+        autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name; `SAME_STEP` by default. Batched envs
+            have their own.
+        episodic: instead of autoreset, envs whose episode has ended idle until they are reset: a step
+            leaves their observation and flags as they are, its reward is 0, and `info["idle"]` is set. All
+            are done when `terminated | truncated` is true of all.
         final_obs: under `SAME_STEP`, return the last observation of episodes in `info`.
         info: keys of the envs' info to return as arrays: a dict of key to dtype (`int`, `"f4"`,
             `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of
             keys. dtype and shape of a key without a declaration are those of env 0's first info, for
             which env 0 is reset once. Each key comes with a mask `_key`; a missing one reads as 0.
+        env_configs: keyword arguments of each env's own, besides `env_kwargs`.
+        envs_per_instance: how many envs each call of `env` makes, if it makes `VectorEnv`s: simulators that
+            step many envs at once. `num_envs` must be a multiple of it.
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
             they run numerical libraries on one thread and keep off the accelerator.
         on_fault: what a fault does, of an env that raises, of a worker that dies or takes longer than
@@ -104,8 +116,11 @@ def make(
         recv_order=recv_order,
         backend=backend,
         autoreset_mode=autoreset_mode,
+        episodic=episodic,
         final_obs=final_obs,
         info=info,
+        env_configs=env_configs,
+        envs_per_instance=envs_per_instance,
         worker_env=worker_env,
         on_fault=on_fault,
         check=check,

@@ -1,0 +1,306 @@
+"""Steps a slice of a pool that batched envs fill: each instance, a `VectorEnv`, holds neighbouring slots.
+
+The twin of `EnvSlice` for simulators that step many envs in one call, on NumPy or in their own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from jaxvec import _rows, _stats
+from jaxvec._envs import BatchedEnv, EnvFailure
+from jaxvec._info_rows import one_of
+from jaxvec._options import Options
+from jaxvec._rows import InvalidValue
+from jaxvec._seeds import NONE
+from jaxvec._segment import Arrays
+from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves, move
+from jaxvec._spec import PoolSpec
+
+
+class BatchSlice:
+    """The instances that hold the slots from `first` on, `size` each; see `EnvSlice`.
+
+    An instance moves as a whole: a request must name all of its slots, or none. Only without autoreset
+    can some of its envs be reset.
+    """
+
+    def __init__(
+        self,
+        instances: list[BatchedEnv],
+        *,
+        size: int,
+        first: int,
+        worker: int,
+        spec: PoolSpec,
+        arrays: Arrays,
+        autoreset_mode: AutoresetMode,
+    ) -> None:
+        self._instances = instances
+        self._size = size
+        self.first = first
+        self._spec = spec
+        self._mode = autoreset_mode
+        self._arrays = arrays
+        self._running = memoryview(arrays["running",][worker])
+        self._stats = memoryview(arrays["stats",][worker])
+        count = len(instances) * size
+        self._returns = np.zeros((count, *spec.reward.shape))
+        self._lengths = np.zeros(count, np.int32)
+        self._over = np.zeros(count, np.bool_)  # whose last step ended an episode
+        self._raw: list[dict[str, Any]] = [{} for _ in instances]
+        self._options: Options = None
+        arrays["info", "env_id"][first : first + count] = range(first, first + count)
+
+    @property
+    def infos(self) -> list[dict[str, Any]]:
+        """The raw info of each env's last call."""
+        return [one_of(raw, row, self._size) for raw in self._raw for row in range(self._size)]
+
+    def reset(self, slots: NDArray[Any]) -> None:
+        """Resets the envs of `slots` with the seeds in the segment and the options set last."""
+        for which, rows, chosen in self._shares(slots, "reset", partly=self._mode is AutoresetMode.DISABLED):
+            began = monotonic_ns()
+            seeds = self._arrays["seed",][rows]
+            options = self._common_options(rows)
+            if not chosen.all():
+                options = {**(options or {}), "reset_mask": chosen}
+            with self._failing(which, "reset"):
+                result: Any = self._instances[which].reset(seed=_as_seed(seeds), options=options)
+                if not isinstance(result, tuple) or len(result) != 2:
+                    raise InvalidValue("reset must return (obs, info)")
+                obs, info = result
+                reset = rows.start + np.flatnonzero(chosen)
+                self._write(self._spec.obs, obs, rows)
+            mine = reset - self.first
+            self._returns[mine], self._lengths[mine], self._over[mine] = 0, 0, False
+            for path in (("terminated",), ("truncated",), ("info", "episode_length")):
+                self._arrays[path][reset] = 0
+            for leaf in (self._spec.reward, self._spec.info.child("episode_return")):
+                self._arrays[leaf.path][reset] = 0
+            with self._failing(which, "reset"):
+                self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
+            self._stats[_stats.RESETS] += int(chosen.sum())
+            self._stats[_stats.RESET_NS] += monotonic_ns() - began
+        self._running[0] = 0
+
+    def step(self, slots: NDArray[Any]) -> None:
+        """Steps the envs of `slots` with the actions in the segment."""
+        for which, rows, _ in self._shares(slots, "step", partly=False):
+            began = monotonic_ns()
+            actions = self._actions(rows)
+            with self._failing(which, "step", actions):
+                result: Any = self._instances[which].step(actions)
+                if not isinstance(result, tuple) or len(result) != 5:
+                    raise InvalidValue("step must return (obs, reward, terminated, truncated, info)")
+                obs, reward, terminated, truncated, info = result
+                self._write(self._spec.obs, obs, rows)
+                self._write(self._spec.reward, reward, rows)
+                self._write(self._spec.terminated, terminated, rows)
+                self._write(self._spec.truncated, truncated, rows)
+                over = self._arrays["terminated",][rows] | self._arrays["truncated",][rows]
+                self._count(rows, np.asarray(reward), over)
+                self._write_infos(which, rows, info, over)
+            self._stats[_stats.STEP_NS] += monotonic_ns() - began
+        self._running[0] = 0
+
+    @property
+    def can_prepare(self) -> bool:
+        """A batched env resets its envs by itself."""
+        return False
+
+    def prepare(self) -> None:
+        """Is not asked for."""
+
+    def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
+        """Is not asked for: a failure ends the pool."""
+        raise failure
+
+    def set_options(self, options: Options) -> None:
+        """Sets the options that resets from outside pass on from now on."""
+        self._options = options
+
+    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
+        """Returns attribute `name` of the instances, called if it can be; a row of it for each slot."""
+        answers: dict[int, Any] = {}
+        results: list[Any] = []
+        for slot, mine in zip(slots, args, strict=True):
+            which, row = divmod(slot - self.first, self._size)
+            if which not in answers:
+                try:
+                    answers[which] = self._ask(self._instances[which], name, mine, kwargs)
+                except BaseException as error:
+                    raise EnvFailure(slot, name) from error
+            results.append(answers[which][row])
+        return results
+
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        """Sets attribute `name` of the instances that hold `slots`; all of one get one value."""
+        for slot, value in zip(slots, values, strict=True):
+            instance = self._instances[(slot - self.first) // self._size]
+            try:
+                setattr(instance.unwrapped, name, value)
+            except BaseException as error:
+                raise EnvFailure(slot, f"set_attr({name!r})") from error
+
+    def _actions(self, rows: slice) -> Any:
+        return build(self._spec.action, lambda leaf: self._arrays[leaf.path][rows].astype(leaf.dtype))
+
+    def _ask(self, instance: BatchedEnv, name: str, args: Sequence[Any], kwargs: Any) -> Any:
+        call: Any = getattr(instance, "call", None)  # only some of Gymnasium's have it
+        if callable(call) and name != "render":
+            return call(name, *args, **kwargs)
+        attribute: Any = getattr(instance, name)
+        value: Any = attribute(*args, **kwargs) if callable(attribute) else attribute
+        alike = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
+        return value if alike else [value] * self._size
+
+    def _shares(
+        self, slots: NDArray[Any], operation: str, *, partly: bool
+    ) -> Iterator[tuple[int, slice, NDArray[np.bool_]]]:
+        """Yields each instance that has some of `slots`, its rows of the segment, and which of them."""
+        done: list[int] = []
+        for which in np.unique((slots - self.first) // self._size).tolist():
+            start = self.first + which * self._size
+            chosen = np.isin(np.arange(start, start + self._size), slots)
+            self._running[0] = start + 1
+            if not partly and not chosen.all():
+                failure = EnvFailure(start, operation)
+                failure.done = done
+                raise failure from InvalidValue(
+                    f"envs {start} to {start + self._size - 1} are one batched env, which moves as a whole; "
+                    f"{operation} was asked for {int(chosen.sum())} of them"
+                )
+            try:
+                yield which, slice(start, start + self._size), chosen
+            except EnvFailure as failure:
+                failure.done = done
+                raise
+            done = done + list(range(start, start + self._size))
+
+    def _failing(self, which: int, operation: str, action: Any = None) -> _Failing:
+        return _Failing(self.first + which * self._size, operation, action)
+
+    def _common_options(self, rows: slice) -> dict[str, Any] | None:
+        if self._options is None:
+            return None
+        given = self._options[rows.start - self.first : rows.stop - self.first]
+        return next((one for one in given if one is not None), None)
+
+    def _write(self, node: Node, value: Any, rows: slice) -> None:
+        """Writes a batch of values, checked and cast as by Gymnasium."""
+        match node:
+            case Leaf():
+                whole = Leaf(node.path, (self._size, *node.shape), node.dtype, node.stored)
+                self._arrays[node.path][rows] = _rows.conform(whole, value)
+            case DictNode():
+                if not isinstance(value, Mapping) or set(value) != set(node.keys):
+                    raise InvalidValue(
+                        f"{format_path(node.path)}: expected a dict with keys {list(node.keys)}"
+                    )
+                for key, child in zip(node.keys, node.children, strict=True):
+                    self._write(child, value[key], rows)
+            case _:
+                if not isinstance(value, (tuple, list)) or len(value) != len(node.children):
+                    raise InvalidValue(f"{format_path(node.path)}: expected a tuple of {len(node.children)}")
+                for child, part in zip(node.children, value, strict=True):
+                    self._write(child, part, rows)
+
+    def _count(self, rows: slice, reward: NDArray[Any], over: NDArray[np.bool_]) -> None:
+        """Adds up the episodes, and shows those of this step."""
+        mine = slice(rows.start - self.first, rows.stop - self.first)
+        begun = self._over[mine] & (self._mode is AutoresetMode.NEXT_STEP)  # this step was their reset
+        returns, lengths = self._returns[mine], self._lengths[mine]
+        returns += reward
+        lengths += 1
+        returns[begun], lengths[begun] = 0, 0
+        self._arrays["info", "episode_return"][rows] = returns
+        self._arrays["info", "episode_length"][rows] = lengths
+        if self._mode is AutoresetMode.SAME_STEP:
+            returns[over], lengths[over] = 0, 0
+        self._over[mine] = over
+        self._arrays["ended",][rows][over] = self._arrays["asked",][rows][over]
+        self._stats[_stats.STEPS] += self._size - int(begun.sum())
+        self._stats[_stats.EPISODES] += int(over.sum())
+
+    def _write_infos(self, which: int, rows: slice, info: Any, over: NDArray[np.bool_]) -> None:
+        if not isinstance(info, dict):
+            raise InvalidValue(f"info must be a dict, got {type(info).__name__}")
+        self._raw[which] = info
+        self._arrays["has_info",][rows] = bool(info)
+        self._write_declared(self._spec.declared, info, rows)
+        if self._spec.has_final_obs:
+            node = self._spec.info.child("final_obs")
+            for leaf in leaves(node):
+                self._arrays[leaf.path][rows] = 0
+            self._arrays["info", "_final_obs"][rows] = over
+            write = _rows.writer(node, self._arrays)
+            for row in np.flatnonzero(over).tolist():
+                write(rows.start + row, _final_obs(self._spec.obs, info, row))
+        if self._spec.has_final_info:
+            final = info.get("final_info", {})
+            self._write_declared(self._spec.info.child("final_info"), final, rows)
+
+    def _write_declared(self, node: DictNode, info: Mapping[str, Any], rows: slice) -> None:
+        for key, child, mask in zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True):
+            has = np.broadcast_to(info.get(f"_{key}", key in info), (self._size,))
+            for leaf in leaves(child):
+                self._arrays[leaf.path][rows] = 0
+            write = _rows.writer(child, self._arrays)
+            for row in np.flatnonzero(has).tolist():
+                write(rows.start + row, _row(move(child, (key,)), info[key], row))
+            self._arrays[mask.path][rows] = has  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
+
+
+class _Failing:
+    """Makes of what ends the block the failure of an instance, by the name of its first env."""
+
+    def __init__(self, env_id: int, operation: str, action: Any) -> None:
+        self._failure = EnvFailure(env_id, operation, action)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            raise self._failure from error
+
+
+def _as_seed(seeds: NDArray[np.int64]) -> Any:
+    """Returns seeds in the simplest form that means the same: not all batched envs take lists."""
+    given = seeds != NONE
+    if not given.any():
+        return None
+    if given.all() and (np.diff(seeds) == 1).all():
+        return int(seeds[0])
+    return [int(seed) if one else None for seed, one in zip(seeds, given, strict=True)]
+
+
+def _final_obs(node: Node, info: Mapping[str, Any], row: int) -> Any:
+    if "final_obs" not in info:
+        raise InvalidValue(
+            "an episode ended under same-step autoreset, but info has no 'final_obs'; make the pool with "
+            "final_obs=False"
+        )
+    given = info["final_obs"]
+    # Gymnasium's have an array of objects; others one batch of observations.
+    return given[row] if isinstance(given, np.ndarray) and given.dtype == object else _row(node, given, row)
+
+
+def _row(node: Node, value: Any, row: int) -> Any:
+    """Returns one env's part of a batch."""
+    match node:
+        case Leaf():
+            return value[row]
+        case DictNode():
+            return {
+                key: _row(child, value[key], row) for key, child in zip(node.keys, node.children, strict=True)
+            }
+        case _:
+            return tuple(_row(child, part, row) for child, part in zip(node.children, value, strict=True))

@@ -1,0 +1,55 @@
+"""What a worker, or the serial backend, asks of the envs that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from jaxvec._envs import EnvFailure
+from jaxvec._options import Options
+
+
+class Slice(Protocol):
+    """The envs of some neighbouring slots, and the rows of the segment that they fill."""
+
+    first: int
+
+    @property
+    def infos(self) -> Sequence[dict[str, Any]]:
+        """The raw info of each env's last call."""
+        ...
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether `prepare` has something to do."""
+        ...
+
+    def prepare(self) -> None:
+        """Does in idle time what will be needed."""
+        ...
+
+    def reset(self, slots: NDArray[Any]) -> None:
+        """Resets the envs of `slots`; raises an `EnvFailure` that says which are done all the same."""
+        ...
+
+    def step(self, slots: NDArray[Any]) -> None:
+        """Steps the envs of `slots`; raises as `reset`."""
+        ...
+
+    def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
+        """Makes ready for another try at what `failure` left."""
+        ...
+
+    def set_options(self, options: Options) -> None:
+        """Sets the options that resets from outside pass to each env from now on."""
+        ...
+
+    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
+        """Returns an attribute of each env, called if it can be."""
+        ...
+
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        """Sets an attribute of each env."""
+        ...

@@ -1,0 +1,211 @@
+"""Batched envs, of Gymnasium's `VectorEnv`: in this process, and several of them in workers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import jaxvec
+from jaxvec.testing import CountingEnv, NestedEnv
+
+
+def counting(mode, lengths=(2, 3, 4)):
+    return SyncVectorEnv([partial(CountingEnv, length) for length in lengths], autoreset_mode=mode)
+
+
+def rollout(envs, actions, seed=0):
+    handle, first = jaxvec.reset(envs, seed=seed)
+    _, steps = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)
+    return first, steps
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_a_batched_env_is_stepped_like_its_envs_one_by_one(make, mode):
+    actions = jnp.arange(30).reshape(10, 3)
+    expected = rollout(
+        make([partial(CountingEnv, length) for length in (2, 3, 4)], autoreset_mode=mode), actions
+    )
+    batched = rollout(make(counting(mode)), actions)
+    jax.tree.map(np.testing.assert_array_equal, batched, expected)
+
+
+def test_several_in_workers(make):
+    fn = partial(counting, AutoresetMode.SAME_STEP)
+    actions = jnp.arange(120).reshape(10, 12)
+    expected = rollout(make([partial(CountingEnv, length) for length in (2, 3, 4) * 4]), actions)
+    for num_workers in (1, 2):
+        batched = rollout(make(fn, 12, envs_per_instance=3, num_workers=num_workers), actions)
+        jax.tree.map(np.testing.assert_array_equal, batched, expected)
+
+
+def test_nested_spaces(make):
+    fns = [partial(NestedEnv, 4)] * 3
+    ours = make(SyncVectorEnv(fns, autoreset_mode="SameStep"))
+    single = make(fns)
+    ours.action_space.seed(0)
+    single.reset(seed=1), ours.reset(seed=1)
+    for _ in range(9):
+        action = ours.action_space.sample()
+        jax.tree.map(np.testing.assert_array_equal, ours.step(action), single.step(action))
+
+
+def test_cartpole_as_gymnasium_batches_it(make):
+    actions = np.random.default_rng(0).integers(0, 2, (60, 6))
+    first, steps = rollout(make(CartPoleVectorEnv(num_envs=6)), actions, seed=7)
+    alone = CartPoleVectorEnv(num_envs=6)
+    np.testing.assert_array_equal(first.obs, alone.reset(seed=7)[0])
+    for step, action in enumerate(actions):
+        obs, reward, terminated, truncated, _ = alone.step(action)
+        np.testing.assert_array_equal(steps.obs[step], obs)
+        np.testing.assert_array_equal(steps.reward[step], reward)
+        np.testing.assert_array_equal(steps.terminated[step], terminated)
+        np.testing.assert_array_equal(steps.truncated[step], truncated)
+    assert steps.terminated.any()
+
+
+def test_without_autoreset_some_of_its_envs_are_reset(make):
+    envs = make(counting(AutoresetMode.DISABLED))
+    assert envs.autoreset_mode is AutoresetMode.DISABLED
+    envs.reset(seed=0)
+    envs.step([0, 0, 0])
+    over = envs.step([0, 0, 0]).terminated
+    assert over.tolist() == [True, False, False]
+    with pytest.raises(jaxvec.ResetNeededError):
+        envs.step([0, 0, 0])
+    timestep = envs.reset(mask=over)
+    assert timestep.obs[:, :3].tolist() == [[2, 2, 0], [1, 2, 2], [1, 2, 2]]
+    assert timestep.info["episode_length"].tolist() == [0, 2, 2]
+    assert envs.step([0, 0, 0]).obs[:, 2].tolist() == [1, 3, 3]
+
+
+def test_infos_seeds_options_and_calls(make):
+    envs = make(counting(AutoresetMode.SAME_STEP), info={"steps": int})
+    envs.reset(seed=4, options={"level": 3})
+    assert [info["seed"] for info in envs.infos] == [4, 5, 6]
+    assert [info["options"]["level"] for info in envs.infos] == [3, 3, 3]
+    timestep = envs.step([0, 0, 0])
+    assert timestep.info["steps"].tolist() == [1, 1, 1]
+    assert timestep.info["_steps"].all()
+    timestep = envs.step([0, 0, 0])
+    assert timestep.info["final_info"]["steps"].tolist() == [2, 0, 0]
+    assert timestep.info["_steps"].tolist() == [False, True, True]
+    assert envs.get_attr("resets") == (2, 1, 1)
+
+
+def test_vmap_over_parts_of_one_batched_env_is_one_hand_off(make):
+    envs = make(counting(AutoresetMode.SAME_STEP, (9,) * 4))
+    handle, _ = jaxvec.reset(envs)
+    split = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), handle)
+    _, timestep = jax.vmap(jaxvec.step)(split, jnp.arange(4).reshape(2, 2))
+    assert timestep.obs[..., 3].tolist() == [[0, 1], [2, 3]]
+    assert envs.stats().total.steps == 4
+
+
+# --- Errors ------------------------------------------------------------------------------------
+
+
+def test_a_part_of_it_can_not_be_stepped_alone(make):
+    envs = make(counting(AutoresetMode.SAME_STEP), transport="io_callback")
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvError, match="envs 0 to 2 are one batched env, which moves as a whole"):
+        jaxvec.step(jax.tree.map(lambda token: token[:2], handle), jnp.zeros(2, int))
+
+
+class Wrong(gymnasium.vector.VectorEnv):
+    """Returns what it is told to."""
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    num_envs = 2
+    single_observation_space = spaces.Box(-1, 1, (3,), np.float32)
+    single_action_space = spaces.Discrete(2)
+
+    def __init__(self, **changes):
+        self.result = {
+            "obs": np.zeros((2, 3), np.float32),
+            "reward": np.zeros(2),
+            "terminated": np.zeros(2, bool),
+            "truncated": np.zeros(2, bool),
+            "info": {},
+        } | changes
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros((2, 3), np.float32), {}
+
+    def step(self, actions):
+        return tuple(self.result.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"obs": np.zeros((2, 4), np.float32)}, r"env 0 .*obs: expected shape \(2, 3\), got \(2, 4\)"),
+        ({"reward": np.zeros(3)}, r"reward: expected shape \(2,\), got \(3,\)"),
+        ({"terminated": np.zeros(2)}, "terminated: expected bool, got float64"),
+        ({"info": None}, "info must be a dict, got NoneType"),
+        ({"terminated": np.ones(2, bool)}, "info has no 'final_obs'; make the pool with final_obs=False"),
+    ],
+)
+@pytest.mark.parametrize("kwargs", [{"backend": "serial"}, {"backend": "process"}])
+def test_wrong_data_are_named(make, kwargs, changes, message):
+    envs = make(partial(Wrong, **changes), 2, envs_per_instance=2, **kwargs)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=message):
+        envs.step([0, 0])
+
+
+def test_an_exception_names_the_first_of_the_batch(make):
+    class Raising(Wrong):
+        def step(self, actions):
+            raise KeyError("mine")
+
+    envs = make(Raising, 4, envs_per_instance=2, num_workers=2)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvError, match="raised KeyError in step"):
+        envs.step([0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda: (Wrong(), 3), "num_envs is 3, but the VectorEnv has 2 envs"),
+        (lambda: (Wrong, 2), "pass envs_per_instance=2"),
+        (
+            lambda: (Wrong, 4, {"envs_per_instance": 4}),
+            "is 4, but the VectorEnv has 2 envs",
+        ),
+        (
+            lambda: (Wrong, 3, {"envs_per_instance": 2}),
+            "must be a multiple of envs_per_instance, 2",
+        ),
+        (
+            lambda: (CountingEnv, 2, {"envs_per_instance": 2}),
+            "leave out envs_per_instance",
+        ),
+        (lambda: ("CartPole-v1", 2, {"envs_per_instance": 2}), "goes with a callable that makes"),
+        (lambda: (Wrong, 2, {"envs_per_instance": 0}), "envs_per_instance must be an integer of at least 1"),
+        (lambda: (Wrong(), None, {"autoreset_mode": "NEXT_STEP"}), "resets its envs in its own way"),
+        (lambda: (Wrong(), None, {"on_fault": "restart"}), "on_fault does not go with a batched env"),
+        (lambda: (Wrong(), None, {"spare_envs": 1}), "spare_envs does not go with a batched env"),
+        (lambda: (Wrong(), None, {"num_workers": 2}), "has one worker, this process, not 2"),
+    ],
+)
+def test_what_can_not_be_is_refused(arguments, message):
+    env, num_envs, *more = arguments()
+    with pytest.raises((TypeError, ValueError, jaxvec.EnvError), match=message):
+        jaxvec.make(env, num_envs, **dict(*more))
+
+
+def test_a_batched_env_must_say_how_it_resets(make):
+    class Silent(Wrong):
+        metadata = {}
+
+    with pytest.raises(ValueError, match=r"set metadata\['autoreset_mode'\]"):
+        make(Silent())
