@@ -40,7 +40,10 @@ def build(env_fns: Sequence[EnvFn], first: int) -> list[Env]:
             env = env_fn()
             if not isinstance(env, gymnasium.Env):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(
-                    f"expected a gymnasium.Env, got {type(env).__name__}; wrap other kinds of env first"
+                    f"expected a gymnasium.Env, got {type(env).__name__}; wrap a dm_env.Environment in "
+                    "jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in "
+                    "jaxvec.adapters.pettingzoo.PettingZooEnv, an old gym.Env in "
+                    "shimmy.GymV21CompatibilityV0(env=...) or GymV26CompatibilityV0(env=...)"
                 )
             envs.append(env)
         except BaseException as error:
