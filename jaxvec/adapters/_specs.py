@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,16 +49,35 @@ def to_space(spec: Any, root: Path) -> spaces.Space[Any]:
             )
 
 
-def as_specified(spec: Any, value: Any) -> Any:
-    """Returns a nested value of `to_space(spec)` with lists where the spec has them."""
+def to_observation(spec: Any, value: Any) -> Any:
+    """Returns an observation with arrays in place of numbers, which dm_env allows and Gymnasium does not."""
+    return _map(spec, value, _as_array)
+
+
+def to_action(spec: Any, value: Any) -> Any:
+    """Returns an element of the spec's space with lists where the spec has them."""
+    return _map(spec, value, lambda _, value: value)
+
+
+def _map(spec: Any, value: Any, function: Callable[[specs.Array, Any], Any]) -> Any:
+    """Applies `function` to leaves; what has another structure than the spec stays, for others to refuse."""
     match spec:
         case specs.Array():
-            return value
-        case Mapping():
-            return {key: as_specified(child, value[key]) for key, child in spec.items()}
-        case _:
-            children = [as_specified(child, one) for child, one in zip(spec, value, strict=True)]
+            return function(spec, value)
+        case Mapping() if isinstance(value, Mapping) and value.keys() == spec.keys():
+            return {key: _map(child, value[key], function) for key, child in spec.items()}
+        case tuple() | list() if isinstance(value, (tuple, list)) and len(value) == len(spec):
+            children = [_map(child, one, function) for child, one in zip(spec, value, strict=True)]
             return children if isinstance(spec, list) else tuple(children)
+        case _:
+            return value
+
+
+def _as_array(spec: specs.Array, value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value
+    array = np.asarray(value)
+    return array.astype(spec.dtype) if np.can_cast(array.dtype, spec.dtype, "same_kind") else array
 
 
 def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:

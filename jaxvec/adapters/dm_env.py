@@ -17,7 +17,7 @@ except ImportError as error:
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec.adapters._adapter import Adapter
-from jaxvec.adapters._specs import as_specified, to_space
+from jaxvec.adapters._specs import to_action, to_observation, to_space
 
 __all__ = ["INFO", "DmEnv"]
 
@@ -65,7 +65,8 @@ class DmEnv(Adapter):
         """
         self._env_fn, self._seed_name = (None, None) if isinstance(env, dm_env.Environment) else _factory(env)
         self.adapted = _checked(self._env_fn() if self._env_fn else env)
-        self.observation_space = to_space(self.adapted.observation_spec(), ("observation_spec",))
+        self._observation_spec = self.adapted.observation_spec()
+        self.observation_space = to_space(self._observation_spec, ("observation_spec",))
         self._action_spec = self.adapted.action_spec()
         self.action_space = to_space(self._action_spec, ("action_spec",))
         reward, discount = (
@@ -96,7 +97,7 @@ class DmEnv(Adapter):
         if seed is not None:
             self._seed(seed)
         timestep = self.adapted.reset()
-        return timestep.observation, {"discount": self._no_discount, "step_type": int(timestep.step_type)}
+        return self._observe(timestep), {"discount": self._no_discount, "step_type": int(timestep.step_type)}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps the env.
@@ -104,13 +105,13 @@ class DmEnv(Adapter):
         Raises:
             ResetNeeded: the episode is over, or none was begun; the env has begun one.
         """
-        timestep = self.adapted.step(as_specified(self._action_spec, action))
+        timestep = self.adapted.step(to_action(self._action_spec, action))
         if timestep.first():
             raise ResetNeeded("step: the episode is over, or reset was never called; call reset first")
         last, ended = timestep.last(), not np.any(timestep.discount)
         reward = float(timestep.reward) if self._scalar_reward else np.asarray(timestep.reward)
         info = {"discount": timestep.discount, "step_type": int(timestep.step_type)}
-        return timestep.observation, reward, last and ended, last and not ended, info
+        return self._observe(timestep), reward, last and ended, last and not ended, info
 
     def render(self) -> Any:
         """Returns a frame `[height, width, 3]` uint8.
@@ -121,6 +122,9 @@ class DmEnv(Adapter):
         if self.render_mode is None:
             raise ValueError('render: pass render_mode="rgb_array" to DmEnv')
         return self.adapted.physics.render(**self._render_kwargs)
+
+    def _observe(self, timestep: dm_env.TimeStep) -> Any:
+        return to_observation(self._observation_spec, timestep.observation)
 
     def _seed(self, seed: int) -> None:
         if self._env_fn is not None and self._seed_name is not None:
