@@ -33,7 +33,7 @@ class PettingZooEnv(Adapter):
 
     Observations and actions are dicts with a key for each of `possible_agents`, whose spaces may differ;
     rewards are one vector in that order, `[num_agents]` float64. Agents that are gone, or not there yet, have
-    observations and rewards of zero, and their actions are ignored.
+    rewards and observations of zero, in their space or not, and their actions are ignored.
 
     info holds each agent's own info under its name, and three masks, `[num_agents]` bool: `terminated` and
     `truncated`, whose episode this step ended, and `alive`, who acts next. The env's episode is over when
@@ -48,13 +48,18 @@ class PettingZooEnv(Adapter):
                 those whose agents act in cycles. For others see its `turn_based_aec_to_parallel`.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: it is neither, or does not say who its `possible_agents` are.
             AssertionError: PettingZoo does not convert this `AECEnv`.
         """
         if isinstance(env, AECEnv):
             env = aec_to_parallel(env)
         if not isinstance(env, ParallelEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"env must be a ParallelEnv or an AECEnv, not {type(env).__name__}")
+        if not hasattr(env, "possible_agents"):
+            raise TypeError(
+                f"{type(env).__name__} has no possible_agents, so its observations and rewards have no fixed "
+                "shape; list all agents there that there can be, in a wrapper"
+            )
         self.adapted = env
         self._agents: tuple[Any, ...] = tuple(env.possible_agents)
         self.observation_space = spaces.Dict({agent: env.observation_space(agent) for agent in self._agents})
