@@ -1,8 +1,12 @@
-"""Families of envs, as others publish them: stepped in jit, they give what Gymnasium's SyncVectorEnv gives."""
+"""Families of envs as others publish them: stepped in jit, they give what SyncVectorEnv gives."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import gymnasium
 import jax
@@ -91,7 +95,7 @@ def test_atari_preprocessed(make):
         env = gymnasium.make("ALE/Breakout-v5", frameskip=1)
         return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 4)
 
-    assert_as_in_gymnasium(make, preprocessed, num_steps=60, ends=1)
+    assert_as_in_gymnasium(make, preprocessed, num_steps=60)
     envs = make(preprocessed, 2, info=["lives"])
     handle, first = jaxvec.reset(envs, seed=0)
     assert first.info["lives"].tolist() == [5, 5]
@@ -147,7 +151,7 @@ def test_pettingzoo_mpe(make, name, continuous):
 
 
 def test_pettingzoo_butterfly(make):
-    """Knights and archers die before the others, of zombies."""
+    """Knights and archers, until zombies come through."""
     needs("pettingzoo", "pettingzoo")
     needs("pygame", "families")
     from test_adapters_pettingzoo import assert_jitted_steps_are_those_by_hand
@@ -155,10 +159,11 @@ def test_pettingzoo_butterfly(make):
     def env():
         from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 
-        return knights_archers_zombies.parallel_env(spawn_rate=1, max_cycles=300)
+        return knights_archers_zombies.parallel_env(max_cycles=300)
 
-    ends = assert_jitted_steps_are_those_by_hand(make, env, num_envs=2, num_steps=400)
-    assert ends == 0
+    terminated, _, lost = assert_jitted_steps_are_those_by_hand(make, env, num_envs=2, num_steps=400)
+    assert terminated >= 1
+    assert lost >= 4
 
 
 def test_old_gym(make):
@@ -200,3 +205,16 @@ def test_old_gym(make):
 
     assert_as_in_gymnasium(make, old, ends=33)
     assert_as_in_gymnasium(make, newer, ends=9)
+
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+
+
+@pytest.mark.parametrize("module", ["dm_control", "mpe2"])
+def test_the_readmes_example_prints_what_it_says(module):
+    needs(module, "families")
+    (source,) = (one for one in re.findall(r"```py\n(.*?)```", README, re.DOTALL) if module in one)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == re.findall(r"^print\(.*# (.*)$", source, re.MULTILINE)
