@@ -77,17 +77,18 @@ class DmEnv(Adapter):
             self.reward_space = to_space(reward, ("reward_spec",))
         self._no_discount = np.ones(discount.shape, discount.dtype)
 
-        physics = getattr(self.adapted, "physics", None)
-        if render_mode is not None and (render_mode != "rgb_array" or physics is None):
+        render_modes = [] if getattr(self.adapted, "physics", None) is None else ["rgb_array"]
+        if render_mode is not None and render_mode not in render_modes:
             raise ValueError(
                 f'render_mode must be None or, for an env with a physics, "rgb_array"; not {render_mode!r} '
                 f"for {type(self.adapted).__name__}"
             )
+        self.metadata = {"render_modes": render_modes}
+        control_timestep = getattr(self.adapted, "control_timestep", None)
+        if control_timestep is not None:  # dm_control's seconds
+            self.metadata["render_fps"] = round(1 / control_timestep())
         self.render_mode = render_mode
         self._render_kwargs = dict(render_kwargs or {})
-        self.metadata = {"render_modes": [] if physics is None else ["rgb_array"]}
-        if hasattr(self.adapted, "control_timestep"):
-            self.metadata["render_fps"] = round(1 / self.adapted.control_timestep())
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -55,7 +55,7 @@ class PettingZooEnv(Adapter):
             env = aec_to_parallel(env)
         if not isinstance(env, ParallelEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"env must be a ParallelEnv or an AECEnv, not {type(env).__name__}")
-        if not hasattr(env, "possible_agents"):
+        if getattr(env, "possible_agents", None) is None:
             raise TypeError(
                 f"{type(env).__name__} has no possible_agents, so its observations and rewards have no fixed "
                 "shape; list all agents there that there can be, in a wrapper"
@@ -68,8 +68,9 @@ class PettingZooEnv(Adapter):
         self.metadata = dict(getattr(env, "metadata", {}))
         self.render_mode = getattr(env, "render_mode", None)
         self._nodes: dict[Any, Node] = {}  # of observation spaces, to make zeros of
-        self._took_part: set[Any] = set()  # in this episode
-        self._terminated: set[Any] = set()
+        self._fates: dict[
+            Any, bool
+        ] = {}  # of who took part in this episode: whether termination ended theirs
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -78,7 +79,7 @@ class PettingZooEnv(Adapter):
         super().reset(seed=seed)
         observations, infos = self.adapted.reset(seed=seed, options=options)
         alive = set(self.adapted.agents)
-        self._took_part, self._terminated = set(alive), set()
+        self._fates = dict.fromkeys(alive, False)
         return self._observe(observations, alive, alive), self._info(infos, alive, (), ())
 
     def step(self, action: Any) -> tuple[dict[Any, Any], NDArray[np.float64], bool, bool, dict[Any, Any]]:
@@ -97,9 +98,8 @@ class PettingZooEnv(Adapter):
             {agent for agent in acting if flags.get(agent)} for flags in (terminations, truncations)
         )
         alive = set(self.adapted.agents) - terminated - truncated
-        self._took_part |= alive
-        self._terminated |= terminated
-        ended = self._terminated >= self._took_part
+        self._fates |= {agent: agent in terminated for agent in acting | alive}
+        ended = all(self._fates.values())
         return (
             self._observe(observations, acting, alive),
             np.array([rewards.get(agent, 0) if agent in acting else 0 for agent in self._agents], np.float64),
@@ -113,10 +113,9 @@ class PettingZooEnv(Adapter):
         return self.adapted.render()
 
     def _observe(self, observations: dict[Any, Any], acting: set[Any], alive: set[Any]) -> dict[Any, Any]:
-        """Returns an observation for each agent: also the last one of those who were alive until now."""
-        last = {agent: observations[agent] for agent in acting if agent in observations}
-        now = {agent: observations[agent] for agent in alive}
-        seen = last | now
+        """Returns an observation for each agent: of those who were alive until now, the last."""
+        gone = {agent for agent in acting - alive if agent in observations}
+        seen = {agent: observations[agent] for agent in alive | gone}
         return {agent: seen[agent] if agent in seen else self._zeros(agent) for agent in self._agents}
 
     def _info(
