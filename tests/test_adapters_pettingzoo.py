@@ -303,6 +303,23 @@ def test_without_agents_there_is_no_step():
         env.step(action)
 
 
+def test_the_last_end_of_an_agent_that_came_back_counts():
+    class Returning(Strangers):
+        def step(self, actions):
+            observations, *rest = super().step(actions)
+            if self._step == 4:
+                self.agents.append("walker")
+                self._fates = self._fates | {"walker": (6, "truncated")}
+                observations["walker"] = self._spaces["walker"].sample()
+            return observations, *rest
+
+    env = PettingZooEnv(Returning(FATES["terminated"]))
+    env.reset(seed=0)
+    steps = [env.step(env.action_space.sample()) for _ in range(6)]
+    assert [bool(info["alive"][0]) for *_, info in steps] == [True, True, False, True, True, False]
+    assert [flags for _, _, *flags, _ in steps] == [[False, False]] * 5 + [[False, True]]
+
+
 def test_what_is_no_env_of_pettingzoo_is_refused(make):
     class Nameless(Strangers):
         possible_agents = property()  # as of an env that makes up its agents as it goes
