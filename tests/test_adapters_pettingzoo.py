@@ -187,6 +187,7 @@ def assert_masks(info, at, agents, alive, terminations, truncations):
 
 @pytest.mark.filterwarnings("ignore")  # PettingZoo's test warns of agents that come late
 def test_the_toy_env_is_one_by_pettingzoos_own_test():
+    pytest.importorskip("pygame", reason="pettingzoo.test needs pygame: the extra families has it")
     from pettingzoo.test import parallel_api_test
 
     parallel_api_test(Strangers(FATES["truncated"], awaited=False))

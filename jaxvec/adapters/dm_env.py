@@ -30,7 +30,8 @@ class DmEnv(Adapter):
     """Is a `dm_env.Environment` as a `gymnasium.Env`.
 
     An episode's last time step is `terminated` if its discount is 0, and `truncated` otherwise. info has
-    `discount`, 1 after a reset, where dm_env has none, and `step_type`, 0, 1 or 2 for FIRST, MID or LAST.
+    `discount`, 1 after a reset, where dm_env has none, and `step_type`, 0, 1 or 2 for FIRST, MID or LAST. A
+    pool with same-step autoreset returns those of an episode's last step in `info["final_info"]`.
 
     dm_env knows no seeds, so `reset(seed=...)` does the first of these that it can:
 
