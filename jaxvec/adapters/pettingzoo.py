@@ -37,8 +37,8 @@ class PettingZooEnv(Adapter):
 
     info holds each agent's own info under its name, and three masks, `[num_agents]` bool: `terminated` and
     `truncated`, whose episode this step ended, and `alive`, who acts next. The env's episode is over when
-    nobody does: `terminated` if each agent that took part was, and `truncated` otherwise. A pool with same-step
-    autoreset returns the masks of an episode's last step in `info["final_info"]`.
+    nobody does: `terminated` if each agent that took part was, and `truncated` otherwise. A pool with
+    same-step autoreset returns the masks of an episode's last step in `info["final_info"]`.
     """
 
     def __init__(self, env: ParallelEnv[Any, Any, Any] | AECEnv[Any, Any, Any]) -> None:
