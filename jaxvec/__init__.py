@@ -27,7 +27,8 @@ from jaxvec._stats import Stats, WorkerStats
 from jaxvec._timestep import TimeStep
 
 if TYPE_CHECKING:
-    from jaxvec import testing
+    from jaxvec import adapters, testing
+    from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._first_ready import recv, send
     from jaxvec.callbacks._functional import reset, step
@@ -59,6 +60,7 @@ __all__ = [
     "VectorEnv",
     "WorkerDiedError",
     "WorkerStats",
+    "adapters",
     "call",
     "get_attr",
     "make",
@@ -67,6 +69,7 @@ __all__ = [
     "send",
     "step",
     "testing",
+    "tile_images",
 ]
 
 # Loaded on first use: workers import this package too, and must never import jax.
@@ -80,12 +83,13 @@ _LAZY = {
     "reset": "jaxvec.callbacks._functional",
     "send": "jaxvec.callbacks._first_ready",
     "step": "jaxvec.callbacks._functional",
+    "tile_images": "jaxvec._tile_images",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return importlib.import_module("jaxvec.testing")
+    if name in ("adapters", "testing"):
+        return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

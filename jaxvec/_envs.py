@@ -69,7 +69,11 @@ def _require_kind(env: Any, size: int | None) -> None:
             f"envs_per_instance={env.num_envs}"
         )
     elif not isinstance(env, gymnasium.Env):
-        raise TypeError(f"expected a gymnasium.Env, got {type(env).__name__}; wrap other kinds of env first")
+        raise TypeError(
+            f"expected a gymnasium.Env, got {type(env).__name__}; wrap a dm_env.Environment in "
+            "jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv, an "
+            "old gym.Env in shimmy.GymV21CompatibilityV0(env=...) or GymV26CompatibilityV0(env=...)"
+        )
 
 
 def close(envs: Sequence[Any], first: int) -> None:

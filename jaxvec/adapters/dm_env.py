@@ -1,0 +1,172 @@
+"""dm_env's environments, dm_control's among them, as Gymnasium envs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import numpy as np
+from gymnasium.error import ResetNeeded
+
+try:
+    import dm_env
+    from dm_env import specs
+except ImportError as error:
+    raise ImportError("jaxvec.adapters.dm_env needs dm_env: pip install 'jaxvec[dm-env]'") from error
+
+from jaxvec._errors import UnsupportedSpaceError
+from jaxvec.adapters._adapter import Adapter
+from jaxvec.adapters._specs import to_action, to_observation, to_space
+
+__all__ = ["INFO", "DmEnv"]
+
+INFO = ("discount", "step_type")
+"""What info holds beyond an env's own: `jaxvec.make(..., info=INFO)` returns it."""
+
+
+@final
+class DmEnv(Adapter):
+    """Is a `dm_env.Environment` as a `gymnasium.Env`.
+
+    An episode's last time step is `terminated` if its discount is 0, and `truncated` otherwise. info has
+    `discount`, 1 after a reset, where dm_env has none, and `step_type`, 0, 1 or 2 for FIRST, MID or LAST. A
+    pool with same-step autoreset returns those of an episode's last step in `info["final_info"]`.
+
+    dm_env knows no seeds, so `reset(seed=...)` does the first of these that it can:
+
+    - a function that takes `seed` or `random` makes the env anew with it, the same as ever for that seed;
+    - the `numpy.random.RandomState` of the env's task (`env.task.random`, as in dm_control's suite) or of the
+      env itself (`env.random_state`, as in its composer) is seeded, as `random=seed` would have been. What
+      was drawn when the env was made stays, and what draws numbers elsewhere is not seeded;
+    - it raises `TypeError`.
+
+    `reset` ignores options, as dm_env has none. Where a reward is an array, `reward_space` says so.
+    """
+
+    def __init__(
+        self,
+        env: dm_env.Environment | Callable[..., dm_env.Environment],
+        *,
+        render_mode: str | None = None,
+        render_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Adapts an env.
+
+        Args:
+            env: the env, or a function that makes it, perhaps with a keyword argument `seed` or `random`
+                that may be left out.
+            render_mode: `"rgb_array"`, for envs with a `physics`, as dm_control's, or `None`.
+            render_kwargs: for `physics.render`: `height`, `width`, `camera_id`, ….
+
+        Raises:
+            UnsupportedSpaceError: a spec has no fixed shape and dtype, or that of the reward or of the
+                discount is nested.
+            TypeError, ValueError: a bad argument.
+        """
+        self._env_fn, self._seed_name = (None, None) if isinstance(env, dm_env.Environment) else _factory(env)
+        self.adapted = _checked(self._env_fn() if self._env_fn else env)
+        self._observation_spec = self.adapted.observation_spec()
+        self.observation_space = to_space(self._observation_spec, ("observation_spec",))
+        self._action_spec = self.adapted.action_spec()
+        self.action_space = to_space(self._action_spec, ("action_spec",))
+        reward, discount = (
+            _single(name, getattr(self.adapted, name)()) for name in ("reward_spec", "discount_spec")
+        )
+        self._scalar_reward = reward.shape == ()
+        if not self._scalar_reward:
+            self.reward_space = to_space(reward, ("reward_spec",))
+        self._no_discount = np.ones(discount.shape, discount.dtype)
+
+        render_modes = [] if getattr(self.adapted, "physics", None) is None else ["rgb_array"]
+        if render_mode is not None and render_mode not in render_modes:
+            raise ValueError(
+                f'render_mode must be None or, for an env with a physics, "rgb_array"; not {render_mode!r} '
+                f"for {type(self.adapted).__name__}"
+            )
+        self.metadata = {"render_modes": render_modes}
+        control_timestep = getattr(self.adapted, "control_timestep", None)
+        if control_timestep is not None:  # dm_control's seconds
+            self.metadata["render_fps"] = round(1 / control_timestep())
+        self.render_mode = render_mode
+        self._render_kwargs = dict(render_kwargs or {})
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Starts an episode; see the class for what a seed does."""
+        super().reset(seed=seed)
+        if seed is not None:
+            self._seed(seed)
+        timestep = self.adapted.reset()
+        return self._observe(timestep), {"discount": self._no_discount, "step_type": int(timestep.step_type)}
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Steps the env.
+
+        Raises:
+            ResetNeeded: the episode is over, or none was begun; the env has begun one.
+        """
+        timestep = self.adapted.step(to_action(self._action_spec, action))
+        if timestep.first():
+            raise ResetNeeded("step: the episode is over, or reset was never called; call reset first")
+        last, ended = timestep.last(), not np.any(timestep.discount)
+        reward = float(timestep.reward) if self._scalar_reward else np.asarray(timestep.reward)
+        info = {"discount": timestep.discount, "step_type": int(timestep.step_type)}
+        return self._observe(timestep), reward, last and ended, last and not ended, info
+
+    def render(self) -> Any:
+        """Returns a frame `[height, width, 3]` uint8.
+
+        Raises:
+            ValueError: the env was adapted without a render mode.
+        """
+        if self.render_mode is None:
+            raise ValueError('render: pass render_mode="rgb_array" to DmEnv')
+        return self.adapted.physics.render(**self._render_kwargs)
+
+    def _observe(self, timestep: dm_env.TimeStep) -> Any:
+        return to_observation(self._observation_spec, timestep.observation)
+
+    def _seed(self, seed: int) -> None:
+        if self._env_fn is not None and self._seed_name is not None:
+            anew = _checked(self._env_fn(**{self._seed_name: seed}))
+            self.adapted.close()
+            self.adapted = anew
+            return
+        task = getattr(self.adapted, "task", None)
+        for random in (getattr(task, "random", None), getattr(self.adapted, "random_state", None)):
+            if isinstance(random, np.random.RandomState):
+                # RandomState takes 32 bits at a time; a small seed is to be the one of RandomState(seed).
+                random.seed(seed if seed < 2**32 else [seed % 2**32, seed // 2**32])
+                return
+        raise TypeError(
+            f"reset: {type(self.adapted).__name__} has no RandomState that a seed could go to; give DmEnv a "
+            "function that makes the env from one, such as lambda seed=None: MyEnvironment(seed), or reset "
+            "without a seed"
+        )
+
+
+def _factory(env: Any) -> tuple[Callable[..., Any], str | None]:
+    """Returns the function, and what it calls a seed, if it takes one."""
+    if not callable(env):
+        raise TypeError(
+            f"env must be a dm_env.Environment or a function that makes one, not {type(env).__name__}"
+        )
+    parameters = inspect.signature(env).parameters
+    return env, next((name for name in ("seed", "random") if name in parameters), None)
+
+
+def _checked(env: Any) -> Any:
+    if not isinstance(env, dm_env.Environment):
+        raise TypeError(f"env must make a dm_env.Environment, not {type(env).__name__}")
+    return env
+
+
+def _single(name: str, spec: Any) -> specs.Array:
+    if not isinstance(spec, specs.Array):
+        raise UnsupportedSpaceError(
+            f"{name}: expected one Array, got {type(spec).__name__}; make one array of it in a "
+            "dm_env.Environment around the env"
+        )
+    return spec

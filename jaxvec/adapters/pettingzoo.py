@@ -1,0 +1,131 @@
+"""PettingZoo's envs of many agents as Gymnasium envs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from numpy.typing import NDArray
+
+try:
+    from pettingzoo import AECEnv, ParallelEnv
+    from pettingzoo.utils.conversions import aec_to_parallel
+except ImportError as error:
+    raise ImportError(
+        "jaxvec.adapters.pettingzoo needs pettingzoo: pip install 'jaxvec[pettingzoo]'"
+    ) from error
+
+from jaxvec._spaces import Node, as_is, build, walk
+from jaxvec.adapters._adapter import Adapter
+
+__all__ = ["INFO", "PettingZooEnv"]
+
+INFO = ("alive", "terminated", "truncated")
+"""Masks `[num_agents]` that info holds beyond what agents say: `jaxvec.make(..., info=INFO)` returns them."""
+
+
+@final
+class PettingZooEnv(Adapter):
+    """Is a `ParallelEnv` as one `gymnasium.Env`, whose shapes are the same however many agents are left.
+
+    Observations and actions are dicts with a key for each of `possible_agents`, whose spaces may differ;
+    rewards are one vector in that order, `[num_agents]` float64. Agents that are gone, or not there yet, have
+    rewards and observations of zero, in their space or not, and their actions are ignored.
+
+    info holds each agent's own info under its name, and three masks, `[num_agents]` bool: `terminated` and
+    `truncated`, whose episode this step ended, and `alive`, who acts next. The env's episode is over when
+    nobody does: `terminated` if each agent that took part was, and `truncated` otherwise. A pool with
+    same-step autoreset returns the masks of an episode's last step in `info["final_info"]`.
+    """
+
+    def __init__(self, env: ParallelEnv[Any, Any, Any] | AECEnv[Any, Any, Any]) -> None:
+        """Adapts an env.
+
+        Args:
+            env: a `ParallelEnv`; an `AECEnv` is converted by PettingZoo's `aec_to_parallel`, which takes
+                those whose agents act in cycles. For others see its `turn_based_aec_to_parallel`.
+
+        Raises:
+            TypeError: it is neither, or does not say who its `possible_agents` are.
+            AssertionError: PettingZoo does not convert this `AECEnv`.
+        """
+        if isinstance(env, AECEnv):
+            env = aec_to_parallel(env)
+        if not isinstance(env, ParallelEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"env must be a ParallelEnv or an AECEnv, not {type(env).__name__}")
+        if getattr(env, "possible_agents", None) is None:
+            raise TypeError(
+                f"{type(env).__name__} has no possible_agents, so its observations and rewards have no fixed "
+                "shape; list all agents there that there can be, in a wrapper"
+            )
+        self.adapted = env
+        self._agents: tuple[Any, ...] = tuple(env.possible_agents)
+        self.observation_space = spaces.Dict({agent: env.observation_space(agent) for agent in self._agents})
+        self.action_space = spaces.Dict({agent: env.action_space(agent) for agent in self._agents})
+        self.reward_space = spaces.Box(-np.inf, np.inf, (len(self._agents),), np.float64)
+        self.metadata = dict(getattr(env, "metadata", {}))
+        self.render_mode = getattr(env, "render_mode", None)
+        self._nodes: dict[Any, Node] = {}  # of observation spaces, to make zeros of
+        self._fates: dict[
+            Any, bool
+        ] = {}  # of who took part in this episode: whether termination ended theirs
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Starts an episode; seed and options are the env's."""
+        super().reset(seed=seed)
+        observations, infos = self.adapted.reset(seed=seed, options=options)
+        alive = set(self.adapted.agents)
+        self._fates = dict.fromkeys(alive, False)
+        return self._observe(observations, alive, alive), self._info(infos, alive, (), ())
+
+    def step(self, action: Any) -> tuple[dict[Any, Any], NDArray[np.float64], bool, bool, dict[Any, Any]]:
+        """Steps the agents that are alive.
+
+        Raises:
+            ResetNeeded: none is.
+        """
+        acting = set(getattr(self.adapted, "agents", ()))
+        if not acting:
+            raise ResetNeeded("step: no agent is left, or reset was never called; call reset first")
+        observations, rewards, terminations, truncations, infos = self.adapted.step(
+            {agent: action[agent] for agent in self.adapted.agents}
+        )
+        terminated, truncated = (
+            {agent for agent in acting if flags.get(agent)} for flags in (terminations, truncations)
+        )
+        alive = set(self.adapted.agents) - terminated - truncated
+        self._fates |= {agent: agent in terminated for agent in acting | alive}
+        ended = all(self._fates.values())
+        return (
+            self._observe(observations, acting, alive),
+            np.array([rewards.get(agent, 0) if agent in acting else 0 for agent in self._agents], np.float64),
+            not alive and ended,
+            not alive and not ended,
+            self._info(infos, alive, terminated, truncated),
+        )
+
+    def render(self) -> Any:
+        """Returns what the env's own `render` does."""
+        return self.adapted.render()
+
+    def _observe(self, observations: dict[Any, Any], acting: set[Any], alive: set[Any]) -> dict[Any, Any]:
+        """Returns an observation for each agent: of those who were alive until now, the last."""
+        gone = {agent for agent in acting - alive if agent in observations}
+        seen = {agent: observations[agent] for agent in alive | gone}
+        return {agent: seen[agent] if agent in seen else self._zeros(agent) for agent in self._agents}
+
+    def _info(
+        self, infos: dict[Any, Any], alive: Iterable[Any], terminated: Iterable[Any], truncated: Iterable[Any]
+    ) -> dict[Any, Any]:
+        masks = zip(INFO, (alive, terminated, truncated), strict=True)
+        return infos | {name: np.array([agent in which for agent in self._agents]) for name, which in masks}
+
+    def _zeros(self, agent: Any) -> Any:
+        if agent not in self._nodes:
+            self._nodes[agent] = walk(self.adapted.observation_space(agent), root=(agent,), policy=as_is)
+        return build(self._nodes[agent], lambda leaf: np.zeros(leaf.shape, leaf.dtype))

@@ -1,0 +1,362 @@
+"""PettingZoo's envs through jaxvec.adapters.pettingzoo, compared with the envs stepped by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+
+import jaxvec
+from jaxvec.testing import CountingEnv, check_env
+
+pettingzoo = pytest.importorskip(
+    "pettingzoo", reason="pettingzoo is not installed: the extra of its name has it"
+)
+from pettingzoo.utils.conversions import parallel_to_aec  # noqa: E402
+
+from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv  # noqa: E402
+
+FATES = {  # agent to the step of its end, and how it ends
+    "terminated": {"walker": (3, "terminated"), "seer": (5, "terminated"), "late": (4, "terminated")},
+    "truncated": {"walker": (3, "terminated"), "seer": (5, "truncated"), "late": (4, "terminated")},
+    "together": {"walker": (4, "truncated"), "seer": (4, "truncated"), "late": (4, "truncated")},
+    "early": {"walker": (1, "truncated"), "seer": (3, "terminated"), "late": (9, "terminated")},
+}
+
+
+class Strangers(pettingzoo.ParallelEnv):
+    """Agents of different kinds, each with its own end; `late` comes after two steps, if it is awaited."""
+
+    metadata = {"name": "strangers_v0", "render_modes": ["rgb_array"], "render_fps": 4}
+    render_mode = "rgb_array"
+    possible_agents = ["walker", "seer", "late"]  # not in sorted order
+
+    def __init__(self, fates, *, awaited=True):
+        self.level = 1
+        self._fates, self._awaited = fates, awaited
+        self._random = np.random.default_rng()
+        self._spaces = {
+            "walker": spaces.Box(1, 2, (2,), np.float64),
+            "seer": spaces.Dict(
+                {"image": spaces.Box(0, 255, (2, 2), np.uint8), "sign": spaces.MultiBinary(2)}
+            ),
+            "late": spaces.Discrete(9, start=5),
+        }
+        self._actions = {
+            "walker": spaces.Discrete(3),
+            "seer": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(2))),
+            "late": spaces.MultiDiscrete([2, 4]),
+        }
+
+    def observation_space(self, agent):
+        return self._spaces[agent]
+
+    def action_space(self, agent):
+        return self._actions[agent]
+
+    def _observe(self, agents):
+        seeds = {agent: int(self._random.integers(2**31)) for agent in self.possible_agents}
+        for agent in agents:
+            self._spaces[agent].seed(seeds[agent])
+        return {agent: self._spaces[agent].sample() for agent in agents}
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self._random = np.random.default_rng(seed)
+        self._step = 0
+        self.agents = ["walker", "seer"]
+        return self._observe(self.agents), self._infos(self.agents)
+
+    def step(self, actions):
+        assert list(actions) == self.agents
+        assert all(self._actions[agent].contains(action) for agent, action in actions.items())
+        self._step += 1
+        rewards = {agent: self._step * (1 + self.possible_agents.index(agent)) for agent in actions}
+        flags = {
+            kind: {agent: self._fates[agent] == (self._step, kind) for agent in actions}
+            for kind in ("terminated", "truncated")
+        }
+        acted = self.agents
+        self.agents = [agent for agent in acted if self._fates[agent][0] > self._step]
+        if self._step == 2 and self._awaited:
+            self.agents.append("late")
+        observations = self._observe(sorted({*acted, *self.agents}))
+        return observations, rewards, *flags.values(), self._infos(acted)
+
+    def _infos(self, agents):
+        return {agent: {"step": self._step, "level": self.level} for agent in agents}
+
+    def state(self):
+        return np.full(3, self._step * self.level, np.float64)
+
+    def render(self):
+        return np.full((4, 6, 3), self._step, np.uint8)
+
+
+@jax.jit
+def scan(handle, actions):
+    return jax.lax.scan(jaxvec.step, handle, actions)[1]
+
+
+def sample_actions(space, num_steps, num_envs):
+    """Returns `[num_steps, num_envs, ...]` actions, in JAX's dtypes."""
+    space.seed(3)
+    samples = [space.sample() for _ in range(num_steps * num_envs)]
+    return jax.tree.map(
+        lambda *leaves: (
+            np.stack(leaves)
+            .reshape(num_steps, num_envs, *leaves[0].shape)
+            .astype(jax.dtypes.canonicalize_dtype(leaves[0].dtype))
+        ),
+        *samples,
+    )
+
+
+def zeros(space):
+    match space:
+        case spaces.Dict():
+            return {key: zeros(child) for key, child in space.items()}
+        case spaces.Tuple():
+            return tuple(zeros(child) for child in space)
+        case _:
+            return np.zeros(space.shape, space.dtype)
+
+
+def assert_jitted_steps_are_those_by_hand(make, env_fn, *, num_envs, num_steps, seed=5):
+    """Compares all that a scan returns; says how many episodes terminated, truncated, and agents went."""
+    envs = make(lambda: PettingZooEnv(env_fn()), num_envs, num_workers=2, info=INFO)
+    actions = sample_actions(envs.single_action_space, num_steps, num_envs)
+    handle, first = jaxvec.reset(envs, seed=seed)
+    got = jax.tree.map(np.asarray, scan(handle, actions))
+    lost = 0
+    for n in range(num_envs):
+        env = env_fn()
+        agents = env.possible_agents
+        nothing = {agent: zeros(env.observation_space(agent)) for agent in agents}
+        observations, _ = env.reset(seed=seed + n)
+        assert_obs(first.obs, n, nothing | observations)
+        assert_masks(first.info, n, agents, env.agents, {}, {})
+        fates = {}  # of the agents seen in this episode: what ended theirs
+        for t in range(num_steps):
+            at, acting = (t, n), env.agents[:]
+            taken = {
+                agent: jax.tree.map(
+                    lambda like, leaf: np.asarray(leaf[t, n], like.dtype)[()],
+                    env.action_space(agent).sample(),
+                    actions[agent],
+                )
+                for agent in acting
+            }
+            observations, rewards, terminations, truncations, _ = env.step(taken)
+            alive = [agent for agent in env.agents if not (terminations.get(agent) or truncations.get(agent))]
+            fates |= {agent: terminations.get(agent, False) for agent in {*acting, *alive}}
+            lost += len(set(acting) - set(alive))
+            assert got.reward[at].tolist() == [np.float32(rewards[a]) if a in acting else 0 for a in agents]
+            assert got.terminated[at] == (not alive and all(fates.values()))
+            assert got.truncated[at] == (not alive and not all(fates.values()))
+            info = got.info if alive else got.info["final_info"]
+            assert_masks(info, at, agents, alive, terminations, truncations)
+            assert got.info["_final_obs"][at] == (not alive)
+            if not alive:
+                assert_obs(got.info["final_obs"], at, nothing | observations)
+                observations, _ = env.reset()
+                fates = {}
+            assert_obs(got.obs, at, nothing | observations)
+    return int(got.terminated.sum()), int(got.truncated.sum()), lost
+
+
+def assert_obs(got, at, expected):
+    jax.tree.map(
+        lambda leaf, value: np.testing.assert_array_equal(leaf[at], np.asarray(value).astype(leaf.dtype)),
+        got,
+        expected,
+    )
+
+
+def assert_masks(info, at, agents, alive, terminations, truncations):
+    assert info["alive"][at].tolist() == [agent in alive for agent in agents]
+    assert info["terminated"][at].tolist() == [bool(terminations.get(agent)) for agent in agents]
+    assert info["truncated"][at].tolist() == [bool(truncations.get(agent)) for agent in agents]
+
+
+@pytest.mark.filterwarnings("ignore")  # PettingZoo's test warns of agents that come late
+def test_the_toy_env_is_one_by_pettingzoos_own_test():
+    pytest.importorskip("pygame", reason="pettingzoo.test needs pygame: the extra families has it")
+    from pettingzoo.test import parallel_api_test
+
+    parallel_api_test(Strangers(FATES["truncated"], awaited=False))
+
+
+@pytest.mark.parametrize(
+    ("fates", "expected"),
+    [("terminated", (9, 0, 27)), ("truncated", (0, 9, 27)), ("together", (0, 12, 36)), ("early", (0, 3, 15))],
+)
+def test_jitted_steps_are_those_by_hand(make, fates, expected):
+    got = assert_jitted_steps_are_those_by_hand(
+        make, partial(Strangers, FATES[fates]), num_envs=3, num_steps=16
+    )
+    assert got == expected
+
+
+def test_an_aec_env_is_converted_by_pettingzoo(make):
+    def aec():
+        return parallel_to_aec(Strangers(FATES["truncated"], awaited=False))
+
+    class Wrapped(pettingzoo.utils.BaseWrapper):
+        """Hides from PettingZoo that the env was parallel once."""
+
+    env = PettingZooEnv(Wrapped(aec()))
+    assert type(env.adapted).__name__ == "aec_to_parallel_wrapper"
+    by_hand = partial(Strangers, FATES["truncated"], awaited=False)
+    envs = [make(lambda e=e: PettingZooEnv(e()), 2, info=INFO) for e in (lambda: Wrapped(aec()), by_hand)]
+    got = []
+    for pool in envs:
+        actions = sample_actions(pool.single_action_space, 12, 2)
+        got.append(scan(jaxvec.reset(pool, seed=0)[0], actions))
+    assert got[0].truncated.sum() == 4
+    jax.tree.map(np.testing.assert_array_equal, *got)
+
+
+def test_rock_paper_scissors_is_played_in_jit(make):
+    pytest.importorskip("pygame", reason="pygame is not installed: the extra families has it")
+
+    def rps():
+        from pettingzoo.classic.rps import rps
+
+        return pettingzoo.utils.aec_to_parallel(rps.env(num_actions=3, max_cycles=6))
+
+    ended = assert_jitted_steps_are_those_by_hand(make, rps, num_envs=3, num_steps=20)
+    assert ended == (0, 9, 18)
+
+
+def test_what_an_agent_says_is_declared_under_its_name(make):
+    said = {
+        agent: spaces.Dict({"step": spaces.Discrete(100), "level": spaces.Discrete(9)})
+        for agent in ("seer", "late")
+    }
+    envs = make(
+        lambda: PettingZooEnv(Strangers(FATES["terminated"])), 2, info=said, autoreset_mode="DISABLED"
+    )
+    envs.set_attr("level", [3, 4])
+    handle, first = jaxvec.reset(envs)
+    assert first.info["seer"]["level"].tolist() == [3, 4]
+    assert not first.info["_late"].any()
+    info = scan(handle, sample_actions(envs.single_action_space, 5, 2)).info
+    assert info["seer"]["step"][:, 0].tolist() == [1, 2, 3, 4, 5]
+    assert info["late"]["step"][:, 0].tolist() == [0, 0, 3, 4, 0]
+    assert info["_late"][:, 0].tolist() == [False, False, True, True, False]
+
+
+def test_state_render_and_the_envs_own_attributes(make):
+    envs = make(lambda: PettingZooEnv(Strangers(FATES["terminated"])), 3)
+    assert envs.metadata["name"] == "strangers_v0"
+    assert envs.render_mode == "rgb_array"
+    handle, _ = jaxvec.reset(envs, seed=0)
+    envs.set_attr("level", [1, 2, 3])
+
+    @jax.jit
+    def state_after_a_step(handle, action):
+        handle, _ = jaxvec.step(handle, action)
+        return jaxvec.get_attr(handle, "state", jax.ShapeDtypeStruct((3,), np.float32))
+
+    action = jax.tree.map(lambda leaf: leaf[0], sample_actions(envs.single_action_space, 1, 3))
+    assert state_after_a_step(handle, action).tolist() == [[1] * 3, [2] * 3, [3] * 3]
+    assert [state.tolist() for state in envs.call("state")] == [[1] * 3, [2] * 3, [3] * 3]
+    assert jaxvec.tile_images(envs.render()).shape == (8, 12, 3)
+    assert envs.get_attr("agents") == (["walker", "seer"],) * 3
+
+
+def test_seeds_options_and_close_are_passed_on():
+    asked = []
+
+    class Passing(Strangers):
+        def reset(self, seed=None, options=None):
+            asked.append((seed, options))
+            return super().reset(seed, options)
+
+        def close(self):
+            asked.append("close")
+
+    env = PettingZooEnv(Passing(FATES["terminated"]))
+    env.reset(seed=3, options={"map": 2})
+    env.close()
+    assert asked == [(3, {"map": 2}), "close"]
+
+
+def test_the_adapted_env_keeps_jaxvecs_contract():
+    check_env(lambda: PettingZooEnv(Strangers(FATES["early"])), num_steps=20)
+
+
+def test_without_agents_there_is_no_step():
+    env = PettingZooEnv(Strangers(dict.fromkeys(Strangers.possible_agents, (1, "terminated"))))
+    action = env.action_space.sample()
+    with pytest.raises(ResetNeeded):
+        env.step(action)
+    env.reset()
+    assert env.step(action)[2:4] == (True, False)
+    with pytest.raises(ResetNeeded):
+        env.step(action)
+
+
+def test_the_last_end_of_an_agent_that_came_back_counts():
+    class Returning(Strangers):
+        def step(self, actions):
+            observations, *rest = super().step(actions)
+            if self._step == 4:
+                self.agents.append("walker")
+                self._fates = self._fates | {"walker": (6, "truncated")}
+                observations["walker"] = self._spaces["walker"].sample()
+            return observations, *rest
+
+    env = PettingZooEnv(Returning(FATES["terminated"]))
+    env.reset(seed=0)
+    steps = [env.step(env.action_space.sample()) for _ in range(6)]
+    assert [bool(info["alive"][0]) for *_, info in steps] == [True, True, False, True, True, False]
+    assert [flags for _, _, *flags, _ in steps] == [[False, False]] * 5 + [[False, True]]
+
+
+def test_what_is_no_env_of_pettingzoo_is_refused(make):
+    class Nameless(Strangers):
+        possible_agents = property()  # as of an env that makes up its agents as it goes
+
+    with pytest.raises(TypeError, match=r"must be a ParallelEnv or an AECEnv, not CountingEnv"):
+        PettingZooEnv(CountingEnv())
+    with pytest.raises(TypeError, match="Nameless has no possible_agents"):
+        PettingZooEnv(Nameless(FATES["early"]))
+    with pytest.raises(
+        jaxvec.EnvError, match="Strangers; .* a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv"
+    ):
+        make(lambda: Strangers(FATES["early"]), 2)
+
+
+def test_spaces_without_a_fixed_shape_are_refused(make):
+    class Talking(Strangers):
+        def observation_space(self, agent):
+            return spaces.Text(9) if agent == "seer" else super().observation_space(agent)
+
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"obs\['seer'\]: Text"):
+        make(lambda: PettingZooEnv(Talking(FATES["early"])), 2)
+
+
+def python(source):
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_the_adapter_imports_no_jax():
+    assert "False" in python("import jaxvec, sys; jaxvec.adapters.pettingzoo; print('jax' in sys.modules)")
+
+
+def test_without_pettingzoo_the_error_names_the_extra():
+    said = python("import sys; sys.modules['pettingzoo'] = None; import jaxvec; jaxvec.adapters.pettingzoo")
+    assert (
+        "ImportError: jaxvec.adapters.pettingzoo needs pettingzoo: pip install 'jaxvec[pettingzoo]'" in said
+    )
