@@ -545,8 +545,6 @@ class WiderEnv(CountingEnv):
 
 
 OTHERS = {
-    "more envs": lambda make: make(CountingEnv, 4, backend="serial"),
-    "one env": lambda make: make(CountingEnv, 1, backend="serial"),
     "wider observations": lambda make: make(WiderEnv, 3, backend="serial"),
     "other autoreset mode": lambda make: make(CountingEnv, 3, backend="serial", autoreset_mode="NEXT_STEP"),
 }
@@ -566,8 +564,9 @@ def test_a_handle_with_another_specifications_token_is_refused(envs, make, other
         step(theirs)
 
 
-def test_a_token_of_an_equal_pool_is_that_pools_handle(envs, make):
-    other = make(CountingEnv, 3, backend="serial")
+@pytest.mark.parametrize("num_envs", [1, 3, 4])
+def test_a_token_of_an_equal_pool_is_that_pools_handle(envs, make, num_envs):
+    other = make(CountingEnv, num_envs, backend="serial")
     handle, _ = jaxvec.reset(envs)
     with pool_moves(envs), pool_moves(other, resets=1, steps=1):
         step(foreign(handle, jaxvec.reset(other)[0]))

@@ -1,0 +1,1 @@
+"""Other libraries' faces over a pool, each in its own module."""
