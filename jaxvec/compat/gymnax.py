@@ -9,9 +9,7 @@ program: whoever trains and evaluates in turn on equally many envs makes an env 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Literal, Self, final
 
 import jax
@@ -22,10 +20,10 @@ from jax.core import Tracer
 
 from jaxvec._errors import EnvError, UnsupportedSpaceError
 from jaxvec._timestep import TimeStep
-from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.callbacks._handle import Handle
 from jaxvec.compat import _gymnax_spaces
+from jaxvec.compat._face import Face
 
 __all__ = ["EnvParams", "EnvState", "Environment", "make"]
 
@@ -61,7 +59,7 @@ class EnvState:
 
 
 @final
-class Environment:
+class Environment(Face):
     """A Python env with gymnax's interface. Made by `make`; closed by `close`, `with` or its end.
 
     Hashable by identity, as jit's static arguments have to be. A function that was compiled for it keeps
@@ -69,7 +67,7 @@ class Environment:
     """
 
     def __init__(self, family: EnvFamily, *, name: str, num_returns: Literal[5, 6]) -> None:
-        self._family = family
+        super().__init__(family)
         self._num_returns = num_returns
         self._max_steps: int | None = None
         with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
@@ -98,11 +96,6 @@ class Environment:
                 raise UnsupportedSpaceError(
                     f"num_actions: {type(space).__name__} actions have no number; see action_space(params)"
                 )
-
-    @property
-    def pools(self) -> Mapping[int, VectorEnv]:
-        """The pools so far, by their number of envs: for `stats`, `infos`, `call` and the like."""
-        return self._family.pools
 
     def reset(self, key: jax.Array, params: EnvParams | None = None) -> tuple[Any, EnvState]:
         """Resets one env, or under `vmap` one for each lane.
@@ -161,26 +154,6 @@ class Environment:
     def observation_space(self, params: EnvParams | None = None) -> Any:
         """Returns gymnax's own space where gymnax is installed, else one like it."""
         return _gymnax_spaces.convert(self._family.first.single_observation_space, "obs")
-
-    def raise_if_failed(self) -> None:
-        """Raises the typed error behind a failure of a compiled program, if there was one."""
-        self._family.raise_if_failed()
-
-    def close(self) -> None:
-        """Closes all pools. Twice is fine."""
-        self._family.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes; where a program failed because of a pool, raises the pool's own, typed error."""
-        self._family.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"Environment({self.name!r}, pools of {sorted(self.pools)} envs)"
