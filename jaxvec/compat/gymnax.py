@@ -22,7 +22,7 @@ from jaxvec._errors import EnvError, UnsupportedSpaceError
 from jaxvec._timestep import TimeStep
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.callbacks._handle import Handle
-from jaxvec.compat import _gymnax_spaces
+from jaxvec.compat import _final_obs, _gymnax_spaces
 from jaxvec.compat._face import Face
 
 __all__ = ["EnvParams", "EnvState", "Environment", "make"]
@@ -138,9 +138,10 @@ class Environment(Face):
         self._require_default(params)
         if not isinstance(state, EnvState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"step takes the state that reset or step returned, got {type(state).__name__}")
-        handle, (obs, reward, terminated, truncated, _) = stepped = self._family.step(state.handle, action)
+        handle, timestep = self._family.step(state.handle, action)
+        obs, reward, terminated, truncated, _ = timestep
         done = terminated | truncated
-        info = _info(stepped[1], done)
+        info = _info(timestep)
         state = EnvState(handle, jnp.where(done, 0, info["episode_length"]))
         reward = reward.astype(np.float32)
         if self._num_returns == 5:
@@ -199,14 +200,9 @@ def make(
     return made, made.default_params
 
 
-def _info(timestep: TimeStep, done: jax.Array) -> dict[str, Any]:
-    info = dict(timestep.info)
-    if "final_obs" in info:
-        del info["_final_obs"]
-
-        def choose(final: jax.Array, running: jax.Array) -> jax.Array:
-            return jnp.where(done, final, running)
-
-        info["final_observation"] = jax.tree.map(choose, info.pop("final_obs"), timestep.obs)
+def _info(timestep: TimeStep) -> dict[str, Any]:
+    info, last_obs = _final_obs.take(timestep, jnp)
+    if last_obs is not None:
+        info["final_observation"] = last_obs
     flags = {"terminated": timestep.terminated, "truncated": timestep.truncated}
     return {**info, **flags, "discount": 1 - timestep.terminated.astype(np.float32)}
