@@ -6,6 +6,7 @@ reset of so many runs, and kept for the next.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -155,6 +156,11 @@ class EnvFamily:
         stack.__exit__(kind, error, trace)
 
     def _require_open(self) -> None:
+        process = self.first.pool.closing.process
+        if os.getpid() != process:
+            raise PoolClosedError(
+                f"the env belongs to process {process}, from which this one was forked; make one here"
+            )
         if self.closed:
             raise PoolClosedError("the env is closed, and with it all of its pools")
 
