@@ -34,7 +34,8 @@ def make():
     made = []
 
     def make(env=CountingEnv, **kwargs):
-        made.append(face.make(env, **kwargs)[0])
+        workers = {} if kwargs.get("backend") == "serial" else {"num_workers": 1}
+        made.append(face.make(env, **{**workers, **kwargs})[0])
         return made[-1]
 
     yield make
