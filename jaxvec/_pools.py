@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Protocol
 
 from jaxvec._errors import PoolClosedError
 from jaxvec._pool import Pool
@@ -16,17 +17,34 @@ from jaxvec._pool import Pool
 _pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 
 
+class Family(Protocol):
+    """Pools of the same envs, one of each size that a reset asks for."""
+
+    def pool(self, num_envs: int) -> Pool:
+        """Returns the one of so many envs; starts it if there is none. May be called in a callback."""
+        ...
+
+
+_families: weakref.WeakValueDictionary[int, Family] = weakref.WeakValueDictionary()
+
+
 def publish(pool: Pool) -> None:
     """Lets handles to the pool be used for as long as it lives."""
     _pools[pool.id] = pool
 
 
-def find(pool_id: int, fingerprint: int) -> Pool:
-    """Returns the pool with this id.
+def publish_family(pool_id: int, family: Family) -> None:
+    """Lets resets that name the pool go to the pool of their size, for as long as the family lives."""
+    _families[pool_id] = family
+
+
+def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
+    """Returns the pool with this id, or of its family.
 
     Args:
         pool_id: of a handle.
         fingerprint: of the spec that the handle was made for.
+        fresh: of a reset that starts from a pool, how many envs it is for; `None` of any other call.
 
     Raises:
         PoolClosedError: there is no such pool.
@@ -39,20 +57,22 @@ def find(pool_id: int, fingerprint: int) -> Pool:
             "process; keep the VectorEnv alive for as long as its handles are used"
         )
     pool.require_spec(fingerprint)
-    return pool
+    family = None if fresh is None else _families.get(pool_id)
+    return pool if family is None or fresh is None else family.pool(fresh)
 
 
 @contextmanager
-def serving(pool_id: int, fingerprint: int) -> Generator[Pool]:
+def serving(pool_id: int, fingerprint: int, fresh: int | None = None) -> Generator[Pool]:
     """Yields the pool that a compiled program's call names; see `find`.
 
     The pool keeps an error of the block, because JAX passes only its text on to the user.
     """
+    pool = _pools.get(pool_id)
     try:
-        pool = find(pool_id, fingerprint)
+        pool = find(pool_id, fingerprint, fresh)
         yield pool
     except BaseException as error:
-        if pool_id in _pools:
-            _pools[pool_id].keep(error)
+        if pool is not None:
+            pool.keep(error)
         raise
     pool.served()

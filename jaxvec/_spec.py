@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -96,8 +96,13 @@ class PoolSpec:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number, of 63 bits and the same in every process, that stands for equality."""
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=8).digest()) >> 1
+        """A number, of 63 bits and the same in every process, that stands for equality.
+
+        Of specs that differ in nothing but `num_envs` it is the same, unless they are first-ready: a handle
+        may be to any number of a pool's envs, and which they are is checked when it is used.
+        """
+        spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
+        return int.from_bytes(hashlib.blake2b(repr(spec).encode(), digest_size=8).digest()) >> 1
 
     def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Returns `(num_envs, *leaf.shape)`."""

@@ -545,8 +545,6 @@ class WiderEnv(CountingEnv):
 
 
 OTHERS = {
-    "more envs": lambda make: make(CountingEnv, 4, backend="serial"),
-    "one env": lambda make: make(CountingEnv, 1, backend="serial"),
     "wider observations": lambda make: make(WiderEnv, 3, backend="serial"),
     "other autoreset mode": lambda make: make(CountingEnv, 3, backend="serial", autoreset_mode="NEXT_STEP"),
 }
@@ -566,8 +564,19 @@ def test_a_handle_with_another_specifications_token_is_refused(envs, make, other
         step(theirs)
 
 
-def test_a_token_of_an_equal_pool_is_that_pools_handle(envs, make):
-    other = make(CountingEnv, 3, backend="serial")
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_token_of_envs_that_the_pool_does_not_have_is_refused(envs, make, jit):
+    other = make(CountingEnv, 2, backend="serial")
+    handle, _ = jaxvec.reset(envs)
+    theirs, _ = jaxvec.reset(other)
+    wrong = dataclasses.replace(handle, token=handle.token.at[:, 0].set(theirs.token[0, 0]))
+    with pool_moves(envs), pool_moves(other), raises(other, jaxvec.EnvIdError, "env 2 is none of pool"):
+        jax.block_until_ready((jax.jit(step) if jit else step)(wrong))
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 4])
+def test_a_token_of_an_equal_pool_is_that_pools_handle(envs, make, num_envs):
+    other = make(CountingEnv, num_envs, backend="serial")
     handle, _ = jaxvec.reset(envs)
     with pool_moves(envs), pool_moves(other, resets=1, steps=1):
         step(foreign(handle, jaxvec.reset(other)[0]))

@@ -177,7 +177,8 @@ def _serve(theirs: _Call) -> None:
     token = operands[0]
     _require_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
-    with _pools.serving(_program.pool_id(token), theirs.fingerprint) as pool:
+    fresh = len(token) if theirs.fresh else None
+    with _pools.serving(_program.pool_id(token), theirs.fingerprint, fresh) as pool:
         call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))

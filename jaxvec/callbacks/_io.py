@@ -45,7 +45,8 @@ class _Answer:
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
-        with _pools.serving(_program.pool_id(operands[0]), self.call.spec.fingerprint) as pool:
+        pool_id, fresh = _program.pool_id(operands[0]), self.rows if self.call.fresh else None
+        with _pools.serving(pool_id, self.call.spec.fingerprint, fresh) as pool:
             return _program.answer(self.call, pool, operands)
 
 

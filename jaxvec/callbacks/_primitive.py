@@ -42,7 +42,8 @@ def bind(call: Call, *operands: Any) -> list[jax.Array]:
 @_call_p.def_impl
 def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     arrays = [np.asarray(operand) for operand in operands]
-    pool = _pools.find(_program.pool_id(arrays[0]), call.spec.fingerprint)
+    fresh = len(arrays[0]) if call.fresh else None
+    pool = _pools.find(_program.pool_id(arrays[0]), call.spec.fingerprint, fresh)
     # The results are copies that nobody else holds, so jax may alias them.
     return jax.device_put(_program.answer(call, pool, arrays))
 
@@ -89,9 +90,10 @@ batching.primitive_batchers[_call_p] = _batch
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, on_cpu: bool) -> Any:
-    call.require_rows(ctx.avals_in[0].shape[0])
+    rows = ctx.avals_in[0].shape[0]
+    call.require_rows(rows, rows if call.elastic else call.spec.num_envs)
     devices = ctx.module_context.axis_context
-    if call.fresh and not hasattr(devices, "num_devices"):  # under shard_map or pmap
+    if call.fresh and _copies(devices) > 1:
         raise EnvIdError(
             "reset of a VectorEnv, which is all its envs, in a program that each device runs: reset outside, "
             "and pass each device a handle to its own envs, jaxvec.reset(handle)"
@@ -115,6 +117,13 @@ def _lower(ctx: Any, *operands: Any, call: Call, on_cpu: bool) -> Any:
         )
     fun = partial((_ffi if transport == "ffi" else _io).call, call)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
+
+
+def _copies(devices: Any) -> int:
+    """Returns how many devices run the program each for itself, as under shard_map and pmap."""
+    if hasattr(devices, "num_devices"):
+        return 1
+    return devices.mesh.size if hasattr(devices, "mesh") else devices.axis_env.nreps
 
 
 mlir.register_lowering(_call_p, partial(_lower, on_cpu=True), platform="cpu")

@@ -46,6 +46,8 @@ class Call:
         extra: of a reset its options, of a call what to call; pickled.
         arguments, answers: of each argument and result of a call the shape, without the env axis, and
             the dtype.
+        elastic: of a fresh reset, whether it starts from the pool's family, with as many envs as the
+            token has rows; see `_pools.Family`.
     """
 
     verb: str
@@ -55,6 +57,7 @@ class Call:
     extra: bytes = b""
     arguments: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
     answers: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
+    elastic: bool = False
 
     @property
     def whole(self) -> bool:
@@ -89,9 +92,8 @@ class Call:
                 leaves = self.spec.timestep_leaves
                 return [token, *(_struct(leaf.shape, leaf.stored, batch) for leaf in leaves)]
 
-    def require_rows(self, rows: int) -> None:
-        """Raises `EnvIdError` if a call whose token has so many rows can't be for the pool."""
-        num_envs = self.spec.num_envs
+    def require_rows(self, rows: int, num_envs: int) -> None:
+        """Raises `EnvIdError` if a call whose token has so many rows can't be for a pool of `num_envs`."""
         if self.fresh and rows != num_envs:
             raise EnvIdError(
                 f"reset of {rows} envs, but the pool has {num_envs}. Under vmap pass num_envs=, the pool's "
@@ -120,7 +122,7 @@ def answer(
         The results, arrays of `call.results`; `out` if that was given.
     """
     token, *rest = operands
-    call.require_rows(len(token))
+    call.require_rows(len(token), pool.spec.num_envs)
     if call.verb == READ:
         return ask_envs(call, pool, token, [])
     slots = pool.all if call.fresh else slots_of(token)

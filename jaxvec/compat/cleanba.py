@@ -1,0 +1,100 @@
+"""Cleanba's face: `make_env(env_id, seed, num_envs)`, the function that its actors make their envs with.
+
+They expect of EnvPool its old Gym interface; for actors that `send` and `recv`, see the EnvPool face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, final
+
+import numpy as np
+from gymnasium import Space
+
+from jaxvec._errors import EnvError
+from jaxvec._vector_env import VectorEnv
+from jaxvec.callbacks._make import make
+from jaxvec.compat import _final_obs
+
+__all__ = ["GymVectorEnv", "make_env"]
+
+_NO_LIMIT = 2**31 - 1
+
+
+def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[], GymVectorEnv]:
+    """Returns a function that starts a pool, as Cleanba's `make_env` does.
+
+    Args:
+        env_id: the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable.
+        seed: of env 0 at the first reset; env *i* gets `seed + i`.
+        num_envs: how many envs.
+        **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`.
+
+    Raises:
+        TypeError: an argument can't be given here. The function that is returned raises as `jaxvec.make`.
+    """
+    for name in {"autoreset_mode", "batch_size"} & kwargs.keys():
+        raise TypeError(
+            f"{name} can't be given here: every step is of all envs, which reset themselves in it"
+        )
+    return lambda: GymVectorEnv(make(env_id, num_envs, **kwargs), seed=seed)
+
+
+@final
+class GymVectorEnv:
+    """Envs with the interface of old Gym, on NumPy arrays `[num_envs, ...]`.
+
+    Attributes:
+        num_envs: how many.
+        observation_space, action_space: of one env, as EnvPool has it.
+        single_observation_space, single_action_space: the same.
+        is_vector_env: true.
+        spec: `spec.config.max_episode_steps` is the envs' time limit.
+    """
+
+    def __init__(self, envs: VectorEnv, *, seed: int) -> None:
+        """Makes the face of `envs`, which it owns; `seed` is for the first reset."""
+        self._envs = envs
+        self._seed: int | None = seed
+        self.num_envs = envs.num_envs
+        self.observation_space: Space[Any] = envs.single_observation_space
+        self.action_space: Space[Any] = envs.single_action_space
+        self.single_observation_space = self.observation_space
+        self.single_action_space = self.action_space
+        self.is_vector_env = True
+        limit: int | None = None
+        with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
+            limit = getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
+        config = SimpleNamespace(max_episode_steps=limit or _NO_LIMIT, num_envs=envs.num_envs, seed=seed)
+        self.spec = SimpleNamespace(config=config)
+
+    def reset(self) -> Any:
+        """Resets all envs, the first time with their seeds, and returns their observations."""
+        seed, self._seed = self._seed, None
+        return self._envs.reset(seed=seed).obs
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """Steps all envs.
+
+        Args:
+            action: pytree of the action space, leaves `[num_envs, ...]`.
+
+        Returns:
+            `(obs, reward, done, info)`. Where an episode has ended, `obs` is the next one's first and
+            `info["final_observation"]`, in every row, what the env returned. `info` has `env_id`, `reward`,
+            `terminated`, `TimeLimit.truncated`, `elapsed_step` of the episode that has ended or runs on, and
+            the declared keys.
+        """
+        obs, reward, terminated, truncated, _ = timestep = self._envs.step(action)
+        info, last_obs = _final_obs.take(timestep, np)
+        if last_obs is not None:
+            info["final_observation"] = last_obs
+        flags = {"terminated": terminated, "TimeLimit.truncated": truncated & ~terminated}
+        info |= {"reward": reward, "elapsed_step": info["episode_length"], **flags}
+        return obs, reward, terminated | truncated, info
+
+    def close(self) -> None:
+        """Closes the pool. Twice is fine."""
+        self._envs.close()

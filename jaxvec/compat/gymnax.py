@@ -1,0 +1,208 @@
+"""gymnax's face: `env, params = make("CartPole-v1")`, with `reset` and `step` of one env, to be vmapped.
+
+A step of all lanes, however nested the `vmap`, is one hand-off. How many envs there are is known when a
+program's reset runs; their pool is started then, and kept for the next reset of as many. So there is one
+pool for each number of lanes, and a state is stale as soon as that pool is reset again, be it by another
+program: whoever trains and evaluates in turn on equally many envs makes an env for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from typing import Any, Literal, Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+from jax.core import Tracer
+
+from jaxvec._errors import EnvError, UnsupportedSpaceError
+from jaxvec._timestep import TimeStep
+from jaxvec.callbacks._family import EnvFamily
+from jaxvec.callbacks._handle import Handle
+from jaxvec.compat import _final_obs, _gymnax_spaces
+from jaxvec.compat._face import Face
+
+__all__ = ["EnvParams", "EnvState", "Environment", "make"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EnvParams:
+    """What gymnax would let you change of an env. A Python env is configured by `make` instead.
+
+    Attributes:
+        max_steps_in_episode: the time limit of the env's spec; `None` where it says nothing.
+    """
+
+    max_steps_in_episode: int | None = None
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with changes, which `reset` and `step` are going to refuse."""
+        return dataclasses.replace(self, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EnvState:
+    """The state of one env: where it is, not what it is; good for one step.
+
+    Attributes:
+        handle: to the one env.
+        time: int32, steps of the running episode.
+    """
+
+    handle: Handle
+    time: jax.Array
+
+
+@final
+class Environment(Face):
+    """A Python env with gymnax's interface. Made by `make`; closed by `close`, `with` or its end.
+
+    Hashable by identity, as jit's static arguments have to be. A function that was compiled for it keeps
+    it, so close it where its end can't be waited for.
+    """
+
+    def __init__(self, family: EnvFamily, *, name: str, num_returns: Literal[5, 6]) -> None:
+        super().__init__(family)
+        self._num_returns = num_returns
+        self._max_steps: int | None = None
+        with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
+            self._max_steps = getattr(family.first.get_attr("spec")[0], "max_episode_steps", None)
+        self.name = name
+
+    @property
+    def default_params(self) -> EnvParams:
+        """The only params there are."""
+        return EnvParams(self._max_steps)
+
+    @property
+    def num_actions(self) -> int:
+        """The number of actions of a `Discrete` space, or the size of a `Box`.
+
+        Raises:
+            UnsupportedSpaceError: the action space is another.
+        """
+        space = self._family.first.single_action_space
+        match space:
+            case spaces.Discrete():
+                return int(space.n)
+            case spaces.Box():
+                return int(np.prod(space.shape))
+            case _:
+                raise UnsupportedSpaceError(
+                    f"num_actions: {type(space).__name__} actions have no number; see action_space(params)"
+                )
+
+    def reset(self, key: jax.Array, params: EnvParams | None = None) -> tuple[Any, EnvState]:
+        """Resets one env, or under `vmap` one for each lane.
+
+        Args:
+            key: the env's seed is made from it.
+            params: `default_params`, or `None`.
+
+        Returns:
+            The observation and the state.
+
+        Raises:
+            ValueError: other params.
+            And as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
+        """
+        self._require_default(params)
+        handle, timestep = self._family.reset(key)
+        return timestep.obs, EnvState(handle, jnp.zeros((), np.int32))
+
+    def step(self, key: jax.Array, state: EnvState, action: Any, params: EnvParams | None = None) -> Any:
+        """Steps one env, or under `vmap` that of each lane; resets it if its episode ends.
+
+        Args:
+            key: not used: the env goes on with the random numbers of its reset.
+            state: that the last reset or step returned.
+            action: of the action space.
+            params: `default_params`, or `None`.
+
+        Returns:
+            `(obs, state, reward, done, info)`; with `num_returns=6`, `(obs, state, reward, terminated,
+            truncated, info)`. The observation is the new episode's if one has begun. `info` is a fresh
+            dict: `discount` (0 where terminated), `terminated`, `truncated`, `env_id`, `episode_return` and
+            `episode_length` of the episode that ended, else of the one that runs, the declared keys, and
+            with `final_obs` `final_observation`, what the env returned before its reset.
+
+        Raises:
+            As `jaxvec.step`.
+        """
+        del key
+        self._require_default(params)
+        if not isinstance(state, EnvState):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"step takes the state that reset or step returned, got {type(state).__name__}")
+        handle, timestep = self._family.step(state.handle, action)
+        obs, reward, terminated, truncated, _ = timestep
+        done = terminated | truncated
+        info = _info(timestep)
+        state = EnvState(handle, jnp.where(done, 0, info["episode_length"]))
+        reward = reward.astype(np.float32)
+        if self._num_returns == 5:
+            return obs, state, reward, done, info
+        return obs, state, reward, terminated, truncated, info
+
+    def action_space(self, params: EnvParams | None = None) -> Any:
+        """Returns gymnax's own space where gymnax is installed, else one like it."""
+        return _gymnax_spaces.convert(self._family.first.single_action_space, "action")
+
+    def observation_space(self, params: EnvParams | None = None) -> Any:
+        """Returns gymnax's own space where gymnax is installed, else one like it."""
+        return _gymnax_spaces.convert(self._family.first.single_observation_space, "obs")
+
+    def __repr__(self) -> str:
+        return f"Environment({self.name!r}, pools of {sorted(self.pools)} envs)"
+
+    def _require_default(self, params: Any) -> None:
+        if params is None:
+            return
+        if not isinstance(params, EnvParams):
+            raise TypeError(f"params must be those that make returned, got {type(params).__name__}")
+        limit = params.max_steps_in_episode
+        if not isinstance(limit, Tracer) and limit != self._max_steps:
+            raise ValueError(
+                f"params: max_steps_in_episode is {self._max_steps}, not {limit}; a Python env is configured "
+                "when it is made: jaxvec.compat.gymnax.make(env, max_episode_steps=…)"
+            )
+
+
+def make(
+    env: Any,
+    *,
+    num_returns: Literal[5, 6] = 5,
+    final_obs: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Environment, EnvParams]:
+    """Starts a pool of one env, and returns its face and params.
+
+    Args:
+        env: a Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
+        num_returns: of `step`: 5, as gymnax up to 0.0.9 and what was written for it, or 6, as gymnax 1.0.
+        final_obs: whether info has `final_observation`; by default as gymnax: with `num_returns=6`.
+        **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
+
+    Raises:
+        ValueError, TypeError: a bad argument.
+        And as `jaxvec.make`.
+    """
+    if num_returns not in (5, 6):
+        raise ValueError(f"num_returns must be 5 or 6, not {num_returns!r}")
+    keep = num_returns == 6 if final_obs is None else final_obs
+    name = env if isinstance(env, str) else getattr(env, "id", None) or getattr(env, "__name__", None)
+    family = EnvFamily(env, final_obs=keep, **kwargs)
+    made = Environment(family, name=name or type(env).__name__, num_returns=num_returns)
+    return made, made.default_params
+
+
+def _info(timestep: TimeStep) -> dict[str, Any]:
+    info, last_obs = _final_obs.take(timestep, jnp)
+    if last_obs is not None:
+        info["final_observation"] = last_obs
+    flags = {"terminated": timestep.terminated, "truncated": timestep.truncated}
+    return {**info, **flags, "discount": 1 - timestep.terminated.astype(np.float32)}

@@ -1,0 +1,194 @@
+"""Stoix's face: an `EnvFactory` of NumPy envs for the actor threads of its Sebulba systems.
+
+Their time steps and spaces are stoa's, which has to be installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+import numpy as np
+from gymnasium import Space, spaces
+
+from jaxvec._errors import UnsupportedSpaceError
+from jaxvec._timestep import TimeStep
+from jaxvec._vector_env import VectorEnv
+from jaxvec.callbacks._make import make
+from jaxvec.compat import _final_obs
+
+__all__ = ["EnvFactory", "StoaVectorEnv"]
+
+
+def _unwrapped(env: Any) -> Any:
+    return env
+
+
+@final
+class EnvFactory:
+    """Makes pools of equal envs with different seeds; from any thread. A subclass of Stoix's, where it is."""
+
+    def __init__(
+        self,
+        task_id: Any,
+        init_seed: int = 42,
+        apply_wrapper_fn: Callable[[Any], Any] = _unwrapped,
+        **kwargs: Any,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            task_id: the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable.
+            init_seed: of the first env; each env that is made gets the next one.
+            apply_wrapper_fn: what is made is passed through it.
+            **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`.
+        """
+        for name in {"autoreset_mode", "batch_size", "num_envs"} & kwargs.keys():
+            raise TypeError(f"{name} can't be given here: Stoix's actors step as many envs as they ask for")
+        self.task_id = task_id
+        self.seed = init_seed
+        self.apply_wrapper_fn = apply_wrapper_fn
+        self.lock = threading.Lock()  # of the seed
+        self.kwargs = kwargs
+        theirs = sys.modules.get("stoix.utils.env_factory")
+        if theirs is not None:  # its systems ask whether they got one
+            theirs.EnvFactory.register(EnvFactory)
+
+    def __call__(self, num_envs: int) -> Any:
+        """Starts a pool.
+
+        Returns:
+            A `StoaVectorEnv`, wrapped.
+
+        Raises:
+            ImportError: stoa is not installed.
+            And as `jaxvec.make`.
+        """
+        _stoa()
+        with self.lock:
+            seed = self.seed
+            self.seed += num_envs
+        return self.apply_wrapper_fn(StoaVectorEnv(make(self.task_id, num_envs, **self.kwargs), seed=seed))
+
+
+@final
+class StoaVectorEnv:
+    """Envs whose time steps are stoa's, of NumPy arrays `[num_envs, ...]`.
+
+    Where an episode ends, the observation is the next one's first; `extras["next_obs"]` has what the env
+    returned, in every row, unless the pool was made with `final_obs=False`.
+    """
+
+    def __init__(self, envs: VectorEnv, *, seed: int) -> None:
+        """Makes the face of `envs`, which it owns; `seed` is for the first reset, if that is given none."""
+        self.env = envs
+        self.num_envs = envs.num_envs
+        self._seed: int | None = seed
+        stoa = _stoa()
+        self._new = stoa.TimeStep
+        kinds = (stoa.StepType.FIRST, stoa.StepType.MID, stoa.StepType.TERMINATED, stoa.StepType.TRUNCATED)
+        self._kinds = [np.int8(kind) for kind in kinds]  # they are arrays on a device
+        self._return = np.zeros(self.num_envs)
+        self._length = np.zeros(self.num_envs, np.int64)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        """Resets all envs.
+
+        Args:
+            seed: an int, or one for each env. `None` takes those that the factory allotted, the first time;
+                later the envs go on with their random numbers.
+            options: passed to every env's `reset`.
+
+        Returns:
+            A `FIRST` time step.
+        """
+        seed, self._seed = self._seed if seed is None else seed, None
+        timestep = self.env.reset(seed=seed, options=options)
+        self._return = np.zeros(self.num_envs)
+        self._length = np.zeros(self.num_envs, np.int64)
+        return self._timestep(np.full(self.num_envs, self._kinds[0]), timestep)
+
+    def step(self, action: Any) -> Any:
+        """Steps all envs.
+
+        Args:
+            action: pytree of the action space, leaves `[num_envs, ...]`.
+
+        Returns:
+            A time step: `MID`, or `TERMINATED` or `TRUNCATED` where an episode has ended; the discount is 0
+            where one was terminated. `extras["metrics"]` has `episode_return` and `episode_length` of the
+            episode that ended last, and `is_terminal_step`.
+        """
+        _, _, terminated, truncated, info = timestep = self.env.step(action)
+        _, running, ended, cut = self._kinds
+        kind = np.where(terminated, ended, np.where(truncated, cut, running))
+        done = terminated | truncated
+        self._return = np.where(done, info["episode_return"], self._return)
+        self._length = np.where(done, info["episode_length"], self._length)
+        return self._timestep(kind, timestep)
+
+    def observation_space(self) -> Any:
+        """Returns the space of one env's observations, as stoa has it."""
+        return _convert(self.env.single_observation_space, "obs")
+
+    def action_space(self) -> Any:
+        """Returns the space of one env's actions, as stoa has it."""
+        return _convert(self.env.single_action_space, "action")
+
+    def close(self) -> None:
+        """Closes the pool. Twice is fine."""
+        self.env.close()
+
+    def _timestep(self, kind: Any, timestep: TimeStep) -> Any:
+        extras, last_obs = _final_obs.take(timestep, np)
+        if last_obs is not None:
+            extras["next_obs"] = last_obs
+        extras["metrics"] = {
+            "episode_return": self._return,
+            "episode_length": self._length,
+            "is_terminal_step": timestep.terminated | timestep.truncated,
+        }
+        return self._new(
+            step_type=kind,
+            reward=timestep.reward,
+            discount=1 - timestep.terminated.astype(np.float32),
+            observation=timestep.obs,
+            extras=extras,
+        )
+
+
+def _convert(space: Space[Any], root: str) -> Any:
+    """Returns stoa's space for a Gymnasium space, which `root` names."""
+    stoa = _stoa()
+    dtype = jax.dtypes.canonicalize_dtype(space.dtype or np.int32)
+    shape = space.shape or ()
+    match space:
+        case spaces.Discrete() if space.start == 0:
+            return stoa.DiscreteSpace(int(space.n), dtype, root)
+        case spaces.MultiDiscrete() if not space.start.any():
+            return stoa.MultiDiscreteSpace(space.nvec.astype(dtype), dtype, root)
+        case spaces.MultiBinary():
+            return stoa.BoundedArraySpace(shape, dtype, 0, 1, root)
+        case spaces.Box():
+            return stoa.BoundedArraySpace(
+                shape, dtype, space.low.astype(dtype), space.high.astype(dtype), root
+            )
+        case spaces.Dict():
+            children = space.spaces.items()
+            return stoa.DictSpace({key: _convert(child, f"{root}[{key!r}]") for key, child in children}, root)
+        case spaces.Tuple():
+            parts = [_convert(child, f"{root}[{i}]") for i, child in enumerate(space.spaces)]
+            return stoa.TupleSpace(parts, root)
+        case _:
+            raise UnsupportedSpaceError(f"{root}: stoa has no space like {space}; wrap the env")
+
+
+def _stoa() -> Any:
+    try:
+        return importlib.import_module("stoa")
+    except ImportError as error:
+        raise ImportError("Stoix's envs are stoa's: pip install stoa-env, or jaxvec[stoix]") from error

@@ -1,0 +1,473 @@
+"""gymnax's face: one env's reset and step, and a pool of as many as vmap has lanes."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+import threading
+from functools import partial
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec.compat import _gymnax_spaces
+from jaxvec.compat import gymnax as face
+from jaxvec.testing import CountingEnv, NestedEnv
+
+KEY = jax.random.key(7)
+RESETS, STEPS, EPISODE_STEPS, ACTION = range(4)  # columns of CountingEnv's observation
+
+
+@pytest.fixture(params=["ffi", "io_callback"])
+def transport(request):
+    return request.param
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(env=CountingEnv, **kwargs):
+        workers = {} if kwargs.get("backend") == "serial" else {"num_workers": 1}
+        made.append(face.make(env, **{**workers, **kwargs})[0])
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def reset(env, keys):
+    return jax.vmap(env.reset, in_axes=(0, None))(keys, env.default_params)
+
+
+def step(env, state, action):
+    keys = jax.random.split(KEY, len(action))
+    return jax.vmap(env.step, in_axes=(0, 0, 0, None))(keys, state, action, env.default_params)
+
+
+def rollout(env, key, lanes, length):
+    """Resets `lanes` envs and steps them `length` times; returns the observations `[length, lanes, ...]`."""
+    _, state = reset(env, jax.random.split(key, lanes))
+
+    def body(state, _):
+        obs, state, *_ = step(env, state, jnp.arange(lanes))
+        return state, obs
+
+    return jax.lax.scan(body, state, length=length)[1]
+
+
+def hand_offs(env, lanes):
+    """Returns how many calls of compiled programs the pool has served."""
+    return env.pools[lanes].pool._gate.served
+
+
+# --- one env ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_one_env_is_reset_and_stepped_without_a_batch_axis(make, jit):
+    env = make(partial(CountingEnv, 2))
+    wrap = jax.jit if jit else lambda function: function
+    obs, state = wrap(env.reset)(KEY)
+    assert obs.tolist() == [1, 0, 0, -1]
+    obs, state, reward, done, info = wrap(env.step)(KEY, state, 5)
+    assert (obs.tolist(), state.time, reward, done) == ([1, 1, 1, 5], 1, 1.0, False)
+    assert (reward.dtype, reward.shape, done.dtype, done.shape) == (np.float32, (), np.bool_, ())
+    obs, state, reward, done, info = wrap(env.step)(KEY, state, 6)  # the episode ends, and the next begins
+    assert (obs.tolist(), state.time, reward, done) == ([2, 2, 0, -1], 0, 2.0, True)
+    assert (info["discount"], info["episode_return"], info["episode_length"]) == (0.0, 3.0, 2)
+    assert info["discount"].dtype == np.float32
+    assert "final_observation" not in info
+    assert list(env.pools) == [1]
+
+
+def test_six_values_are_returned_as_gymnax_1_does(make):
+    env = make(partial(CountingEnv, 2, truncate=True), num_returns=6)
+    _, state = env.reset(KEY)
+    obs, state, _, terminated, truncated, info = env.step(KEY, state, 5)
+    assert info["final_observation"].tolist() == obs.tolist() == [1, 1, 1, 5]
+    obs, state, _, terminated, truncated, info = env.step(KEY, state, 6)
+    assert (bool(terminated), bool(truncated)) == (False, True)
+    assert (bool(info["terminated"]), bool(info["truncated"])) == (False, True)
+    assert (info["discount"], info["final_observation"].tolist()) == (1.0, [1, 2, 2, 6])
+    assert obs.tolist() == [2, 2, 0, -1]
+
+
+def test_each_env_gets_a_seed_made_from_its_key(make):
+    env = make("CartPole-v1")
+    keys = jax.random.split(KEY, 3)
+    obs, _ = reset(env, keys)
+    for row, key in zip(obs, keys, strict=True):
+        np.testing.assert_array_equal(row, env.reset(key)[0])
+    again, _ = jax.jit(partial(reset, env))(keys)
+    np.testing.assert_array_equal(obs, again)
+    assert len(np.unique(obs, axis=0)) == 3
+
+
+def test_lanes_give_the_same_data_as_gymnasium(make, transport):
+    env = make("CartPole-v1", num_returns=6, transport=transport)
+    keys = jax.random.split(KEY, 3)
+    seeds = [int(jax.random.bits(key, (1,), np.uint32)[0] >> 1) for key in keys]
+    theirs = gymnasium.vector.SyncVectorEnv(
+        [lambda: gymnasium.make("CartPole-v1")] * 3, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP
+    )
+    expected, _ = theirs.reset(seed=seeds)
+    obs, state = jax.jit(partial(reset, env))(keys)
+    np.testing.assert_array_equal(obs, expected)
+    stepped = jax.jit(partial(step, env))
+    ends = 0
+    for i in range(60):
+        action = np.array([i // 5 % 2, 1, 0])
+        obs, state, *flags, info = stepped(state, action)
+        expected, *their_flags, their_info = theirs.step(action)
+        np.testing.assert_array_equal(obs, expected)
+        for ours, their in zip(flags, their_flags, strict=True):
+            np.testing.assert_array_equal(ours, their)
+        ended = flags[1] | flags[2]
+        for row in np.flatnonzero(ended):
+            np.testing.assert_array_equal(info["final_observation"][row], their_info["final_obs"][row])
+        np.testing.assert_array_equal(info["final_observation"][~ended], obs[~ended])
+        ends += ended.sum()
+    assert ends > 10
+
+
+def test_infos_are_fresh_dicts_with_the_declared_keys(make):
+    env = make(info={"steps": int})
+    _, state = env.reset(KEY)
+    _, state, *_, first = env.step(KEY, state, 0)
+    first["mine"] = first
+    _, state, *_, second = env.step(KEY, state, 0)
+    assert "mine" not in second
+    assert (first["steps"], second["steps"], second["steps"].shape) == (1, 2, ())
+
+
+def test_nested_spaces_are_pytrees(make):
+    env = make(NestedEnv, num_returns=6)
+    obs, state = reset(env, jax.random.split(KEY, 2))
+    action = jax.tree.map(jnp.asarray, env.pools[2].action_space.sample())
+    obs, state, *_, info = jax.jit(partial(jax.vmap(env.step), jax.random.split(KEY, 2)))(state, action)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        obs["last"],
+        jax.tree.map(lambda x, o: x.astype(o.dtype), action, obs["last"]),
+    )
+    jax.tree.map(np.testing.assert_array_equal, info["final_observation"], obs)
+
+
+# --- vmap, and pools of its size --------------------------------------------------------------
+
+
+def test_a_step_of_all_lanes_is_one_hand_off_however_nested(make, transport):
+    env = make(transport=transport)
+    obs = jax.jit(lambda key: rollout(env, key, 4, 10))(KEY)
+    assert obs[..., STEPS].tolist() == [[i] * 4 for i in range(1, 11)]
+    assert obs[..., ACTION].tolist() == [[0, 1, 2, 3]] * 10
+    assert hand_offs(env, 4) == 11  # a reset and ten steps
+    obs = jax.jit(jax.vmap(lambda key: rollout(env, key, 4, 10)))(jax.random.split(KEY, 3))
+    assert obs[..., STEPS].tolist() == [[[i] * 4 for i in range(1, 11)]] * 3
+    assert hand_offs(env, 12) == 11
+    twice = jax.vmap(jax.vmap(lambda key: rollout(env, key, 4, 10)))
+    assert jax.jit(twice)(jax.random.split(KEY, (2, 3))).shape == (2, 3, 10, 4, 4)
+    assert hand_offs(env, 24) == 11
+    assert sorted(env.pools) == [1, 4, 12, 24]
+
+
+def test_a_pool_is_started_by_the_first_reset_that_runs_and_kept_for_the_next(make):
+    env = make()
+    compiled = jax.jit(lambda key: rollout(env, key, 4, 2)).lower(KEY).compile()
+    jax.eval_shape(lambda key: rollout(env, key, 5, 2), KEY)
+    assert list(env.pools) == [1]
+    assert compiled(KEY)[0, :, RESETS].tolist() == [1] * 4
+    (pool,) = (env.pools[lanes] for lanes in env.pools if lanes == 4)
+    assert compiled(KEY)[0, :, RESETS].tolist() == [2] * 4
+    assert env.pools[4] is pool
+    assert pool.stats().total.steps == 16
+
+
+def test_pools_of_other_sizes_leave_states_alone(make):
+    env = make()
+    stepped = jax.jit(partial(step, env))
+    _, three = reset(env, jax.random.split(KEY, 3))
+    _, two = reset(env, jax.random.split(KEY, 2))
+    _, one = env.reset(KEY)
+    stepped(three, jnp.zeros(3, int))
+    stepped(two, jnp.zeros(2, int))
+    env.step(KEY, one, 0)
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_resetting_as_many_lanes_again_makes_the_older_state_stale(make, no_jax_log, transport, jit):
+    env = make(transport=transport)
+    stepped = jax.jit(partial(step, env)) if jit else partial(step, env)
+    _, old = reset(env, jax.random.split(KEY, 3))
+    _, new = jax.jit(partial(reset, env))(jax.random.split(KEY, 3))
+    with pytest.raises(Exception, match="stale handle") as failure:
+        jax.block_until_ready(stepped(old, jnp.zeros(3, int)))
+    assert isinstance(failure.value, jax.errors.JaxRuntimeError if jit else jaxvec.StaleHandleError)
+    if jit:
+        with pytest.raises(jaxvec.StaleHandleError):
+            env.raise_if_failed()
+    assert stepped(new, jnp.zeros(3, int))[0][:, STEPS].tolist() == [1] * 3
+
+
+def test_a_state_is_good_for_one_step(make):
+    env = make()
+    _, state = reset(env, jax.random.split(KEY, 3))
+    step(env, state, jnp.zeros(3, int))
+    with pytest.raises(jaxvec.StaleHandleError, match="stale handle"):
+        step(env, state, jnp.zeros(3, int))
+    assert env.pools[3].get_attr("steps") == (1, 1, 1)
+
+
+def test_lanes_that_share_a_state_are_refused(make):
+    env = make()
+    _, state = env.reset(KEY)
+    with pytest.raises(jaxvec.EnvIdError, match="twice"):
+        jax.vmap(env.step, in_axes=(None, None, 0))(KEY, state, jnp.arange(3))
+    assert env.pools[1].get_attr("steps") == (0,)
+
+
+def test_some_of_the_lanes_can_be_stepped(make):
+    env = make()
+    _, state = reset(env, jax.random.split(KEY, 4))
+    half = jax.tree.map(lambda leaf: leaf[1:3], state)
+    obs, *_ = jax.jit(partial(step, env))(half, jnp.array([5, 6]))
+    assert obs[:, ACTION].tolist() == [5, 6]
+    assert env.pools[4].get_attr("steps") == (0, 1, 1, 0)
+
+
+def test_threads_that_reset_as_many_lanes_start_one_pool(make):
+    env = make()
+    lanes = jax.random.split(KEY, 3)
+    both = threading.Barrier(2, timeout=30)
+    failures = []
+
+    def run():
+        try:
+            both.wait()
+            jax.block_until_ready(jax.jit(lambda keys: reset(env, keys))(lanes))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+    assert sorted(env.pools) == [1, 3]
+    assert env.pools[3].get_attr("resets") == (2,) * 3
+
+
+def test_a_program_on_one_device_of_pmap_resets_too_but_not_on_several(make):
+    env = make()
+    obs = jax.pmap(lambda key: rollout(env, key, 3, 2))(KEY[None])
+    assert obs[0, :, :, STEPS].tolist() == [[1] * 3, [2] * 3]
+    with pytest.raises(jaxvec.EnvIdError, match="pass each device a handle"):
+        jax.pmap(partial(reset, env))(jax.random.split(KEY, (2, 3)))
+
+
+# --- when it fails, and when it ends ----------------------------------------------------------
+
+
+def only_the_first(index):
+    if index:
+        raise OSError("one seat only")
+    return CountingEnv()
+
+
+def test_a_pool_that_can_not_be_started_is_an_error_that_says_why(make, no_jax_log, transport):
+    env = make(only_the_first, transport=transport)
+    with pytest.raises(jaxvec.EnvError, match="one seat only"):
+        reset(env, jax.random.split(KEY, 2))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="one seat only"):
+        jax.block_until_ready(jax.jit(partial(reset, env))(jax.random.split(KEY, 2)))
+    with pytest.raises(jaxvec.EnvError, match="one seat only"):
+        env.raise_if_failed()
+    assert env.reset(KEY)[0].tolist() == [1, 0, 0, -1]
+    assert list(env.pools) == [1]
+
+
+class OddEnv(CountingEnv):
+    """Observes more if it is not the first that was made."""
+
+    made = 0
+
+    def __init__(self, index):
+        super().__init__()
+        OddEnv.made += 1
+        if OddEnv.made > 1:
+            self.observation_space = spaces.Box(-1, 2**31 - 1, (5,), np.int32)
+
+
+def test_pools_whose_envs_have_other_spaces_are_refused(make):
+    env = make(OddEnv, backend="serial")
+    with pytest.raises(jaxvec.SpaceMismatchError, match="2 envs have other spaces"):
+        reset(env, jax.random.split(KEY, 2))
+
+
+class FallingEnv(CountingEnv):
+    def step(self, action):
+        raise OSError("fell over")
+
+
+def test_in_a_with_block_a_programs_error_comes_typed(no_jax_log, transport):
+    with pytest.raises(jaxvec.EnvError, match="fell over"):
+        with face.make(FallingEnv, transport=transport)[0] as env:
+            jax.block_until_ready(jax.jit(lambda key: rollout(env, key, 2, 1))(KEY))
+    assert all(pool.closed for pool in env.pools.values())
+
+
+def test_closing_closes_all_pools_and_starts_no_more(make, no_jax_log):
+    env = make()
+    keys = jax.random.split(KEY, 2)
+    program = jax.jit(partial(reset, env))
+    program(keys)
+    env.close()
+    env.close()
+    assert [pool.closed for pool in env.pools.values()] == [True, True]
+    for lanes in (2, 3):
+        with pytest.raises(jaxvec.PoolClosedError, match="closed"):
+            reset(env, jax.random.split(KEY, lanes))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+        jax.block_until_ready(program(keys))
+
+
+def test_an_env_that_is_garbage_closes_its_pools():
+    env, _ = face.make(CountingEnv)
+    _, state = reset(env, jax.random.split(KEY, 2))
+    closings = [pool.pool.closing for pool in env.pools.values()]
+    other = face.make(CountingEnv)[0]
+    del env
+    gc.collect()
+    assert [closing.closed for closing in closings] == [True, True]
+    with other, pytest.raises(jaxvec.PoolClosedError, match="keep the VectorEnv alive"):
+        step(other, state, jnp.zeros(2, int))
+
+
+# --- gymnax's other names ---------------------------------------------------------------------
+
+
+def test_the_env_is_a_static_argument_of_jit_and_params_are_what_gymnaxs_are(make):
+    env = make("CartPole-v1", max_episode_steps=11)
+
+    @partial(jax.jit, static_argnums=0)
+    def program(env, key, params):
+        return env.reset(key, params)[0]
+
+    params = env.default_params
+    assert program(env, KEY, params).shape == (4,)
+    assert params.max_steps_in_episode == 11
+    assert hash(params) == hash(env.default_params)
+    assert jax.tree.leaves(params) == [11]
+    assert (env.name, env.num_actions) == ("CartPole-v1", 2)
+    with pytest.raises(ValueError, match=r"max_steps_in_episode is 11, not 5.*max_episode_steps"):
+        env.reset(KEY, params.replace(max_steps_in_episode=5))
+    with pytest.raises(TypeError, match="params must be those that make returned"):
+        env.reset(KEY, {"gravity": 9})
+    with pytest.raises(TypeError, match="step takes the state that reset or step returned, got tuple"):
+        env.step(KEY, env.reset(KEY), 0)
+
+
+def test_an_env_without_a_spec_has_no_time_limit(make):
+    env = make(CountingEnv)
+    assert (env.default_params, env.name) == (face.EnvParams(None), "CountingEnv")
+
+
+@pytest.mark.parametrize("name", ["num_envs", "batch_size", "recv_order", "autoreset_mode"])
+def test_arguments_that_vmap_or_the_face_decide_are_refused(name):
+    with pytest.raises(TypeError, match=f"{name} can't be given here"):
+        face.make("CartPole-v1", **{name: 1})
+
+
+def test_other_wrong_arguments_are_refused():
+    with pytest.raises(TypeError, match="one env, not a list"):
+        face.make([CountingEnv])
+    with pytest.raises(ValueError, match="num_returns must be 5 or 6, not 4"):
+        face.make(CountingEnv, num_returns=4)
+
+
+def test_a_pool_has_no_more_workers_than_envs(make):
+    env = make(num_workers=2)
+    reset(env, jax.random.split(KEY, 3))
+    assert {lanes: pool.num_workers for lanes, pool in env.pools.items()} == {1: 1, 3: 2}
+
+
+SPACES = spaces.Dict(
+    {
+        "move": spaces.Discrete(4),
+        "arm": spaces.Box(np.array([-1.0, 0.0]), np.array([1.0, 2.0]), dtype=np.float64),
+        "image": spaces.Box(0, 255, (2, 2), np.uint8),
+        "keys": spaces.Tuple((spaces.MultiDiscrete([3, 4]), spaces.MultiBinary(2))),
+    }
+)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_spaces_are_gymnaxs_own_or_alike(monkeypatch, installed):
+    if installed:
+        theirs = pytest.importorskip("gymnax.environments.spaces", reason="gymnax is not installed")
+    else:
+        monkeypatch.setitem(sys.modules, "gymnax.environments.spaces", None)
+        theirs = _gymnax_spaces
+    space = _gymnax_spaces.convert(SPACES, "obs")
+    parts = space.spaces
+    assert isinstance(space, theirs.Dict)
+    assert isinstance(parts["move"], theirs.Discrete)
+    assert (parts["move"].n, parts["move"].shape, parts["move"].dtype) == (4, (), np.int32)
+    assert isinstance(parts["arm"], theirs.Box)
+    assert (parts["arm"].low.tolist(), parts["arm"].high.tolist()) == ([-1, 0], [1, 2])
+    assert (parts["arm"].shape, parts["arm"].dtype) == ((2,), np.float32)
+    assert (parts["image"].low, parts["image"].high, parts["image"].dtype) == (0, 255, np.uint8)
+    assert isinstance(parts["keys"], theirs.Tuple)
+    keys, binary = parts["keys"].spaces
+    assert (keys.low, keys.high.tolist(), binary.high, binary.shape) == (0, [2, 3], 1, (2,))
+    for name in ("move", "arm", "image"):
+        sample = jax.jit(parts[name].sample)(KEY)
+        assert (sample.shape, sample.dtype) == (parts[name].shape, parts[name].dtype)
+        assert SPACES[name].contains(np.asarray(sample, SPACES[name].dtype))
+        assert parts[name].contains(sample)
+    assert not parts["move"].contains(4)
+    assert not parts["arm"].contains(np.array([0.0, 3.0]))
+    assert SPACES.contains(
+        jax.tree.map(lambda x, like: np.asarray(x, like.dtype), dict(space.sample(KEY)), SPACES.sample())
+    )
+
+
+def test_the_stand_ins_check_all_their_parts(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnax.environments.spaces", None)
+    space = _gymnax_spaces.convert(SPACES, "obs")
+    sample = space.sample(KEY)
+    assert jax.jit(space.contains)(sample)
+    assert not space.contains({**sample, "keys": (jnp.array([3, 0]), jnp.zeros(2, int))})
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(3, start=1), spaces.Text(3)], ids=["start", "text"])
+def test_spaces_that_gymnax_does_not_have_are_refused(space):
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match="^action"):
+        _gymnax_spaces.convert(space, "action")
+
+
+def test_gymnaxs_own_wrappers_take_it(make):
+    wrappers = pytest.importorskip("gymnax.wrappers", reason="gymnax is not installed")
+    env = make(partial(CountingEnv, 3), num_returns=6)
+    logged = wrappers.LogWrapper(wrappers.FlattenObservationWrapper(env))
+    _, state = jax.vmap(logged.reset)(jax.random.split(KEY, 2))
+    for _ in range(3):
+        _, state, *_, info = jax.vmap(logged.step)(jax.random.split(KEY, 2), state, jnp.zeros(2, int))
+    assert info["returned_episode_returns"].tolist() == [6.0, 6.0]
+    assert info["returned_episode"].tolist() == [True, True]
+
+
+def test_params_are_a_pytree(make):
+    params = make("CartPole-v1").default_params
+    assert jax.tree.map(lambda limit: limit + 1, params) == dataclasses.replace(
+        params, max_steps_in_episode=501
+    )

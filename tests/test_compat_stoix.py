@@ -1,0 +1,210 @@
+"""Stoix's env factory, with stoa's own time steps and spaces, and Cleanba's make_env."""
+
+from __future__ import annotations
+
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec.compat import cleanba
+from jaxvec.compat.stoix import EnvFactory
+from jaxvec.testing import CountingEnv
+
+
+class DictEnv(CountingEnv):
+    """Observes a dict."""
+
+    def __init__(self, length, *, truncate=False):
+        super().__init__(length, truncate=truncate)
+        self.observation_space = spaces.Dict(
+            {"count": self.observation_space, "pair": spaces.Tuple((spaces.Box(0, 9, (), np.float64),) * 2)}
+        )
+
+    def _observe(self, action):
+        return {"count": super()._observe(action), "pair": (float(self._episode_steps), 1.0)}
+
+
+@pytest.fixture
+def stoa():
+    return pytest.importorskip("stoa", reason="stoa-env is not installed")
+
+
+@pytest.fixture
+def make(stoa):
+    made = []
+
+    def make(*args, num_envs=2, **kwargs):
+        made.append(EnvFactory(*args, **kwargs)(num_envs))
+        return made[-1]
+
+    yield make
+    for env in made:
+        env.close()
+
+
+def test_time_steps_are_stoa_s_and_autoreset_is_same_step(make, stoa):
+    env = make(partial(CountingEnv, 2))
+    timestep = env.reset()
+    assert isinstance(timestep, stoa.TimeStep)
+    assert timestep.first().tolist() == [True, True]
+    assert timestep.observation.tolist() == [[1, 0, 0, -1]] * 2
+    assert timestep.extras["metrics"]["is_terminal_step"].tolist() == [False, False]
+    timestep = env.step(np.array([5, 6]))
+    assert timestep.mid().tolist() == [True, True]
+    assert (
+        timestep.extras["next_obs"].tolist() == timestep.observation.tolist() == [[1, 1, 1, 5], [1, 1, 1, 6]]
+    )
+    assert timestep.extras["metrics"]["episode_return"].tolist() == [0, 0]
+    timestep = env.step(np.array([5, 6]))
+    assert (timestep.last().tolist(), timestep.terminated().tolist()) == ([True, True], [True, True])
+    assert (timestep.reward.tolist(), timestep.discount.tolist()) == ([2, 2], [0, 0])
+    assert timestep.observation.tolist() == [[2, 2, 0, -1]] * 2
+    assert timestep.extras["next_obs"].tolist() == [[1, 2, 2, 5], [1, 2, 2, 6]]
+    metrics = timestep.extras["metrics"]
+    assert (metrics["episode_return"].tolist(), metrics["episode_length"].tolist()) == ([3, 3], [2, 2])
+    assert metrics["is_terminal_step"].tolist() == [True, True]
+    metrics = env.step(np.array([5, 6])).extras["metrics"]  # the last episode's, as long as it is the last
+    assert (metrics["episode_return"].tolist(), metrics["is_terminal_step"].tolist()) == (
+        [3, 3],
+        [False, False],
+    )
+    arrays = (timestep.observation, timestep.reward, timestep.discount, timestep.step_type)
+    assert all(type(array) is np.ndarray for array in arrays)
+
+
+def test_a_truncation_is_one_and_keeps_its_discount(make):
+    env = make(partial(CountingEnv, 1, truncate=True))
+    env.reset()
+    timestep = env.step(np.zeros(2, int))
+    assert (timestep.truncated().tolist(), timestep.discount.tolist()) == ([True, True], [1, 1])
+
+
+def test_dict_observations_and_their_last_ones(make, stoa):
+    env = make(partial(DictEnv, 2))
+    env.reset()
+    env.step(np.zeros(2, int))
+    timestep = env.step(np.zeros(2, int))
+    assert timestep.observation["count"].tolist() == [[2, 2, 0, -1]] * 2
+    assert timestep.extras["next_obs"]["count"].tolist() == [[1, 2, 2, 0]] * 2
+    assert [part.tolist() for part in timestep.extras["next_obs"]["pair"]] == [[2, 2], [1, 1]]
+    space = env.observation_space()
+    assert isinstance(space, stoa.DictSpace)
+    value = space.generate_value()
+    assert (value["count"].shape, value["count"].dtype, value["pair"][0].shape) == ((4,), np.int32, ())
+
+
+def test_spaces_are_stoa_s(make, stoa):
+    env = make("CartPole-v1")
+    assert env.action_space().num_values == 2
+    assert isinstance(env.action_space(), stoa.DiscreteSpace)
+    assert (env.observation_space().shape, env.observation_space().dtype) == ((4,), np.float32)
+
+    class Others(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.MultiBinary(4)
+            self.action_space = spaces.MultiDiscrete([3, 4])
+
+    env = make(Others)
+    assert env.observation_space().shape == (4,)
+    assert env.action_space().num_values.tolist() == [3, 4]
+
+    class From1(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.action_space = spaces.Discrete(3, start=1)
+
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match="^action: stoa has no space like"):
+        make(From1).action_space()
+
+
+def test_each_env_of_a_factory_has_a_seed_of_its_own(stoa):
+    factory = EnvFactory(CountingEnv, 7)
+    with ThreadPoolExecutor(3) as threads:
+        envs = list(threads.map(factory, [3, 2, 1]))
+    seeds = []
+    for env in envs:
+        env.reset()
+        seeds += [info["seed"] for info in env.env.infos]
+    assert sorted(seeds) == list(range(7, 13))
+    envs[0].reset()  # goes on
+    assert [info["seed"] for info in envs[0].env.infos] == [-1] * 3
+    envs[0].reset(seed=[4, 8, 9])
+    assert [info["seed"] for info in envs[0].env.infos] == [4, 8, 9]
+    for env in envs:
+        env.close()
+        env.close()
+
+
+def test_wrappers_are_applied_and_arguments_passed_on(stoa):
+    factory = EnvFactory(
+        "CartPole-v1", apply_wrapper_fn=lambda env: (env,), final_obs=False, max_episode_steps=1
+    )
+    (env,) = factory(2)
+    env.reset()
+    timestep = env.step(np.zeros(2, int))
+    assert timestep.truncated().tolist() == [True, True]
+    assert "next_obs" not in timestep.extras
+    env.close()
+    with pytest.raises(TypeError, match="autoreset_mode can't be given here"):
+        EnvFactory("CartPole-v1", autoreset_mode="NEXT_STEP")
+
+
+def test_it_is_a_subclass_of_stoix_s_where_that_is_imported(monkeypatch):
+    import abc
+
+    theirs = types.ModuleType("stoix.utils.env_factory")
+    theirs.EnvFactory = abc.ABCMeta("EnvFactory", (), {})
+    monkeypatch.setitem(sys.modules, "stoix.utils.env_factory", theirs)
+    assert isinstance(EnvFactory("CartPole-v1"), theirs.EnvFactory)
+
+
+def test_without_stoa_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "stoa", None)
+    with pytest.raises(ImportError, match="pip install stoa-env"):
+        EnvFactory("CartPole-v1")(2)
+
+
+# --- Cleanba ----------------------------------------------------------------------------------
+
+
+def test_cleanba_s_actors_get_old_gym_s_interface():
+    envs = cleanba.make_env(partial(DictEnv, 2, truncate=True), 7, 3)()
+    assert (envs.num_envs, envs.is_vector_env, envs.single_action_space.n) == (3, True, 1000)
+    assert envs.single_observation_space is envs.observation_space
+    obs = envs.reset()
+    assert obs["count"].tolist() == [[1, 0, 0, -1]] * 3
+    assert [info["seed"] for info in envs._envs.infos] == [7, 8, 9]
+    obs, reward, done, info = envs.step(np.array([4, 5, 6]))
+    assert (reward.tolist(), done.tolist()) == ([1] * 3, [False] * 3)
+    assert (info["env_id"].tolist(), info["elapsed_step"].tolist()) == ([0, 1, 2], [1, 1, 1])
+    obs, reward, done, info = envs.step(np.array([4, 5, 6]))
+    assert (obs["count"].tolist(), done.tolist()) == ([[2, 2, 0, -1]] * 3, [True] * 3)
+    assert info["final_observation"]["count"].tolist() == [[1, 2, 2, a] for a in (4, 5, 6)]
+    assert (info["terminated"].tolist(), info["TimeLimit.truncated"].tolist()) == ([False] * 3, [True] * 3)
+    assert (info["reward"].tolist(), info["elapsed_step"].tolist()) == ([2] * 3, [2] * 3)
+    envs.close()
+    envs.close()
+    with pytest.raises(TypeError, match="autoreset_mode can't be given here"):
+        cleanba.make_env("CartPole-v1", 0, 2, autoreset_mode="NEXT_STEP")
+
+
+def test_cleanba_tells_truncations_by_the_time_limit():
+    envs = cleanba.make_env("CartPole-v1", 0, 2, max_episode_steps=3)()
+    envs.reset()
+    for step in range(1, 4):
+        *_, done, info = envs.step(np.array([0, 1]))
+        truncated = info["elapsed_step"] >= envs.spec.config.max_episode_steps
+        assert truncated.tolist() == done.tolist() == [step == 3] * 2
+    envs.close()
+    assert gymnasium.spec("CartPole-v1").max_episode_steps == 500
+    unlimited = cleanba.make_env(CountingEnv, 0, 1)()
+    assert unlimited.spec.config.max_episode_steps == 2**31 - 1
+    unlimited.close()
