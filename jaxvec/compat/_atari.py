@@ -24,11 +24,11 @@ Frame = NDArray[np.uint8]
 
 NEW_GAME = {"new_game": True}  # options of a reset that is not to go on with the game
 INFO = {  # what a task's info holds
-    "lives": np.int32,
-    "reward": np.float32,
-    "terminated": np.int32,
-    "elapsed_step": np.int32,
-    "ram": (np.uint8, (128,)),
+    "lives": "i4",
+    "reward": "f4",
+    "terminated": "i4",
+    "elapsed_step": "i4",
+    "ram": ("u1", (128,)),
 }
 
 
