@@ -30,7 +30,7 @@ class EnvSpec:
 
     Attributes:
         config: namedtuple: `num_envs`, `batch_size`, `num_threads`, `seed`, `gym_reset_return_info`,
-            `max_episode_steps`, `reward_threshold`, and the task's own options.
+            `max_episode_steps`, and the task's own options.
         observation_space, action_space: of one env; of the old `gym` with `env_type="gym"`, if that is
             installed.
         gymnasium_observation_space, gymnasium_action_space: of one env.
@@ -47,7 +47,7 @@ class EnvSpec:
     @property
     def reward_threshold(self) -> float | None:
         """The reward at which the task counts as solved, if it says so."""
-        return self.config.reward_threshold
+        return getattr(self.config, "reward_threshold", None)
 
     def observation_spec(self) -> Any:
         """Returns dm_env's specs of `TimeStep.observation`, of one env, in a namedtuple.

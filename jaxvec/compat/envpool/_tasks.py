@@ -64,7 +64,7 @@ class Task:
     def options(self, envs: VectorEnv) -> dict[str, Any]:
         """Returns the options of the task, as EnvPool's `spec.config` has them."""
         if self.atari is not None:
-            return {"reward_threshold": None, **asdict(self.atari)}
+            return asdict(self.atari)
         (spec,) = envs.pool.call(np.arange(1), "spec", [()], {}, counts=None, caller=None)
         own = {"reward_threshold": None, "max_episode_steps": _NO_LIMIT}
         if isinstance(spec, EnvSpec):
