@@ -552,3 +552,5 @@ def test_the_same_seed_is_the_same_game(make):
 def test_an_unknown_atari_option_is_an_error():
     with pytest.raises(TypeError, match=r"Breakout-v5 has no options \['stack'\]; it has stack_num"):
         envpool.make("Breakout-v5", stack=3)
+    with pytest.raises(ValueError, match="noop_max must be at least 1, not 0"):
+        envpool.make("Breakout-v5", noop_max=0)

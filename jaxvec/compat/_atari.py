@@ -75,12 +75,17 @@ def parse(task_id: str, options: dict[str, Any]) -> AtariOptions:
 
     Raises:
         TypeError: there is no such option.
+        ValueError: a count is below 1.
     """
     unknown = sorted(options.keys() - asdict(AtariOptions()).keys())
     if unknown:
         known = ", ".join(asdict(AtariOptions()))
         raise TypeError(f"{task_id} has no options {unknown}; it has {known}, and those of jaxvec.make")
-    return AtariOptions(**options)
+    parsed = AtariOptions(**options)
+    for name in ("stack_num", "frame_skip", "noop_max", "max_episode_steps"):
+        if getattr(parsed, name) < 1:
+            raise ValueError(f"{task_id}: {name} must be at least 1, not {getattr(parsed, name)!r}")
+    return parsed
 
 
 def build(ale_id: str, options: AtariOptions) -> gymnasium.Env[Frame, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import jaxvec
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat.envpool import _old_gym, _tasks
-from jaxvec.compat.envpool._pools import DMEnvPool, GymEnvPool, GymnasiumEnvPool
+from jaxvec.compat.envpool._faces import DMEnvPool, GymEnvPool, GymnasiumEnvPool
 from jaxvec.compat.envpool._spec import EnvSpec, make_config
 from jaxvec.compat.envpool._tasks import Task, TaskId
 

@@ -57,7 +57,7 @@ class Task:
                 self.env, num_envs, info=info, autoreset_mode="NEXT_STEP", **kwargs, **self.env_kwargs
             )
         except gymnasium.error.Error as error:
-            if importlib.util.find_spec("ale_py") is None:
+            if str(self.env).endswith("-v5") and importlib.util.find_spec("ale_py") is None:
                 error.add_note('EnvPool\'s Atari tasks need ALE: pip install "jaxvec[atari]"')
             raise
 
@@ -65,14 +65,11 @@ class Task:
         """Returns the options of the task, as EnvPool's `spec.config` has them."""
         if self.atari is not None:
             return asdict(self.atari)
-        (spec,) = envs.pool.call(np.arange(1), "spec", [()], {}, counts=None, caller=None)
-        own = {"reward_threshold": None, "max_episode_steps": _NO_LIMIT}
-        if isinstance(spec, EnvSpec):
-            own = {
-                "reward_threshold": spec.reward_threshold,
-                "max_episode_steps": spec.max_episode_steps or _NO_LIMIT,
-            }
-        return {**self.env_kwargs, **own}
+        threshold, limit = None, None
+        if isinstance(self.env, str | EnvSpec):  # gymnasium.make made it, and knows all that was asked of it
+            (spec,) = envs.pool.call(np.arange(1), "spec", [()], {}, counts=None, caller=None)
+            threshold, limit = spec.reward_threshold, spec.max_episode_steps
+        return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
 
 
 def resolve(task_id: TaskId, options: dict[str, Any]) -> Task:
