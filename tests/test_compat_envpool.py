@@ -1,5 +1,6 @@
 """EnvPool's face: against the real EnvPool where it is installed, and by what toy envs count."""
 
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import chain
@@ -229,9 +230,9 @@ def test_old_gym_returns_four_values(make):
     }
     _, reward, done, info = env.step(np.zeros(2, int))
     assert (reward.tolist(), done.tolist(), info["elapsed_step"].tolist()) == ([0, 0], [False] * 2, [0, 0])
-    assert envpool.make_gym(counting(), backend="serial", gym_reset_return_info=True).reset()[1][
-        "env_id"
-    ] == [0]
+    env.async_reset()
+    assert env.recv(reset=True)[1]["elapsed_step"].tolist() == [0, 0]
+    assert make(counting(), "gym", gym_reset_return_info=True).reset()[1]["env_id"] == [0]
 
 
 def test_dm_returns_time_steps(make):
@@ -291,6 +292,11 @@ def test_old_gym_gets_old_spaces(make):
     assert nested["turn"] == spaces.Discrete(5, start=-2)
     with pytest.raises(TypeError, match="gym has no space like MultiDiscrete"):
         make(testing.NestedEnv, "gym")
+
+
+def test_without_old_gym_spaces_are_gymnasiums(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gym", None)
+    assert isinstance(make(counting(), "gym").action_space, gymnasium.spaces.Discrete)
 
 
 def test_gymnasium_face_takes_gymnasiums_vector_wrappers(make):
@@ -386,6 +392,18 @@ def test_a_handle_from_before_the_reset_steps(env_type):
         obs = next(leaf for path, leaf in flatten(result) if path in ("/0", "/observation/obs"))
         # Of 13 steps one in five is a reset, which takes no step.
         assert obs.tolist() == [[3, 11, 3, 9]] * 3
+
+
+def test_lanes_step_envs_of_their_own():
+    with envpool.make(counting(), num_envs=6) as env:
+        handle, _, _, step = env.xla()
+        env.reset()
+        lanes = jax.tree.map(lambda leaf: leaf.reshape(2, 3, *leaf.shape[1:]), handle)
+        lanes, (obs, *_, info) = jax.jit(jax.vmap(step))(lanes, jnp.arange(6).reshape(2, 3))
+        assert info["env_id"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert obs[..., 3].tolist() == [[0, 1, 2], [3, 4, 5]]
+        _, (obs, *_) = step(jax.tree.map(lambda leaf: leaf[1], lanes), jnp.zeros(3, int))
+        assert obs[:, 1].tolist() == [2] * 3
 
 
 def test_a_handle_steps_once():
@@ -513,6 +531,14 @@ def test_an_asynchronous_pool_is_reset_as_a_whole(make):
 def test_bad_arguments(args, kwargs, error, match):
     with pytest.raises(error, match=match):
         envpool.make(*args, **kwargs)
+
+
+def test_without_ale_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ale_py", None)
+    with pytest.raises(gymnasium.error.Error, match="Breakout") as caught:
+        envpool.make("Breakout-v5")
+    assert "jaxvec[atari]" in caught.value.__notes__[0]
+    assert "Breakout-v5" not in envpool.list_all_envs()
 
 
 # --- Atari -------------------------------------------------------------------------------------------------

@@ -112,11 +112,10 @@ class EnvPool(ABC):
             caller=None,
         )
         self._seeds[ids] = _seeds.NONE
-        if self.is_async:
-            return self._finish(rows, None, reset=True)
         if mask is None:
             self._sent.clear()
-        return self._finish(rows, ids, reset=True)
+        order = None if self.is_async else ids
+        return self._finish(rows, order, reset=True, return_info=self.config["gym_reset_return_info"])
 
     def async_reset(self) -> None:
         """Starts a reset of all envs, and does not wait for it; `recv` does."""

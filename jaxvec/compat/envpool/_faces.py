@@ -22,8 +22,7 @@ class GymEnvPool(EnvPool):
     def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
         info = _info.convert(timestep)
         if reset:
-            wanted = return_info and self.config["gym_reset_return_info"]
-            return (timestep.obs, info) if wanted else timestep.obs
+            return (timestep.obs, info) if return_info else timestep.obs
         return timestep.obs, timestep.reward, timestep.terminated | timestep.truncated, info
 
 
