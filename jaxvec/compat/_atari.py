@@ -6,7 +6,8 @@ after a few no-ops, with the frames and the step count of before. So what begins
 below `AtariPreprocessing`, and what stacks frames and counts is one above it.
 
 Where the random numbers of no-ops don't matter, observations, rewards, flags and info are EnvPool's to the
-bit, but for a game's very last frame if the game ends between two frames that are looked at.
+bit, but for a game's very last frame if the game ends between two frames that are looked at. The options
+`zero_discount_on_life_loss` and `use_inter_area_resize` (always on) are not there.
 """
 
 from __future__ import annotations
@@ -171,9 +172,8 @@ class _Task(gymnasium.Wrapper[Any, Any, Any, Any]):
         frame, _ = self.env.reset(seed=seed)
         self._push(frame)
         if not self._start.goes_on:
-            self._stack.reshape(-1, self._channels, *self._stack.shape[1:])[:] = self._stack[
-                -self._channels :
-            ]
+            for _ in range(self._options.stack_num - 1):
+                self._push(frame)
             self._elapsed = 0
         self._ongoing = True
         self._lives = self._ale.lives()

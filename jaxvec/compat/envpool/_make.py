@@ -28,7 +28,8 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
 
     Args:
         task_id: a Gymnasium id, an `EnvSpec`, a callable as for `jaxvec.make`, or one of EnvPool's Atari
-            tasks, such as `Breakout-v5`, for which there is the extra `atari`.
+            tasks, such as `Breakout-v5`, for which there is the extra `atari`. With `episodic_life` a lost
+            life ends the episode, and the next one goes on with the same game.
         env_type: `"gymnasium"`; `"gym"`, old Gym's `reset` and `step` of four values, and its spaces where
             it is installed; or `"dm"`, dm_env's `TimeStep`.
         num_envs: how many envs; 1 by default.
