@@ -1,0 +1,208 @@
+"""EnvPool's Atari tasks, built from ALE and Gymnasium's own preprocessing.
+
+Workers import this module, so it must never import jax. Some things EnvPool does that Gymnasium's wrappers
+don't: its `episodic_life` ends an episode when a life is lost, but the next one goes on with the same game,
+after a few no-ops, with the frames and the step count of before. So what begins an episode is a wrapper
+below `AtariPreprocessing`, and what stacks frames and counts is one above it.
+
+Where the random numbers of no-ops don't matter, observations, rewards, flags and info are EnvPool's to the
+bit, but for a game's very last frame if the game ends between two frames that are looked at. The options
+`zero_discount_on_life_loss` and `use_inter_area_resize` (always on) are not there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
+from gymnasium.wrappers import AtariPreprocessing
+from numpy.typing import NDArray
+
+Frame = NDArray[np.uint8]
+
+NEW_GAME = {"new_game": True}  # options of a reset that is not to go on with the game
+INFO = {  # what a task's info holds
+    "lives": "i4",
+    "reward": "f4",
+    "terminated": "i4",
+    "elapsed_step": "i4",
+    "ram": ("u1", (128,)),
+}
+
+
+@dataclass(frozen=True)
+class AtariOptions:
+    """EnvPool's options of an Atari task, with its defaults."""
+
+    stack_num: int = 4
+    frame_skip: int = 4
+    noop_max: int = 30
+    episodic_life: bool = False
+    reward_clip: bool = False
+    use_fire_reset: bool = True
+    img_height: int = 84
+    img_width: int = 84
+    mode: int = -1
+    difficulty: int = -1
+    full_action_space: bool = False
+    repeat_action_probability: float = 0.0
+    gray_scale: bool = True
+    max_episode_steps: int = 27_000
+
+
+def tasks() -> dict[str, str]:
+    """Returns EnvPool's name of each Atari task, such as `Breakout-v5`, and ALE's; none without ALE."""
+    try:
+        import ale_py
+    except ImportError:
+        return {}
+    gymnasium.register_envs(ale_py)
+    ids = (name for name in gymnasium.registry if name.startswith("ALE/") and name.endswith("-v5"))
+    return {name.removeprefix("ALE/"): name for name in ids}
+
+
+def find(task_id: Any) -> str | None:
+    """Returns ALE's id of one of EnvPool's Atari tasks; `None` of all else."""
+    if not isinstance(task_id, str) or task_id in gymnasium.registry:
+        return None
+    return tasks().get(task_id)
+
+
+def parse(task_id: str, options: dict[str, Any]) -> AtariOptions:
+    """Returns the options given as keywords.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: a count is below 1.
+    """
+    unknown = sorted(options.keys() - asdict(AtariOptions()).keys())
+    if unknown:
+        known = ", ".join(asdict(AtariOptions()))
+        raise TypeError(f"{task_id} has no options {unknown}; it has {known}, and those of jaxvec.make")
+    parsed = AtariOptions(**options)
+    for name in ("stack_num", "frame_skip", "noop_max", "max_episode_steps"):
+        if getattr(parsed, name) < 1:
+            raise ValueError(f"{task_id}: {name} must be at least 1, not {getattr(parsed, name)!r}")
+    return parsed
+
+
+def build(ale_id: str, options: AtariOptions) -> gymnasium.Env[Frame, Any]:
+    """Builds a task."""
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from each worker
+    chosen = {name: getattr(options, name) for name in ("mode", "difficulty")}
+    env = gymnasium.make(
+        ale_id,
+        obs_type="grayscale" if options.gray_scale else "rgb",
+        frameskip=1,
+        repeat_action_probability=options.repeat_action_probability,
+        full_action_space=options.full_action_space,
+        max_num_frames_per_episode=0,
+        disable_env_checker=True,
+        **{name: value for name, value in chosen.items() if value >= 0},
+    )
+    start = _Start(env, options)
+    frames = AtariPreprocessing(
+        start,
+        noop_max=0,
+        frame_skip=options.frame_skip,
+        screen_size=(options.img_width, options.img_height),
+        grayscale_obs=options.gray_scale,
+        grayscale_newaxis=options.gray_scale,
+    )
+    return _Task(frames, start, options)
+
+
+class _Start(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Begins episodes, of single frames: with a new game or not, then no-ops, then FIRE."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], options: AtariOptions) -> None:
+        super().__init__(env)
+        meanings: list[str] = env.get_wrapper_attr("get_action_meanings")()
+        fires = options.use_fire_reset and "FIRE" in meanings
+        self._fire = meanings.index("FIRE") if fires else None
+        self._noop_max = options.noop_max
+        self.goes_on = False  # whether the next reset goes on with the game
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Resets; afterwards `goes_on` says whether the game is still the same."""
+        result = (None, {}) if self.goes_on else self.env.reset(seed=seed)
+        noops = int(self.np_random.integers(self._noop_max)) + (self._fire is None)
+        for action in [0] * noops + [self._fire] * (self._fire is not None):
+            obs, _, terminated, _, info = self.env.step(action)
+            result = obs, info
+            if terminated:
+                result = self.env.reset()
+                self.goes_on = False
+        return result
+
+
+class _Task(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Stacks frames, channels first, and keeps count of lives, steps and unclipped rewards."""
+
+    def __init__(self, env: AtariPreprocessing, start: _Start, options: AtariOptions) -> None:
+        super().__init__(env)
+        self._start = start
+        self._options = options
+        height, width, self._channels = env.screen_size[1], env.screen_size[0], 1 if options.gray_scale else 3
+        shape = (options.stack_num * self._channels, height, width)
+        self.observation_space = Box(0, 255, shape, np.uint8)
+        self._ale: Any = env.get_wrapper_attr("ale")
+        self._stack = np.zeros(shape, np.uint8)
+        self._elapsed = 0
+        self._lives = 0
+        self._ongoing = False  # the game
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Frame, dict[str, Any]]:
+        """Begins an episode: of a new game, unless only a life was lost.
+
+        Args:
+            seed: begins a new game, and seeds the number of no-ops.
+            options: `NEW_GAME` for a new game in any case.
+        """
+        new_game = seed is not None or bool(options and options.get("new_game"))
+        self._start.goes_on = self._options.episodic_life and self._ongoing and not new_game
+        frame, _ = self.env.reset(seed=seed)
+        self._push(frame)
+        if not self._start.goes_on:
+            for _ in range(self._options.stack_num - 1):
+                self._push(frame)
+            self._elapsed = 0
+        self._ongoing = True
+        self._lives = self._ale.lives()
+        return self._stack, self._info(0.0, False)
+
+    def step(self, action: Any) -> tuple[Frame, float, bool, bool, dict[str, Any]]:
+        """Steps; ends the episode with the game, with a life under `episodic_life`, or after its time."""
+        frame, raw, game_over, _, _ = self.env.step(action)
+        reward = float(raw)
+        self._push(frame)
+        self._elapsed += 1
+        truncated = self._elapsed >= self._options.max_episode_steps
+        lives = self._ale.lives()
+        lost = self._options.episodic_life and 0 < lives < self._lives
+        self._lives = lives
+        self._ongoing = not (game_over or truncated)
+        clipped = float(np.sign(reward)) if self._options.reward_clip else reward
+        info = self._info(reward, game_over)
+        return self._stack, clipped, (game_over or lost) and not truncated, truncated, info
+
+    def _push(self, frame: Any) -> None:
+        self._stack[: -self._channels] = self._stack[self._channels :]
+        self._stack[-self._channels :] = np.moveaxis(frame, -1, 0)
+
+    def _info(self, reward: float, game_over: bool) -> dict[str, Any]:
+        return {
+            "lives": self._lives,
+            "reward": reward,
+            "terminated": int(game_over),
+            "elapsed_step": self._elapsed,
+            "ram": self._ale.getRAM(),
+        }

@@ -1,0 +1,123 @@
+"""`make` and its like."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jaxvec
+from jaxvec._vector_env import VectorEnv
+from jaxvec.compat.envpool import _old_gym, _tasks
+from jaxvec.compat.envpool._faces import DMEnvPool, GymEnvPool, GymnasiumEnvPool
+from jaxvec.compat.envpool._spec import EnvSpec, make_config
+from jaxvec.compat.envpool._tasks import Task, TaskId
+
+_FACES = {"gymnasium": GymnasiumEnvPool, "gym": GymEnvPool, "dm": DMEnvPool}
+_DEFAULTS: dict[str, Any] = {
+    "num_envs": 1,
+    "batch_size": 0,
+    "num_threads": 0,
+    "seed": 42,
+    "gym_reset_return_info": None,
+    "thread_affinity_offset": -1,
+}
+
+
+def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
+    """Starts a pool of any Python env behind EnvPool's interface.
+
+    Args:
+        task_id: a Gymnasium id, an `EnvSpec`, a callable as for `jaxvec.make`, or one of EnvPool's Atari
+            tasks, such as `Breakout-v5`, for which there is the extra `atari`. With `episodic_life` a lost
+            life ends the episode, and the next one goes on with the same game.
+        env_type: `"gymnasium"`; `"gym"`, old Gym's `reset` and `step` of four values, and its spaces where
+            it is installed; or `"dm"`, dm_env's `TimeStep`.
+        num_envs: how many envs; 1 by default.
+        batch_size: how many of them `recv` returns, the first that are ready; 0, the default, for all.
+        num_threads: how many worker processes; 0, the default, for as many as there are usable cores.
+        seed: an int (env *i* gets `seed + i`), or one for each env, for each env's first reset; 42 by
+            default.
+        gym_reset_return_info: with `env_type="gym"`, whether `reset` returns `(obs, info)`; by default
+            the observations alone.
+        thread_affinity_offset: is ignored: workers run where the system lets them.
+        **kwargs: others of `jaxvec.make`, such as `info`; and the task's own: for an Atari task EnvPool's
+            options, for others `gymnasium.make`'s, such as `max_episode_steps`, or the callable's.
+
+    Returns:
+        A `GymnasiumEnvPool`, `GymEnvPool` or `DMEnvPool`. An env resets itself in the step after the one
+        that ended its episode. `info` has `env_id`, `elapsed_step`, `reward`, `terminated`,
+        `TimeLimit.truncated`, what is declared with `info=`, and for Atari tasks `lives` and `ram`.
+
+    Raises:
+        ValueError, TypeError: a bad argument.
+        gymnasium.error.Error: there is no such task.
+        And as `jaxvec.make`.
+    """
+    if env_type not in _FACES:
+        raise ValueError(f'env_type must be "gymnasium", "gym" or "dm", not {env_type!r}')
+    config, pool_options, task = _sort(task_id, kwargs)
+    envs = task.start(config["num_envs"], **pool_options)
+    try:
+        spec = _spec(config, task, envs, env_type)
+        return _FACES[env_type](envs, spec, seed=config["seed"], reset_options=task.reset_options)
+    except BaseException:
+        envs.close()
+        raise
+
+
+def make_gymnasium(task_id: TaskId, **kwargs: Any) -> GymnasiumEnvPool:
+    """Starts a pool whose results are Gymnasium's; see `make`."""
+    return make(task_id, "gymnasium", **kwargs)
+
+
+def make_gym(task_id: TaskId, **kwargs: Any) -> GymEnvPool:
+    """Starts a pool whose results are old Gym's; see `make`."""
+    return make(task_id, "gym", **kwargs)
+
+
+def make_dm(task_id: TaskId, **kwargs: Any) -> DMEnvPool:
+    """Starts a pool whose results are dm_env's; see `make`."""
+    return make(task_id, "dm", **kwargs)
+
+
+def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:
+    """Returns the `spec` of a pool; to learn the spaces, one env is built in a worker and closed again.
+
+    Args and errors are those of `make`.
+    """
+    config, pool_options, task = _sort(task_id, kwargs)
+    pool_options |= {"num_workers": 1, "batch_size": 1}
+    with task.start(1, **pool_options) as envs:
+        return _spec(config, task, envs, "gymnasium")
+
+
+def _sort(task_id: TaskId, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Task]:
+    """Sorts keywords into EnvPool's own with its defaults, those of `jaxvec.make`, and the task's."""
+    if "autoreset_mode" in kwargs:
+        raise TypeError("autoreset_mode: EnvPool's is NEXT_STEP; jaxvec.make takes others")
+    ours = inspect.signature(jaxvec.make).parameters.keys() - _DEFAULTS.keys()
+    config = {key: kwargs.get(key, default) for key, default in _DEFAULTS.items()}
+    pool_options: dict[str, Any] = {"info": None}
+    pool_options |= {key: value for key, value in kwargs.items() if key in ours}
+    task = _tasks.resolve(task_id, {key: kwargs[key] for key in kwargs.keys() - ours - _DEFAULTS.keys()})
+    num_envs, num_threads = config["num_envs"], config["num_threads"]
+    pool_options["batch_size"] = config["batch_size"] or None
+    if num_threads:
+        pool_options.setdefault("num_workers", min(num_threads, num_envs))
+    config["batch_size"] = config["batch_size"] or num_envs
+    return config, pool_options, task
+
+
+def _spec(config: dict[str, Any], task: Task, envs: VectorEnv, env_type: str) -> EnvSpec:
+    returns_info = config["gym_reset_return_info"]
+    if returns_info is None:
+        config = {**config, "gym_reset_return_info": env_type != "gym"}
+    translate = _old_gym.convert if env_type == "gym" else lambda space: space
+    return EnvSpec(
+        config=make_config({**config, **task.options(envs)}),
+        observation_space=translate(envs.single_observation_space),
+        action_space=translate(envs.single_action_space),
+        gymnasium_observation_space=envs.single_observation_space,
+        gymnasium_action_space=envs.single_action_space,
+        data=envs.spec,
+    )

@@ -1,0 +1,90 @@
+"""What EnvPool calls a task: an env with its options, Atari's among them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+
+import jaxvec
+from jaxvec._vector_env import VectorEnv
+from jaxvec.compat import _atari
+
+TaskId: TypeAlias = str | EnvSpec | Callable[..., Any]
+
+_NO_LIMIT = 2**31 - 1  # EnvPool's word for no `max_episode_steps`
+
+
+@dataclass(frozen=True)
+class Task:
+    """What `jaxvec.make` needs to know of a task, and what EnvPool says of it.
+
+    Attributes:
+        env, env_kwargs: as of `jaxvec.make`.
+        info: keys of the envs' info that are declared.
+        atari: the options, of an Atari task.
+        reset_options: for the envs' `reset` when it is called from outside.
+    """
+
+    env: Any
+    env_kwargs: dict[str, Any]
+    info: Mapping[str, Any]
+    atari: _atari.AtariOptions | None = None
+    reset_options: dict[str, Any] | None = None
+
+    def start(
+        self, num_envs: int, info: Mapping[str, Any] | Iterable[str] | None, **kwargs: Any
+    ) -> VectorEnv:
+        """Starts a pool.
+
+        Args:
+            num_envs: how many envs.
+            info: more keys of the envs' info, as of `jaxvec.make`.
+            **kwargs: of `jaxvec.make`.
+        """
+        if isinstance(info, Iterable) and not isinstance(info, (str, Mapping)):
+            info = dict.fromkeys(info)
+        if self.info and isinstance(info, Mapping | None):
+            info = {**self.info, **(info or {})}
+        try:
+            return jaxvec.make(
+                self.env, num_envs, info=info, autoreset_mode="NEXT_STEP", **kwargs, **self.env_kwargs
+            )
+        except gymnasium.error.Error as error:
+            if str(self.env).endswith("-v5") and importlib.util.find_spec("ale_py") is None:
+                error.add_note('EnvPool\'s Atari tasks need ALE: pip install "jaxvec[atari]"')
+            raise
+
+    def options(self, envs: VectorEnv) -> dict[str, Any]:
+        """Returns the options of the task, as EnvPool's `spec.config` has them."""
+        if self.atari is not None:
+            return asdict(self.atari)
+        threshold, limit = None, None
+        if isinstance(self.env, str | EnvSpec):  # gymnasium.make made it, and knows all that was asked of it
+            (spec,) = envs.pool.call(np.arange(1), "spec", [()], {}, counts=None, caller=None)
+            threshold, limit = spec.reward_threshold, spec.max_episode_steps
+        return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
+
+
+def resolve(task_id: TaskId, options: dict[str, Any]) -> Task:
+    """Returns the task of this id with options of its own.
+
+    Raises:
+        TypeError: an Atari task has no such option.
+    """
+    ale_id = _atari.find(task_id)
+    if ale_id is None:
+        return Task(task_id, options, {})
+    atari = _atari.parse(str(task_id), options)
+    return Task(partial(_atari.build, ale_id, atari), {}, _atari.INFO, atari, _atari.NEW_GAME)
+
+
+def list_all_envs() -> list[str]:
+    """Returns the ids of all tasks: Gymnasium's, and EnvPool's Atari ones if ALE is installed."""
+    return sorted({*gymnasium.registry, *_atari.tasks()})
