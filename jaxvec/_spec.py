@@ -223,7 +223,7 @@ def _declared_node(key: str, declaration: Any, policy: DtypePolicy) -> Node:
     if isinstance(declaration, Space):
         return walk(declaration, root=path, policy=policy)
     shape, dtype = getattr(declaration, "shape", None), getattr(declaration, "dtype", None)
-    if shape is None or dtype is None:
+    if isinstance(declaration, type) or shape is None or dtype is None:  # NumPy's scalar types have both
         try:
             parsed = np.dtype(declaration)
         except TypeError as error:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import gymnasium
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -21,7 +22,7 @@ import jaxvec
 from jaxvec import _rows, _segment
 from jaxvec._layout import make_layout, split
 from jaxvec._spaces import as_is, as_jax, leaves, walk
-from jaxvec._spec import EnvSpaces, make_spec
+from jaxvec._spec import EnvSpaces, declared_leaves, make_spec
 
 many = settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
@@ -390,6 +391,12 @@ def test_an_unsupported_space_of_a_worker_and_of_an_info_key(make):
         make(lambda: RecordingEnv(bad), 2)
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"info\['goal'\]\['mission'\]: Text"):
         make(lambda: RecordingEnv(spaces.Discrete(2)), 2, backend="serial", info={"goal": bad})
+
+
+@pytest.mark.parametrize("declaration", [np.int32, np.dtype("i4"), "i4", np.zeros((), "i4"), jnp.int32])
+def test_a_dtype_of_an_info_key_may_be_written_in_any_way(declaration):
+    node = declared_leaves({"lives": declaration}, as_is).child("lives")
+    assert (node.shape, node.dtype) == ((), np.int32)
 
 
 def test_keys_that_jax_cannot_sort_and_dtypes_it_does_not_have_are_refused():

@@ -69,9 +69,8 @@ class PettingZooEnv(Adapter):
         self.metadata = dict(getattr(env, "metadata", {}))
         self.render_mode = getattr(env, "render_mode", None)
         self._nodes: dict[Any, Node] = {}  # of observation spaces, to make zeros of
-        self._fates: dict[
-            Any, bool
-        ] = {}  # of who took part in this episode: whether termination ended theirs
+        # Of who took part in this episode: whether it was termination that ended theirs.
+        self._fates: dict[Any, bool] = {}
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -56,7 +56,7 @@ class AtariOptions:
 def tasks() -> dict[str, str]:
     """Returns EnvPool's name of each Atari task, such as `Breakout-v5`, and ALE's; none without ALE."""
     try:
-        import ale_py
+        import ale_py  # pyright: ignore[reportMissingImports]
     except ImportError:
         return {}
     gymnasium.register_envs(ale_py)
@@ -91,7 +91,7 @@ def parse(task_id: str, options: dict[str, Any]) -> AtariOptions:
 
 def build(ale_id: str, options: AtariOptions) -> gymnasium.Env[Frame, Any]:
     """Builds a task."""
-    import ale_py
+    import ale_py  # pyright: ignore[reportMissingImports]
 
     gymnasium.register_envs(ale_py)
     ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from each worker
