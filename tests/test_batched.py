@@ -71,6 +71,48 @@ def test_cartpole_as_gymnasium_batches_it(make):
     assert steps.terminated.any()
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_atari_as_ale_batches_it(make, mode):
+    ale = pytest.importorskip("ale_py.vector_env", reason="ale-py is not installed: the extra atari has it")
+
+    def new():
+        return ale.AtariVectorEnv(
+            "breakout", num_envs=3, autoreset_mode=mode, max_num_frames_per_episode=120, img_height=40
+        )
+
+    alone, envs = new(), make(new(), info={"lives": int})
+    actions = np.random.default_rng(0).integers(0, 4, (60, 3))
+    first, steps = rollout(envs, actions, seed=5)
+    np.testing.assert_array_equal(first.obs, alone.reset(seed=5)[0])
+    for step, action in enumerate(actions):
+        obs, reward, terminated, truncated, info = alone.step(action)
+        got = jax.tree.map(lambda leaf: leaf[step], steps)
+        for mine, theirs in zip(got, (obs, reward, terminated, truncated), strict=False):
+            np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(got.info["lives"], info["lives"])
+        over = terminated | truncated
+        if mode is AutoresetMode.SAME_STEP and over.any():
+            np.testing.assert_array_equal(got.info["final_obs"][over], np.asarray(info["final_obs"])[over])
+    assert steps.truncated.any()
+
+
+@pytest.mark.filterwarnings("ignore:.*precision lowered by casting")  # the bounds of EnvPool's spaces
+def test_an_env_of_envpools(make):
+    envpool = pytest.importorskip("envpool", reason="envpool is not installed: the extra faces has it")
+
+    def new():
+        return envpool.make("Acrobot-v1", env_type="gymnasium", num_envs=4, seed=3)
+
+    alone, envs = new(), make(new())
+    handle, first = jaxvec.reset(envs)
+    np.testing.assert_array_equal(first.obs, alone.reset()[0])
+    _, steps = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, jnp.ones((30, 4), int))
+    for step in range(30):
+        obs, reward, *_ = alone.step(np.ones(4, np.int32))
+        np.testing.assert_array_equal(steps.obs[step], obs)
+        np.testing.assert_array_equal(steps.reward[step], reward)
+
+
 def test_without_autoreset_some_of_its_envs_are_reset(make):
     envs = make(counting(AutoresetMode.DISABLED))
     assert envs.autoreset_mode is AutoresetMode.DISABLED
