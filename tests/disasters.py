@@ -426,3 +426,16 @@ class SleepingEnv(CountingEnv):
         if self._sleeps and action == 7:
             signal.pause()
         return super().step(action)
+
+
+class GatedEnv(CountingEnv):
+    """Its steps with action 7 wait for a file."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self._gate = gate
+
+    def step(self, action):
+        while action == 7 and not self._gate.exists():
+            threading.Event().wait(0.001)
+        return super().step(action)

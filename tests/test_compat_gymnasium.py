@@ -13,6 +13,7 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
+from disasters import GatedEnv
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.utils.env_checker import data_equivalence
@@ -158,17 +159,8 @@ def test_under_x64_a_program_steps_gymnasiums_vector_env(face):
 # --- What Gymnasium's class gets wrong ---------------------------------------------------------
 
 
-class GatedEnv(CountingEnv):
-    """Its steps with action 7 wait for a file."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self._gate = gate
-
-    def step(self, action):
-        while action == 7 and not self._gate.exists():
-            threading.Event().wait(0.001)
-        return super().step(action)
+class Slow(GatedEnv):
+    """Has a method that waits for the same file."""
 
     def slow(self):
         while not self._gate.exists():
@@ -178,7 +170,7 @@ class GatedEnv(CountingEnv):
 
 @pytest.fixture
 def gated(tmp_path):
-    envs = AsyncVectorEnv([partial(GatedEnv, tmp_path / "gate")] * 2)
+    envs = AsyncVectorEnv([partial(Slow, tmp_path / "gate")] * 2)
     envs.reset()
     yield envs, tmp_path / "gate"
     envs.close(terminate=True)
@@ -294,6 +286,22 @@ def test_an_envs_own_exception_is_raised(face):
         with pytest.raises(KeyError, match="my own") as raised:
             envs.step([0, 0])
     assert isinstance(raised.value.__cause__, jaxvec.EnvError)
+
+
+def test_a_fault_is_gone_on_from_if_asked(face):
+    class Failing(CountingEnv):
+        def step(self, action):
+            if action == 9:
+                raise KeyError("my own")
+            return super().step(action)
+
+    envs = face([Failing] * 2, on_fault="restart", autoreset_mode="SameStep")
+    envs.reset()
+    _, reward, _, truncated, info = envs.step([9, 1])
+    assert (reward.tolist(), truncated.tolist()) == ([0, 1], [True, False])
+    assert info["fault"].tolist() == info["_fault"].tolist() == [True, False]
+    _, _, _, _, info = envs.step([1, 1])
+    assert "fault" not in info
 
 
 def test_a_closed_vector_env_says_so(face):

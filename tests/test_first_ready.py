@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from disasters import GatedEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,19 +35,6 @@ def transport(request):
     if request.param == "ffi" and _ffi.reason_unavailable() is not None:
         pytest.skip(str(_ffi.reason_unavailable()))
     return request.param
-
-
-class GatedEnv(CountingEnv):
-    """Its steps with action 7 wait for a file."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self._gate = gate
-
-    def step(self, action):
-        while action == 7 and not self._gate.exists():
-            threading.Event().wait(0.001)
-        return super().step(action)
 
 
 # --- In programs ------------------------------------------------------------------------------

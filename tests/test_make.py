@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 import jaxvec
+from jaxvec import _vector_env
 from jaxvec.testing import CountingEnv
 
 
@@ -409,6 +411,12 @@ def test_public_names_are_there_and_load_jax_lazily():
         assert "nonsense" in str(error)
     """
     run_quietly(source)
+
+
+def test_faces_that_do_not_know_jax_have_the_same_defaults():
+    ours, theirs = (inspect.signature(function).parameters for function in (jaxvec.make, _vector_env.start))
+    for name in ours.keys() & theirs.keys():
+        assert theirs[name].default == ours[name].default or name == "num_envs"
 
 
 # --- Calls of some envs, calls in the background, and frames ------------------------------------

@@ -161,15 +161,14 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     def _after_step(self, rows: Rows) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         spec = self.pool.spec
         obs, reward, terminated, truncated, info = spec.build_timestep(rows)
-        infos: Sequence[dict[str, Any]] = self.pool.infos
-        if self.autoreset_mode is AutoresetMode.SAME_STEP:
-            over = np.flatnonzero(info["_final_obs"]).tolist()
-            if over:
-                infos = list(infos)
-                node = spec.info.child("final_obs")
-                for env_id in over:
-                    final_obs = _row(node, info["final_obs"], env_id)
-                    infos[env_id] = {"final_obs": final_obs, **infos[env_id]}
+        infos = list(self.pool.infos)
+        if spec.has_final_obs:
+            for env_id in np.flatnonzero(info["_final_obs"]).tolist():
+                final_obs = _row(spec.info.child("final_obs"), info["final_obs"], env_id)
+                infos[env_id] = {"final_obs": final_obs, **infos[env_id]}
+        if spec.has_fault:
+            for env_id in np.flatnonzero(info["fault"]).tolist():
+                infos[env_id] = {"fault": True, **infos[env_id]}
         return self._observations(obs), reward, terminated, truncated, batch(infos)
 
     def _observations(self, obs: Any) -> Any:
