@@ -20,7 +20,7 @@ from jaxvec._options import Options
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
-from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves, move
+from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves
 from jaxvec._spec import PoolSpec
 
 
@@ -237,8 +237,9 @@ class BatchSlice:
         self._write_declared(self._spec.declared, info, rows)
         if self._spec.has_final_obs:
             node = self._spec.info.child("final_obs")
-            for leaf in leaves(node):
-                self._arrays[leaf.path][rows] = 0
+            if self._arrays["info", "_final_obs"][rows].any():  # rows of the step before
+                for leaf in leaves(node):
+                    self._arrays[leaf.path][rows] = 0
             self._arrays["info", "_final_obs"][rows] = over
             write = _rows.writer(node, self._arrays)
             for row in np.flatnonzero(over).tolist():
@@ -250,12 +251,15 @@ class BatchSlice:
     def _write_declared(self, node: DictNode, info: Mapping[str, Any], rows: slice) -> None:
         for key, child, mask in zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True):
             has = np.broadcast_to(info.get(f"_{key}", key in info), (self._size,))
+            self._arrays[mask.path][rows] = has  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
+            if has.all() and isinstance(info[key], np.ndarray) and info[key].dtype != object:
+                self._write(child, info[key], rows)
+                continue
             for leaf in leaves(child):
                 self._arrays[leaf.path][rows] = 0
             write = _rows.writer(child, self._arrays)
             for row in np.flatnonzero(has).tolist():
-                write(rows.start + row, _row(move(child, (key,)), info[key], row))
-            self._arrays[mask.path][rows] = has  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
+                write(rows.start + row, _row(child, info[key], row))
 
 
 class _Failing:

@@ -361,7 +361,11 @@ def start(
     strict = check == "strict"
     if envs_per_instance is not None:
         _refuse(
-            "a batched env", on_fault=budget.policy, check=strict, spare_envs=spare_envs, episodic=episodic
+            "does not go with a batched env",
+            on_fault=budget.policy,
+            check=strict,
+            spare_envs=spare_envs,
+            episodic=episodic,
         )
     plan = Plan(
         env_fns,
@@ -376,7 +380,7 @@ def start(
     )
     if backend == "serial":
         _refuse(
-            'backend="serial", which has no worker processes,', worker_env=worker_env, spare_envs=spare_envs
+            'needs worker processes; backend="serial" has none', worker_env=worker_env, spare_envs=spare_envs
         )
         workers = SerialWorkers(plan, budget=budget, learn_info=bool(learnt))
     else:
@@ -422,10 +426,10 @@ def _adopt(
     return [lambda: env], env.num_envs, env.num_envs
 
 
-def _refuse(what: str, **values: Any) -> None:
+def _refuse(why: str, **values: Any) -> None:
     for name, value in values.items():
         if value:
-            raise ValueError(f"{name} does not go with {what}")
+            raise ValueError(f"{name} {why}")
 
 
 def _autoreset_mode(
