@@ -335,7 +335,7 @@ def start(
     Args:
         policy: maps the spaces' dtypes to the stored ones.
         objects: whether spaces without fixed shape are taken, at the cost of the JAX face.
-        equal_spaces: whether observation spaces may differ in their bounds.
+        equal_spaces: whether observation spaces have to be equal, and not only alike but for their bounds.
         resets_required: whether to refuse steps of envs that have to be reset.
         And those of `jaxvec.make`.
     """

@@ -288,6 +288,22 @@ def test_an_envs_own_exception_is_raised(face):
     assert isinstance(raised.value.__cause__, jaxvec.EnvError)
 
 
+def test_what_is_no_observation_is_never_overwritten(face):
+    envs = face([partial(CountingEnv, 2)] * 2)
+    envs.reset()
+    _, reward, terminated, _, _ = envs.step([0, 0])
+    envs.step([0, 0])
+    assert (reward.tolist(), terminated.tolist()) == ([1, 1], [False, False])
+
+
+def test_a_hung_env_is_named_if_a_timeout_is_given(tmp_path):
+    envs = AsyncVectorEnv([partial(GatedEnv, tmp_path / "never")] * 2, step_timeout=0.2)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvTimeoutError, match=r"step timed out after 0.2 s: env 1 "):
+        envs.step([0, 7])
+    envs.close()
+
+
 def test_a_fault_is_gone_on_from_if_asked(face):
     class Failing(CountingEnv):
         def step(self, action):

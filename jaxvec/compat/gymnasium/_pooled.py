@@ -169,7 +169,10 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         if spec.has_fault:
             for env_id in np.flatnonzero(info["fault"]).tolist():
                 infos[env_id] = {"fault": True, **infos[env_id]}
-        return self._observations(obs), reward, terminated, truncated, batch(infos)
+        scalars = (reward, terminated, truncated)
+        if not self.copy:  # which is said of observations alone
+            scalars = tuple(array.copy() for array in scalars)
+        return self._observations(obs), *scalars, batch(infos)
 
     def _observations(self, obs: Any) -> Any:
         return _as_batch(self.pool.spec.obs, obs, writable=not self.copy)
@@ -189,7 +192,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> pools.VectorEnv:
         name, mode = type(self).__name__, self.observation_mode
-        arguments: dict[str, Any] = {"timeouts": Timeouts(None, None, None), "env_kwargs": {}} | options
+        patience = [options.pop(f"{operation}_timeout", None) for operation in ("start", "reset", "step")]
         try:
             return pools.start(
                 list(env_fns),
@@ -199,7 +202,9 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
                 objects=True,
                 equal_spaces=mode == "same",
                 resets_required=False,
-                **arguments,
+                timeouts=Timeouts(*patience),  # Gymnasium waits for ever
+                env_kwargs={},
+                **options,
             )
         except SpaceMismatchError as error:
             if "action space" in str(error):
