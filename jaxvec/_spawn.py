@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
 import cloudpickle
+import gymnasium
 
 from jaxvec import _channel
 from jaxvec._channel import Channel
@@ -38,10 +40,9 @@ def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subproce
         The process, and our end of its control socket.
     """
     ours, theirs = _channel.pair()
-    package_root = str(Path(__file__).resolve().parents[1])
     env = {**os.environ, **_WORKER_ENV, **worker_env}
-    # Only to find this package; the worker then takes over our sys.path and restores PYTHONPATH.
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    # Only to find what a worker begins with; it then takes over our sys.path and restores PYTHONPATH.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
     try:
         process = subprocess.Popen(
             [sys.executable, "-u", "-P", "-m", "jaxvec._worker", str(lifeline), str(theirs)],
@@ -56,6 +57,13 @@ def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subproce
     finally:
         os.close(theirs)
     return process, ours
+
+
+def _roots() -> list[str]:
+    """Returns where this package is and, if it is not installed like others, the Gymnasium in use."""
+    here = str(Path(__file__).resolve().parents[1])
+    theirs = str(Path(gymnasium.__file__).parents[1])
+    return [here] if theirs in (here, *sysconfig.get_paths().values()) else [theirs, here]
 
 
 def setup(plan: Plan, worker: int, *, learn_info: bool) -> Setup:

@@ -124,6 +124,32 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
     assert (done.stdout, done.stderr) == ("main runs\n(42, 42) [3 4]\n", "")
 
 
+def test_workers_use_the_gymnasium_that_their_parent_uses(tmp_path):
+    (tmp_path / "gymnasium").symlink_to(os.path.dirname(gymnasium.__file__))  # a checkout of it, say
+    source = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import gymnasium, jaxvec
+    from jaxvec.testing import CountingEnv
+
+    class Env(CountingEnv):
+        def where(self):
+            return sys.modules["gymnasium"].__file__
+
+    with jaxvec.make(Env, 1) as envs:
+        assert envs.call("where") == (gymnasium.__file__,)
+        print(gymnasium.__file__)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 'gymnasium' / '__init__.py'}\n", "")
+
+
 def test_workers_are_as_many_as_asked_and_split_evenly(make):
     class Env(CountingEnv):
         def pid(self):
