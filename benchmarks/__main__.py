@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         results[name] = measure(LOADS[name], chosen, rounds=options.rounds, seconds=options.seconds)
     yield from report.tables(results)
     if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
         report.plot(results, options.out / "results.png")
     print("costs ...", file=sys.stderr, flush=True)
     memory = costs.memory()
