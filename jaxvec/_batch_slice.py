@@ -20,7 +20,7 @@ from jaxvec._options import Options
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
-from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves
+from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves, map_leaves
 from jaxvec._spec import PoolSpec
 
 
@@ -56,6 +56,11 @@ class BatchSlice:
         self._over = np.zeros(count, np.bool_)  # whose last step ended an episode
         self._raw: list[dict[str, Any]] = [{} for _ in instances]
         self._options: Options = None
+        # Writers of single rows are costly to make.
+        infos = [spec.declared, *([spec.info.child("final_info")] if spec.has_final_info else [])]
+        nodes: list[Node] = [child for info in infos for child in info.children[::2]]
+        nodes += [spec.info.child("final_obs")] if spec.has_final_obs else []
+        self._write_row = {node.path: _rows.writer(node, arrays) for node in nodes}
         arrays["info", "env_id"][first : first + count] = range(first, first + count)
 
     @property
@@ -241,7 +246,7 @@ class BatchSlice:
                 for leaf in leaves(node):
                     self._arrays[leaf.path][rows] = 0
             self._arrays["info", "_final_obs"][rows] = over
-            write = _rows.writer(node, self._arrays)
+            write = self._write_row[node.path]
             for row in np.flatnonzero(over).tolist():
                 write(rows.start + row, _final_obs(self._spec.obs, info, row))
         if self._spec.has_final_info:
@@ -257,7 +262,7 @@ class BatchSlice:
                 continue
             for leaf in leaves(child):
                 self._arrays[leaf.path][rows] = 0
-            write = _rows.writer(child, self._arrays)
+            write = self._write_row[child.path]
             for row in np.flatnonzero(has).tolist():
                 write(rows.start + row, _row(child, info[key], row))
 
@@ -299,12 +304,4 @@ def _final_obs(node: Node, info: Mapping[str, Any], row: int) -> Any:
 
 def _row(node: Node, value: Any, row: int) -> Any:
     """Returns one env's part of a batch."""
-    match node:
-        case Leaf():
-            return value[row]
-        case DictNode():
-            return {
-                key: _row(child, value[key], row) for key, child in zip(node.keys, node.children, strict=True)
-            }
-        case _:
-            return tuple(_row(child, part, row) for child, part in zip(node.children, value, strict=True))
+    return map_leaves(node, value, lambda _, part: part[row])

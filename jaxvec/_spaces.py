@@ -141,6 +141,19 @@ def build(node: Node, value: Callable[[Leaf], Any]) -> Any:
             return tuple(build(child, value) for child in node.children)
 
 
+def map_leaves(node: Node, value: Any, function: Callable[[Leaf, Any], Any]) -> Any:
+    """Returns `value`, of the structure of `node`, with `function(leaf, part)` in place of each part."""
+    match node:
+        case Leaf():
+            return function(node, value)
+        case DictNode():
+            pairs = zip(node.keys, node.children, strict=True)
+            return {key: map_leaves(child, value[key], function) for key, child in pairs}
+        case TupleNode():
+            pairs = zip(node.children, value, strict=True)
+            return tuple(map_leaves(child, part, function) for child, part in pairs)
+
+
 def move(node: Node, root: Path) -> Node:
     """Returns `node` with its own path replaced by `root`, all the way down."""
     match node:

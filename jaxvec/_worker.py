@@ -52,7 +52,7 @@ def main() -> None:
                         EnvSlice, envs, env_fns, spares=spares, strict=setup.strict, idle=setup.idle
                     )
                     if setup.size is not None:
-                        make_slice: Callable[..., Slice] = partial(BatchSlice, envs, size=setup.size)
+                        make_slice = partial(BatchSlice, envs, size=setup.size)
                     _serve(channel, make_slice)
             finally:
                 _envs.close([*envs, *spares.envs], setup.first)

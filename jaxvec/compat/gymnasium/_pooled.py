@@ -18,7 +18,7 @@ from jaxvec._actions import check_on_host
 from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
 from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND
 from jaxvec._pool import Timeouts
-from jaxvec._spaces import DictNode, Leaf, Node, as_is
+from jaxvec._spaces import Leaf, Node, as_is, map_leaves
 from jaxvec._views import Rows
 from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
 from jaxvec.compat.gymnasium._infos import batch
@@ -216,32 +216,24 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
 def _as_batch(node: Node, value: Any, *, writable: bool) -> Any:
     """Returns a batch of observations as Gymnasium's: tuples of objects, arrays that can be written to."""
-    match node:
-        case Leaf():
-            if node.is_object:
-                return tuple(value)
-            if writable:
-                value.flags.writeable = True
-            return value
-        case DictNode():
-            pairs = zip(node.keys, node.children, strict=True)
-            return {key: _as_batch(child, value[key], writable=writable) for key, child in pairs}
-        case _:
-            pairs = zip(node.children, value, strict=True)
-            return tuple(_as_batch(child, part, writable=writable) for child, part in pairs)
+
+    def convert(leaf: Leaf, part: Any) -> Any:
+        if leaf.is_object:
+            return tuple(part)
+        if writable:
+            part.flags.writeable = True
+        return part
+
+    return map_leaves(node, value, convert)
 
 
 def _row(node: Node, value: Any, index: int) -> Any:
     """Returns one env's value of a batch, as most envs would: with Python's integers."""
-    match node:
-        case Leaf():
-            integer = node.shape == () and node.dtype.kind in "iu"
-            return int(value[index]) if integer else value[index]
-        case DictNode():
-            pairs = zip(node.keys, node.children, strict=True)
-            return {key: _row(child, value[key], index) for key, child in pairs}
-        case _:
-            return tuple(_row(child, part, index) for child, part in zip(node.children, value, strict=True))
+
+    def pick(leaf: Leaf, part: Any) -> Any:
+        return int(part[index]) if leaf.shape == () and leaf.dtype.kind in "iu" else part[index]
+
+    return map_leaves(node, value, pick)
 
 
 def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
