@@ -10,6 +10,7 @@ moved when it got its handle to them; the host, which has no handle, passes `Non
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import time
@@ -23,7 +24,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _options, _stats
+from jaxvec import _options, _pinned, _segment, _stats
 from jaxvec._backend import Patience, Workers
 from jaxvec._closing import Closing
 from jaxvec._errors import (
@@ -43,6 +44,8 @@ from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._turns import Turns
 from jaxvec._views import Rows, Views
+
+_logger = logging.getLogger("jaxvec")
 
 _ids = itertools.count(1)  # handles name their pool by number, see _pools.py
 
@@ -89,6 +92,8 @@ class Pool:
         layout = make_layout(spec, slices)
         arrays = workers.attach(layout, spec, autoreset_mode)
         self._views = Views(spec, arrays)
+        self._segment = _segment.whole(arrays, layout)
+        self._pinning_tried = False
         self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
         self._turns = Turns(self.id, spec.num_envs, spec.batch_size)
@@ -136,6 +141,23 @@ class Pool:
                 f"foreign handle: pool {self.id} has another specification than the pool that the handle "
                 "was made for"
             )
+
+    def pin(self) -> None:
+        """Page-locks the segment for GPUs, at the first call; a log says why if it can't be.
+
+        From then on programs on a GPU move envs without asking us.
+        """
+        if self._pinning_tried:
+            return
+        with self._gate.inside():
+            if self._pinning_tried or self.closed:
+                return
+            self._pinning_tried = True
+            try:
+                self.closing.pinned = _pinned.pin(self._segment)
+            except _pinned.PinningError as error:
+                _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
+            self._gate.admit_devices()
 
     def keep(self, error: BaseException) -> None:
         """Keeps the error of a program's call for `take_program_error`."""
@@ -378,7 +400,7 @@ class Pool:
         and raises `PoolClosedError`.
         """
         if self.closing.close(timeout):
-            del self._views  # and with it the segment: nobody else has views of it
+            del self._views, self._segment  # and with them the memory: nobody else has views of it
 
     # --- what the calls are made of; only who is inside the gate changes anything --------------
 
@@ -386,7 +408,9 @@ class Pool:
         """Checks a call before it changes anything; returns what its wait has to call now and then."""
         check = partial(self._check, interrupts.since_now())  # before an env can hang
         self._require_usable()
-        if counts is not None:
+        if counts is None:
+            self._gate.settle()  # who has a fresh handle has waited for the rows that came before it
+        else:
             self._turns.require_distinct(slots)
             self._turns.require_fresh(slots, counts, self._gate)
         return check
@@ -426,6 +450,7 @@ class Pool:
         if self.spec.first_ready:
             chosen = self._turns.spread
         self._turns.require_landed(chosen)
+        self._gate.settle()  # batched envs write rows of others, too, to which the handle may not be
         self._views.seeds[slots] = NONE if seeds is None else seeds
         if self._sets_options(options):
             self._options = options

@@ -40,8 +40,11 @@ def test_unknown_transports_are_refused():
     ("transport", "platform", "chosen"),
     [
         ("auto", "cpu", "ffi"),
+        ("auto", "cuda", "ffi"),
         ("auto", "tpu", "io_callback"),
+        ("auto", "rocm", "io_callback"),
         ("ffi", "cpu", "ffi"),
+        ("ffi", "cuda", "ffi"),
         ("io_callback", "cpu", "io_callback"),
     ],
 )
@@ -54,7 +57,7 @@ def test_the_platform_decides_when_the_program_is_lowered(
         pass
 
     def choice(name):
-        def call(*_):
+        def call(*_, **__):
             raise Chosen(name)
 
         return call
@@ -69,7 +72,7 @@ def test_the_platform_decides_when_the_program_is_lowered(
 @needs_ffi
 def test_the_ffi_is_refused_where_it_is_not(make, free_choice):
     handle, _ = jaxvec.reset(make(CountingEnv, 2, backend="serial", transport="ffi"))
-    with pytest.raises(library.NativeUnavailableError, match="on the CPU"):
+    with pytest.raises(library.NativeUnavailableError, match="on the CPU or on CUDA"):
         step.trace(handle, jnp.zeros(2, int)).lower(lowering_platforms=("tpu",))
 
 
