@@ -3,7 +3,6 @@
 //
 // It notes every call, and fails on request. What it asks for that the real one may not: a current context
 // in every call but those that need none.
-#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -12,7 +11,6 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -37,7 +35,6 @@ std::map<void*, Stream> streams;
 std::map<const void*, size_t> registered;
 std::string calls;
 std::map<std::string, int> failures;
-bool punctual = false;
 thread_local void* current = nullptr;
 
 // Whether the call may go on; else `*code` says why not.
@@ -59,7 +56,6 @@ int later(void* handle, std::function<void()> work) {
   Stream& stream = streams[handle];
   stream.late.push_back(std::move(work));
   ++stream.begun;
-  if (punctual) run(stream, stream.begun);
   return 0;
 }
 
@@ -75,16 +71,11 @@ EXPORT void fake_reset() {
   const std::lock_guard guard(lock);
   calls.clear();
   failures.clear();
-  streams.clear();
-  punctual = false;
+  for (auto& [handle, stream] : streams) stream.late.clear();
 }
 EXPORT void fake_fail(const char* name, int code) {
   const std::lock_guard guard(lock);
   failures[name] = code;
-}
-EXPORT void fake_be_punctual() {
-  const std::lock_guard guard(lock);
-  punctual = true;
 }
 EXPORT uint32_t fake_take_calls(char* text, uint32_t size) {
   const std::lock_guard guard(lock);
