@@ -414,3 +414,126 @@ def test_programs_for_cuda_have_our_call_and_no_callback(make):
     text = lowered(make(CountingEnv, 2, backend="serial"), "cuda")
     assert "@jaxvec_call" in text
     assert "callback" not in text
+
+
+# --- On a GPU -------------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+
+
+def scan(handle, action):
+    return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=9)
+
+
+def while_loop(handle, action):
+    def go_on(carry):
+        return carry[1].info["episode_length"].max() % 3 < 2  # the host must know before it goes on
+
+    return jax.lax.while_loop(go_on, lambda carry: jaxvec.step(carry[0], action), jaxvec.step(handle, action))
+
+
+def cond(handle, action):
+    return jax.lax.cond(action.sum() > 0, lambda h: scan(h, action), lambda h: scan(h, action + 1), handle)
+
+
+def vmap(handle, action):
+    lanes = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (handle, action))
+    return jax.vmap(scan)(*lanes)
+
+
+def with_much_to_compute(handle, action):
+    """What XLA would capture, between the calls."""
+
+    def body(carry, _):
+        handle, x = carry
+        for _ in range(8):
+            x = jnp.tanh(x @ x.T) * 0.5
+        handle, timestep = jaxvec.step(handle, action + (x.sum() > 1e9).astype(int))
+        return (handle, x + timestep.reward.mean() * 1e-3), timestep
+
+    (handle, _), timesteps = jax.lax.scan(body, (handle, jnp.ones((64, 64)) * 0.01), length=9)
+    return handle, timesteps
+
+
+@gpu
+@pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
+@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+@pytest.mark.parametrize("program", [scan, while_loop, cond, vmap, with_much_to_compute])
+def test_programs_on_a_gpu_are_those_of_the_cpu(make, env, transport, program):
+    outcomes = []
+    for platform in ("cuda", "cpu"):
+        with jax.default_device(jax.devices(platform)[0]):
+            envs = make(env, 4, num_workers=2, transport=transport)
+            handle, _ = jaxvec.reset(envs, seed=3)
+            (handle, timesteps) = jax.jit(program)(handle, jnp.array([1, 2, 3, 4]))
+            assert jax.devices(platform)[0] in handle.token.devices()
+            outcomes.append((np.asarray(handle.token[..., 1:]), jax.device_get(timesteps)))
+            if platform == "cuda" and transport == "ffi":
+                assert envs.pool.closing.pinned is not None
+    jax.tree.map(np.testing.assert_array_equal, *outcomes)
+
+
+@gpu
+def test_rows_in_flight_on_a_gpu_are_left_alone(make):
+    """Large rows, steps that follow at once, and a host that steps as soon as a program has returned."""
+
+    class LargeEnv(ImageEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.Box(0, 255, (1000, 1000), np.uint8)
+
+        def _observe(self, action):
+            return np.full((1000, 1000), self.steps % 256, np.uint8)
+
+    with jax.default_device(jax.devices("cuda")[0]):
+        envs = make(LargeEnv, 8)
+        step = jax.jit(jaxvec.step)
+        for _ in range(20):
+            handle, _ = jaxvec.reset(envs)
+            seen = []
+            for _ in range(2):
+                handle, timestep = step(handle, jnp.zeros(8, int))
+                seen.append(timestep.obs)
+            envs.step(np.zeros(8, np.int32))
+            for obs in seen:
+                assert (obs == obs[0, 0, 0]).all()
+
+
+@gpu
+def test_errors_on_a_gpu_come_typed(make):
+    with jax.default_device(jax.devices("cuda")[0]):
+        envs = make(RaisingEnv, 2)
+        handle, _ = jaxvec.reset(envs)
+        with pytest.raises(jaxvec.EnvError, match="no sevens"), envs:
+            jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.array([0, 7])))
+
+
+@gpu
+def test_a_policy_on_the_gpu_and_its_envs_program_on_the_cpu(make):
+    device, host = jax.devices("cuda")[0], jax.devices("cpu")[0]
+    envs = make(CountingEnv, 4)
+    with jax.default_device(host):
+        handle, timestep = jaxvec.reset(envs)
+    policy = jax.jit(lambda obs: obs[:, 1] + 1)
+    step = jax.jit(jaxvec.step)
+    for count in range(1, 6):
+        action = policy(jax.device_put(timestep.obs, device))
+        handle, timestep = step(handle, jax.device_put(action, host))
+        assert timestep.obs[:, 3].tolist() == [count] * 4
+
+
+@gpu
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+def test_two_gpus_step_envs_of_their_own(make):
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices("cuda")[:2]), ("envs",))
+    envs = make(CountingEnv, 4, num_workers=2)
+    handle, _ = jaxvec.reset(envs)
+    shard = PartitionSpec("envs")
+    handle = jax.device_put(handle, NamedSharding(mesh, shard))
+    program = jax.jit(
+        jax.shard_map(scan, mesh=mesh, in_specs=shard, out_specs=(shard, PartitionSpec(None, "envs")))
+    )
+    handle, timesteps = program(handle, jax.device_put(jnp.arange(4), NamedSharding(mesh, shard)))
+    assert np.asarray(timesteps.obs)[-1, :, 3].tolist() == [0, 1, 2, 3]

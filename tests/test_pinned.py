@@ -113,10 +113,11 @@ def test_a_pool_goes_on_without(driver, make, caplog):
 
 def test_doctor_says_whether_it_works(built, tmp_path):
     def found(**environment):
+        command = [sys.executable, "-m", "jaxvec", "doctor"]
+        environment["PATH"] = "/usr/bin"
         done = subprocess.run(
-            [sys.executable, "-m", "jaxvec", "doctor"], capture_output=True, text=True, timeout=60, check=True,
-            env={"PATH": "/usr/bin", **environment},
-        )  # fmt: skip
+            command, capture_output=True, text=True, timeout=60, check=True, env=environment
+        )
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("page-locking")]
         return line.split(maxsplit=1)[1]
 

@@ -19,6 +19,8 @@ from jaxvec._native import library
 from jaxvec.callbacks import _ffi, _io, _program, _transports
 from jaxvec.testing import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.usefixtures("device")
+
 needs_ffi = pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason=str(_ffi.reason_unavailable()))
 step = jax.jit(jaxvec.step)
 

@@ -331,7 +331,8 @@ void Pool::deliver(Target& target) {
   const std::lock_guard lock(lock_);
   copies_.erase(std::remove_if(copies_.begin(), copies_.end(), [](const auto& each) { return each->done(); }),
                 copies_.end());
-  if (std::find(copies_.begin(), copies_.end(), copies) == copies_.end()) copies_.push_back(std::move(copies));
+  if (std::find(copies_.begin(), copies_.end(), copies) == copies_.end())
+    copies_.push_back(std::move(copies));
 }
 
 void Pool::settle() {

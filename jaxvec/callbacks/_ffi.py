@@ -34,7 +34,7 @@ _TARGET = "jaxvec_call"
 _DONE, _, _UNDER_WAY = range(3)  # `Moved` of pool.h
 
 
-def call(call: Call, *operands: jax.Array, platform: str) -> Sequence[jax.Array]:
+def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax.Array]:
     """Puts a call into the program that is being traced; see `Call` for operands and results."""
     reason = reason_unavailable()
     if reason is not None:

@@ -41,7 +41,9 @@ thread_local void* current = nullptr;
 bool begin(const std::string& name, int* code, bool needs_context = true, const std::string& more = "") {
   calls += name + more + "\n";
   const auto failure = failures.find(name);
-  *code = failure != failures.end() ? failure->second : needs_context && current == nullptr ? kInvalidContext : 0;
+  *code = failure != failures.end()             ? failure->second
+          : needs_context && current == nullptr ? kInvalidContext
+                                                : 0;
   return *code == 0;
 }
 
@@ -153,7 +155,7 @@ EXPORT int cuMemHostUnregister(void* memory) {
   const std::lock_guard guard(lock);
   int code;
   if (begin("cuMemHostUnregister", &code)) {
-    if (registered.erase(memory) == 0) return 713;  // CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+    if (registered.erase(memory) == 0) return 713;              // CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
     const volatile char touched = *static_cast<char*>(memory);  // must still be mapped
     (void)touched;
   }
