@@ -43,7 +43,7 @@ from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._turns import Turns
-from jaxvec._views import Rows, Views
+from jaxvec._views import Place, Rows, Views
 
 _logger = logging.getLogger("jaxvec")
 
@@ -184,6 +184,7 @@ class Pool:
         counts: NDArray[Any] | None,
         caller: str | None,
         out: Rows | None = None,
+        place: Place | None = None,
     ) -> Rows:
         """Resets envs; when all are, what was in flight is lost.
 
@@ -196,6 +197,8 @@ class Pool:
             caller: who is to be named when the handles of others go stale; of `_gate.MOVERS`. `None` if
                 they don't.
             out: where to copy the leaves of the time step.
+            place: copies them instead; it gets them as they are in the segment, read-only, if their rows
+                are evenly spaced.
 
         Returns:
             A copy of each leaf of the time step, `[n, ...]`; `out` if that was given. Of a first-ready
@@ -210,9 +213,9 @@ class Pool:
                 self._moved(slots, caller)
                 self._gate.take_off()
             if self.spec.first_ready:
-                return self._receive(check, out)
+                return self._receive(check, out, place=place)
             self._wait(chosen, len(chosen), "reset", check)
-            return self._views.read(slots, out)
+            return self._read(slots, out, place=place)
 
     def send_reset(
         self,
@@ -238,13 +241,14 @@ class Pool:
         counts: NDArray[Any] | None,
         caller: str | None,
         out: Rows | None = None,
+        place: Place | None = None,
     ) -> Rows:
         """Steps envs once.
 
         Args:
             slots: `[n]`.
             actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
-            counts, caller, out: as in `reset`.
+            counts, caller, out, place: as in `reset`.
 
         Returns:
             A copy of each leaf of the time step, `[n, ...]`.
@@ -256,7 +260,7 @@ class Pool:
                 self._moved(slots, caller)
                 self._gate.take_off()
             self._wait(slots, len(slots), "step", check)
-            return self._end_step(slots, out)
+            return self._end_step(slots, out, place=place)
 
     def end(
         self,
@@ -317,6 +321,7 @@ class Pool:
         counts: NDArray[Any] | None,
         caller: str | None,
         out: Rows | None = None,
+        place: Place | None = None,
         copy: bool = True,
         timeout: float | None = None,
         everything: bool = False,
@@ -325,7 +330,7 @@ class Pool:
 
         Args:
             slots, counts, caller: as of `send`.
-            out: as of `reset`.
+            out, place: as of `reset`.
             copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
             timeout: seconds after which to raise `NotReadyError`, and leave the envs in flight.
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
@@ -341,7 +346,7 @@ class Pool:
                     self._turns.require_batch()
                 self._moved(slots, caller)
                 self._gate.take_off()
-            return self._receive(check, out, copy=copy, give_up=give_up, everything=everything)
+            return self._receive(check, out, place=place, copy=copy, give_up=give_up, everything=everything)
 
     def infos(self) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks the workers only if there are any."""
@@ -517,11 +522,19 @@ class Pool:
         """Names what those in flight are at: the rest of a reset has a reset's time."""
         return "reset" if self._workers.any_resetting(slots) else "step"
 
-    def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
+    def _end_step(
+        self, slots: NDArray[Any], out: Rows | None, *, place: Place | None = None, copy: bool = True
+    ) -> Rows:
         if self._ends_need_reset:
             terminated, truncated = self._views.over
             self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
-        return self._views.read(slots, out, copy=copy)
+        return self._read(slots, out, place=place, copy=copy)
+
+    def _read(self, slots: NDArray[Any], out: Rows | None, *, place: Place | None, copy: bool = True) -> Rows:
+        """Returns the rows of `slots`. The caller is in flight, so nobody has them stepped meanwhile."""
+        if place is None:
+            return self._views.read(slots, out, copy=copy)
+        return place(self._views.read(slots, None, copy=False))
 
     def _receive(
         self,
@@ -529,6 +542,7 @@ class Pool:
         out: Rows | None,
         *,
         waited: float = 0,
+        place: Place | None = None,
         copy: bool = True,
         give_up: float | None = None,
         everything: bool = False,
@@ -545,7 +559,7 @@ class Pool:
             slots = sent if self._in_order else self._workers.first_done(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
             self._turns.land(slots)
-        return self._end_step(slots, out, copy=copy)
+        return self._end_step(slots, out, place=place, copy=copy)
 
     def _require_usable(self) -> None:
         if os.getpid() != self.closing.process:
