@@ -87,9 +87,10 @@ def make(
             and `set_attr` reach the envs that are in the slots then.
         start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
             processes; the serial backend has none.
-        device: a `jax.Device`, where the pool's own `reset`, `step` and `recv` put their time steps, as JAX arrays; by
-            default they are NumPy arrays. A GPU copies them straight from the memory that the envs write
-            to. Programs have theirs where they run.
+        device: a `jax.Device`, on which the pool's own `reset`, `step` and `recv` put their time steps,
+            as JAX arrays; by default they are NumPy's. A GPU copies them straight from the memory that the
+            envs write to. Programs have theirs where they run. Env arguments of this name, and of the
+            next, go in `env_configs`.
         sharding: instead of `device`; of the env axis, such as `NamedSharding(mesh, PartitionSpec("envs"))`.
         transport: how compiled programs reach the pool: `"ffi"`, on the CPU and on NVIDIA's GPUs,
             without Python; `"io_callback"`, on every platform; or `"auto"` for the first that works
