@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import cloudpickle
+import jax
 import numpy as np
 import pytest
 
@@ -18,18 +19,19 @@ from jaxvec._gate import RECV, RESET, SEND, STEP
 from jaxvec._native import gate, library
 from jaxvec.callbacks import _arguments, _ffi, _program
 
-SOURCE = Path(__file__).resolve().parent / "native" / "fake_cuda.cc"
+SOURCES = Path(__file__).resolve().parent / "native"
 ILLEGAL_ADDRESS = 700
 OUT_OF_MEMORY = 2
 
 
-def build(folder: Path) -> Path:
-    """Returns the fake driver; skips the test where it can't be built."""
+def build(folder: Path, name: str, *flags: str) -> Path:
+    """Returns a library made of one of our sources; skips the test where it can't be built."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++ to build the fake driver")
-    path = folder / "libfakecuda.so"
-    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run(["g++", *flags, "-o", path, SOURCE], check=True, timeout=100)
+    path = folder / f"lib{name}.so"
+    common = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+    command = ["g++", *common, *flags, "-o", path, SOURCES / f"{name}.cc"]
+    subprocess.run(command, check=True, timeout=100)
     return path
 
 
@@ -40,6 +42,7 @@ class Driver:
         self.path = path
         self.kept: list[object] = []  # what late copies are to and from
         self._library = ctypes.CDLL(str(path))
+        self.flush = self._library.fake_flush
         self._library.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
         for name in ("cuCtxSetCurrent", "cuStreamSynchronize"):
             getattr(self._library, name).argtypes = [ctypes.c_void_p]
@@ -159,7 +162,7 @@ class Gpu:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory) -> Driver:
-    return Driver(build(tmp_path_factory.mktemp("driver")))
+    return Driver(build(tmp_path_factory.mktemp("driver"), "fake_cuda"))
 
 
 @pytest.fixture
@@ -175,3 +178,22 @@ def driver(built, monkeypatch):
     assert built.context is None
     built.reset()
     native.jaxvec_cuda_use(None)
+
+
+_XLA_TARGET = "jaxvec_test_cuda_call"
+
+
+@pytest.fixture(scope="session")
+def _registered(built, tmp_path_factory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("cpu_as_cuda")
+    shim = ctypes.CDLL(str(build(folder, "cpu_as_cuda", "-isystem", jax.ffi.include_dir())))
+    shim.prepare(library.load().jaxvec_ffi_cuda_call, built.flush)
+    jax.ffi.register_ffi_target(_XLA_TARGET, jax.ffi.pycapsule(shim.call), platform="cpu")
+    return shim
+
+
+@pytest.fixture
+def cpu_as_cuda(driver, _registered, monkeypatch) -> Driver:
+    """Lets programs on the CPU come by the handler for CUDA; each of their calls ends when all is copied."""
+    monkeypatch.setattr(_ffi, "_TARGET", _XLA_TARGET)
+    return driver

@@ -9,8 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY, CallError, Gpu, built, driver
+from fake_cuda import (
+    ILLEGAL_ADDRESS,
+    OUT_OF_MEMORY,
+    CallError,
+    Gpu,
+    _registered,
+    built,
+    cpu_as_cuda,
+    driver,
+)
 from gymnasium import spaces
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxvec
 from jaxvec import _pool
@@ -19,7 +29,7 @@ from jaxvec._native.gate import NativeGate
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv, NestedEnv
 
-__all__ = ["built", "driver"]  # fixtures
+__all__ = ["_registered", "built", "cpu_as_cuda", "driver"]  # fixtures
 
 COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async")
 
@@ -416,7 +426,7 @@ def test_programs_for_cuda_have_our_call_and_no_callback(make):
     assert "callback" not in text
 
 
-# --- On a GPU -------------------------------------------------------------------------------------
+# --- Whole programs -------------------------------------------------------------------------------
 
 gpu = pytest.mark.gpu
 
@@ -455,6 +465,45 @@ def with_much_to_compute(handle, action):
     return handle, timesteps
 
 
+def run(make, env, program, transport="ffi"):
+    """Returns a pool, and what the program makes of it."""
+    envs = make(env, 4, num_workers=2, transport=transport)
+    handle, _ = jax.jit(lambda: jaxvec.reset(envs, seed=3))()
+    handle, timesteps = jax.jit(lambda *each: program(*each))(handle, jnp.array([1, 2, 3, 4]))
+    return envs, (np.asarray(handle.token[..., 1:]), jax.device_get(timesteps))
+
+
+@pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
+@pytest.mark.parametrize("program", [scan, while_loop, cond, vmap, with_much_to_compute])
+def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(request, make, monkeypatch, env, program):
+    _, theirs = run(make, env, program)
+    driver = request.getfixturevalue("cpu_as_cuda")
+    envs, ours = run(make, env, program)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert envs.pool.closing.pinned is not None
+    assert driver.take_calls().count("cuStreamSynchronize") >= 3  # reset and steps
+
+
+def test_devices_of_one_program_step_envs_of_their_own(cpu_as_cuda, make):
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("envs",))
+    envs = make(CountingEnv, 8, num_workers=2, transport="ffi")
+    handle, _ = jaxvec.reset(envs)
+    shard = PartitionSpec("envs")
+    handle = jax.device_put(handle, NamedSharding(mesh, shard))
+    out = (shard, PartitionSpec(None, "envs"))
+    program = jax.jit(jax.shard_map(scan, mesh=mesh, in_specs=shard, out_specs=out))
+    _, timesteps = program(handle, jax.device_put(jnp.arange(8), NamedSharding(mesh, shard)))
+    np.testing.assert_array_equal(timesteps.obs[-1, :, 3], np.arange(8))
+    np.testing.assert_array_equal(timesteps.obs[-1, :, 1], 9)
+
+
+def test_errors_of_a_program_come_typed(cpu_as_cuda, make):
+    envs = make(RaisingEnv, 2, transport="ffi")
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvError, match="no sevens"), envs:
+        jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.array([0, 7])))(handle))
+
+
 @gpu
 @pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
@@ -463,11 +512,8 @@ def test_programs_on_a_gpu_are_those_of_the_cpu(make, env, transport, program):
     outcomes = []
     for platform in ("cuda", "cpu"):
         with jax.default_device(jax.devices(platform)[0]):
-            envs = make(env, 4, num_workers=2, transport=transport)
-            handle, _ = jaxvec.reset(envs, seed=3)
-            (handle, timesteps) = jax.jit(program)(handle, jnp.array([1, 2, 3, 4]))
-            assert jax.devices(platform)[0] in handle.token.devices()
-            outcomes.append((np.asarray(handle.token[..., 1:]), jax.device_get(timesteps)))
+            envs, outcome = run(make, env, program, transport)
+            outcomes.append(outcome)
             if platform == "cuda" and transport == "ffi":
                 assert envs.pool.closing.pinned is not None
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
@@ -525,8 +571,6 @@ def test_a_policy_on_the_gpu_and_its_envs_program_on_the_cpu(make):
 @gpu
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
 def test_two_gpus_step_envs_of_their_own(make):
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
     mesh = Mesh(np.array(jax.devices("cuda")[:2]), ("envs",))
     envs = make(CountingEnv, 4, num_workers=2)
     handle, _ = jaxvec.reset(envs)

@@ -75,6 +75,10 @@ EXPORT void fake_reset() {
   failures.clear();
   for (auto& [handle, stream] : streams) stream.late.clear();
 }
+EXPORT void fake_flush(void* stream) {
+  const std::lock_guard guard(lock);
+  run(streams[stream], streams[stream].begun);
+}
 EXPORT void fake_fail(const char* name, int code) {
   const std::lock_guard guard(lock);
   failures[name] = code;
