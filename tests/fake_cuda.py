@@ -44,7 +44,7 @@ class Driver:
         self._library = ctypes.CDLL(str(path))
         self.flush = self._library.fake_flush
         self._library.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
-        for name in ("cuCtxSetCurrent", "cuStreamSynchronize"):
+        for name in ("cuCtxSetCurrent", "cuStreamSynchronize", "fake_advance"):
             getattr(self._library, name).argtypes = [ctypes.c_void_p]
         self._library.cuCtxGetCurrent.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
 
@@ -78,6 +78,10 @@ class Driver:
     @context.setter
     def context(self, context: int | None) -> None:
         self._library.cuCtxSetCurrent(context)
+
+    def advance(self, stream: int) -> int:
+        """Makes one copy of a stream; returns how many are left."""
+        return self._library.fake_advance(stream)
 
     def synchronize(self, stream: int) -> None:
         """Waits for a stream, as a program's caller does."""

@@ -196,6 +196,24 @@ def test_the_next_step_of_a_program_leaves_the_rows_in_flight_alone(driver, pool
     assert [images(rows, envs)[0] for rows in seen] == [11, 22, 0, 44, 55]  # the third ends an episode
 
 
+def test_the_token_comes_after_all_rows(driver, pool):
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, rows = gpu.reset(seed=0)
+    for _ in range(4):  # the first is Python's, the fourth ends episodes
+        copies = 0
+        while not (token[:, 0] == envs.pool.id).all():
+            assert driver.advance(gpu.stream) >= 0
+            copies += 1
+            assert copies < 100
+        there = [row.copy() for row in rows]
+        assert copies > 5
+        gpu.wait()
+        for before, after in zip(there, rows, strict=True):
+            np.testing.assert_array_equal(before, after)
+        token, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
+
+
 def test_a_token_that_was_not_copied_yet_moves_nothing(driver, pool):
     """The token comes last, so a stream that sees it sees that all rows were read."""
     envs = pool(ImageEnv, 3)
@@ -475,9 +493,9 @@ def run(make, env, program, transport="ffi"):
 
 @pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
 @pytest.mark.parametrize("program", [scan, while_loop, cond, vmap, with_much_to_compute])
-def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(request, make, monkeypatch, env, program):
+def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(driver, request, make, env, program):
     _, theirs = run(make, env, program)
-    driver = request.getfixturevalue("cpu_as_cuda")
+    request.getfixturevalue("cpu_as_cuda")
     envs, ours = run(make, env, program)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert envs.pool.closing.pinned is not None

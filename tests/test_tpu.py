@@ -40,7 +40,7 @@ class Client:
 
 
 @pytest.fixture
-def tpu(monkeypatch):
+def tpu(monkeypatch, free_choice):
     client = Client()
     monkeypatch.setattr(mlir.ModuleContext, "get_backend", lambda *_, **__: client)
     return client
@@ -138,7 +138,7 @@ def test_the_other_verbs_are_lowered_too(make, tpu):
     assert len(tpu.callbacks) == 4
 
 
-def test_without_a_tpu_jax_says_so(make):
+def test_without_a_tpu_jax_says_so(make, free_choice):
     handle, _ = jaxvec.reset(make(CountingEnv, 2))
     with pytest.raises(ValueError, match="the platform for the specified backend cpu is different"):
         lower(lambda h: jaxvec.step(h, jnp.zeros(2, int)), handle)
