@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterator, Sequence
 
 import jaxvec
-from jaxvec import _handoffs
+from jaxvec import _handoffs, _pinned
 from jaxvec._cores import usable_cores
 from jaxvec._native import library
 from jaxvec.callbacks import _ffi
@@ -26,7 +26,9 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "hand-off", _handoffs.choose("auto")
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"
-    yield "transport", "io_callback" if reason else "ffi on the CPU, io_callback elsewhere"
+    yield "transport", "io_callback" if reason else "ffi on the CPU and on CUDA, io_callback elsewhere"
+    reason = _pinned.reason_unavailable()
+    yield "page-locking", "ready" if reason is None else f"off: {reason}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -10,6 +10,7 @@ import os
 
 from jaxvec._backend import Workers
 from jaxvec._gate import Gate
+from jaxvec._pinned import Pinned
 
 _PATIENCE = 1.0  # seconds for others to be done with a pool whose workers are gone
 
@@ -21,6 +22,7 @@ class Closing:
         process: whose pool it is; no fork of it may use or close the pool.
         closed: whether it is, or is about to be.
         hurry: whether its envs get little time, because it is broken.
+        pinned: the segment, if it is page-locked; it must not be while it is unmapped.
     """
 
     def __init__(self, workers: Workers, gate: Gate) -> None:
@@ -29,6 +31,7 @@ class Closing:
         self.process = os.getpid()
         self.closed = False
         self.hurry = False
+        self.pinned: Pinned | None = None
 
     def close(self, timeout: float = 5.0) -> bool:
         """Closes, see `Pool.close`; returns False if another call does so, or did."""
@@ -38,5 +41,8 @@ class Closing:
         self._gate.bar()
         with self._gate.inside(alone=True, if_busy=self._workers.kill, patience=_PATIENCE):
             self._workers.close(min(timeout, 1.0) if self.hurry else timeout)
+            self._gate.settle()
+            if self.pinned is not None:
+                self.pinned.close()
             self._gate.close()
         return True

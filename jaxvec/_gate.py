@@ -79,6 +79,14 @@ class Gate(Protocol):
         """Counts a program's call that succeeded."""
         ...
 
+    def settle(self) -> None:
+        """Waits until no GPU copies from the segment any more; see cuda.cc for who need not."""
+        ...
+
+    def admit_devices(self) -> None:
+        """Lets programs on a GPU move envs without asking the pool."""
+        ...
+
     def bar(self) -> None:
         """Makes every program ask the pool from now on: it is closed or broken. For good."""
         ...
@@ -145,6 +153,12 @@ class PortableGate:
 
     def serve(self) -> None:
         self.served = (self.served + 1) % 2**32
+
+    def settle(self) -> None:
+        pass  # rows leave the segment as copies
+
+    def admit_devices(self) -> None:
+        pass
 
     def bar(self) -> None:
         pass

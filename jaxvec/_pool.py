@@ -10,6 +10,7 @@ moved when it got its handle to them; the host, which has no handle, passes `Non
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import time
@@ -23,7 +24,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _options, _stats
+from jaxvec import _options, _pinned, _segment, _stats
 from jaxvec._backend import Patience, Workers
 from jaxvec._closing import Closing
 from jaxvec._errors import (
@@ -42,7 +43,9 @@ from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._turns import Turns
-from jaxvec._views import Rows, Views
+from jaxvec._views import Place, Rows, Views
+
+_logger = logging.getLogger("jaxvec")
 
 _ids = itertools.count(1)  # handles name their pool by number, see _pools.py
 
@@ -89,6 +92,8 @@ class Pool:
         layout = make_layout(spec, slices)
         arrays = workers.attach(layout, spec, autoreset_mode)
         self._views = Views(spec, arrays)
+        self._segment = _segment.whole(arrays, layout)
+        self._pinning_tried = False
         self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
         self._turns = Turns(self.id, spec.num_envs, spec.batch_size)
@@ -137,6 +142,23 @@ class Pool:
                 "was made for"
             )
 
+    def pin(self) -> None:
+        """Page-locks the segment for GPUs, at the first call; a log says why if it can't be.
+
+        From then on programs on a GPU move envs without asking us.
+        """
+        if self._pinning_tried:
+            return
+        with self._gate.inside():
+            if self._pinning_tried or self.closed:
+                return
+            self._pinning_tried = True
+            try:
+                self.closing.pinned = _pinned.pin(self._segment)
+            except _pinned.PinningError as error:
+                _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
+            self._gate.admit_devices()
+
     def keep(self, error: BaseException) -> None:
         """Keeps the error of a program's call for `take_program_error`."""
         self._program_error = self._gate.served, error
@@ -162,6 +184,7 @@ class Pool:
         counts: NDArray[Any] | None,
         caller: str | None,
         out: Rows | None = None,
+        place: Place | None = None,
     ) -> Rows:
         """Resets envs; when all are, what was in flight is lost.
 
@@ -174,6 +197,8 @@ class Pool:
             caller: who is to be named when the handles of others go stale; of `_gate.MOVERS`. `None` if
                 they don't.
             out: where to copy the leaves of the time step.
+            place: copies them instead; it gets them as they are in the segment, read-only, if their rows
+                are evenly spaced.
 
         Returns:
             A copy of each leaf of the time step, `[n, ...]`; `out` if that was given. Of a first-ready
@@ -188,9 +213,9 @@ class Pool:
                 self._moved(slots, caller)
                 self._gate.take_off()
             if self.spec.first_ready:
-                return self._receive(check, out)
+                return self._receive(check, out, place=place)
             self._wait(chosen, len(chosen), "reset", check)
-            return self._views.read(slots, out)
+            return self._read(slots, out, place=place)
 
     def send_reset(
         self,
@@ -216,13 +241,14 @@ class Pool:
         counts: NDArray[Any] | None,
         caller: str | None,
         out: Rows | None = None,
+        place: Place | None = None,
     ) -> Rows:
         """Steps envs once.
 
         Args:
             slots: `[n]`.
             actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
-            counts, caller, out: as in `reset`.
+            counts, caller, out, place: as in `reset`.
 
         Returns:
             A copy of each leaf of the time step, `[n, ...]`.
@@ -234,7 +260,7 @@ class Pool:
                 self._moved(slots, caller)
                 self._gate.take_off()
             self._wait(slots, len(slots), "step", check)
-            return self._end_step(slots, out)
+            return self._end_step(slots, out, place=place)
 
     def end(
         self,
@@ -295,6 +321,7 @@ class Pool:
         counts: NDArray[Any] | None,
         caller: str | None,
         out: Rows | None = None,
+        place: Place | None = None,
         copy: bool = True,
         timeout: float | None = None,
         everything: bool = False,
@@ -303,7 +330,7 @@ class Pool:
 
         Args:
             slots, counts, caller: as of `send`.
-            out: as of `reset`.
+            out, place: as of `reset`.
             copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
             timeout: seconds after which to raise `NotReadyError`, and leave the envs in flight.
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
@@ -319,7 +346,7 @@ class Pool:
                     self._turns.require_batch()
                 self._moved(slots, caller)
                 self._gate.take_off()
-            return self._receive(check, out, copy=copy, give_up=give_up, everything=everything)
+            return self._receive(check, out, place=place, copy=copy, give_up=give_up, everything=everything)
 
     def infos(self) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks the workers only if there are any."""
@@ -378,7 +405,7 @@ class Pool:
         and raises `PoolClosedError`.
         """
         if self.closing.close(timeout):
-            del self._views  # and with it the segment: nobody else has views of it
+            del self._views, self._segment  # and with them the memory: nobody else has views of it
 
     # --- what the calls are made of; only who is inside the gate changes anything --------------
 
@@ -386,7 +413,9 @@ class Pool:
         """Checks a call before it changes anything; returns what its wait has to call now and then."""
         check = partial(self._check, interrupts.since_now())  # before an env can hang
         self._require_usable()
-        if counts is not None:
+        if counts is None:
+            self._gate.settle()  # who has a fresh handle has waited for the rows that came before it
+        else:
             self._turns.require_distinct(slots)
             self._turns.require_fresh(slots, counts, self._gate)
         return check
@@ -426,6 +455,7 @@ class Pool:
         if self.spec.first_ready:
             chosen = self._turns.spread
         self._turns.require_landed(chosen)
+        self._gate.settle()  # batched envs write rows of others, too, to which the handle may not be
         self._views.seeds[slots] = NONE if seeds is None else seeds
         if self._sets_options(options):
             self._options = options
@@ -492,11 +522,19 @@ class Pool:
         """Names what those in flight are at: the rest of a reset has a reset's time."""
         return "reset" if self._workers.any_resetting(slots) else "step"
 
-    def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
+    def _end_step(
+        self, slots: NDArray[Any], out: Rows | None, *, place: Place | None = None, copy: bool = True
+    ) -> Rows:
         if self._ends_need_reset:
             terminated, truncated = self._views.over
             self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
-        return self._views.read(slots, out, copy=copy)
+        return self._read(slots, out, place=place, copy=copy)
+
+    def _read(self, slots: NDArray[Any], out: Rows | None, *, place: Place | None, copy: bool = True) -> Rows:
+        """Returns the rows of `slots`. The caller is in flight, so nobody has them stepped meanwhile."""
+        if place is None:
+            return self._views.read(slots, out, copy=copy)
+        return place(self._views.read(slots, None, copy=False))
 
     def _receive(
         self,
@@ -504,6 +542,7 @@ class Pool:
         out: Rows | None,
         *,
         waited: float = 0,
+        place: Place | None = None,
         copy: bool = True,
         give_up: float | None = None,
         everything: bool = False,
@@ -520,7 +559,7 @@ class Pool:
             slots = sent if self._in_order else self._workers.first_done(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
             self._turns.land(slots)
-        return self._end_step(slots, out, copy=copy)
+        return self._end_step(slots, out, place=place, copy=copy)
 
     def _require_usable(self) -> None:
         if os.getpid() != self.closing.process:

@@ -56,6 +56,13 @@ def private(layout: Layout) -> Arrays:
     return view(memoryview(mmap.mmap(-1, layout.nbytes)), layout)
 
 
+def whole(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:
+    """Returns all bytes of the segment behind `arrays`, which it keeps mapped."""
+    first = arrays[layout.fields[0].path]
+    memory: Any = first.base
+    return np.frombuffer(memory, np.uint8, layout.nbytes)
+
+
 def _anonymous() -> int:
     if sys.platform == "linux":
         return os.memfd_create("jaxvec", os.MFD_CLOEXEC)

@@ -29,6 +29,7 @@ from jaxvec._spaces import DtypePolicy
 from jaxvec._spec import PoolSpec, make_spec, undeclared
 from jaxvec._stats import Stats
 from jaxvec._timestep import TimeStep
+from jaxvec._views import Place
 from jaxvec._workers import ProcessWorkers
 
 
@@ -59,9 +60,11 @@ class VectorEnv:
         num_workers: int,
         autoreset_mode: AutoresetMode,
         transport: str,
+        place: Place | None,
     ) -> None:
         spaces = description.spaces
         self._pool = pool
+        self._place = place
         self.spec: PoolSpec = pool.spec
         self.num_envs = pool.spec.num_envs
         self.batch_size = pool.spec.batch_size
@@ -97,7 +100,8 @@ class VectorEnv:
             options: a dict for every env's `reset`, or one for each env.
 
         Returns:
-            NumPy arrays that later calls don't overwrite; reward 0, flags false for envs reset.
+            Arrays that later calls don't overwrite, NumPy's or, if the pool was made with a `device` or
+            `sharding`, JAX's; reward 0, flags false for envs reset.
 
         Raises:
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
@@ -111,6 +115,7 @@ class VectorEnv:
             options=options,
             counts=None,
             caller=HOST_RESET,
+            place=self._place,
         )
         return self.spec.build_timestep(rows)
 
@@ -121,7 +126,7 @@ class VectorEnv:
             action: pytree of the action space, leaves `[num_envs, ...]`.
 
         Returns:
-            NumPy arrays that later calls don't overwrite.
+            Arrays, as of `reset`.
 
         Raises:
             ActionError: wrong structure, shape or dtype; nothing was stepped.
@@ -130,7 +135,7 @@ class VectorEnv:
             PoolBrokenError, PoolClosedError: it was already.
         """
         actions = _actions.check_on_host(self.spec, action, self.num_envs)
-        rows = self._pool.step(self._pool.all, actions, counts=None, caller=HOST_STEP)
+        rows = self._pool.step(self._pool.all, actions, counts=None, caller=HOST_STEP, place=self._place)
         return self.spec.build_timestep(rows)
 
     def send(self, action: Any, env_id: Any = None) -> None:
@@ -169,10 +174,11 @@ class VectorEnv:
             timeout: seconds after which it raises `NotReadyError` and leaves the envs in flight, to be
                 waited for again; `None` for never.
             copy: `False` leaves rows in the segment where they are evenly spaced, as those of all envs
-                are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent.
+                are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent. Of
+                NumPy's arrays; JAX's are always theirs alone.
 
         Returns:
-            NumPy arrays `[batch_size, ...]`; `info["env_id"]` says whose.
+            Arrays `[batch_size, ...]`, as of `reset`; `info["env_id"]` says whose.
 
         Raises:
             InFlightError: fewer envs than that are in flight; the pool is as it was.
@@ -180,9 +186,10 @@ class VectorEnv:
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
         """
-        return self.spec.build_timestep(
-            self._pool.recv(self._pool.all, counts=None, caller=HOST_RECV, copy=copy, timeout=timeout)
+        rows = self._pool.recv(
+            self._pool.all, counts=None, caller=HOST_RECV, place=self._place, copy=copy, timeout=timeout
         )
+        return self.spec.build_timestep(rows)
 
     def stats(self) -> Stats:
         """Returns what each worker has done and how long it took, and the totals; also of a broken pool.
@@ -324,6 +331,7 @@ def start(
     timeouts: Timeouts,
     transport: str = "auto",
     handoff: str = "auto",
+    place: Place | None = None,
     policy: DtypePolicy,
     objects: bool = False,
     equal_spaces: bool = True,
@@ -333,6 +341,7 @@ def start(
     """Starts a pool; see `jaxvec.make`.
 
     Args:
+        place: where the time steps of its own verbs go; to NumPy arrays if `None`.
         policy: maps the spaces' dtypes to the stored ones.
         objects: whether spaces without fixed shape are taken, at the cost of the JAX face.
         equal_spaces: whether observation spaces have to be equal, and not only alike but for their bounds.
@@ -410,7 +419,14 @@ def start(
             resets_required=resets_required,
         )
         _pools.publish(pool)
-        return VectorEnv(pool, description, num_workers=num_workers, autoreset_mode=mode, transport=transport)
+        return VectorEnv(
+            pool,
+            description,
+            num_workers=num_workers,
+            autoreset_mode=mode,
+            transport=transport,
+            place=place,
+        )
     except BaseException:
         workers.close(timeout=1)
         raise

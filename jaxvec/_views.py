@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 
 Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf
+Place = Callable[
+    [Rows], Sequence[Any]
+]  # copies rows to where they are wanted; when it returns, all are there
 
 
 class Views:

@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _choose_ways(config, items)
     _send_by_value(items)
+    _skip_without_gpu(items)
 
 
 def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,6 +65,15 @@ def _send_by_value(items: list[pytest.Item]) -> None:
     tests = {item.module for item in items if isinstance(item, pytest.Function)}
     for module in {*tests, disasters}:
         cloudpickle.register_pickle_by_value(module)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
+    try:
+        jax.devices("cuda")
+    except RuntimeError as error:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=f"there is no GPU: {error}"))
 
 
 _FREE = {module: module.choose for module in (_handoffs, _transports)}
@@ -125,6 +135,14 @@ def nothing_left_behind() -> Iterator[None]:
 def backend(request: pytest.FixtureRequest) -> str:
     """Runs a test over both backends."""
     return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
+    """Runs a test's programs on the CPU and, where there is one, on a GPU."""
+    device = jax.devices(request.param)[0]
+    with jax.default_device(device):
+        yield device
 
 
 @pytest.fixture

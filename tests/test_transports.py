@@ -19,6 +19,8 @@ from jaxvec._native import library
 from jaxvec.callbacks import _ffi, _io, _program, _transports
 from jaxvec.testing import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.usefixtures("device")
+
 needs_ffi = pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason=str(_ffi.reason_unavailable()))
 step = jax.jit(jaxvec.step)
 
@@ -40,8 +42,11 @@ def test_unknown_transports_are_refused():
     ("transport", "platform", "chosen"),
     [
         ("auto", "cpu", "ffi"),
+        ("auto", "cuda", "ffi"),
         ("auto", "tpu", "io_callback"),
+        ("auto", "rocm", "io_callback"),
         ("ffi", "cpu", "ffi"),
+        ("ffi", "cuda", "ffi"),
         ("io_callback", "cpu", "io_callback"),
     ],
 )
@@ -54,7 +59,7 @@ def test_the_platform_decides_when_the_program_is_lowered(
         pass
 
     def choice(name):
-        def call(*_):
+        def call(*_, **__):
             raise Chosen(name)
 
         return call
@@ -69,7 +74,7 @@ def test_the_platform_decides_when_the_program_is_lowered(
 @needs_ffi
 def test_the_ffi_is_refused_where_it_is_not(make, free_choice):
     handle, _ = jaxvec.reset(make(CountingEnv, 2, backend="serial", transport="ffi"))
-    with pytest.raises(library.NativeUnavailableError, match="on the CPU"):
+    with pytest.raises(library.NativeUnavailableError, match="on the CPU or on CUDA"):
         step.trace(handle, jnp.zeros(2, int)).lower(lowering_platforms=("tpu",))
 
 

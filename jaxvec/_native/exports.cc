@@ -1,4 +1,6 @@
 // What Python calls through ctypes: plain C, no Python in here.
+#include "call.h"
+#include "cuda.h"
 #include "ffi.h"
 #include "handoff.h"
 #include "interrupts.h"
@@ -56,6 +58,7 @@ EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int32_t alone, int64_t timeou
 EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
 EXPORT void jaxvec_pool_take_off(SharedPool* pool) { (*pool)->take_off(); }
 EXPORT void jaxvec_pool_land(SharedPool* pool) { (*pool)->land(); }
+EXPORT void jaxvec_pool_settle(SharedPool* pool) { (*pool)->settle(); }
 
 EXPORT void jaxvec_watch_interrupts() { jaxvec::watch_interrupts(); }
 EXPORT uint32_t jaxvec_interrupts() { return jaxvec::interrupts(); }
@@ -64,3 +67,11 @@ EXPORT uint32_t jaxvec_interrupts() { return jaxvec::interrupts(); }
 EXPORT void jaxvec_set_python(const jaxvec::Python* python) { jaxvec::set_python(python); }
 EXPORT void jaxvec_fail(jaxvec::Call* call, const char* error) { *call->error = error; }
 EXPORT uint32_t jaxvec_ffi_version() { return jaxvec::ffi_version(); }
+
+// For tests: another driver, null for the machine's, and a call as XLA would make it.
+EXPORT void jaxvec_cuda_use(const char* driver) { jaxvec::use_driver(driver); }
+EXPORT int32_t jaxvec_cuda_call(jaxvec::Call* call, void* stream, char* error, uint32_t size) {
+  const std::string text = jaxvec::answer_on_cuda(*call, stream);
+  error[text.copy(error, size - 1)] = 0;
+  return text.empty();
+}

@@ -1,42 +1,8 @@
-// A compiled program's call into a pool, as Python sees it when it has to answer one.
 #pragma once
 
 #include <cstdint>
-#include <string>
-
-#include "pool.h"
 
 namespace jaxvec {
-
-struct Call {
-  uint32_t verb;         // of _program.py's VERBS
-  uint32_t moved;        // how far it has come, of `Moved`
-  uint32_t fresh;        // of a reset: it starts from the pool, not from a handle
-  uint32_t num_extra;    // bytes
-  int64_t fingerprint;   // of the specification that the program was made for
-  int64_t waited_ns;     // if it is kUnderWay
-  const uint8_t* extra;  // what else the call says, pickled
-  const Array* operands;
-  const Array* results;
-  uint32_t num_operands;
-  uint32_t num_results;
-  uint32_t interrupts;  // how many there had been when the call began
-  std::string* error;
-  void* exception;  // a Python object: what a signal handler raised before Python was asked, or null
-};
-
-// Python's side of a call, and what of Python's own functions it takes to get there.
-struct Python {
-  int32_t (*answer)(Call*);  // fills in the results and returns 1, or calls `fail` and returns 0
-  int (*ensure_gil)();
-  void (*release_gil)(int);
-  int (*run_signal_handlers)();  // returns 0, or leaves an exception
-  void (*take_exception)(void** type, void** value, void** traceback);
-  void* keyboard_interrupt;  // the exception's type
-};
-
-// Sets who answers; null when the interpreter ends.
-void set_python(const Python* python);
 
 // The version of the FFI that the handlers were built for: 1000 * major + minor.
 uint32_t ffi_version();

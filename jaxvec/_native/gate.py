@@ -36,7 +36,7 @@ class Array(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("mover", "open", "served")]
+    _fields_ = [(name, ctypes.c_uint32) for name in ("mover", "open", "served", "devices")]
 
 
 class _Plan(ctypes.Structure):
@@ -176,6 +176,12 @@ class NativeGate:
     def serve(self) -> None:
         self._state.served += 1
 
+    def settle(self) -> None:
+        self._library.jaxvec_pool_settle(self._pool)
+
+    def admit_devices(self) -> None:
+        self._state.devices = 1
+
     def bar(self) -> None:
         self._state.open = 0
 
@@ -213,6 +219,7 @@ def _declared() -> ctypes.CDLL:
         jaxvec_pool_leave=(None, [pointer]),
         jaxvec_pool_take_off=(None, [pointer]),
         jaxvec_pool_land=(None, [pointer]),
+        jaxvec_pool_settle=(None, [pointer]),
     )
     library.require_size(_Plan, declared.jaxvec_sizeof_plan())
     return declared

@@ -79,20 +79,34 @@ void Leaf::write(const std::vector<int64_t>& slots, const void* rows) const {
   }
 }
 
-void Leaf::read(const std::vector<int64_t>& slots, void* rows) const {
+void Leaf::read(const std::vector<int64_t>& slots, std::vector<Run>* runs) const {
+  if (row == 0) return;
   const char* const source = static_cast<const char*>(data);
-  if (nonzero == nullptr && contiguous(slots)) {
-    std::memcpy(rows, source + slots[0] * row, slots.size() * row);
-    return;
-  }
-  for (size_t i = 0; i < slots.size(); ++i) {
-    char* const target = static_cast<char*>(rows) + i * row;
-    // Where it is known, most rows are zero; to write zeros takes half as long as to read them, too.
-    if (nonzero == nullptr || nonzero[slots[i]]) {
-      std::memcpy(target, source + slots[i] * row, row);
+  // Where it is known, most rows are zero; to write zeros takes half as long as to read them, too.
+  const auto from = [&](int64_t slot) {
+    return nonzero == nullptr || nonzero[slot] ? source + slot * row : nullptr;
+  };
+  const char* next = nullptr;  // where the last run would go on
+  for (const int64_t slot : slots) {
+    const char* const here = from(slot);
+    if (!runs->empty() && here == next) {
+      runs->back().bytes += row;
     } else {
-      std::memset(target, 0, row);
+      runs->push_back({here, row});
     }
+    next = here == nullptr ? nullptr : here + row;
+  }
+}
+
+void HostTarget::put(void* to, const std::vector<Run>& runs) {
+  char* target = static_cast<char*>(to);
+  for (const Run& run : runs) {
+    if (run.from != nullptr) {
+      std::memcpy(target, run.from, run.bytes);
+    } else {
+      std::memset(target, 0, run.bytes);
+    }
+    target += run.bytes;
   }
 }
 
@@ -104,22 +118,23 @@ Pool::Pool(const Plan& plan)
       seen_(plan.parent->board.num_slots) {}
 
 Moved Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
-                   const std::vector<Array>& results, int64_t* waited_ns) {
+                   const std::vector<Array>& results, Target& target, int64_t* waited_ns) {
   // A fork's child has our memory, but not our workers.
   if (fingerprint != plan_.fingerprint || getpid() != process_) return Moved::kNothingDone;
   switch (verb) {
     case kStep:
-      return step(operands, results, waited_ns);
+      return step(operands, results, target, waited_ns);
     case kSend:
-      return send(operands, results);
+      return send(operands, results, target);
     case kRecv:
-      return recv(operands, results, waited_ns);
+      return recv(operands, results, target, waited_ns);
     default:
       return Moved::kNothingDone;
   }
 }
 
-Moved Pool::step(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns) {
+Moved Pool::step(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
+                 int64_t* waited_ns) {
   const int64_t rows = operands[0].dims[0];
   if (operands.size() != 1 + actions_.size() || !take(actions_, operands, 1, rows) ||
       !is_token_of(results, rows) || results.size() != 1 + results_.size() ||
@@ -137,12 +152,12 @@ Moved Pool::step(const std::vector<Array>& operands, const std::vector<Array>& r
   leave();
   if (await(slots, static_cast<uint32_t>(rows), waited_ns) == Moved::kUnderWay) return Moved::kUnderWay;
   write_token(slots, results[0]);
-  finish(slots, results);
+  finish(slots, results, target);
   land();
   return Moved::kDone;
 }
 
-Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& results) {
+Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target) {
   const uint32_t num_slots = plan_.parent->board.num_slots;
   const Array& ids = operands.back();
   const int64_t rows = ids.rank == 1 ? ids.dims[0] : 0;
@@ -170,12 +185,14 @@ Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& r
   }
   count(all, kSend);
   write_token(all, results[0]);
+  deliver(target);
   leave();
   state.served.fetch_add(1, std::memory_order_relaxed);
   return Moved::kDone;
 }
 
-Moved Pool::recv(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns) {
+Moved Pool::recv(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
+                 int64_t* waited_ns) {
   const uint32_t num_slots = plan_.parent->board.num_slots;
   if (operands.size() != 1 || !is_token_of(operands, num_slots) || !is_token_of(results, num_slots) ||
       results.size() != 1 + results_.size() || !take(results_, results, 1, plan_.batch_size) ||
@@ -198,7 +215,7 @@ Moved Pool::recv(const std::vector<Array>& operands, const std::vector<Array>& r
   const std::vector<int64_t> slots = land_batch(sent);
   write_token(all, results[0]);
   leave();
-  finish(slots, results);
+  finish(slots, results, target);
   land();
   return Moved::kDone;
 }
@@ -291,14 +308,40 @@ std::vector<int64_t> Pool::land_batch(std::vector<int64_t> sent) {
 }
 
 // Reads the envs' rows, which nobody else touches until the handle that we return is used.
-void Pool::finish(const std::vector<int64_t>& slots, const std::vector<Array>& results) {
+void Pool::finish(const std::vector<int64_t>& slots, const std::vector<Array>& results, Target& target) {
   if (plan_.terminated != nullptr) {
     for (const int64_t slot : slots) {
       plan_.needs_reset[slot] = plan_.terminated[slot] | plan_.truncated[slot];
     }
   }
-  for (size_t i = 0; i < results_.size(); ++i) results_[i].read(slots, results[i + 1].data);
+  std::vector<Run> runs;
+  for (size_t i = 0; i < results_.size(); ++i) {
+    runs.clear();
+    results_[i].read(slots, &runs);
+    target.put(results[i + 1].data, runs);
+  }
+  deliver(target);
   state.served.fetch_add(1, std::memory_order_relaxed);
+}
+
+// The caller is inside or in flight, so whoever waits to be alone will know of the copies.
+void Pool::deliver(Target& target) {
+  std::shared_ptr<Copies> copies = target.finish();
+  if (copies == nullptr) return;
+  const std::lock_guard lock(lock_);
+  copies_.erase(std::remove_if(copies_.begin(), copies_.end(), [](const auto& each) { return each->done(); }),
+                copies_.end());
+  if (std::find(copies_.begin(), copies_.end(), copies) == copies_.end())
+    copies_.push_back(std::move(copies));
+}
+
+void Pool::settle() {
+  std::vector<std::shared_ptr<Copies>> copies;
+  {
+    const std::lock_guard lock(lock_);
+    copies = copies_;
+  }
+  for (const auto& each : copies) each->wait();
 }
 
 void Pool::write_token(const std::vector<int64_t>& slots, const Array& token) const {

@@ -45,6 +45,8 @@ struct State {
   uint32_t mover;                // who moved last: an index of _gate.py's MOVERS
   uint32_t open;                 // 0 when programs must ask Python, which knows why
   std::atomic<uint32_t> served;  // calls of programs that succeeded; outside the gate, too
+  // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
+  std::atomic<uint32_t> devices;
 };
 
 // What a pool is made of. What it points to lives for as long as the pool is open; `Array`s are copied.
@@ -71,13 +73,44 @@ struct Plan {
   const uint8_t* truncated;
 };
 
+// Bytes of the segment, or zeros if `from` is null.
+struct Run {
+  const void* from;
+  size_t bytes;
+};
+
+// Copies from the segment that may not be done yet.
+class Copies {
+ public:
+  virtual ~Copies() = default;
+  virtual bool done() = 0;
+  virtual void wait() = 0;
+};
+
+// The memory that a program's results are in.
+class Target {
+ public:
+  virtual ~Target() = default;
+  // Puts the runs there, one after the other; or begins to.
+  virtual void put(void* to, const std::vector<Run>& runs) = 0;
+  // All is put but the token. Puts that, after everything else, and returns what is not done yet.
+  virtual std::shared_ptr<Copies> finish() { return nullptr; }
+};
+
+// This process's own.
+class HostTarget : public Target {
+ public:
+  void put(void* to, const std::vector<Run>& runs) override;
+};
+
 // A leaf in the segment.
 struct Leaf {
   explicit Leaf(const Array& array);
   // Whether the array could be some rows of this one.
   bool takes(const Array& array) const;
   void write(const std::vector<int64_t>& slots, const void* rows) const;
-  void read(const std::vector<int64_t>& slots, void* rows) const;
+  // Appends the slots' rows to `runs`, in as few as can be.
+  void read(const std::vector<int64_t>& slots, std::vector<Run>* runs) const;
 
   void* data;
   const uint8_t* nonzero;
@@ -97,9 +130,14 @@ class Pool {
   explicit Pool(const Plan& plan);
 
   // Answers a program's call, of the verbs kStep, kSend and kRecv; operands and results are as in
-  // _program.py's `Call`. `waited_ns` is set where the call is handed over.
+  // _program.py's `Call`, and in this process's memory but for what `target` puts, all results after the
+  // token. `waited_ns` is set where the call is handed over.
   Moved answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
-               const std::vector<Array>& results, int64_t* waited_ns);
+               const std::vector<Array>& results, Target& target, int64_t* waited_ns);
+
+  // Waits until no copies from the segment are under way. Who has a fresh handle need not, see cuda.cc;
+  // everybody else has to before envs write to it again. The caller is inside.
+  void settle();
 
   // Lets this thread in once nobody else is inside and, if it asks for that, nobody else in flight.
   // Returns whether it is, after at most so long. A thread that is inside already has been interrupted,
@@ -116,9 +154,11 @@ class Pool {
   State state{};
 
  private:
-  Moved step(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns);
-  Moved send(const std::vector<Array>& operands, const std::vector<Array>& results);
-  Moved recv(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns);
+  Moved step(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
+             int64_t* waited_ns);
+  Moved send(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target);
+  Moved recv(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
+             int64_t* waited_ns);
   bool open(const std::vector<Array>& operands, std::vector<int64_t>* slots);
   bool first_met(int64_t env);
   bool may_step(const std::vector<int64_t>& slots) const;
@@ -127,7 +167,8 @@ class Pool {
   void count(const std::vector<int64_t>& slots, uint32_t mover);
   Moved await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
   std::vector<int64_t> land_batch(std::vector<int64_t> sent);
-  void finish(const std::vector<int64_t>& slots, const std::vector<Array>& results);
+  void finish(const std::vector<int64_t>& slots, const std::vector<Array>& results, Target& target);
+  void deliver(Target& target);
   void write_token(const std::vector<int64_t>& slots, const Array& token) const;
 
   const Plan plan_;
@@ -140,6 +181,7 @@ class Pool {
   std::condition_variable changed_;
   uintptr_t inside_ = 0;              // the thread, or 0
   std::vector<uintptr_t> in_flight_;  // the threads
+  std::vector<std::shared_ptr<Copies>> copies_;
 };
 
 // Compiled programs name a pool by its id, so they hold no pointer and serve many pools. A program

@@ -1,4 +1,4 @@
-"""The FFI transport: compiled programs call into C++, on the CPU. Twin of `_native/ffi.cc`.
+"""The FFI transport: compiled programs call into C++, on the CPU and on CUDA. Twin of `_native/ffi.cc`.
 
 A step, send or recv that meets with nothing unusual never comes to Python. Everything else does:
 `_answer` serves other verbs, the pools without the native hand-off, and every call that ends in an error.
@@ -34,12 +34,13 @@ _TARGET = "jaxvec_call"
 _DONE, _, _UNDER_WAY = range(3)  # `Moved` of pool.h
 
 
-def call(call: Call, *operands: jax.Array) -> Sequence[jax.Array]:
+def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax.Array]:
     """Puts a call into the program that is being traced; see `Call` for operands and results."""
     reason = reason_unavailable()
     if reason is not None:
         raise library.NativeUnavailableError(reason)
-    _make_synchronous(operands[0])
+    if platform == "cpu":
+        _make_synchronous(operands[0])
     handler = jax.ffi.ffi_call(_TARGET, call.results(operands[0].shape[0]), has_side_effect=True)
     return handler(
         *operands,
@@ -76,7 +77,9 @@ def reason_unavailable() -> str | None:
             f"{_format(_OLDEST)} to {_format(theirs)}; reinstall jaxvec"
         )
     try:
-        jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(native.jaxvec_ffi_call), platform="cpu")
+        # JAX keeps those of a platform that is not there, so it does not matter when it comes.
+        for platform, handler in (("cpu", native.jaxvec_ffi_call), ("CUDA", native.jaxvec_ffi_cuda_call)):
+            jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform=platform)
     except Exception as error:
         return f"jax refused the FFI handlers: {type(error).__name__}: {error}"
     native.jaxvec_set_python(ctypes.byref(_PYTHON))
@@ -115,6 +118,7 @@ class _Call(ctypes.Structure):
         ("num_operands", ctypes.c_uint32),
         ("num_results", ctypes.c_uint32),
         ("interrupts", ctypes.c_uint32),
+        ("on_device", ctypes.c_uint32),
         ("error", ctypes.c_void_p),
         ("exception", ctypes.c_void_p),
     ]
@@ -179,6 +183,8 @@ def _serve(theirs: _Call) -> None:
     extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
     fresh = len(token) if theirs.fresh else None
     with _pools.serving(_program.pool_id(token), theirs.fingerprint, fresh) as pool:
+        if theirs.on_device:
+            pool.pin()
         call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))

@@ -14,6 +14,7 @@ from jaxvec._restart import Restart
 from jaxvec._spaces import as_is, as_jax
 from jaxvec._vector_env import VectorEnv, start
 from jaxvec.callbacks import _transports
+from jaxvec.callbacks._placement import Placement
 
 
 def make(
@@ -37,6 +38,8 @@ def make(
     start_timeout: float | None = 60,
     reset_timeout: float | None = 60,
     step_timeout: float | None = 60,
+    device: Any = None,
+    sharding: jax.sharding.Sharding | None = None,
     transport: str = "auto",
     handoff: str = "auto",
     **env_kwargs: Any,
@@ -84,8 +87,14 @@ def make(
             and `set_attr` reach the envs that are in the slots then.
         start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
             processes; the serial backend has none.
-        transport: how compiled programs reach the pool: `"ffi"`, on the CPU and without Python;
-            `"io_callback"`, on every platform; or `"auto"` for the first that works where they run.
+        device: a `jax.Device`, on which the pool's own `reset`, `step` and `recv` put their time steps,
+            as JAX arrays; by default they are NumPy's. A GPU copies them straight from the memory that the
+            envs write to. Programs have theirs where they run. Env arguments of this name, and of the
+            next, go in `env_configs`.
+        sharding: instead of `device`; of the env axis, such as `NamedSharding(mesh, PartitionSpec("envs"))`.
+        transport: how compiled programs reach the pool: `"ffi"`, on the CPU and on NVIDIA's GPUs,
+            without Python; `"io_callback"`, on every platform; or `"auto"` for the first that works
+            where they run.
         handoff: how this process and the workers hand envs to each other: `"native"` by futexes,
             `"portable"` over sockets, or `"auto"` for the first that works here.
         **env_kwargs: for `gymnasium.make`, or the callables.
@@ -108,7 +117,8 @@ def make(
     ):
         if seconds is not None and not seconds > 0:
             raise ValueError(f"{name} must be above 0 seconds, or None, not {seconds!r}")
-    return start(
+    place = Placement.of(device, sharding)
+    envs = start(
         env,
         num_envs,
         num_workers=num_workers,
@@ -128,6 +138,14 @@ def make(
         timeouts=Timeouts(start_timeout, reset_timeout, step_timeout),
         transport=transport,
         handoff=handoff,
+        place=place,
         policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         env_kwargs=env_kwargs,
     )
+    if place is not None:
+        try:
+            place.prepare(envs)
+        except BaseException:
+            envs.close()
+            raise
+    return envs

@@ -25,6 +25,8 @@ from jaxvec._native.library import NativeUnavailableError
 from jaxvec.callbacks import _ffi, _io, _program
 from jaxvec.callbacks._program import READ, Call
 
+_FFI_PLATFORMS = ("cpu", "cuda")  # that the native library has handlers for
+
 _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
 
@@ -89,7 +91,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -
 batching.primitive_batchers[_call_p] = _batch
 
 
-def _lower(ctx: Any, *operands: Any, call: Call, on_cpu: bool) -> Any:
+def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
     rows = ctx.avals_in[0].shape[0]
     call.require_rows(rows, rows if call.elastic else call.spec.num_envs)
     devices = ctx.module_context.axis_context
@@ -107,15 +109,15 @@ def _lower(ctx: Any, *operands: Any, call: Call, on_cpu: bool) -> Any:
         )
     transport = "io_callback" if call.verb == READ else call.transport
     if transport == "auto":
-        transport = "ffi" if on_cpu and shards == 1 else "io_callback"
-    if transport == "ffi" and not on_cpu:
-        raise NativeUnavailableError('transport="ffi" is for programs on the CPU; use "auto"')
+        transport = "ffi" if platform in _FFI_PLATFORMS and shards == 1 else "io_callback"
+    if transport == "ffi" and platform not in _FFI_PLATFORMS:
+        raise NativeUnavailableError('transport="ffi" is for programs on the CPU or on CUDA; use "auto"')
     if transport == "ffi" and shards > 1:
         raise NotImplementedError(
             f'transport="ffi" in a program over {shards} devices: use jax.shard_map, in which each device '
             'steps its own envs, or transport="auto", which lets one device step them all'
         )
-    fun = partial((_ffi if transport == "ffi" else _io).call, call)
+    fun = partial(_ffi.call, call, platform=platform) if transport == "ffi" else partial(_io.call, call)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
 
 
@@ -126,5 +128,6 @@ def _copies(devices: Any) -> int:
     return devices.mesh.size if hasattr(devices, "mesh") else devices.axis_env.nreps
 
 
-mlir.register_lowering(_call_p, partial(_lower, on_cpu=True), platform="cpu")
-mlir.register_lowering(_call_p, partial(_lower, on_cpu=False))
+for _platform in _FFI_PLATFORMS:
+    mlir.register_lowering(_call_p, partial(_lower, platform=_platform), platform=_platform)
+mlir.register_lowering(_call_p, partial(_lower, platform=None))

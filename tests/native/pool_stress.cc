@@ -6,8 +6,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <memory>
+#include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -20,6 +23,33 @@ namespace {
 constexpr uint32_t kSlots = 6, kWorkers = 3;
 constexpr uint32_t kU32 = 'u' + 256 * 4;
 constexpr int64_t kFingerprint = 42;
+
+// Copies rows late, as a GPU does: when somebody waits, or its program comes to it.
+class LateCopies : public Copies {
+ public:
+  bool done() override { return done_; }
+  void wait() override {
+    const std::lock_guard guard(lock_);
+    if (done_) return;
+    for (const auto& [to, runs] : puts) host_.put(to, runs);
+    done_ = true;
+  }
+
+  std::vector<std::pair<void*, std::vector<Run>>> puts;
+
+ private:
+  HostTarget host_;
+  std::mutex lock_;
+  std::atomic<bool> done_{false};
+};
+
+class LateTarget : public Target {
+ public:
+  void put(void* to, const std::vector<Run>& runs) override { copies->puts.emplace_back(to, runs); }
+  std::shared_ptr<Copies> finish() override { return copies; }
+
+  const std::shared_ptr<LateCopies> copies = std::make_shared<LateCopies>();
+};
 
 struct Rows {
   std::vector<uint32_t> action, result, steps;
@@ -85,7 +115,8 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
     }
     for (int64_t i = 0; i < count; ++i) action[i] = 1000 * seed + step + uint32_t(slots[i]);
     int64_t waited_ns = 0;
-    switch (pool->answer(kStep, kFingerprint, operands, results, &waited_ns)) {
+    LateTarget target;
+    switch (pool->answer(kStep, kFingerprint, operands, results, target, &waited_ns)) {
       case Moved::kNothingDone:
         ++shared.refused;
         continue;
@@ -99,6 +130,8 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
         pool->land();  // does nothing
         break;
       case Moved::kDone:
+        if (step % 3 != 0) std::this_thread::yield();
+        target.copies->wait();  // the token comes after the rows
         for (int64_t i = 0; i < count; ++i) {
           check(next_token[i].pool == 1 && next_token[i].env == token[i].env &&
                     next_token[i].count == token[i].count + 1,
@@ -118,6 +151,7 @@ void run_host(Shared& shared, uint32_t steps) {
   for (uint32_t step = 0; step < steps; ++step) {
     while (!pool.enter(true, 1'000'000)) {
     }
+    pool.settle();  // no handle says that all rows were read
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
       shared.rows.action[slot] = step;
       ++shared.counts[slot];
@@ -232,7 +266,8 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
     results.insert(results.begin(), {next_token.data(), token_dims, 2, kU32, nullptr});
     int64_t waited_ns = 0;
     Moved moved;
-    do moved = pool.answer(verb, kFingerprint, operands, results, &waited_ns);
+    HostTarget target;
+    do moved = pool.answer(verb, kFingerprint, operands, results, target, &waited_ns);
     while (moved == Moved::kNothingDone);  // the host is inside
     check(moved == Moved::kDone, "a wait that did not end");
     token = next_token;

@@ -1,0 +1,19 @@
+// Calls of programs on NVIDIA's GPUs: the same pool, with copies on the program's stream at both ends.
+//
+// Nothing of CUDA is needed to build this, nor to load it: its driver is opened at the first call.
+#pragma once
+
+#include <string>
+
+#include "call.h"
+
+namespace jaxvec {
+
+// Answers a call whose operands and results are in the memory of a GPU, on `stream` (a CUstream). Returns
+// the error's text, or an empty one. The results are there for whatever comes later on the stream.
+std::string answer_on_cuda(Call& call, void* stream);
+
+// Takes the driver from another library; null for the machine's.
+void use_driver(const char* library);
+
+}  // namespace jaxvec

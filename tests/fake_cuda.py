@@ -1,0 +1,203 @@
+"""CUDA without a GPU: a driver that puts off every copy, and programs' calls as XLA would make them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+
+import cloudpickle
+import jax
+import numpy as np
+import pytest
+
+from jaxvec import _pinned
+from jaxvec._gate import RECV, RESET, SEND, STEP
+from jaxvec._native import gate, library
+from jaxvec.callbacks import _arguments, _ffi, _program
+
+SOURCES = Path(__file__).resolve().parent / "native"
+ILLEGAL_ADDRESS = 700
+OUT_OF_MEMORY = 2
+
+
+def build(folder: Path, name: str, *flags: str) -> Path:
+    """Returns a library made of one of our sources; skips the test where it can't be built."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ to build the fake driver")
+    path = folder / f"lib{name}.so"
+    common = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
+    command = ["g++", *common, *flags, "-o", path, SOURCES / f"{name}.cc"]
+    subprocess.run(command, check=True, timeout=100)
+    return path
+
+
+class Driver:
+    """The fake driver, as tests see it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept: list[object] = []  # what late copies are to and from
+        self._library = ctypes.CDLL(str(path))
+        self.flush = self._library.fake_flush
+        self._library.fake_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
+        for name in ("cuCtxSetCurrent", "cuStreamSynchronize", "fake_advance"):
+            getattr(self._library, name).argtypes = [ctypes.c_void_p]
+        self._library.cuCtxGetCurrent.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+
+    def reset(self) -> None:
+        """Forgets calls, failures to come, and copies that were not made yet."""
+        self._library.fake_reset()
+        self.kept.clear()
+
+    def fail(self, name: str, code: int) -> None:
+        """Lets a function fail from now on; 0 lets it work again."""
+        self._library.fake_fail(name.encode(), code)
+
+    def take_calls(self) -> list[str]:
+        """Returns the calls since the last time, each a name and perhaps what it was for."""
+        text = ctypes.create_string_buffer(1 << 20)
+        assert self._library.fake_take_calls(text, len(text)) < len(text)
+        return text.value.decode().splitlines()
+
+    @property
+    def registered(self) -> int:
+        """How many pieces of memory are page-locked."""
+        return self._library.fake_registered()
+
+    @property
+    def context(self) -> int | None:
+        """The context that is current in this thread."""
+        context = ctypes.c_void_p()
+        self._library.cuCtxGetCurrent(ctypes.byref(context))
+        return context.value
+
+    @context.setter
+    def context(self, context: int | None) -> None:
+        self._library.cuCtxSetCurrent(context)
+
+    def advance(self, stream: int) -> int:
+        """Makes one copy of a stream; returns how many are left."""
+        return self._library.fake_advance(stream)
+
+    def synchronize(self, stream: int) -> None:
+        """Waits for a stream, as a program's caller does."""
+        before, self.context = self.context, stream // 0x1000 * 0x1000
+        assert self._library.cuStreamSynchronize(stream) == 0
+        self.context = before
+
+
+class CallError(Exception):
+    """What the handler returned to XLA."""
+
+
+class Gpu:
+    """Makes calls for a pool on one stream. "Device memory" is NumPy's."""
+
+    def __init__(self, driver: Driver, envs, stream: int = 0x1001) -> None:
+        self.driver, self.envs, self.stream = driver, envs, stream
+        self._native = library.declare(
+            jaxvec_cuda_call=(
+                ctypes.c_int32,
+                [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32],
+            ),
+            jaxvec_interrupts=(ctypes.c_uint32, []),
+        )
+
+    def reset(self, seed: int):
+        """Returns the token and the rows, neither of which may be there yet."""
+        n = self.envs.num_envs
+        token = np.zeros((n, 3), np.uint32)
+        token[:, 0], token[:, 1] = self.envs.pool.id, np.arange(n)
+        seeds = (seed + np.arange(n)).astype("<i8").view("<u4").reshape(n, 2)
+        return self.call(
+            RESET, [token, seeds, np.ones(n, np.bool_)], fresh=True, extra=cloudpickle.dumps(None)
+        )
+
+    def step(self, token, action):
+        """As `reset`."""
+        return self.call(STEP, [token, *self._leaves(action, len(token))])
+
+    def send(self, token, action, env_id):
+        """As `reset`, without rows."""
+        return self.call(SEND, [token, *self._leaves(action, len(env_id)), env_id.astype(np.int32)])[0]
+
+    def _leaves(self, action, rows):
+        return [np.asarray(leaf) for leaf in _arguments.check_action(self.envs.spec, action, rows)]
+
+    def recv(self, token):
+        """As `reset`."""
+        return self.call(RECV, [token])
+
+    def call(self, verb, operands, *, fresh=False, extra=b"", spoil=lambda call: None):
+        """Makes a call; returns the token and the rows."""
+        spec = self.envs.spec
+        operands = [np.ascontiguousarray(operand) for operand in operands]
+        structs = _program.Call(verb, spec, "ffi").results(len(operands[0]))
+        results = [np.full(struct.shape, 77).astype(struct.dtype) for struct in structs]
+        more = pickle.dumps((extra, (), ()))
+        buffer = ctypes.create_string_buffer(more, len(more))
+        call = _ffi._Call(
+            verb=_program.VERBS.index(verb),
+            fresh=fresh,
+            fingerprint=spec.fingerprint,
+            extra=ctypes.addressof(buffer),
+            num_extra=len(more),
+            operands=gate._arrays(operands, itertools.repeat(None, len(operands))),
+            results=gate._arrays(results, itertools.repeat(None, len(results))),
+            num_operands=len(operands),
+            num_results=len(results),
+            interrupts=self._native.jaxvec_interrupts(),
+        )
+        spoil(call)
+        self.driver.kept.append((operands, results, buffer))
+        error = ctypes.create_string_buffer(1 << 16)
+        if not self._native.jaxvec_cuda_call(ctypes.byref(call), self.stream, error, len(error)):
+            raise CallError(error.value.decode())
+        return results[0], results[1:]
+
+    def wait(self) -> None:
+        """Waits for the stream."""
+        self.driver.synchronize(self.stream)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Driver:
+    return Driver(build(tmp_path_factory.mktemp("driver"), "fake_cuda"))
+
+
+@pytest.fixture
+def driver(built, monkeypatch):
+    """The fake driver in place of the machine's."""
+    if _ffi.reason_unavailable() is not None:
+        pytest.skip(_ffi.reason_unavailable())
+    native = library.declare(jaxvec_cuda_use=(None, [ctypes.c_char_p]))
+    native.jaxvec_cuda_use(str(built.path).encode())
+    monkeypatch.setattr(_pinned, "_LIBRARY", str(built.path))
+    built.reset()
+    yield built
+    assert built.context is None
+    built.reset()
+    native.jaxvec_cuda_use(None)
+
+
+_XLA_TARGET = "jaxvec_test_cuda_call"
+
+
+@pytest.fixture(scope="session")
+def _registered(built, tmp_path_factory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("cpu_as_cuda")
+    shim = ctypes.CDLL(str(build(folder, "cpu_as_cuda", "-isystem", jax.ffi.include_dir())))
+    shim.prepare(library.load().jaxvec_ffi_cuda_call, built.flush)
+    jax.ffi.register_ffi_target(_XLA_TARGET, jax.ffi.pycapsule(shim.call), platform="cpu")
+    return shim
+
+
+@pytest.fixture
+def cpu_as_cuda(driver, _registered, monkeypatch) -> Driver:
+    """Lets programs on the CPU come by the handler for CUDA; each of their calls ends when all is copied."""
+    monkeypatch.setattr(_ffi, "_TARGET", _XLA_TARGET)
+    return driver
