@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -387,6 +388,21 @@ def test_threads_with_a_handle_each_step_their_envs(make, transport):
 
 
 # --- Compilation ------------------------------------------------------------------------------
+
+
+def test_a_policy_on_the_device_and_its_envs_on_the_host_in_one_program(make, transport, device):
+    envs = make(CountingEnv, 8, num_workers=2, transport=transport)
+    handle, timestep = jaxvec.reset(envs)
+    step = compute_on("device_host")(jax.jit(jaxvec.step))
+
+    def body(carry, _):
+        handle, obs = carry
+        handle, timestep = step(handle, obs[:, 3] + 1)
+        return (handle, timestep.obs), timestep
+
+    (handle, _), timesteps = jax.jit(lambda c: jax.lax.scan(body, c, length=6))((handle, timestep.obs))
+    np.testing.assert_array_equal(timesteps.obs[:, :, 3], np.tile(np.arange(6)[:, None], 8))
+    np.testing.assert_array_equal(jaxvec.step(handle, ACTION)[1].obs[:, 2], [7] * 8)
 
 
 def test_a_second_pool_of_the_same_specification_compiles_nothing(make, transport):

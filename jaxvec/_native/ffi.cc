@@ -4,6 +4,7 @@
 
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -109,6 +110,18 @@ ffi::Error call_on_cuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRet
                [stream](Call& call) { return answer_on_cuda(call, stream); });
 }
 
+// What a call has, after what its platform adds.
+template <typename Binding>
+auto bind(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<int64_t>("fingerprint")
+      .template Attr<uint32_t>("verb")
+      .template Attr<bool>("fresh")
+      .template Attr<ffi::Span<const uint8_t>>("extra");
+}
+
 }  // namespace
 
 uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
@@ -119,23 +132,9 @@ uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
 // would repeat the copies and leave out the envs, so XLA must not capture a call, and by default does not.
 #pragma GCC visibility push(default)
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_call, jaxvec::call_on_host,
-                              xla::ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("fingerprint")
-                                  .Attr<uint32_t>("verb")
-                                  .Attr<bool>("fresh")
-                                  .Attr<xla::ffi::Span<const uint8_t>>("extra"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_call, jaxvec::call_on_host, jaxvec::bind(xla::ffi::Ffi::Bind()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_cuda_call, jaxvec::call_on_cuda,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<void*>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<int64_t>("fingerprint")
-                                  .Attr<uint32_t>("verb")
-                                  .Attr<bool>("fresh")
-                                  .Attr<xla::ffi::Span<const uint8_t>>("extra"));
+                              jaxvec::bind(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()));
 
 #pragma GCC visibility pop
