@@ -1,7 +1,8 @@
 """What a step costs on a GPU, by its size: `python -m benchmarks.gpu`. Written without one; not run yet.
 
-Each payload's systems take turns. The host's loop has no copy at all, so what a system takes longer than that
-is the way to the device, and the payload over that time is its bandwidth.
+Each payload's systems take turns. The second figure is what a system takes longer than a program on the CPU.
+The host's loop has no copy at all, so what a system takes longer than that is the way to the device, and the
+payload over that time is its bandwidth.
 """
 
 from __future__ import annotations
@@ -120,8 +121,11 @@ def plain_copy(size: int, rounds: int = 20) -> float:
 def measure(size: int, device: jax.Device, rounds: int, seconds: float) -> dict[str, float]:
     """Returns the seconds of a step in each system, medians over the rounds."""
     with ExitStack() as stack, jax.default_device(device):
+        with jax.default_device(jax.devices("cpu")[0]):
+            on_cpu = program(stack.enter_context(make(size, transport="ffi")), jax.devices("cpu")[0])
         turns = {
             "host loop, no copy": host(stack.enter_context(make(size)), device),
+            "program on the CPU, ffi": on_cpu,
             "program, ffi": program(stack.enter_context(make(size, transport="ffi")), device),
             "program, io_callback": program(stack.enter_context(make(size, transport="io_callback")), device),
         }
@@ -161,9 +165,9 @@ def main() -> None:
             copy = plain_copy(size)
             print(f"  {'plain copy':32} {copy * 1e6:10.1f} µs {size / copy / 1e9:8.2f} GB/s")
         for name, taken in results.items():
-            added = taken - bare
-            rate = f"{size / added / 1e9:8.2f} GB/s" if added > 0 else ""
-            print(f"  {name:32} {taken * 1e6:10.1f} µs {rate}")
+            added, copying = taken - results["program on the CPU, ffi"], taken - bare
+            rate = f"{size / copying / 1e9:8.2f} GB/s" if copying > 0 else ""
+            print(f"  {name:32} {taken * 1e6:10.1f} µs {added * 1e6:+10.1f} µs {rate}")
 
 
 if __name__ == "__main__":
