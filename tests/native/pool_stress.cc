@@ -81,6 +81,13 @@ struct Shared {
   std::shared_ptr<Pool> pool;
   std::atomic<uint32_t> steps{0}, by_programs{0}, handed_over{0}, refused{0};
 
+  // Gives out a handle, if no later one is out already: between a step and this, others step on.
+  void renew(int64_t slot, uint32_t count) {
+    uint32_t latest = handles[slot];
+    while (latest < count && !handles[slot].compare_exchange_weak(latest, count)) {
+    }
+  }
+
   bool tried() const { return by_programs > 0 && handed_over > 0 && refused > 0; }
 };
 
@@ -127,7 +134,7 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
         ++shared.handed_over;
         end_step(shared, slots);
         for (int64_t i = 0; i < count; ++i) result[i] = shared.rows.result[slots[i]];
-        for (const int64_t slot : slots) ++shared.handles[slot];
+        for (const int64_t slot : slots) shared.renew(slot, shared.counts[slot]);
         pool->land();
         pool->land();  // does nothing
         break;
@@ -138,7 +145,7 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
           check(next_token[i].pool == 1 && next_token[i].env == token[i].env &&
                     next_token[i].count == token[i].count + 1,
                 "a token that is not the next");
-          shared.handles[slots[i]] = next_token[i].count;
+          shared.renew(slots[i], next_token[i].count);
         }
         break;
     }
@@ -154,6 +161,10 @@ void run_host(Shared& shared, uint32_t steps) {
   Pool& pool = *shared.pool;
   for (uint32_t step = 0; step < steps || !shared.tried(); ++step) {
     check(step < 100 * steps, "nothing was tried");
+    // However busy the machine is, they get their turn.
+    for (const uint32_t before = shared.by_programs; step % 100 == 0 && shared.by_programs == before;) {
+      std::this_thread::yield();
+    }
     while (!pool.enter(true, 1'000'000)) {
     }
     pool.settle();  // no handle says that all rows were read
@@ -167,7 +178,7 @@ void run_host(Shared& shared, uint32_t steps) {
     end_step(shared, slots);
     shared.steps += kSlots;
     check(shared.rows.result[5] == 2 * step, "an answer to another step");
-    for (const int64_t slot : slots) ++shared.handles[slot];
+    for (const int64_t slot : slots) shared.renew(slot, shared.counts[slot]);
     pool.leave();
     pool.leave();  // does nothing
   }
