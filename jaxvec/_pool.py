@@ -38,6 +38,7 @@ from jaxvec._handoff import RESET, STEP
 from jaxvec._layout import make_layout
 from jaxvec._native import interrupts
 from jaxvec._options import Options
+from jaxvec._recorder import Record, Recorder, recorded, span
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
@@ -96,6 +97,7 @@ class Pool:
         if not resets_required:
             self._turns.needs_reset[:] = False
 
+        self.recorder: Recorder | None = None  # of hand-offs, while they are recorded
         self._broken_by: BaseException | None = None
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
         disabled = autoreset_mode is AutoresetMode.DISABLED
@@ -152,6 +154,7 @@ class Pool:
             return None
         return failure[1]
 
+    @recorded("reset")
     def reset(
         self,
         slots: NDArray[Any],
@@ -192,6 +195,7 @@ class Pool:
             self._wait(chosen, len(chosen), "reset", check)
             return self._views.read(slots, out)
 
+    @recorded("reset")
     def send_reset(
         self,
         *,
@@ -208,6 +212,7 @@ class Pool:
             self._send_reset(self.all, chosen, seeds, options, check, in_flight=True)
             self._moved(self.all, caller)
 
+    @recorded("step")
     def step(
         self,
         slots: NDArray[Any],
@@ -236,6 +241,7 @@ class Pool:
             self._wait(slots, len(slots), "step", check)
             return self._end_step(slots, out)
 
+    @recorded("go on")
     def end(
         self,
         slots: NDArray[Any] | None,
@@ -262,6 +268,7 @@ class Pool:
             self._wait(slots, len(slots), "step", check, waited=waited)
             self._end_step(slots, out)
 
+    @recorded("send")
     def send(
         self,
         slots: NDArray[Any],
@@ -288,6 +295,7 @@ class Pool:
             self._turns.take_off(env_ids, self._timeouts.step)
             self._moved(slots, caller)
 
+    @recorded("recv")
     def recv(
         self,
         slots: NDArray[Any],
@@ -329,6 +337,7 @@ class Pool:
                 return [{} for _ in self.all]
             return [info for slice_ in self._ask("infos", lambda _first, _stop: ()) for info in slice_]
 
+    @recorded("call")
     def call(
         self,
         slots: NDArray[Any],
@@ -364,12 +373,44 @@ class Pool:
         results = dict(zip(np.sort(slots).tolist(), itertools.chain.from_iterable(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]
 
+    @recorded("set_attr")
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
         self._turns.require_distinct(slots)
         with self._gate.inside(alone=True):
             self._require_usable()
             self._ask_each("set_attr", slots, values, name)
+
+    def start_trace(self, capacity: int) -> None:
+        """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
+        with self._gate.inside(alone=True):
+            self._require_usable()
+            if self.recorder is not None:
+                raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
+            with self._breaking():
+                self._workers.start_trace(capacity)
+            self._gate.start_trace(capacity)
+            self.recorder = Recorder(capacity)
+
+    def stop_trace(self) -> tuple[list[Record], list[Record]]:
+        """Records no more; also if the pool is broken or closed by now.
+
+        Returns:
+            The records of the programs, by Python and without it, and those of the workers; of a closed
+            pool, none.
+        """
+        assert self.recorder is not None
+        hurry = self.closed or self._broken_by is not None
+        with self._gate.inside(alone=True, patience=1.0 if hurry else None):
+            programs = [self.recorder.take(), self._gate.stop_trace()]
+            self.recorder = None
+            if self.closed:
+                return programs, []
+            try:
+                with self._breaking():
+                    return programs, self._workers.stop_trace(hurry=self._broken_by is not None)
+            except JaxvecError:  # the pool is broken by now; the next call says so
+                return programs, self._workers.stop_trace(hurry=True)
 
     def close(self, timeout: float = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds.
@@ -431,7 +472,7 @@ class Pool:
             self._options = options
             with self._breaking():
                 self._workers.set_options(options, self._timeouts.step)
-        with self._breaking():
+        with self._breaking(), span(self.recorder, "hand over"):
             self._workers.send(RESET, chosen)
         self._turns.needs_reset[chosen] = False
         if in_flight:
@@ -443,8 +484,9 @@ class Pool:
         if as_they_are:
             self._ask_each("give_actions", slots, actions)
         else:
-            self._views.write_actions(slots, actions)
-        with self._breaking():
+            with span(self.recorder, "write actions"):
+                self._views.write_actions(slots, actions)
+        with self._breaking(), span(self.recorder, "hand over"):
             self._workers.send(STEP, slots)
 
     def _ask(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
@@ -473,6 +515,7 @@ class Pool:
 
         return self._ask(name, arguments)
 
+    @recorded("wait for workers")
     def _wait(
         self,
         slots: NDArray[Any],
@@ -492,6 +535,7 @@ class Pool:
         """Names what those in flight are at: the rest of a reset has a reset's time."""
         return "reset" if self._workers.any_resetting(slots) else "step"
 
+    @recorded("copy results")
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
         if self._ends_need_reset:
             terminated, truncated = self._views.over

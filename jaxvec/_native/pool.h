@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "handoff.h"
+#include "trace.h"
 
 namespace jaxvec {
 
@@ -114,6 +115,7 @@ class Pool {
   void land();
 
   State state{};
+  Trace trace;
 
  private:
   Moved step(const std::vector<Array>& operands, const std::vector<Array>& results, int64_t* waited_ns);
