@@ -47,8 +47,7 @@ def _now() -> tuple[int, int]:
     """Reads the clock since 1970 and the monotonic one at the same moment, as nearly as can be."""
     tries = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(5)]
     before, epoch, after = min(tries, key=lambda each: each[2] - each[0])
-    passed = time.monotonic_ns() - (now := (before + after) // 2)
-    return epoch + passed, now + passed
+    return epoch, (before + after) // 2
 
 
 def _require_file(path: Path) -> Path:

@@ -15,8 +15,10 @@ from disasters import failing, in_two_ways, wait_until, wait_until_dead
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec import _timeline
+from jaxvec import _shares, _timeline
 from jaxvec._native import library
+from jaxvec._recorder import Record, Span
+from jaxvec.callbacks._trace_run import trace_run
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.timeout(60)
@@ -379,3 +381,43 @@ def test_a_profile_and_a_trace_in_one_file(make, tmp_path):
     with pytest.raises(ValueError, match=r"was not written by envs\.trace"):
         profile = next(tmp_path.glob("plugins/profile/*/*.trace.json.gz"))
         jaxvec.merge_traces(profile, tmp_path, tmp_path / "both.json")
+
+
+def test_a_traced_run_says_what_its_time_went_into(tmp_path):
+    path = tmp_path / "pool.json"
+    run = trace_run("CartPole-v1", 4, num_workers=2, num_steps=20, path=path, transport="io_callback")
+    assert (run.path, run.num_envs, run.num_workers, run.num_steps) == (path, 4, 2, 20)
+    assert (run.dropped, run.shares.hand_offs) == ({}, 20)
+    timeline = Timeline(path)
+    assert sum(timeline.count(f"step env {env}") for env in range(4)) == 4 * 20
+    assert [worker.name for worker in run.shares.workers] == timeline.workers
+    assert 0 < run.shares.seconds < timeline.duration / 1e6
+    assert run.env_steps_per_second == pytest.approx(4 * 20 / run.shares.seconds)
+    workers = [(each.step, each.reset, each.wait) for each in run.shares.workers]
+    for parts in [(run.shares.wait, run.shares.hand_off), *workers]:
+        assert all(part >= 0 for part in parts)
+        assert 0 < sum(parts) <= 1 + 1e-6
+    with pytest.raises(ValueError, match="num_steps must be at least 1"):
+        trace_run("CartPole-v1", 4, num_steps=0)
+
+
+def test_shares_are_those_of_the_spans():
+    """Two workers; the program waits from 2 to 8 of a hand-off from 0 to 10, which ends the run."""
+    program = [("jaxvec.step", 0, 10), ("wait for workers", 2, 8), ("io_callback", -1, 11)]
+    workers = [[("wait", -5, 2), ("step env 0", 2, 5), ("reset env 0", 5, 6)], [("step env 1", 6, 9)]]
+    records = [
+        Record([Span(name, 1000 * start, 1000 * end, 0) for name, start, end in each])
+        for each in (program, *workers)
+    ]
+    timeline = _timeline.build(
+        records[:1], records[1:], [(0, 1), (1, 2)], pool_id=1, epoch_ns=0, began_ns=0, ended_ns=11_000
+    )
+    shares = _shares.of(timeline)
+    assert shares.seconds == pytest.approx(10e-6)
+    assert (shares.wait, shares.hand_off) == pytest.approx((0.6, 0.4))
+    first, second = shares.workers
+    assert (first.name, second.name) == ("worker 0 (env 0)", "worker 1 (env 1)")
+    assert (first.step, first.reset, first.wait) == pytest.approx((0.3, 0.1, 0.2))
+    assert (second.step, second.reset, second.wait) == pytest.approx((0.75, 0, 0))  # of what is known
+    with pytest.raises(ValueError, match="the trace has no hand-off"):
+        _shares.of(_timeline.build([Record([])], [], [], pool_id=1, epoch_ns=0, began_ns=0, ended_ns=0))
