@@ -38,12 +38,28 @@ from jaxvec._handoff import RESET, STEP
 from jaxvec._layout import make_layout
 from jaxvec._native import interrupts
 from jaxvec._options import Options
-from jaxvec._recorder import Record, Recorder, recorded, span
+from jaxvec._recorder import Record, Recorder
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._turns import Turns
 from jaxvec._views import Rows, Views
+
+# Methods that a trace shows: hand-offs, by the name of their caller or else this one, and their parts.
+_TRACED = {
+    "reset": "reset",
+    "send_reset": "reset",
+    "step": "step",
+    "send": "send",
+    "recv": "recv",
+    "end": "go on",
+    "call": "call",
+    "set_attr": "set_attr",
+    "_write_actions": "write actions",
+    "_hand_over": "hand over",
+    "_wait": "wait for workers",
+    "_end_step": "copy results",
+}
 
 _ids = itertools.count(1)  # handles name their pool by number, see _pools.py
 
@@ -154,7 +170,6 @@ class Pool:
             return None
         return failure[1]
 
-    @recorded("reset")
     def reset(
         self,
         slots: NDArray[Any],
@@ -195,7 +210,6 @@ class Pool:
             self._wait(chosen, len(chosen), "reset", check)
             return self._views.read(slots, out)
 
-    @recorded("reset")
     def send_reset(
         self,
         *,
@@ -212,7 +226,6 @@ class Pool:
             self._send_reset(self.all, chosen, seeds, options, check, in_flight=True)
             self._moved(self.all, caller)
 
-    @recorded("step")
     def step(
         self,
         slots: NDArray[Any],
@@ -241,7 +254,6 @@ class Pool:
             self._wait(slots, len(slots), "step", check)
             return self._end_step(slots, out)
 
-    @recorded("go on")
     def end(
         self,
         slots: NDArray[Any] | None,
@@ -268,7 +280,6 @@ class Pool:
             self._wait(slots, len(slots), "step", check, waited=waited)
             self._end_step(slots, out)
 
-    @recorded("send")
     def send(
         self,
         slots: NDArray[Any],
@@ -295,7 +306,6 @@ class Pool:
             self._turns.take_off(env_ids, self._timeouts.step)
             self._moved(slots, caller)
 
-    @recorded("recv")
     def recv(
         self,
         slots: NDArray[Any],
@@ -337,7 +347,6 @@ class Pool:
                 return [{} for _ in self.all]
             return [info for slice_ in self._ask("infos", lambda _first, _stop: ()) for info in slice_]
 
-    @recorded("call")
     def call(
         self,
         slots: NDArray[Any],
@@ -373,7 +382,6 @@ class Pool:
         results = dict(zip(np.sort(slots).tolist(), itertools.chain.from_iterable(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]
 
-    @recorded("set_attr")
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
         self._turns.require_distinct(slots)
@@ -391,6 +399,9 @@ class Pool:
                 self._workers.start_trace(capacity)
             self._gate.start_trace(capacity)
             self.recorder = Recorder(capacity)
+            # These hide the methods of the class, which so cost nothing more while nobody traces.
+            for name, what in _TRACED.items():
+                setattr(self, name, self.recorder.recording(getattr(self, name), what))
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
         """Records no more; also if the pool is broken or closed by now.
@@ -404,13 +415,15 @@ class Pool:
         with self._gate.inside(alone=True, patience=1.0 if hurry else None):
             programs = [self.recorder.take(), self._gate.stop_trace()]
             self.recorder = None
+            for name in _TRACED:
+                delattr(self, name)
             if self.closed:
                 return programs, []
             try:
                 with self._breaking():
                     return programs, self._workers.stop_trace(hurry=self._broken_by is not None)
-            except JaxvecError:  # the pool is broken by now; the next call says so
-                return programs, self._workers.stop_trace(hurry=True)
+            except JaxvecError:  # the pool is broken by now, and the next call says so; or another closed it
+                return programs, [] if self.closed else self._workers.stop_trace(hurry=True)
 
     def close(self, timeout: float = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds.
@@ -472,8 +485,7 @@ class Pool:
             self._options = options
             with self._breaking():
                 self._workers.set_options(options, self._timeouts.step)
-        with self._breaking(), span(self.recorder, "hand over"):
-            self._workers.send(RESET, chosen)
+        self._hand_over(RESET, chosen)
         self._turns.needs_reset[chosen] = False
         if in_flight:
             self._turns.take_off(chosen, self._timeouts.reset)
@@ -484,10 +496,15 @@ class Pool:
         if as_they_are:
             self._ask_each("give_actions", slots, actions)
         else:
-            with span(self.recorder, "write actions"):
-                self._views.write_actions(slots, actions)
-        with self._breaking(), span(self.recorder, "hand over"):
-            self._workers.send(STEP, slots)
+            self._write_actions(slots, actions)
+        self._hand_over(STEP, slots)
+
+    def _write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
+        self._views.write_actions(slots, actions)
+
+    def _hand_over(self, operation: int, slots: NDArray[Any]) -> None:
+        with self._breaking():
+            self._workers.send(operation, slots)
 
     def _ask(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
@@ -515,7 +532,6 @@ class Pool:
 
         return self._ask(name, arguments)
 
-    @recorded("wait for workers")
     def _wait(
         self,
         slots: NDArray[Any],
@@ -535,7 +551,6 @@ class Pool:
         """Names what those in flight are at: the rest of a reset has a reset's time."""
         return "reset" if self._workers.any_resetting(slots) else "step"
 
-    @recorded("copy results")
     def _end_step(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
         if self._ends_need_reset:
             terminated, truncated = self._views.over

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import wraps
 from threading import get_native_id
 from time import monotonic_ns
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -75,41 +75,25 @@ class Recorder:
         finally:
             self.add(what, began)
 
+    def recording(self, call: Callable[_P, _R], what: str) -> Callable[_P, _R]:
+        """Returns what does the same and records it, under the name of its `caller=` if it is given one."""
+
+        @wraps(call)
+        def recorded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self.span(str(kwargs.get("caller") or what)):
+                return call(*args, **kwargs)
+
+        return recorded
+
     def take(self) -> Record:
         """Returns what was recorded; the end of it."""
         spans = [Span(*each) for each in self._spans.copy()]
         return Record(spans, max(next(self._number) - len(spans), 0))
 
 
-class Recorded(Protocol):
-    """What may be recorded, and mostly is not."""
-
-    @property
-    def recorder(self) -> Recorder | None: ...
-
-
 def span(recorder: Recorder | None, what: str) -> AbstractContextManager[None]:
     """Records the time that the block takes, if there is a recorder."""
     return _NOTHING if recorder is None else recorder.span(what)
-
-
-def recorded(
-    what: str,
-) -> Callable[[Callable[Concatenate[Any, _P], _R]], Callable[Concatenate[Any, _P], _R]]:
-    """Makes a method of `Recorded` record its calls, under the name of their `caller=` where there is one."""
-
-    def decorate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-        @wraps(method)
-        def call(self: Recorded, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-            recorder = self.recorder
-            if recorder is None:
-                return method(self, *args, **kwargs)
-            with recorder.span(str(kwargs.get("caller") or what)):
-                return method(self, *args, **kwargs)
-
-        return call
-
-    return decorate
 
 
 class RecordedEnv:
