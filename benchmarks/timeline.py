@@ -44,7 +44,8 @@ def draw(timeline: dict[str, Any], picture: Path, *, first: int, count: int) -> 
             shown = [
                 (s["ts"] - start, s["dur"]) for s in mine if start < s["ts"] + s["dur"] and s["ts"] < stop
             ]
-            axes.broken_barh(shown, (place - 0.36, 0.72), color=colour, edgecolor="white", linewidth=0.4)
+            gap = 0.4 if kind in ("step", "reset") else 0  # these come in rows, the others may be too short
+            axes.broken_barh(shown, (place - 0.36, 0.72), color=colour, edgecolor="white", linewidth=gap)
     axes.set_xlim(0, stop - start)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), rows.values())
