@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxvec.callbacks._functional import reset, step
     from jaxvec.callbacks._handle import Handle
     from jaxvec.callbacks._make import make
+    from jaxvec.callbacks._profile import merge_traces
     from jaxvec.callbacks._remote import call, get_attr
 
 __version__ = "0.1.0"
@@ -64,6 +65,7 @@ __all__ = [
     "call",
     "get_attr",
     "make",
+    "merge_traces",
     "recv",
     "reset",
     "send",
@@ -79,6 +81,7 @@ _LAZY = {
     "call": "jaxvec.callbacks._remote",
     "get_attr": "jaxvec.callbacks._remote",
     "make": "jaxvec.callbacks._make",
+    "merge_traces": "jaxvec.callbacks._profile",
     "recv": "jaxvec.callbacks._first_ready",
     "reset": "jaxvec.callbacks._functional",
     "send": "jaxvec.callbacks._first_ready",

@@ -14,6 +14,7 @@ from jaxvec._description import Description
 from jaxvec._gate import Gate
 from jaxvec._layout import Layout
 from jaxvec._options import Options
+from jaxvec._recorder import Record
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 from jaxvec._turns import Turns
@@ -115,6 +116,21 @@ class Workers(Protocol):
 
         Raises:
             As `wait`, if envs in flight fail meanwhile.
+        """
+        ...
+
+    def start_trace(self, capacity: int) -> None:
+        """Lets each slice record the latest `capacity` spans from now on; raises as `request`."""
+        ...
+
+    def stop_trace(self, *, hurry: bool) -> list[Record]:
+        """Ends that, and returns the record of each slice.
+
+        Args:
+            hurry: whether to wait for short only, and for nobody who may be replaced: the pool is broken.
+
+        Raises:
+            As `request`, unless in a hurry.
         """
         ...
 

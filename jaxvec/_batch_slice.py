@@ -17,6 +17,7 @@ from jaxvec import _rows, _stats
 from jaxvec._envs import BatchedEnv, EnvFailure
 from jaxvec._info_rows import one_of
 from jaxvec._options import Options
+from jaxvec._recorder import Record, RecordedEnv, Recorder
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
@@ -43,6 +44,8 @@ class BatchSlice:
         autoreset_mode: AutoresetMode,
     ) -> None:
         self._instances = instances
+        self._movers: list[Any] = instances  # or what records their steps and resets
+        self.recorder: Recorder | None = None
         self._size = size
         self.first = first
         self._spec = spec
@@ -77,7 +80,7 @@ class BatchSlice:
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._failing(which, "reset"):
-                result: Any = self._instances[which].reset(seed=_as_seed(seeds), options=options)
+                result: Any = self._movers[which].reset(seed=_as_seed(seeds), options=options)
                 if not isinstance(result, tuple) or len(result) != 2:
                     raise InvalidValue("reset must return (obs, info)")
                 obs, info = result
@@ -101,7 +104,7 @@ class BatchSlice:
             began = monotonic_ns()
             actions = self._actions(rows)
             with self._failing(which, "step", actions):
-                result: Any = self._instances[which].step(actions)
+                result: Any = self._movers[which].step(actions)
                 if not isinstance(result, tuple) or len(result) != 5:
                     raise InvalidValue("step must return (obs, reward, terminated, truncated, info)")
                 obs, reward, terminated, truncated, info = result
@@ -126,6 +129,20 @@ class BatchSlice:
     def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
         """Is not asked for: a failure ends the pool."""
         raise failure
+
+    def start_trace(self, capacity: int) -> None:
+        """Records steps and resets from now on, the latest `capacity` of them."""
+        recorder = self.recorder = Recorder(capacity)
+        starts = [self.first + which * self._size for which in range(len(self._instances))]
+        self._movers = [
+            RecordedEnv(self._instances, which, f"envs {start}-{start + self._size - 1}", recorder)
+            for which, start in enumerate(starts)
+        ]
+
+    def stop_trace(self) -> Record | None:
+        """Records no more, and returns what was."""
+        recorder, self.recorder, self._movers = self.recorder, None, self._instances
+        return None if recorder is None else recorder.take()
 
     def set_options(self, options: Options) -> None:
         """Sets the options that resets from outside pass on from now on."""

@@ -20,6 +20,7 @@ from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._info_rows import DeclaredInfo, FinalStep
 from jaxvec._membership import checker
 from jaxvec._options import Options
+from jaxvec._recorder import Record, RecordedEnv, Recorder
 from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
 from jaxvec._segment import Arrays
@@ -67,6 +68,8 @@ class EnvSlice:
             replaces: whether we take the place of a slice whose process is gone, and which left its rows.
         """
         self._envs = envs
+        self._steppers: list[Any] = envs  # or what records their steps
+        self.recorder: Recorder | None = None
         self._env_fns = env_fns
         self.first = first
         self._autoreset_mode = autoreset_mode
@@ -154,7 +157,7 @@ class EnvSlice:
             EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
         """
         began, in_resets = monotonic_ns(), self._stats[_stats.RESET_NS]
-        envs, running, after_first = self._envs, self._running, self.first + 1
+        envs, running, after_first = self._steppers, self._running, self.first + 1
         rewards, episode_returns, episode_lengths = self._reward, self._return, self._length
         returns, lengths, state, infos = self._returns, self._lengths, self._state, self.infos
         require_member = self._require_member
@@ -244,6 +247,19 @@ class EnvSlice:
     def prepare(self) -> None:
         """Resets a spare env in advance."""
         self._spares.prepare(self._reset)
+
+    def start_trace(self, capacity: int) -> None:
+        """Records steps and resets from now on, the latest `capacity` of them."""
+        recorder = self.recorder = Recorder(capacity)
+        self._steppers = [
+            RecordedEnv(self._envs, index, f"env {self.first + index}", recorder)
+            for index in range(len(self._envs))
+        ]
+
+    def stop_trace(self) -> Record | None:
+        """Records no more, and returns what was."""
+        recorder, self.recorder, self._steppers = self.recorder, None, self._envs
+        return None if recorder is None else recorder.take()
 
     def set_options(self, options: Options) -> None:
         """Sets the options that resets from outside pass to each of our envs from now on."""
@@ -400,6 +416,9 @@ class EnvSlice:
             result = env.reset(seed=seed, options=options)
         finally:
             self._stats[_stats.RESET_NS] += monotonic_ns() - began
+            if self.recorder is not None:
+                mark = self._running[0]  # 0 while none in a slot runs
+                self.recorder.add(f"reset env {mark - 1}" if mark else "reset a spare env", began)
         self._stats[_stats.RESETS] += 1
         return result
 

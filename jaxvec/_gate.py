@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._recorder import Record
+
 # Who can move a pool. The native gate keeps an index of these.
 MOVERS = (
     "jaxvec.reset",
@@ -91,6 +93,14 @@ class Gate(Protocol):
         """Makes every program ask the pool from now on: it is closed or broken. For good."""
         ...
 
+    def start_trace(self, capacity: int) -> None:
+        """Records what compiled programs do without Python, the latest `capacity` spans of it."""
+        ...
+
+    def stop_trace(self) -> Record:
+        """Records no more, and returns what was."""
+        ...
+
     def close(self) -> None:
         """Forgets the pool's memory."""
         ...
@@ -162,6 +172,12 @@ class PortableGate:
 
     def bar(self) -> None:
         pass
+
+    def start_trace(self, capacity: int) -> None:
+        pass  # all come to Python
+
+    def stop_trace(self) -> Record:
+        return Record([])
 
     def close(self) -> None:
         pass

@@ -41,6 +41,7 @@ class Replacement:
     """What a worker that is gone was told since it attached."""
 
     options: Options  # of its envs' resets
+    trace: int | None  # how many spans to record, if any
     knocks: int
 
 

@@ -39,6 +39,7 @@ from jaxvec._handoff import RESET, STEP
 from jaxvec._layout import make_layout
 from jaxvec._native import interrupts
 from jaxvec._options import Options
+from jaxvec._recorder import Record, Recorder
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
@@ -46,6 +47,22 @@ from jaxvec._turns import Turns
 from jaxvec._views import Place, Rows, Views
 
 _logger = logging.getLogger("jaxvec")
+
+# Methods that a trace shows: hand-offs, by the name of their caller or else this one, and their parts.
+_TRACED = {
+    "reset": "reset",
+    "send_reset": "reset",
+    "step": "step",
+    "send": "send",
+    "recv": "recv",
+    "end": "go on",
+    "call": "call",
+    "set_attr": "set_attr",
+    "_write_actions": "write actions",
+    "_hand_over": "hand over",
+    "_wait": "wait for workers",
+    "_end_step": "copy results",
+}
 
 _ids = itertools.count(1)  # handles name their pool by number, see _pools.py
 
@@ -101,6 +118,7 @@ class Pool:
         if not resets_required:
             self._turns.needs_reset[:] = False
 
+        self.recorder: Recorder | None = None  # of hand-offs, while they are recorded
         self._broken_by: BaseException | None = None
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
         disabled = autoreset_mode is AutoresetMode.DISABLED
@@ -398,6 +416,42 @@ class Pool:
             self._require_usable()
             self._ask_each("set_attr", slots, values, name)
 
+    def start_trace(self, capacity: int) -> None:
+        """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
+        with self._gate.inside(alone=True):
+            self._require_usable()
+            if self.recorder is not None:
+                raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
+            with self._breaking():
+                self._workers.start_trace(capacity)
+            self._gate.start_trace(capacity)
+            self.recorder = Recorder(capacity)
+            # These hide the methods of the class, which so cost nothing more while nobody traces.
+            for name, what in _TRACED.items():
+                setattr(self, name, self.recorder.recording(getattr(self, name), what))
+
+    def stop_trace(self) -> tuple[list[Record], list[Record]]:
+        """Records no more; also if the pool is broken or closed by now.
+
+        Returns:
+            The records of the programs, by Python and without it, and those of the workers; of a closed
+            pool, none.
+        """
+        assert self.recorder is not None
+        hurry = self.closed or self._broken_by is not None
+        with self._gate.inside(alone=True, patience=1.0 if hurry else None):
+            programs = [self.recorder.take(), self._gate.stop_trace()]
+            self.recorder = None
+            for name in _TRACED:
+                delattr(self, name)
+            if self.closed:
+                return programs, []
+            try:
+                with self._breaking():
+                    return programs, self._workers.stop_trace(hurry=self._broken_by is not None)
+            except JaxvecError:  # the pool is broken by now, and the next call says so; or another closed it
+                return programs, [] if self.closed else self._workers.stop_trace(hurry=True)
+
     def close(self, timeout: float = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds.
 
@@ -461,8 +515,7 @@ class Pool:
             self._options = options
             with self._breaking():
                 self._workers.set_options(options, self._timeouts.step)
-        with self._breaking():
-            self._workers.send(RESET, chosen)
+        self._hand_over(RESET, chosen)
         self._turns.needs_reset[chosen] = False
         if in_flight:
             self._turns.take_off(chosen, self._timeouts.reset)
@@ -473,9 +526,15 @@ class Pool:
         if as_they_are:
             self._ask_each("give_actions", slots, actions)
         else:
-            self._views.write_actions(slots, actions)
+            self._write_actions(slots, actions)
+        self._hand_over(STEP, slots)
+
+    def _write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
+        self._views.write_actions(slots, actions)
+
+    def _hand_over(self, operation: int, slots: NDArray[Any]) -> None:
         with self._breaking():
-            self._workers.send(STEP, slots)
+            self._workers.send(operation, slots)
 
     def _ask(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""

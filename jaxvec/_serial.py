@@ -27,6 +27,7 @@ from jaxvec._handoff import STEP
 from jaxvec._layout import Layout
 from jaxvec._options import Options
 from jaxvec._plan import Plan
+from jaxvec._recorder import Record
 from jaxvec._restart import Budget
 from jaxvec._segment import Arrays
 from jaxvec._slice import Slice
@@ -107,6 +108,12 @@ class SerialWorkers:
                 return [attribute(*arguments(0, self._num_envs)) if callable(attribute) else attribute]
         except EnvError as error:
             return [error]
+
+    def start_trace(self, capacity: int) -> None:
+        self._slice.start_trace(capacity)
+
+    def stop_trace(self, *, hurry: bool) -> list[Record]:
+        return [self._slice.stop_trace() or Record([])]
 
     def close(self, timeout: float) -> None:
         envs, self._envs = self._envs, []

@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 
 from jaxvec._envs import EnvFailure
 from jaxvec._options import Options
+from jaxvec._recorder import Record, Recorder
 
 
 class Slice(Protocol):
     """The envs of some neighbouring slots, and the rows of the segment that they fill."""
 
     first: int
+    recorder: Recorder | None  # while steps and resets are recorded
 
     @property
     def infos(self) -> Sequence[dict[str, Any]]:
@@ -40,6 +42,14 @@ class Slice(Protocol):
 
     def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
         """Makes ready for another try at what `failure` left."""
+        ...
+
+    def start_trace(self, capacity: int) -> None:
+        """Records steps and resets from now on, the latest `capacity` of them."""
+        ...
+
+    def stop_trace(self) -> Record | None:
+        """Records no more, and returns what was."""
         ...
 
     def set_options(self, options: Options) -> None:

@@ -26,6 +26,7 @@ from jaxvec._messages import Attach, Ready, Recover, Replacement, Setup
 from jaxvec._native import interrupts
 from jaxvec._options import Options
 from jaxvec._plan import Plan
+from jaxvec._recorder import Loss
 from jaxvec._restart import Budget
 from jaxvec._rows import reader
 from jaxvec._segment import Arrays
@@ -42,6 +43,8 @@ class Supervisor:
         channels: the control socket to each worker; a replaced worker's has the same descriptor.
         starting: workers that take another's place and are not ready yet.
         options: what resets pass to the envs; for workers that take another's place.
+        trace: how many spans each worker records, if any; for those, too.
+        losses: what spans are lost with workers that were replaced since `trace` was set.
         knock: tells a worker that serves that a message is on its socket.
     """
 
@@ -54,6 +57,8 @@ class Supervisor:
         self.channels: list[Channel] = []
         self.starting: set[int] = set()
         self.options: Options = None
+        self.trace: int | None = None
+        self.losses: list[tuple[int, Loss]] = []
         self.knock: Callable[[int], None] = _no_knock
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
@@ -152,6 +157,23 @@ class Supervisor:
         news, self._news = self._news, []
         return news + heard
 
+    def hear(self, worker: int, deadline: float) -> Any:
+        """Waits for a wake or a message of one worker, whatever it is.
+
+        Raises:
+            WorkerDiedError: the worker is dead.
+            TimeoutError: nothing came by `deadline`.
+        """
+        channel = self.channels[worker]
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            raise TimeoutError
+        try:
+            return channel.receive(deadline)
+        except EOFError as error:
+            raise self._died(worker) from error
+
     def replace(self, worker: int, error: JaxvecError) -> None:
         """Ends a worker and starts another in its place, if the pool goes on; else raises `error`.
 
@@ -162,6 +184,7 @@ class Supervisor:
             raise error
         self._budget.spend(worker, error)
         self._news.append((worker, error))
+        self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
         old = self._processes[worker]
         _kill(old)
         with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it can
@@ -238,6 +261,7 @@ class Supervisor:
             assert self._arrays is not None
             replaces = Replacement(
                 _options.share(self.options, *self._plan.slices[worker]),
+                self.trace,
                 int(self._arrays["knocks",][worker, 0]),
             )
             attach = replace(self._attach, worker=worker, replaces=replaces)

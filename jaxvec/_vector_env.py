@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -14,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from jaxvec import _actions, _env_fns, _handoffs, _pools, _restart, _seeds
+from jaxvec import _actions, _env_fns, _handoffs, _pools, _restart, _seeds, _trace
 from jaxvec._cores import usable_cores
 from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
@@ -57,7 +59,7 @@ class VectorEnv:
         pool: Pool,
         description: Description,
         *,
-        num_workers: int,
+        slices: tuple[tuple[int, int], ...],
         autoreset_mode: AutoresetMode,
         transport: str,
         place: Place | None,
@@ -65,10 +67,11 @@ class VectorEnv:
         spaces = description.spaces
         self._pool = pool
         self._place = place
+        self._slices = slices
         self.spec: PoolSpec = pool.spec
         self.num_envs = pool.spec.num_envs
         self.batch_size = pool.spec.batch_size
-        self.num_workers = num_workers
+        self.num_workers = len(slices)
         self.single_observation_space: Space[Any] = spaces.observation
         self.single_action_space: Space[Any] = spaces.action
         self.observation_space: Space[Any] = batch_space(spaces.observation, self.num_envs)
@@ -262,6 +265,37 @@ class VectorEnv:
         alike = len({frame.shape if isinstance(frame, np.ndarray) else None for frame in frames}) == 1
         return np.stack(frames) if alike and isinstance(frames[0], np.ndarray) else frames
 
+    def trace(self, path: str | Path, *, max_events: int = 100_000) -> AbstractContextManager[Path]:
+        """Writes a timeline of what the pool does within a `with` block, which opens in Perfetto.
+
+        That is https://ui.perfetto.dev, or chrome://tracing. A row for each worker has its envs' steps and
+        resets, its waits for the program, and what else it is asked. A row for each thread of the program
+        has its hand-offs, split into what they do; those of compiled programs, too, whichever way they
+        reach the pool. Programs have to be done by the end of the block: `jax.block_until_ready`.
+
+        To see it beside JAX's own events, run the block inside `jax.profiler.trace(log_dir)`; then
+        `jaxvec.merge_traces(path, log_dir, both)`.
+
+        Args:
+            path: of the file, written at the end of the block, also if that raises. Events in Chrome's JSON
+                format, times in µs since the beginning of the block, which `otherData` has in ns of the
+                epoch and of the monotonic clock. Compressed if the name ends in `.gz`.
+            max_events: how many are kept of each worker, and of programs by each way to the pool. The
+                latest are; the file says how many earlier ones were dropped, and whose are lost, as those of
+                a worker that died.
+
+        Returns:
+            A context manager, whose value is the path.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError: the path can't be a file's; nothing was run.
+            RuntimeError: the pool is being traced already.
+            ValueError: `max_events` is not at least 1.
+            PoolBrokenError, PoolClosedError: the pool is. If that happens within the block, the file has
+                what could still be had.
+        """
+        return _trace.tracing(self._pool, path, self._slices, max_events=max_events)
+
     def raise_if_failed(self) -> None:
         """Raises the typed error behind the last failure of a compiled program, if there was one."""
         error = self._pool.take_program_error() or self._pool.broken_by
@@ -420,12 +454,7 @@ def start(
         )
         _pools.publish(pool)
         return VectorEnv(
-            pool,
-            description,
-            num_workers=num_workers,
-            autoreset_mode=mode,
-            transport=transport,
-            place=place,
+            pool, description, slices=slices, autoreset_mode=mode, transport=transport, place=place
         )
     except BaseException:
         workers.close(timeout=1)

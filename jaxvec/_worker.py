@@ -28,6 +28,7 @@ from jaxvec._env_slice import EnvSlice
 from jaxvec._envs import Env, EnvFailure, EnvFn
 from jaxvec._handoff import STEP, Work, WorkerHandoff
 from jaxvec._messages import Attach, Ready, Recover, Reply, Request, Setup
+from jaxvec._recorder import span
 from jaxvec._slice import Slice
 from jaxvec._spares import Spares
 from jaxvec._stats import WAIT_NS
@@ -78,6 +79,8 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
     )
     if replaces is not None:
         env_slice.set_options(replaces.options)
+        if replaces.trace is not None:
+            env_slice.start_trace(replaces.trace)
     end = _handoffs.worker_end(
         attach.handoff,
         arrays,
@@ -95,8 +98,12 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
         began = monotonic_ns()
         message = end.receive()
         stats[WAIT_NS] += monotonic_ns() - began
+        recorder = env_slice.recorder
+        if recorder is not None:
+            recorder.add("wait", began)
         if not isinstance(message, Work):
-            channel.send(_answer(env_slice, message))
+            with span(recorder, f"answer {message.name}"):
+                channel.send(_answer(env_slice, message))
             continue
         # Who waits for all is woken once; who waits for the first, by each.
         parts = len(message.slots) if attach.spec.first_ready else 1

@@ -6,6 +6,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +26,14 @@ from jaxvec._messages import Attach, Reply, Request
 from jaxvec._native import interrupts
 from jaxvec._options import Options
 from jaxvec._plan import Plan
+from jaxvec._recorder import Loss, Record
 from jaxvec._restart import Budget
 from jaxvec._segment import Arrays
 from jaxvec._spec import PoolSpec
 from jaxvec._supervisor import Supervisor, name_envs
 from jaxvec._turns import Turns
 
+_HURRY = 1.0  # seconds that the workers of a broken pool have to answer
 _SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps
 
 
@@ -185,6 +188,29 @@ class ProcessWorkers:
         replies = self._gather(wait)
         return [self._open(worker, name, reply) for worker, reply in enumerate(replies)]
 
+    def start_trace(self, capacity: int) -> None:
+        self.supervisor.losses.clear()
+        self.supervisor.trace = capacity  # a worker that is replaced is told, too
+        self.request("start_trace", lambda *_: (capacity,), timeout=self._start_timeout)
+
+    def stop_trace(self, *, hurry: bool) -> list[Record]:
+        self.supervisor.trace = None
+        if hurry:
+            answers = self._salvage()
+        else:
+            answers = self.request("stop_trace", lambda *_: (), timeout=self._start_timeout)
+        losses = self.supervisor.losses
+        for worker, answer in enumerate(answers):
+            if isinstance(answer, JaxvecError):
+                losses.append((worker, Loss(str(answer), time.monotonic_ns())))
+        return [
+            replace(
+                answer if isinstance(answer, Record) else Record([]),
+                losses=tuple(loss for whose, loss in losses if whose == worker),
+            )
+            for worker, answer in enumerate(answers)
+        ]
+
     def close(self, timeout: float) -> None:
         self.supervisor.close(timeout)
         if self._handoff is not None:
@@ -212,6 +238,32 @@ class ProcessWorkers:
             doing = f"{running}; unfinished: {name_envs(slow)}"
         message = f"{wait.name} timed out after {wait.timeout} s: {doing}"
         return EnvTimeoutError(message, env_ids=tuple(slow)), late
+
+    def _salvage(self) -> list[Record | JaxvecError]:
+        """Asks each worker for its record, when some may be dead, or hang, and none is replaced any more."""
+        request, workers = Request("stop_trace"), range(len(self._slices))
+        deadline = time.monotonic() + _HURRY
+        for worker in set(workers) - self.supervisor.starting:
+            with suppress(WorkerDiedError, TimeoutError):  # then it does not answer either
+                self.supervisor.send(worker, request, deadline=deadline)
+        return [self._salvage_from(worker, deadline) for worker in workers]
+
+    def _salvage_from(self, worker: int, deadline: float) -> Record | JaxvecError:
+        deadline = max(deadline, time.monotonic() + _HURRY / 10)  # others may have used it up
+        try:
+            while True:  # past wakes, reports, and answers to earlier questions
+                said = self.supervisor.hear(worker, deadline)
+                if isinstance(said, Reply) and said.failure is None:
+                    answer = pickle.loads(said.result)
+                    if isinstance(answer, Record):
+                        return answer
+        except WorkerDiedError as error:
+            return error
+        except TimeoutError:
+            return EnvTimeoutError(
+                f"worker {worker} did not answer, when the pool was broken",
+                env_ids=tuple(range(*self._slices[worker])),
+            )
 
     def _put_objects(self, slots: NDArray[Any]) -> None:
         """Gives the workers what of the actions of `slots` is not in the segment."""

@@ -60,6 +60,11 @@ EXPORT void jaxvec_pool_take_off(SharedPool* pool) { (*pool)->take_off(); }
 EXPORT void jaxvec_pool_land(SharedPool* pool) { (*pool)->land(); }
 EXPORT void jaxvec_pool_settle(SharedPool* pool) { (*pool)->settle(); }
 
+EXPORT void jaxvec_trace_start(SharedPool* pool, uint32_t capacity) { (*pool)->trace.start(capacity); }
+EXPORT uint64_t jaxvec_trace_stop(SharedPool* pool, jaxvec::Span* spans) {
+  return (*pool)->trace.stop(spans);
+}
+
 EXPORT void jaxvec_watch_interrupts() { jaxvec::watch_interrupts(); }
 EXPORT uint32_t jaxvec_interrupts() { return jaxvec::interrupts(); }
 

@@ -17,10 +17,16 @@ from jaxvec._gate import MOVERS
 from jaxvec._handoff import LOOK_AROUND
 from jaxvec._native import library
 from jaxvec._native.handoff import NativeParentEnd
+from jaxvec._recorder import Record, Span
 from jaxvec._turns import Turns
 
 _WAIT = int(LOOK_AROUND * 1e9)  # nanoseconds between looks at Python's signals
 _YEARS = 1 << 60  # ns
+
+# `Span` and `Part` of trace.h.
+_SPAN = np.dtype([("began", "i8"), ("ended", "i8"), ("thread", "u4"), ("what", "u4")])
+_PARTS = ("write actions", "hand over", "wait for workers", "copy results")
+_NAMES = dict(enumerate(MOVERS)) | dict(enumerate(_PARTS, start=16))
 
 
 class Array(ctypes.Structure):
@@ -185,6 +191,17 @@ class NativeGate:
     def bar(self) -> None:
         self._state.open = 0
 
+    def start_trace(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._library.jaxvec_trace_start(self._pool, capacity)
+
+    def stop_trace(self) -> Record:
+        rows = np.empty(self._capacity, _SPAN)
+        count = self._library.jaxvec_trace_stop(self._pool, rows.ctypes.data)
+        began, ended, thread, what = (rows[name][:count].tolist() for name in _SPAN.names or ())
+        spans = map(Span, map(_NAMES.__getitem__, what), began, ended, thread)
+        return Record(list(spans), max(count - self._capacity, 0))
+
     def close(self) -> None:
         self.bar()
         self._library.jaxvec_pool_withdraw(self._pool_id)
@@ -220,6 +237,8 @@ def _declared() -> ctypes.CDLL:
         jaxvec_pool_take_off=(None, [pointer]),
         jaxvec_pool_land=(None, [pointer]),
         jaxvec_pool_settle=(None, [pointer]),
+        jaxvec_trace_start=(None, [pointer, u32]),
+        jaxvec_trace_stop=(ctypes.c_uint64, [pointer, pointer]),
     )
     library.require_size(_Plan, declared.jaxvec_sizeof_plan())
     return declared

@@ -146,6 +146,7 @@ Moved Pool::step(const std::vector<Array>& operands, const std::vector<Array>& r
     leave();
     return Moved::kNothingDone;
   }
+  const Recording recording(trace, kStep);
   hand_over(slots, &operands[1]);
   count(slots, kStep);
   take_off();
@@ -176,6 +177,7 @@ Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& r
     leave();
     return Moved::kNothingDone;
   }
+  const Recording recording(trace, kSend);
   hand_over(slots, &operands[1]);
   const int64_t due = now_ns() + plan_.step_ns;
   for (const int64_t slot : slots) {
@@ -204,6 +206,7 @@ Moved Pool::recv(const std::vector<Array>& operands, const std::vector<Array>& r
     leave();
     return Moved::kNothingDone;
   }
+  const Recording recording(trace, kRecv);
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
   const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
   count(all, kRecv);
@@ -249,7 +252,11 @@ bool Pool::may_step(const std::vector<int64_t>& slots) const {
 
 // Sends the envs, with their actions, to their workers.
 void Pool::hand_over(const std::vector<int64_t>& slots, const Array* actions) {
-  for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i].data);
+  {
+    const Recording recording(trace, kWriting);
+    for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i].data);
+  }
+  const Recording recording(trace, kHandingOver);
   const int64_t* const stops_end = plan_.stops + plan_.parent->board.num_workers;
   for (size_t first = 0; first < slots.size();) {
     const int64_t* const stop = std::upper_bound(plan_.stops, stops_end, slots[first]);
@@ -278,6 +285,7 @@ void Pool::count(const std::vector<int64_t>& slots, uint32_t mover) {
 }
 
 Moved Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
+  const Recording recording(trace, kWaiting);
   const auto start = std::chrono::steady_clock::now();
   const auto num_slots = static_cast<uint32_t>(slots.size());
   if (wait(*plan_.parent, slots.data(), num_slots, count, plan_.wait_ns) == kDone) return Moved::kDone;
@@ -309,6 +317,7 @@ std::vector<int64_t> Pool::land_batch(std::vector<int64_t> sent) {
 
 // Reads the envs' rows, which nobody else touches until the handle that we return is used.
 void Pool::finish(const std::vector<int64_t>& slots, const std::vector<Array>& results, Target& target) {
+  const Recording recording(trace, kCopying);
   if (plan_.terminated != nullptr) {
     for (const int64_t slot : slots) {
       plan_.needs_reset[slot] = plan_.terminated[slot] | plan_.truncated[slot];

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "handoff.h"
+#include "trace.h"
 
 namespace jaxvec {
 
@@ -152,6 +153,7 @@ class Pool {
   void land();
 
   State state{};
+  Trace trace;
 
  private:
   Moved step(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,

@@ -25,7 +25,8 @@ from jaxvec import _pools
 from jaxvec._gate import STEP
 from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
-from jaxvec.callbacks import _program
+from jaxvec._recorder import span
+from jaxvec.callbacks import _profile, _program
 from jaxvec.callbacks._program import VERBS, Call
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
@@ -182,7 +183,11 @@ def _serve(theirs: _Call) -> None:
     _require_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
     fresh = len(token) if theirs.fresh else None
-    with _pools.serving(_program.pool_id(token), theirs.fingerprint, fresh) as pool:
+    with (
+        _profile.annotate(VERBS[theirs.verb], "FFI by Python"),
+        _pools.serving(_program.pool_id(token), theirs.fingerprint, fresh) as pool,
+        span(pool.recorder, "FFI by Python"),
+    ):
         if theirs.on_device:
             pool.pin()
         call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)

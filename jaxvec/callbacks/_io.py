@@ -20,7 +20,8 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
-from jaxvec.callbacks import _program
+from jaxvec._recorder import span
+from jaxvec.callbacks import _profile, _program
 from jaxvec.callbacks._program import READ, Call
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
@@ -46,7 +47,11 @@ class _Answer:
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
         pool_id, fresh = _program.pool_id(operands[0]), self.rows if self.call.fresh else None
-        with _pools.serving(pool_id, self.call.spec.fingerprint, fresh) as pool:
+        with (
+            _profile.annotate(self.call.verb, "io_callback"),
+            _pools.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
+            span(pool.recorder, "io_callback"),
+        ):
             return _program.answer(self.call, pool, operands)
 
 

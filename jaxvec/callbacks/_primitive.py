@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxvec import _pools
 from jaxvec._errors import EnvIdError
 from jaxvec._native.library import NativeUnavailableError
-from jaxvec.callbacks import _ffi, _io, _program
+from jaxvec.callbacks import _ffi, _io, _profile, _program
 from jaxvec.callbacks._program import READ, Call
 
 _FFI_PLATFORMS = ("cpu", "cuda")  # that the native library has handlers for
@@ -47,7 +47,8 @@ def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     fresh = len(arrays[0]) if call.fresh else None
     pool = _pools.find(_program.pool_id(arrays[0]), call.spec.fingerprint, fresh)
     # The results are copies that nobody else holds, so jax may alias them.
-    return jax.device_put(_program.answer(call, pool, arrays))
+    with _profile.annotate(call.verb, "eager"):
+        return jax.device_put(_program.answer(call, pool, arrays))
 
 
 @_call_p.def_effectful_abstract_eval

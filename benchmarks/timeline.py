@@ -1,0 +1,74 @@
+"""Draws a part of a trace that `envs.trace` wrote: a row for the program, and one for each worker.
+
+`python -m benchmarks.timeline TRACE PICTURE [--first 50] [--count 3]`; the whole trace opens in Perfetto.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from jaxvec import _timeline
+
+# What a span is, by how its name begins; a later one is drawn over those before it.
+KINDS = {
+    "jaxvec.": ("hand-off to the pool", "#355c7d"),
+    "VectorEnv.": ("hand-off to the pool", "#355c7d"),
+    "write actions": ("write actions, wake workers", "#f8b195"),
+    "hand over": ("write actions, wake workers", "#f8b195"),
+    "copy results": ("copy results", "#c06c84"),
+    "wait": ("wait", "#e3e6ea"),
+    "step": ("step of an env", "#6aa84f"),
+    "reset": ("reset of an env", "#e69138"),
+}
+
+
+def draw(timeline: dict[str, Any], picture: Path, *, first: int, count: int) -> None:
+    """Draws `count` hand-offs of the program, from number `first` on."""
+    rows = {e["tid"]: e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "thread_name"}
+    spans = [event for event in timeline["traceEvents"] if event["ph"] == "X"]
+    hand_offs = sorted(span["ts"] for span in spans if span["name"].startswith(("jaxvec.", "VectorEnv.")))
+    if len(hand_offs) <= first + count:
+        raise SystemExit(f"the trace has {len(hand_offs)} hand-offs; choose others by --first and --count")
+    start, stop = hand_offs[first], hand_offs[first + count]
+    margin = (stop - start) / 40
+    start, stop = start - margin, stop + margin
+    figure, axes = plt.subplots(figsize=(10, 0.9 + 0.55 * len(rows)), dpi=120)
+    for kind, (_, colour) in KINDS.items():
+        for place, tid in enumerate(rows):
+            mine = [span for span in spans if span["tid"] == tid and span["name"].startswith(kind)]
+            shown = [
+                (s["ts"] - start, s["dur"]) for s in mine if start < s["ts"] + s["dur"] and s["ts"] < stop
+            ]
+            gap = 0.4 if kind in ("step", "reset") else 0  # these come in rows, the others may be too short
+            axes.broken_barh(shown, (place - 0.36, 0.72), color=colour, edgecolor="white", linewidth=gap)
+    axes.set_xlim(0, stop - start)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), rows.values())
+    axes.set_xlabel("µs")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    patches = [Patch(color=colour, label=label) for label, colour in dict(KINDS.values()).items()]
+    figure.legend(handles=patches, loc="upper center", ncols=len(patches), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 0.92))
+    figure.savefig(picture)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--first", type=int, default=50, help="number of the first hand-off to draw")
+    parser.add_argument("--count", type=int, default=3, help="how many")
+    options = parser.parse_args()
+    draw(_timeline.read(options.trace), options.picture, first=options.first, count=options.count)
+
+
+if __name__ == "__main__":
+    main()
