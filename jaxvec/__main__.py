@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from jaxvec.cli._command_line import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from jaxvec.cli._command_line import main  # which imports jax, and takes its time
+
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

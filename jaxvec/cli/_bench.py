@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,13 +24,9 @@ def run(options: Namespace) -> Outcome:
     if options.plot:
         _plot.require(options.plot)
     target = _target.find(options)
-    # A failing env is told once, by its own error, and not by JAX's log of the callback, too.
-    logging.getLogger("jax").setLevel(logging.CRITICAL)
-    found = measure(
-        target,
-        Request(options.num_envs, options.num_workers, options.seconds, options.transport),
-        progress(quiet=options.json),
-    )
+    request = Request(options.num_envs, options.num_workers, options.seconds, options.transport)
+    with _jax_log_off():
+        found = measure(target, request, progress(quiet=options.json))
     verdict = _verdict.judge(found)
     line = target.line(verdict.settings)
     overlapping = None if verdict.overlapping is None else target.line(verdict.overlapping)
@@ -80,7 +77,7 @@ def _report(found: Measurement, verdict: Verdict, target: Target, plot: Path | N
     for advice in verdict.advice:
         yield f"  {advice}"
     for variant in found.variants:
-        said = ", ".join(f"{name}={value!r}" for name, value in variant.settings.items())
+        said = ", ".join(f"{name}={value}" for name, value in variant.settings.items())
         yield f"  tried {said}: {variant.ratio:.2f} times as fast"
     yield ""
     yield "Recommended:"
@@ -93,6 +90,18 @@ def _report(found: Measurement, verdict: Verdict, target: Target, plot: Path | N
         yield f"  {target.line(verdict.overlapping)}"
     if plot:
         yield f"\nPlotted to {plot}"
+
+
+@contextmanager
+def _jax_log_off() -> Generator[None]:
+    """Keeps JAX from logging a failing env's error: it is told once, by its own error."""
+    log = logging.getLogger("jax")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

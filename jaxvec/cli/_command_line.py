@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 import gymnasium
+import jax
 
 from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._native.library import NativeUnavailableError
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxvecError as error:
         return _fail(command, error, FAILED)
     except KeyboardInterrupt:
+        return _fail(command, "interrupted", INTERRUPTED)
+    except jax.errors.JaxRuntimeError as error:
+        if "KeyboardInterrupt" not in str(error):  # in a host callback, which JAX makes its own error of
+            raise
         return _fail(command, "interrupted", INTERRUPTED)
     print(json.dumps(outcome.record, indent=2) if options.json else outcome.text)
     return outcome.code

@@ -47,9 +47,10 @@ class Target:
 
     def line(self, settings: dict[str, Any]) -> str:
         """Returns what a user writes to make that pool."""
-        arguments = "".join(f", {name}={value!r}" for name, value in {**settings, **self.kwargs}.items())
+        given = {**settings, **self.kwargs}
+        arguments = "".join(f", {name}={_literal(value)}" for name, value in given.items())
         if isinstance(self.env, str):
-            return f"envs = jaxvec.make({json.dumps(self.env)}{arguments})"
+            return f"envs = jaxvec.make({_literal(self.env)}{arguments})"
         module, _, name = self.name.rpartition(":")
         return f"import {module}; envs = jaxvec.make({module}.{name}{arguments})"
 
@@ -79,6 +80,10 @@ def find(options: Namespace) -> Target:
     elif name.partition("/")[0] in _PUBLISHERS:
         return _checked(Target(name, f"{_publisher(name)}:{name}", kwargs))
     return _checked(Target(name, name, kwargs))
+
+
+def _literal(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _kwargs(text: str) -> dict[str, Any]:
