@@ -77,8 +77,7 @@ def _report(found: Measurement, verdict: Verdict, target: Target, plot: Path | N
     for advice in verdict.advice:
         yield f"  {advice}"
     for variant in found.variants:
-        said = ", ".join(f"{name}={value}" for name, value in variant.settings.items())
-        yield f"  tried {said}: {variant.ratio:.2f} times as fast"
+        yield f"  tried {_target.arguments(variant.settings)}: {variant.ratio:.2f} times as fast"
     yield ""
     yield "Recommended:"
     yield f"  {target.line(verdict.settings)}"

@@ -17,6 +17,7 @@ from jaxvec._native.library import NativeUnavailableError
 from jaxvec.cli import _bench, _check, _doctor
 from jaxvec.cli._command import EXIT_CODES, FAILED, INTERRUPTED, USAGE, Command, UsageError
 
+# A new command is a module with a `Command`, and its place here.
 COMMANDS: tuple[Command, ...] = (_doctor.COMMAND, _bench.COMMAND, _check.COMMAND)
 
 

@@ -16,6 +16,7 @@ from gymnasium import Space, spaces
 
 import jaxvec
 from jaxvec._cores import usable_cores
+from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 from jaxvec._vector_env import VectorEnv
 from jaxvec.cli import _records, _verdict
@@ -193,6 +194,7 @@ class _Run:
                         systems["callback"] = Callback(toys, length)
                 turns = self._turns(systems, "what a step is made of")
             us = {name: num_envs / turn.rate * 1e6 for name, turn in turns.items()}
+            us.setdefault("flat", us["hollow"])
             busy = turns["pool"].busy
             straggling = max(
                 _verdict.straggling([times.steps for times in self._times], num_envs, num_workers),
@@ -222,14 +224,16 @@ class _Run:
     def _toys(self, envs: VectorEnv) -> dict[str, tuple[int, Space[Any], Space[Any]]]:
         """Returns how many, and spaces, of envs that do nothing, by the names of `Breakdown`'s fields."""
         obs, action = envs.single_observation_space, envs.single_action_space
-        tiny = spaces.Box(0, 255, (1,), np.uint8)
-        flat = spaces.Box(0, 255, (max(_obs_bytes(envs.spec), 1),), np.uint8)
-        return {
+        tiny, binary = spaces.Box(0, 255, (1,), np.uint8), spaces.Discrete(2)
+        toys: dict[str, tuple[int, Space[Any], Space[Any]]] = {
             "hollow": (envs.num_envs, obs, action),
-            "flat": (envs.num_envs, flat, spaces.Discrete(2)),
-            "empty": (envs.num_envs, tiny, spaces.Discrete(2)),
-            "single": (envs.num_workers, tiny, spaces.Discrete(2)),
+            "empty": (envs.num_envs, tiny, binary),
+            "single": (envs.num_workers, tiny, binary),
         }
+        if not _is_flat(envs.spec):
+            flat = spaces.Box(0, 255, (max(_obs_bytes(envs.spec), 1),), np.uint8)
+            toys["flat"] = envs.num_envs, flat, binary
+        return toys
 
     def _try(self, pool: Pool, name: str, settings: dict[str, Any]) -> Variant:
         num_envs, num_workers = pool.envs.num_envs, pool.envs.num_workers
@@ -287,12 +291,18 @@ def _variants(
         yield "spare envs", {"spare_envs": max(num_envs // num_workers // 4, 1)}
 
 
-def _obs_leaves(spec: PoolSpec) -> list[Any]:
+def _obs_leaves(spec: PoolSpec) -> list[Leaf]:
     return [leaf for leaf in spec.timestep_leaves if leaf.path[0] == "obs"]
 
 
 def _obs_bytes(spec: PoolSpec) -> int:
     return sum(int(np.prod(leaf.shape)) * leaf.stored.itemsize for leaf in _obs_leaves(spec))
+
+
+def _is_flat(spec: PoolSpec) -> bool:
+    """Whether observation and action are an array each, and rows are written as they are."""
+    obs = _obs_leaves(spec)
+    return len(obs) == len(spec.action_leaves) == 1 and obs[0].dtype == obs[0].stored
 
 
 def _transport(envs: VectorEnv) -> str:

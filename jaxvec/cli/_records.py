@@ -63,7 +63,8 @@ class Breakdown:
         step_us: of a step of the pool, inside a jitted `lax.scan`.
         bare_us: of `num_workers` bare loops for as many env steps.
         hollow_us: of a step of the same pool with envs of the same spaces that do nothing.
-        flat_us: … with observations of as many bytes, in one array of bytes.
+        flat_us: … with observations of as many bytes, in one array of bytes; `hollow_us` if they are in
+            one array already.
         empty_us: … with observations of one byte.
         single_us: … and with one env to each worker.
         callback_us: of a host callback that does nothing; 0 where programs reach the pool without.

@@ -47,12 +47,19 @@ class Target:
 
     def line(self, settings: dict[str, Any]) -> str:
         """Returns what a user writes to make that pool."""
-        given = {**settings, **self.kwargs}
-        arguments = "".join(f", {name}={_literal(value)}" for name, value in given.items())
+        given = arguments({**settings, **self.kwargs})
         if isinstance(self.env, str):
-            return f"envs = jaxvec.make({_literal(self.env)}{arguments})"
+            return f"envs = jaxvec.make({json.dumps(self.env)}, {given})"
         module, _, name = self.name.rpartition(":")
-        return f"import {module}; envs = jaxvec.make({module}.{name}{arguments})"
+        return f"import {module}; envs = jaxvec.make({module}.{name}, {given})"
+
+
+def arguments(given: dict[str, Any]) -> str:
+    """Writes keyword arguments, as Python would read them."""
+    return ", ".join(
+        f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
+        for name, value in given.items()
+    )
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -80,10 +87,6 @@ def find(options: Namespace) -> Target:
     elif name.partition("/")[0] in _PUBLISHERS:
         return _checked(Target(name, f"{_publisher(name)}:{name}", kwargs))
     return _checked(Target(name, name, kwargs))
-
-
-def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _kwargs(text: str) -> dict[str, Any]:
