@@ -22,7 +22,7 @@ import jaxvec
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import _progress, _verdict
 from jaxvec.cli._command_line import COMMANDS, main
-from jaxvec.cli._measure import _default_workers
+from jaxvec.cli._measure import default_workers
 from jaxvec.cli._records import Bare, Breakdown, Measurement, Sample, Variant
 from jaxvec.cli._toys import BareLoop, HollowEnv
 from jaxvec.testing import CountingEnv, NestedEnv, check_env
@@ -266,10 +266,10 @@ def test_straggling_is_the_slowest_share_over_the_mean():
 
 
 def test_envs_that_wait_get_more_workers_than_cores():
-    assert _default_workers(2, 1.0) == [1, 2]
-    assert _default_workers(8, 1.0) == [1, 2, 4, 8]
-    assert _default_workers(2, 0.1) == [1, 2, 4, 8]
-    assert _default_workers(1, 1.0) == [1]
+    assert default_workers(2, 1.0) == [1, 2]
+    assert default_workers(8, 1.0) == [1, 2, 4, 8]
+    assert default_workers(2, 0.1) == [1, 2, 4, 8]
+    assert default_workers(1, 1.0) == [1]
 
 
 # --- measuring -------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from pathlib import Path
 from jaxvec.callbacks import _transports
 from jaxvec.cli import _plot, _target, _verdict
 from jaxvec.cli._command import Command, Outcome
-from jaxvec.cli._measure import Request, measure
+from jaxvec.cli._measure import measure
 from jaxvec.cli._progress import progress
 from jaxvec.cli._records import Measurement
+from jaxvec.cli._rig import Request
 from jaxvec.cli._target import Target
 from jaxvec.cli._verdict import Verdict
 
