@@ -10,7 +10,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 import gymnasium
-import jax
 
 from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._native.library import NativeUnavailableError
@@ -47,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(command, error, FAILED)
     except KeyboardInterrupt:
         return _fail(command, "interrupted", INTERRUPTED)
-    except jax.errors.JaxRuntimeError as error:
-        if "KeyboardInterrupt" not in str(error):  # in a host callback, which JAX makes its own error of
+    except RuntimeError as error:
+        if "KeyboardInterrupt" not in str(
+            error
+        ):  # in a host callback, of which JAX makes an error of its own
             raise
         return _fail(command, "interrupted", INTERRUPTED)
     print(json.dumps(outcome.record, indent=2) if options.json else outcome.text)
