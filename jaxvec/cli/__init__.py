@@ -1,0 +1,1 @@
+"""`python -m jaxvec`: the command line. Workers import from here, so nothing is imported here."""
