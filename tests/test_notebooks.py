@@ -82,4 +82,6 @@ def test_a_notebook_runs_without_a_warning(path, tmp_path):
     assert all(cell["execution_count"] for cell in executed if cell["source"])
     outputs = [output for cell in executed for output in cell["outputs"]]
     assert outputs
-    assert not ["".join(output["text"]) for output in outputs if output.get("name") == "stderr"]
+    complaints = ["".join(output["text"]) for output in outputs if output.get("name") == "stderr"]
+    # Of an env that fails for show, JAX logs the error where programs don't go by the FFI.
+    assert not [text for text in complaints if not text.startswith("jax.io_callback failed")]
