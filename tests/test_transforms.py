@@ -134,6 +134,9 @@ def test_sizes_that_do_not_fit_are_named(serial, jit):
     alone = lambda: jaxvec.reset(serial, num_envs=2)  # noqa: E731
     with pytest.raises(jaxvec.EnvIdError, match="reset of 2 envs, but the pool has 8"):
         (jax.jit(alone) if jit else alone)()
+    same = jax.vmap(lambda _: jaxvec.reset(serial, num_envs=2, seed=0))  # of which vmap makes a single reset
+    with pytest.raises(jaxvec.EnvIdError, match="the same for all lanes is made once"):
+        (jax.jit(same) if jit else same)(jnp.arange(4))
     handle, _ = jaxvec.reset(serial)
     with pytest.raises(jaxvec.ActionError, match=r"(?s)\(8,\).*\(4|\(4,\).*8"):
         jax.vmap(jaxvec.step, in_axes=(None, 0))(handle, split(ACTION, 2))

@@ -31,7 +31,8 @@ def reset(
     Args:
         envs: the pool, or the latest handle to envs of it.
         num_envs: under `vmap`, how many of the pool's envs each lane gets: all of them divided by
-            the lanes. Not for a handle, which says itself how many it is for.
+            the lanes, whose seeds or masks must then be batched: what is the same for all lanes is made
+            once. Not for a handle, which says itself how many it is for.
         seed: `None`; an int (env *i* gets `seed + i`); `[num_envs]` integers; or a JAX key, from
             which each env gets a seed of its own. Arrays and keys may be traced.
         mask: `[num_envs]` bool, may be traced; `None` for all.

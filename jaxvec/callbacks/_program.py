@@ -97,7 +97,8 @@ class Call:
         if self.fresh and rows != num_envs:
             raise EnvIdError(
                 f"reset of {rows} envs, but the pool has {num_envs}. Under vmap pass num_envs=, the pool's "
-                "envs divided by the lanes; to reset some envs, or under shard_map, pass a handle to them"
+                "envs divided by the lanes, and a seed for each lane: a reset that is the same for all lanes "
+                "is made once. To reset some envs, or under shard_map, pass a handle to them"
             )
         if self.whole and rows != num_envs:
             verb = self.verb.rpartition(".")[2]

@@ -1,0 +1,58 @@
+"""Draws the README's learning curve, from runs of `python -m jaxvec.examples.ppo` with several seeds.
+
+    python -m benchmarks.learning_curve --out docs/images/learning_curve.png
+
+Needs the extra `demo`. The runs take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from jaxvec.examples import ppo
+
+
+def plot(config: ppo.Config, curves: NDArray[np.float32], path: str) -> None:
+    """Saves a picture: the median over the seeds, and each seed's curve."""
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    env_steps = np.arange(1, config.num_updates + 1) * config.steps_per_update
+    axes.plot(env_steps, curves.T, color="C0", alpha=0.25)
+    axes.plot(
+        env_steps, np.median(curves, axis=0), color="C0", linewidth=2, label=f"median of {len(curves)} seeds"
+    )
+    axes.set(title=f"PPO on {config.env}", xlabel="env steps", ylabel="mean return of the last 100 episodes")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Trains and draws as the command line says, and prints the outcome."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--env", default="CartPole-v1", help="as for the example")
+    parser.add_argument("--total-steps", type=int, default=262_144, help="env steps of each seed")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on")
+    parser.add_argument("--out", required=True, help="file for the picture")
+    args = parser.parse_args()
+    config = replace(ppo.Config(), env=args.env, total_steps=args.total_steps)
+    curves: list[NDArray[np.float32]] = []
+    for seed in range(args.seeds):
+        result = ppo.run(replace(config, seed=seed))
+        sys.stdout.write(
+            f"seed {seed}: mean return {result.mean_return:.1f} of the last {result.num_episodes} episodes, "
+            f"{result.env_steps:,} env steps in {result.seconds:.1f} s\n"
+        )
+        curves.append(result.curve)
+    plot(config, np.stack(curves), args.out)
+
+
+if __name__ == "__main__":
+    main()
