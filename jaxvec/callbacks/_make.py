@@ -82,8 +82,10 @@ def make(
             takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
             the pool's seed and on the order in which the worker's episodes end, not on time. `call`
             and `set_attr` reach the envs that are in the slots then.
-        start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
-            processes; the serial backend has none.
+        start_timeout: seconds that the workers may take to build their envs, `None` for ever. Timeouts
+            need processes; the serial backend has none.
+        reset_timeout: seconds that a reset may take.
+        step_timeout: seconds that a step may take.
         transport: how compiled programs reach the pool: `"ffi"`, on the CPU and without Python;
             `"io_callback"`, on every platform; or `"auto"` for the first that works where they run.
         handoff: how this process and the workers hand envs to each other: `"native"` by futexes,

@@ -67,7 +67,7 @@ class Env(Face):
             `episode_return`, `episode_length`, `final_obs` and the declared keys, as in `jaxvec.TimeStep`.
 
         Raises:
-            As `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
+            JaxvecError: as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
         """
         handle, timestep = self._family.reset(rng)
         return _state_class()(None, *_fields(timestep), {}, _info(handle, timestep))
@@ -84,7 +84,7 @@ class Env(Face):
             The state. `info["first_obs"]` of brax's `AutoResetWrapper` is kept equal to `obs`.
 
         Raises:
-            As `jaxvec.step`.
+            JaxvecError: as `jaxvec.step`.
         """
         handle, timestep = self._family.step(state.info["handle"], self._scaled(action))
         obs, reward, done = _fields(timestep)
@@ -141,7 +141,7 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
         **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
 
     Raises:
-        As `jaxvec.make`.
+        JaxvecError: as `jaxvec.make`.
     """
     return _env_class()(EnvFamily(env, **kwargs), scale_actions=scale_actions)
 

@@ -109,7 +109,7 @@ class Environment(Face):
 
         Raises:
             ValueError: other params.
-            And as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
+            JaxvecError: as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
         """
         self._require_default(params)
         handle, timestep = self._family.reset(key)
@@ -132,7 +132,8 @@ class Environment(Face):
             with `final_obs` `final_observation`, what the env returned before its reset.
 
         Raises:
-            As `jaxvec.step`.
+            JaxvecError: as `jaxvec.step`.
+            TypeError: `state` is none that `reset` or `step` returned.
         """
         del key
         self._require_default(params)
@@ -189,7 +190,7 @@ def make(
 
     Raises:
         ValueError, TypeError: a bad argument.
-        And as `jaxvec.make`.
+        JaxvecError: as `jaxvec.make`.
     """
     if num_returns not in (5, 6):
         raise ValueError(f"num_returns must be 5 or 6, not {num_returns!r}")

@@ -35,7 +35,7 @@ class AsyncState(Enum):
 class AsyncVectorEnv(PooledVectorEnv):
     """`gymnasium.vector.AsyncVectorEnv`, over a pool of worker processes.
 
-    The README tells where it does what Gymnasium's class does not.
+    Its guide, `docs/porting/gymnasium.md`, tells where it does what Gymnasium's class does not.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class AsyncVectorEnv(PooledVectorEnv):
             shared_memory: `True` refuses spaces of the user's own; data are in shared memory anyhow, but
                 for values without fixed shape.
             copy: `False` returns observations that the next step overwrites.
-            context, daemon: have no meaning here: workers are interpreters of their own.
+            context: has no meaning here: workers are interpreters of their own.
+            daemon: nor has this.
             worker: refused; wrap the env instead.
             observation_mode: `"same"`, `"different"`, or the batched and the single space.
             autoreset_mode: of Gymnasium's.
