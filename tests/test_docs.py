@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+import jaxvec
+from jaxvec import _errors
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -75,3 +78,9 @@ def test_every_python_block_is_looked_at(name):
 def test_every_test_file_that_a_page_names_exists(name):
     named = re.findall(r"`((?:test_\w+|conftest)\.py)`", TEXTS[name])
     assert [file for file in named if not (ROOT / "tests" / file).is_file()] == []
+
+
+def test_the_reference_has_every_public_name():
+    listed = {name for text in TEXTS.values() for name in re.findall(r"^::: jaxvec\.(\w+)", text, re.MULTILINE)}
+    assert {*jaxvec.__all__} - {*_errors.__all__} - listed == set()
+    assert "_errors" in listed

@@ -140,6 +140,9 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
         scale_actions: whether actions within [-1, 1] are scaled to the bounds of a `Box`, if they are finite.
         **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
 
+    Returns:
+        The env; where brax is installed, it is a `brax.envs.Env`, too.
+
     Raises:
         JaxvecError: as `jaxvec.make`.
     """
@@ -157,7 +160,11 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
         action_repeat: 1.
         randomization_fn: `None`.
 
+    Returns:
+        The wrapped env, to be stepped in batches, `[num_envs, ...]`.
+
     Raises:
+        ImportError: brax is not installed.
         ValueError: an action is to be repeated, which would lose the ends of episodes, or physics to be
             randomised.
     """

@@ -188,6 +188,9 @@ def make(
         final_obs: whether info has `final_observation`; by default as gymnax: with `num_returns=6`.
         **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
 
+    Returns:
+        The `Environment` and its `EnvParams`, the only ones it takes.
+
     Raises:
         ValueError, TypeError: a bad argument.
         JaxvecError: as `jaxvec.make`.

@@ -33,8 +33,8 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
         env_type: `"gymnasium"`; `"gym"`, old Gym's `reset` and `step` of four values, and its spaces where
             it is installed; or `"dm"`, dm_env's `TimeStep`.
         **kwargs: EnvPool's, which are below; others of `jaxvec.make`, such as `info`; and the task's own: for
-            an Atari task EnvPool's options, for others `gymnasium.make`'s, such as `max_episode_steps`, or the
-            callable's.
+            an Atari task EnvPool's options, for others `gymnasium.make`'s, such as `max_episode_steps`, or
+            the callable's.
 
     Keyword Args:
         num_envs (int): how many envs; 1 by default.
