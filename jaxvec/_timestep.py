@@ -19,7 +19,10 @@ class TimeStep(NamedTuple):
         info: dict of fixed keys and shapes: `env_id` `[num_envs]` int32; `episode_return` (as
             reward) and `episode_length` `[num_envs]` int32 of the episode that just ended, else
             of the one that runs; under same-step autoreset `final_obs` (as obs, zero where no
-            episode ended) and its mask `_final_obs`; and each declared key with its mask.
+            episode ended) and its mask `_final_obs`; and each declared key with its mask, under same-step
+            autoreset once more in `final_info`, of the steps that ended an episode. `fault` `[num_envs]` bool
+            with `on_fault="restart"`: which steps were cut short; `idle` `[num_envs]` bool with
+            `episodic=True`: which were not taken.
     """
 
     obs: Any

@@ -161,7 +161,14 @@ class VectorEnv:
     def send_reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
         """Starts a reset of all envs, or of those of `mask`, and does not wait for it; `recv` does.
 
-        Args and errors are those of `reset`.
+        Args:
+            seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
+            mask: `[num_envs]` bool.
+            options: a dict for every env's `reset`, or one for each env.
+
+        Raises:
+            PoolBrokenError, PoolClosedError: the pool is. What the resets raise, `recv` does.
+            ValueError, TypeError: a bad argument; nothing was reset.
         """
         self._pool.send_reset(
             seeds=_seeds.expand(seed, self.num_envs),
@@ -236,13 +243,27 @@ class VectorEnv:
 
         Whatever else is asked of the pool meanwhile waits until the call is done.
 
+        Args:
+            name: of the method.
+            *args: for each call.
+            indices: which envs; `None` for all.
+            **kwargs: for each call.
+
         Returns:
             What `call` would return or raise, by its `result(timeout)`.
         """
         return promise(lambda begun: self._call(name, args, kwargs, indices, begun))
 
     def get_attr(self, name: str, *, indices: Any = None) -> tuple[Any, ...]:
-        """Returns an attribute of envs, as `call`; a method is called, as in Gymnasium."""
+        """Returns an attribute of envs; a method is called, as in Gymnasium. Raises as `call`.
+
+        Args:
+            name: of the attribute.
+            indices: which envs; `None` for all.
+
+        Returns:
+            One value for each env.
+        """
         return self.call(name, indices=indices)
 
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
@@ -252,6 +273,9 @@ class VectorEnv:
             name: of the attribute.
             values: a list or tuple gives each env its own value.
             indices: which envs; `None` for all.
+
+        Raises:
+            ValueError: a list has not a value for each env.
         """
         slots = _actions.check_env_id(indices, self.num_envs)
         each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
@@ -260,7 +284,11 @@ class VectorEnv:
         self._pool.set_attr(slots, name, each)
 
     def render(self) -> Any:
-        """Returns each env's `render()`: frames of one shape as an array `[num_envs, H, W, 3]`."""
+        """Returns each env's `render()`: frames of one shape as an array `[num_envs, H, W, 3]`, else a tuple.
+
+        Raises:
+            EnvError: an env raised; the pool stays usable.
+        """
         frames = self.call("render")
         alike = len({frame.shape if isinstance(frame, np.ndarray) else None for frame in frames}) == 1
         return np.stack(frames) if alike and isinstance(frames[0], np.ndarray) else frames
@@ -297,7 +325,11 @@ class VectorEnv:
         return _trace.tracing(self._pool, path, self._slices, max_events=max_events)
 
     def raise_if_failed(self) -> None:
-        """Raises the typed error behind the last failure of a compiled program, if there was one."""
+        """Raises the typed error behind the last failure of a compiled program, if there was one.
+
+        Raises:
+            JaxvecError: what failed; of a broken pool, what broke it. A program's error is raised once.
+        """
         error = self._pool.take_program_error() or self._pool.broken_by
         if error is not None:
             raise error

@@ -48,14 +48,25 @@ class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.int32], dict[str, Any]]:
-        """Starts an episode; info has `seed`, -1 for none, and `options`."""
+        """Starts an episode.
+
+        Returns:
+            The observation, whose last action is -1, and info: `seed`, -1 for none, and `options`.
+        """
         super().reset(seed=seed)
         self.resets += 1
         self._episode_steps = 0
         return self._observe(-1), {"seed": -1 if seed is None else seed, "options": options}
 
     def step(self, action: Any) -> tuple[NDArray[np.int32], float, bool, bool, dict[str, Any]]:
-        """Counts; info has `steps`."""
+        """Counts.
+
+        Args:
+            action: is only repeated in the observation.
+
+        Returns:
+            The observation, the reward, the flags, and info: `steps` since the env was made.
+        """
         self.steps += 1
         self._episode_steps += 1
         over = self._length is not None and self._episode_steps >= self._length
@@ -109,13 +120,29 @@ class NestedEnv(gymnasium.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Starts an episode; the echoed action is a random one."""
+        """Starts an episode.
+
+        Args:
+            seed: of the noise in the observations, and of the action that the first one echoes.
+            options: are ignored.
+
+        Returns:
+            The observation, and an empty info.
+        """
         super().reset(seed=seed)
         self._steps = 0
         return self._observe(self._random_action()), {}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Echoes the action; the reward is a sum over it."""
+        """Echoes the action.
+
+        Args:
+            action: of the action space.
+
+        Returns:
+            The observation, with the action under `last`; the sum over the action as the reward; the flags;
+            an empty info.
+        """
         self._steps += 1
         arm = action["arm"]
         reward = float(action["turn"] + arm[0].sum() + arm[1].sum() + arm[2] + action["keys"].sum())

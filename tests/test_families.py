@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import gymnasium
 import jax
@@ -205,16 +201,3 @@ def test_old_gym(make):
 
     assert_as_in_gymnasium(make, old, ends=33)
     assert_as_in_gymnasium(make, newer, ends=9)
-
-
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-
-
-@pytest.mark.parametrize("module", ["dm_control", "mpe2"])
-def test_the_readmes_example_prints_what_it_says(module):
-    needs(module, "families")
-    (source,) = (one for one in re.findall(r"```py\n(.*?)```", README, re.DOTALL) if module in one)
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.splitlines() == re.findall(r"^print\(.*# (.*)$", source, re.MULTILINE)

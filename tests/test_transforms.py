@@ -1,4 +1,4 @@
-"""JAX's transformations of the verbs; README.md has the table, and each of its cells a test here."""
+"""JAX's transformations of the verbs: each cell of the table in docs/transformations.md has a test here."""
 
 from __future__ import annotations
 

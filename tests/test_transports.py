@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 
 import jax
@@ -86,6 +88,17 @@ REFUSED = pytest.param(
     "jax refused the FFI handlers: ZeroDivisionError",
     id="refused",
 )
+
+
+@needs_ffi
+def test_the_native_library_may_be_loaded_before_jax():
+    source = (
+        "from jaxvec._native import library; library.load(); import jax.numpy as jnp; print(jnp.ones(1) + 1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[2.]\n", "")
 
 
 @needs_ffi

@@ -94,7 +94,18 @@ class DmEnv(Adapter):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Starts an episode; see the class for what a seed does."""
+        """Starts an episode.
+
+        Args:
+            seed: see the class for what it does.
+            options: are ignored.
+
+        Returns:
+            The observation and info.
+
+        Raises:
+            TypeError: nothing in the env can be seeded.
+        """
         super().reset(seed=seed)
         if seed is not None:
             self._seed(seed)
@@ -103,6 +114,13 @@ class DmEnv(Adapter):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps the env.
+
+        Args:
+            action: of the action space.
+
+        Returns:
+            `(obs, reward, terminated, truncated, info)`; the reward is a float, or an array where
+            `reward_space` says so.
 
         Raises:
             ResetNeeded: the episode is over, or none was begun; the env has begun one.

@@ -75,7 +75,15 @@ class PettingZooEnv(Adapter):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Starts an episode; seed and options are the env's."""
+        """Starts an episode.
+
+        Args:
+            seed: for the env's `reset`.
+            options: the same.
+
+        Returns:
+            The agents' observations and infos, by agent, and in info the masks.
+        """
         super().reset(seed=seed)
         observations, infos = self.adapted.reset(seed=seed, options=options)
         alive = set(self.adapted.agents)
@@ -84,6 +92,12 @@ class PettingZooEnv(Adapter):
 
     def step(self, action: Any) -> tuple[dict[Any, Any], NDArray[np.float64], bool, bool, dict[Any, Any]]:
         """Steps the agents that are alive.
+
+        Args:
+            action: of each agent, by agent; those of agents that are gone are ignored.
+
+        Returns:
+            `(obs, reward, terminated, truncated, info)`, with `[num_agents]` float64 rewards.
 
         Raises:
             ResetNeeded: none is.

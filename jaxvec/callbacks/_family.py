@@ -56,7 +56,7 @@ class EnvFamily:
 
         Raises:
             TypeError: `env` is a list, or an argument can't be given here.
-            And as `jaxvec.make`.
+            JaxvecError: as `jaxvec.make`.
         """
         for name in kwargs.keys() & _OURS:
             raise TypeError(f"{name} can't be given here: {_OURS[name]}")
@@ -87,7 +87,7 @@ class EnvFamily:
         Raises:
             PoolClosedError: the family is closed.
             SpaceMismatchError: the envs have other spaces than the first one.
-            And as `jaxvec.make`.
+            JaxvecError: as `jaxvec.make`.
         """
         with self._starting:
             if num_envs not in self._pools:

@@ -32,7 +32,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
         ActionError: wrong structure, shape or dtype, when the program is traced.
         EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
         InFlightError: an env is in flight already; nothing was sent.
-        And as `step`.
+        JaxvecError: and all that `step` raises.
     """
     spec = _arguments.require_handle(handle, "send")
     ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
@@ -60,7 +60,7 @@ def recv(handle: Handle) -> tuple[Handle, TimeStep]:
 
     Raises:
         InFlightError: fewer envs than that are in flight; the pool is as it was.
-        And as `step`.
+        JaxvecError: and all that `step` raises.
     """
     spec = _arguments.require_handle(handle, "recv")
     token, *rows = _primitive.bind(Call(RECV, spec, handle.transport), handle.token)

@@ -49,8 +49,8 @@ def reset(
         PoolBrokenError, PoolClosedError: it was already.
         ValueError, TypeError: a bad argument; nothing was reset.
 
-        A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
-        `with envs:`, or by `envs.raise_if_failed()`, they come typed.
+    A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
+    `with envs:`, or by `envs.raise_if_failed()`, they come typed.
     """
     if isinstance(envs, Handle):
         handle, fresh = envs, False
@@ -96,8 +96,8 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
         PoolBrokenError, PoolClosedError: it was already.
 
-        A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
-        `with envs:`, or by `envs.raise_if_failed()`, they come typed.
+    A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
+    `with envs:`, or by `envs.raise_if_failed()`, they come typed.
     """
     spec = _arguments.require_handle(handle, "step")
     actions = _arguments.check_action(spec, action, handle.num_envs)

@@ -85,8 +85,10 @@ def make(
             takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
             the pool's seed and on the order in which the worker's episodes end, not on time. `call`
             and `set_attr` reach the envs that are in the slots then.
-        start_timeout, reset_timeout, step_timeout: seconds, `None` for ever. Timeouts need
-            processes; the serial backend has none.
+        start_timeout: seconds that the workers may take to build their envs, `None` for ever. Timeouts
+            need processes; the serial backend has none.
+        reset_timeout: seconds that a reset may take.
+        step_timeout: seconds that a step may take.
         device: a `jax.Device`, on which the pool's own `reset`, `step` and `recv` put their time steps,
             as JAX arrays; by default they are NumPy's. A GPU copies them straight from the memory that the
             envs write to. Programs have theirs where they run. Env arguments of this name, and of the

@@ -35,7 +35,7 @@ def get_attr(handle: Handle, name: str, struct: Any) -> Any:
         EnvDataError: it is not what `struct` says; the pool stays usable.
         PoolBrokenError, PoolClosedError: the pool is.
 
-        A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text, like `step`.
+    A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text, like `step`.
     """
     spec = _arguments.require_handle(handle, "get_attr")
     leaves, tree = _structs(struct)
@@ -62,7 +62,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
         EnvError: an env raised, or has no such method; the pool stays usable and the handle fresh.
         EnvDataError: an env returned something else than `result`.
         ValueError: an array has not a row for each env.
-        And as `step`.
+        JaxvecError: and all that `step` raises.
     """
     spec = _arguments.require_handle(handle, "call")
     leaves, tree = _structs(result)

@@ -67,7 +67,7 @@ class Env(Face):
             `episode_return`, `episode_length`, `final_obs` and the declared keys, as in `jaxvec.TimeStep`.
 
         Raises:
-            As `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
+            JaxvecError: as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
         """
         handle, timestep = self._family.reset(rng)
         return _state_class()(None, *_fields(timestep), {}, _info(handle, timestep))
@@ -84,7 +84,7 @@ class Env(Face):
             The state. `info["first_obs"]` of brax's `AutoResetWrapper` is kept equal to `obs`.
 
         Raises:
-            As `jaxvec.step`.
+            JaxvecError: as `jaxvec.step`.
         """
         handle, timestep = self._family.step(state.info["handle"], self._scaled(action))
         obs, reward, done = _fields(timestep)
@@ -140,8 +140,11 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
         scale_actions: whether actions within [-1, 1] are scaled to the bounds of a `Box`, if they are finite.
         **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
 
+    Returns:
+        The env; where brax is installed, it is a `brax.envs.Env`, too.
+
     Raises:
-        As `jaxvec.make`.
+        JaxvecError: as `jaxvec.make`.
     """
     return _env_class()(EnvFamily(env, **kwargs), scale_actions=scale_actions)
 
@@ -157,7 +160,11 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
         action_repeat: 1.
         randomization_fn: `None`.
 
+    Returns:
+        The wrapped env, to be stepped in batches, `[num_envs, ...]`.
+
     Raises:
+        ImportError: brax is not installed.
         ValueError: an action is to be repeated, which would lose the ends of episodes, or physics to be
             randomised.
     """

@@ -109,7 +109,7 @@ class Environment(Face):
 
         Raises:
             ValueError: other params.
-            And as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
+            JaxvecError: as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
         """
         self._require_default(params)
         handle, timestep = self._family.reset(key)
@@ -132,7 +132,8 @@ class Environment(Face):
             with `final_obs` `final_observation`, what the env returned before its reset.
 
         Raises:
-            As `jaxvec.step`.
+            JaxvecError: as `jaxvec.step`.
+            TypeError: `state` is none that `reset` or `step` returned.
         """
         del key
         self._require_default(params)
@@ -187,9 +188,12 @@ def make(
         final_obs: whether info has `final_observation`; by default as gymnax: with `num_returns=6`.
         **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
 
+    Returns:
+        The `Environment` and its `EnvParams`, the only ones it takes.
+
     Raises:
         ValueError, TypeError: a bad argument.
-        And as `jaxvec.make`.
+        JaxvecError: as `jaxvec.make`.
     """
     if num_returns not in (5, 6):
         raise ValueError(f"num_returns must be 5 or 6, not {num_returns!r}")

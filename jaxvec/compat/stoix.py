@@ -66,7 +66,7 @@ class EnvFactory:
 
         Raises:
             ImportError: stoa is not installed.
-            And as `jaxvec.make`.
+            JaxvecError: as `jaxvec.make`.
         """
         _stoa()
         with self.lock:

@@ -96,7 +96,7 @@ class EnvPool(ABC):
 
         Raises:
             EnvIdError: an id comes twice, or is none of the pool's; nothing was reset.
-            And as `jaxvec.VectorEnv.reset`.
+            JaxvecError: and all that `jaxvec.VectorEnv.reset` raises.
         """
         ids = self._check_ids(env_id)
         mask = None
@@ -174,7 +174,7 @@ class EnvPool(ABC):
 
         Raises:
             InFlightError: too few envs are in flight; the pool is as it was.
-            And as `jaxvec.VectorEnv.recv`.
+            JaxvecError: and all that `jaxvec.VectorEnv.recv` raises.
         """
         sent = self._sent
         part = 0 < len(sent) < len(self)

@@ -32,16 +32,19 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
             life ends the episode, and the next one goes on with the same game.
         env_type: `"gymnasium"`; `"gym"`, old Gym's `reset` and `step` of four values, and its spaces where
             it is installed; or `"dm"`, dm_env's `TimeStep`.
-        num_envs: how many envs; 1 by default.
-        batch_size: how many of them `recv` returns, the first that are ready; 0, the default, for all.
-        num_threads: how many worker processes; 0, the default, for as many as there are usable cores.
-        seed: an int (env *i* gets `seed + i`), or one for each env, for each env's first reset; 42 by
-            default.
-        gym_reset_return_info: with `env_type="gym"`, whether `reset` returns `(obs, info)`; by default
+        **kwargs: EnvPool's, which are below; others of `jaxvec.make`, such as `info`; and the task's own: for
+            an Atari task EnvPool's options, for others `gymnasium.make`'s, such as `max_episode_steps`, or
+            the callable's.
+
+    Keyword Args:
+        num_envs (int): how many envs; 1 by default.
+        batch_size (int): how many of them `recv` returns, the first that are ready; 0, the default, for all.
+        num_threads (int): how many worker processes; 0, the default, for as many as there are usable cores.
+        seed (int): that of env 0 (env *i* gets `seed + i`), or one for each env, for each env's first reset;
+            42 by default.
+        gym_reset_return_info (bool): with `env_type="gym"`, whether `reset` returns `(obs, info)`; by default
             the observations alone.
-        thread_affinity_offset: is ignored: workers run where the system lets them.
-        **kwargs: others of `jaxvec.make`, such as `info`; and the task's own: for an Atari task EnvPool's
-            options, for others `gymnasium.make`'s, such as `max_episode_steps`, or the callable's.
+        thread_affinity_offset (int): is ignored: workers run where the system lets them.
 
     Returns:
         A `GymnasiumEnvPool`, `GymEnvPool` or `DMEnvPool`. An env resets itself in the step after the one
@@ -51,7 +54,7 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
     Raises:
         ValueError, TypeError: a bad argument.
         gymnasium.error.Error: there is no such task.
-        And as `jaxvec.make`.
+        JaxvecError: as `jaxvec.make`.
     """
     if env_type not in _FACES:
         raise ValueError(f'env_type must be "gymnasium", "gym" or "dm", not {env_type!r}')

@@ -35,7 +35,7 @@ class AsyncState(Enum):
 class AsyncVectorEnv(PooledVectorEnv):
     """`gymnasium.vector.AsyncVectorEnv`, over a pool of worker processes.
 
-    The README tells where it does what Gymnasium's class does not.
+    Its guide, `docs/porting/gymnasium.md`, tells where it does what Gymnasium's class does not.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class AsyncVectorEnv(PooledVectorEnv):
             shared_memory: `True` refuses spaces of the user's own; data are in shared memory anyhow, but
                 for values without fixed shape.
             copy: `False` returns observations that the next step overwrites.
-            context, daemon: have no meaning here: workers are interpreters of their own.
+            context: has no meaning here: workers are interpreters of their own.
+            daemon: nor has this.
             worker: refused; wrap the env instead.
             observation_mode: `"same"`, `"different"`, or the batched and the single space.
             autoreset_mode: of Gymnasium's.
@@ -99,12 +100,24 @@ class AsyncVectorEnv(PooledVectorEnv):
         )
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Resets all envs, or those of `options["reset_mask"]`."""
+        """Resets all envs, or those of `options["reset_mask"]`.
+
+        Args:
+            seed: an int (env *i* gets `seed + i`), one for each env, or `None`.
+            options: for every env's `reset`, but for `reset_mask`, `[num_envs]` bool.
+
+        Returns:
+            Observations, batched as Gymnasium does, and infos. Raises as `reset_async` and `reset_wait`.
+        """
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
     def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
         """Begins a reset.
+
+        Args:
+            seed: as of `reset`.
+            options: as of `reset`.
 
         Raises:
             ClosedEnvironmentError: the vector env is closed.
@@ -118,34 +131,58 @@ class AsyncVectorEnv(PooledVectorEnv):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Ends a reset.
 
+        Args:
+            timeout: seconds; `None` for ever.
+
+        Returns:
+            What `reset` does.
+
         Raises:
             NoAsyncCallError: none is under way.
             multiprocessing.TimeoutError: it was not done in time; it still is under way.
+            Exception: that of an env; the pool is broken by it, but with `on_fault="restart"`.
         """
         self._require(AsyncState.WAITING_RESET, timeout)
         with as_gymnasium(type(self).__name__):
             return self._after_reset(self._end(timeout), self._mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Steps all envs."""
+        """Steps all envs.
+
+        Args:
+            actions: of the batched action space.
+
+        Returns:
+            `(obs, reward, terminated, truncated, info)`: rewards `[num_envs]` float64, flags `[num_envs]`
+            bool. Raises as `step_async` and `step_wait`.
+        """
         self.step_async(actions)
         return self.step_wait()
 
     def step_async(self, actions: Any) -> None:
-        """Begins a step; raises as `reset_async`."""
+        """Begins a step with actions of the batched action space; raises as `reset_async`."""
         self._begin("step_async")
         with as_gymnasium(type(self).__name__):
             self._send_step(actions)
         self._state = AsyncState.WAITING_STEP
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Ends a step; raises as `reset_wait`."""
+        """Ends a step, within `timeout` seconds; returns what `step` does, and raises as `reset_wait`."""
         self._require(AsyncState.WAITING_STEP, timeout)
         with as_gymnasium(type(self).__name__):
             return self._after_step(self._end(timeout))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Calls a method of each env, or reads an attribute."""
+        """Calls a method of each env, or reads an attribute.
+
+        Args:
+            name: of the method or attribute.
+            *args: for each call.
+            **kwargs: for each call.
+
+        Returns:
+            One result for each env.
+        """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
@@ -156,7 +193,7 @@ class AsyncVectorEnv(PooledVectorEnv):
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Ends a call; raises as `reset_wait`."""
+        """Ends a call, within `timeout` seconds; returns what `call` does, and raises as `reset_wait`."""
         self._require(AsyncState.WAITING_CALL, timeout)
         assert self._calls is not None
         try:

@@ -43,13 +43,13 @@ class SyncVectorEnv(PooledVectorEnv):
         self.env_fns = env_fns
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Resets all envs, or those of `options["reset_mask"]`."""
+        """Resets all envs, or those of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
         with as_gymnasium(type(self).__name__):
             mask = self._send_reset(seed, options)
             return self._after_reset(self._recv(), mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Steps all envs."""
+        """Steps all envs; see `AsyncVectorEnv.step`."""
         with as_gymnasium(type(self).__name__):
             self._send_step(actions)
             return self._after_step(self._recv())
