@@ -53,7 +53,7 @@ def draw(found: Measurement, verdict: Verdict, path: Path) -> None:
         bottom += us
     pool = found.breakdown
     step.set(
-        title=f"a step of {pool.num_envs} envs on {pool.num_workers} workers",
+        title=f"a step of {pool.num_envs} envs\non {pool.num_workers} workers",
         ylabel="us",
         xlim=(-0.5, 1.5),
         xticks=[],
