@@ -39,7 +39,7 @@ def memory() -> dict[str, float]:
             process.stdout.readline()
         with jaxvec.make(CARTPOLES.env_fns(), num_workers=2) as envs:
             envs.reset(seed=0)
-            found["jaxvec worker with 32 CartPoles"] = _mean_pss("jaxvec._worker")
+            found["jaxvec worker with 32 CartPoles"] = _mean_pss("jaxvec._backends._worker")
             found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(_pss(p.pid) for p in bare)
         with gymnasium_async(replace(CARTPOLES, num_envs=2)):
             found["AsyncVectorEnv worker with one"] = _mean_pss("multiprocessing.spawn import spawn_main")

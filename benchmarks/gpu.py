@@ -22,7 +22,7 @@ import numpy as np
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec import _pinned
+from jaxvec._memory import _pinned
 
 NUM_ENVS = 8
 PAYLOADS = {"1 kB": 1 << 10, "1 MB": 1 << 20, "30 MB": 30 << 20}  # of a step of all envs

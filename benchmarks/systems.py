@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jaxvec
 from benchmarks.loads import EnvFn, Load
 from jaxvec._cores import usable_cores
-from jaxvec._layout import split
+from jaxvec._memory._layout import split
 
 Run = Callable[[int], None]  # takes that many steps of every env
 System = Callable[[Load], Any]

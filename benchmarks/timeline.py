@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from jaxvec import _timeline
+from jaxvec._tracing import _timeline
 
 # What a span is, by how its name begins; a later one is drawn over those before it.
 KINDS = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from jaxvec._backend import Workers
-from jaxvec._gate import Gate
-from jaxvec._pinned import Pinned
+from jaxvec._backends._backend import Workers
+from jaxvec._handoff._gate import Gate
+from jaxvec._memory._pinned import Pinned
 
 _PATIENCE = 1.0  # seconds for others to be done with a pool whose workers are gone
 

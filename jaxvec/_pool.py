@@ -24,8 +24,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _options, _pinned, _segment, _stats
-from jaxvec._backend import Patience, Workers
+from jaxvec import _options, _stats
+from jaxvec._backends._backend import Patience, Workers
 from jaxvec._closing import Closing
 from jaxvec._errors import (
     EnvIdError,
@@ -35,16 +35,17 @@ from jaxvec._errors import (
     PoolClosedError,
     StaleHandleError,
 )
-from jaxvec._handoff import RESET, STEP
-from jaxvec._layout import make_layout
+from jaxvec._handoff._handoff import RESET, STEP
+from jaxvec._handoff._turns import Turns
+from jaxvec._memory import _pinned, _segment
+from jaxvec._memory._layout import make_layout
+from jaxvec._memory._views import Place, Rows, Views
 from jaxvec._native import interrupts
 from jaxvec._options import Options
-from jaxvec._recorder import Record, Recorder
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
-from jaxvec._turns import Turns
-from jaxvec._views import Place, Rows, Views
+from jaxvec._tracing._recorder import Record, Recorder
 
 _logger = logging.getLogger("jaxvec")
 

@@ -7,9 +7,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxvec import _timeline
 from jaxvec._pool import Pool
-from jaxvec._recorder import Loss, Record
+from jaxvec._tracing import _timeline
+from jaxvec._tracing._recorder import Loss, Record
 
 
 @contextmanager

@@ -16,23 +16,25 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from jaxvec import _actions, _env_fns, _handoffs, _pools, _restart, _seeds, _trace
+from jaxvec import _actions, _pools, _restart, _seeds, _trace
+from jaxvec._backends import _handoffs
+from jaxvec._backends._plan import Plan
+from jaxvec._backends._serial import SerialWorkers
+from jaxvec._backends._workers import ProcessWorkers
 from jaxvec._cores import usable_cores
-from jaxvec._description import Description
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND, HOST_STEP
-from jaxvec._layout import split
-from jaxvec._plan import Plan
+from jaxvec._handoff._gate import HOST_RECV, HOST_RESET, HOST_SEND, HOST_STEP
+from jaxvec._memory._layout import split
+from jaxvec._memory._views import Place
 from jaxvec._pool import Pool, Timeouts
 from jaxvec._promise import promise
 from jaxvec._restart import Budget, Restart
-from jaxvec._serial import SerialWorkers
+from jaxvec._slices import _env_fns
+from jaxvec._slices._description import Description
 from jaxvec._spaces import DtypePolicy
 from jaxvec._spec import PoolSpec, make_spec, undeclared
 from jaxvec._stats import Stats
 from jaxvec._timestep import TimeStep
-from jaxvec._views import Place
-from jaxvec._workers import ProcessWorkers
 
 
 @final

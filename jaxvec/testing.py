@@ -13,12 +13,12 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from jaxvec import _rows, _segment
-from jaxvec._description import describe
-from jaxvec._env_slice import EnvSlice
-from jaxvec._envs import EnvFailure, build, close
-from jaxvec._failures import report, to_error
-from jaxvec._layout import make_layout
+from jaxvec._memory import _rows, _segment
+from jaxvec._memory._layout import make_layout
+from jaxvec._slices._description import describe
+from jaxvec._slices._env_slice import EnvSlice
+from jaxvec._slices._envs import EnvFailure, build, close
+from jaxvec._slices._failures import report, to_error
 from jaxvec._spaces import as_jax
 from jaxvec._spec import make_spec
 

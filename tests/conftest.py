@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import jaxvec
-from jaxvec import _handoffs
+from jaxvec._backends import _handoffs
 from jaxvec.callbacks import _transports
 
 pytest.register_assert_rewrite("disasters", "scripts")

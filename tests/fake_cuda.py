@@ -14,8 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxvec import _pinned
-from jaxvec._gate import RECV, RESET, SEND, STEP
+from jaxvec._handoff._gate import RECV, RESET, SEND, STEP
+from jaxvec._memory import _pinned
 from jaxvec._native import gate, library
 from jaxvec.callbacks import _arguments, _ffi, _program
 

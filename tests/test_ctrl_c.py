@@ -62,7 +62,7 @@ def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, wi
     then = f"""
 import jax, jax.numpy as jnp
 from jaxvec._native import interrupts
-from jaxvec._workers import ProcessWorkers
+from jaxvec._backends._workers import ProcessWorkers
 def wait(self, slots, count, patience, wait=ProcessWorkers.wait):
     while {at_once} and patience.name == "step" and not interrupts.count():
         time.sleep(0.001)

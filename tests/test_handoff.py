@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxvec
-from jaxvec import _handoff, _handoffs, _layout, _segment
+from jaxvec._backends import _handoffs
+from jaxvec._handoff import _handoff
+from jaxvec._memory import _layout, _segment
 from jaxvec._native import library
 from jaxvec._spaces import as_jax
 from jaxvec._spec import EnvSpaces, make_spec

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxvec
-from jaxvec._layout import split
+from jaxvec._memory._layout import split
 from jaxvec.testing import CountingEnv
 
 LENGTH = 4  # steps of an episode

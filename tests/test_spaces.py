@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jaxvec
-from jaxvec import _rows, _segment
-from jaxvec._layout import make_layout, split
+from jaxvec._memory import _rows, _segment
+from jaxvec._memory._layout import make_layout, split
 from jaxvec._spaces import as_is, as_jax, leaves, walk
 from jaxvec._spec import EnvSpaces, declared_leaves, make_spec
 

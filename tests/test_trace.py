@@ -15,9 +15,9 @@ from disasters import failing, in_two_ways, wait_until, wait_until_dead
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec import _shares, _timeline
 from jaxvec._native import library
-from jaxvec._recorder import Record, Span
+from jaxvec._tracing import _shares, _timeline
+from jaxvec._tracing._recorder import Record, Span
 from jaxvec.callbacks._trace_run import trace_run
 from jaxvec.testing import CountingEnv
 

@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec import _pool
-from jaxvec._gate import RECV, RESET, SEND, STEP
+from jaxvec._handoff._gate import RECV, RESET, SEND, STEP
 from jaxvec._native import library
 from jaxvec.callbacks import _ffi, _io, _program, _transports
 from jaxvec.testing import CountingEnv, NestedEnv

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._gate import MOVERS
-from jaxvec._handoff import LOOK_AROUND
+from jaxvec._handoff._gate import MOVERS
+from jaxvec._handoff._handoff import LOOK_AROUND
+from jaxvec._handoff._turns import Turns
 from jaxvec._native import library
 from jaxvec._native.handoff import NativeParentEnd
-from jaxvec._recorder import Record, Span
-from jaxvec._turns import Turns
+from jaxvec._tracing._recorder import Record, Span
 
 _WAIT = int(LOOK_AROUND * 1e9)  # nanoseconds between looks at Python's signals
 _YEARS = 1 << 60  # ns

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._channel import Channel
-from jaxvec._handoff import LOOK_AROUND, Shares, Slots, Supervision, Work, time_left
+from jaxvec._handoff._channel import Channel
+from jaxvec._handoff._handoff import LOOK_AROUND, Shares, Slots, Supervision, Work, time_left
+from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
-from jaxvec._segment import Arrays
 
 _DONE = 0
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxvec import _pools
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
-from jaxvec._gate import RESET
+from jaxvec._handoff._gate import RESET
 from jaxvec._pool import Pool
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv

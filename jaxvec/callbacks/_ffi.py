@@ -22,10 +22,10 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
-from jaxvec._gate import STEP
+from jaxvec._handoff._gate import STEP
 from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
-from jaxvec._recorder import span
+from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
 from jaxvec.callbacks._program import VERBS, Call
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvec import _actions
-from jaxvec._gate import RECV, SEND
+from jaxvec._handoff._gate import RECV, SEND
 from jaxvec._timestep import TimeStep
 from jaxvec.callbacks import _arguments, _primitive
 from jaxvec.callbacks._handle import Handle

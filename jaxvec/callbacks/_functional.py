@@ -7,7 +7,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from jaxvec._gate import RESET, STEP
+from jaxvec._handoff._gate import RESET, STEP
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _arguments, _primitive, _transports

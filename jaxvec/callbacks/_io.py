@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
-from jaxvec._recorder import span
+from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
 from jaxvec.callbacks._program import READ, Call
 

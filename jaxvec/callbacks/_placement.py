@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxvec._layout import ALIGNMENT
+from jaxvec._memory._layout import ALIGNMENT
+from jaxvec._memory._views import Rows
 from jaxvec._vector_env import VectorEnv
-from jaxvec._views import Rows
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxvec import _timeline
+from jaxvec._tracing import _timeline
 
 
 def annotate(verb: str, by: str) -> jax.profiler.TraceAnnotation:

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from jaxvec import _seeds
 from jaxvec._errors import EnvDataError, EnvIdError, StaleHandleError
-from jaxvec._gate import CALL, MOVERS, RECV, RESET, SEND, STEP
+from jaxvec._handoff._gate import CALL, MOVERS, RECV, RESET, SEND, STEP
+from jaxvec._memory._rows import InvalidValue, conform
 from jaxvec._pool import Pool
-from jaxvec._rows import InvalidValue, conform
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 

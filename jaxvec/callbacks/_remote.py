@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec._gate import CALL
+from jaxvec._handoff._gate import CALL
 from jaxvec.callbacks import _arguments, _primitive
 from jaxvec.callbacks._handle import Handle
 from jaxvec.callbacks._program import READ, Call, Operand

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvec import _shares, _timeline
-from jaxvec._shares import Shares
+from jaxvec._tracing import _shares, _timeline
+from jaxvec._tracing._shares import Shares
 from jaxvec.callbacks import _functional, _make
 
 

@@ -8,8 +8,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 import jaxvec
-from jaxvec import _handoffs, _pinned
+from jaxvec._backends import _handoffs
 from jaxvec._cores import usable_cores
+from jaxvec._memory import _pinned
 from jaxvec._native import library
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import _plot

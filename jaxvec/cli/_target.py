@@ -14,8 +14,8 @@ from typing import Any, cast
 import gymnasium
 
 import jaxvec
-from jaxvec import _env_fns
-from jaxvec._layout import split
+from jaxvec._memory._layout import split
+from jaxvec._slices import _env_fns
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _make
 from jaxvec.cli._command import UsageError

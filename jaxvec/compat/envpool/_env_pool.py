@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from jaxvec import _actions, _seeds
 from jaxvec._errors import EnvIdError
+from jaxvec._memory._views import Rows
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec._views import Rows
 from jaxvec.compat.envpool import _xla
 from jaxvec.compat.envpool._arguments import split
 from jaxvec.compat.envpool._spec import EnvSpec

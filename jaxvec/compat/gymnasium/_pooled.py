@@ -16,10 +16,10 @@ import jaxvec._vector_env as pools
 from jaxvec import _seeds
 from jaxvec._actions import check_on_host
 from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
-from jaxvec._gate import HOST_RECV, HOST_RESET, HOST_SEND
+from jaxvec._handoff._gate import HOST_RECV, HOST_RESET, HOST_SEND
+from jaxvec._memory._views import Rows
 from jaxvec._pool import Timeouts
 from jaxvec._spaces import Leaf, Node, as_is, map_leaves
-from jaxvec._views import Rows
 from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
 from jaxvec.compat.gymnasium._infos import batch
 

@@ -15,24 +15,25 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _envs, _failures, _segment
-from jaxvec._backend import Patience
-from jaxvec._batch_slice import BatchSlice
-from jaxvec._description import describe
-from jaxvec._env_slice import EnvSlice
-from jaxvec._envs import EnvFailure
+from jaxvec._backends._backend import Patience
+from jaxvec._backends._plan import Plan
 from jaxvec._errors import EnvError, SpaceMismatchError
-from jaxvec._gate import Gate, PortableGate
-from jaxvec._handoff import STEP
-from jaxvec._layout import Layout
+from jaxvec._handoff._gate import Gate, PortableGate
+from jaxvec._handoff._handoff import STEP
+from jaxvec._handoff._turns import Turns
+from jaxvec._memory import _segment
+from jaxvec._memory._layout import Layout
+from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
-from jaxvec._plan import Plan
-from jaxvec._recorder import Record
 from jaxvec._restart import Budget
-from jaxvec._segment import Arrays
-from jaxvec._slice import Slice
+from jaxvec._slices import _envs, _failures
+from jaxvec._slices._batch_slice import BatchSlice
+from jaxvec._slices._description import describe
+from jaxvec._slices._env_slice import EnvSlice
+from jaxvec._slices._envs import EnvFailure
+from jaxvec._slices._slice import Slice
 from jaxvec._spec import PoolSpec
-from jaxvec._turns import Turns
+from jaxvec._tracing._recorder import Record
 
 
 class SerialWorkers:

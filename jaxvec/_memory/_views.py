@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._segment import Arrays
+from jaxvec._memory._segment import Arrays
 from jaxvec._spec import PoolSpec
 
 Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._channel import Channel
-from jaxvec._gate import Gate, PortableGate
-from jaxvec._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
+from jaxvec._handoff._channel import Channel
+from jaxvec._handoff._gate import Gate, PortableGate
+from jaxvec._handoff._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
+from jaxvec._handoff._turns import Turns
+from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
 from jaxvec._native.gate import NativeGate
 from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
-from jaxvec._segment import Arrays
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
-from jaxvec._turns import Turns
 
 KINDS = ("auto", "native", "portable")
 

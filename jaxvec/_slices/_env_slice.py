@@ -15,18 +15,20 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _envs, _rows, _seeds, _stats
-from jaxvec._envs import Env, EnvFailure, EnvFn
-from jaxvec._info_rows import DeclaredInfo, FinalStep
-from jaxvec._membership import checker
+from jaxvec import _seeds, _stats
+from jaxvec._memory import _rows
+from jaxvec._memory._rows import InvalidValue
+from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
-from jaxvec._recorder import Record, RecordedEnv, Recorder
-from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
-from jaxvec._segment import Arrays
+from jaxvec._slices import _envs
+from jaxvec._slices._envs import Env, EnvFailure, EnvFn
+from jaxvec._slices._info_rows import DeclaredInfo, FinalStep
+from jaxvec._slices._membership import checker
+from jaxvec._slices._spares import Spares
 from jaxvec._spaces import Path
-from jaxvec._spares import Spares
 from jaxvec._spec import PoolSpec
+from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
 
 # What an env's next step has to do before, or in place of, stepping it. All but the first are rare.
 PLAYING = 0

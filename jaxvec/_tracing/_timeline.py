@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from jaxvec._recorder import Loss, Record, Span
+from jaxvec._tracing._recorder import Loss, Record, Span
 
 Timeline = dict[str, Any]
 

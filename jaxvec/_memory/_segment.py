@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._layout import Layout
+from jaxvec._memory._layout import Layout
 from jaxvec._spaces import Path
 
 Arrays: TypeAlias = dict[Path, NDArray[Any]]

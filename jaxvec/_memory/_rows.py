@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._segment import Arrays
+from jaxvec._memory._segment import Arrays
 from jaxvec._spaces import DictNode, Leaf, Node, TupleNode, format_path, leaves
 
 Write: TypeAlias = Callable[[int, Any], None]

@@ -14,9 +14,9 @@ from types import TracebackType
 
 import cloudpickle
 
-from jaxvec._envs import EnvFailure
 from jaxvec._errors import EnvDataError, EnvError
-from jaxvec._rows import InvalidValue
+from jaxvec._memory._rows import InvalidValue
+from jaxvec._slices._envs import EnvFailure
 
 _MAX_MESSAGE = 4_000  # characters
 _MAX_TRACEBACK = 20_000

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._channel import WAKE, Channel
-from jaxvec._segment import Arrays
+from jaxvec._handoff._channel import WAKE, Channel
+from jaxvec._memory._segment import Arrays
 
 RESET, STEP = range(2)
 LOOK_AROUND = 0.2  # seconds between looks at processes that died without closing their socket

@@ -1,4 +1,4 @@
-"""`python -m jaxvec._worker`: a worker process. Attaches, builds its slice, serves until end of file.
+"""`python -m jaxvec._backends._worker`: a worker. Attaches, builds its slice, serves until end of file.
 
 It never imports jax. It is its own interpreter, not a child of `multiprocessing`: so it neither runs
 the user's script again nor is forked from a process that has JAX's threads.
@@ -21,17 +21,20 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from jaxvec import _channel, _envs, _failures, _handoffs, _segment
-from jaxvec._batch_slice import BatchSlice
-from jaxvec._description import describe
-from jaxvec._env_slice import EnvSlice
-from jaxvec._envs import Env, EnvFailure, EnvFn
-from jaxvec._handoff import STEP, Work, WorkerHandoff
-from jaxvec._messages import Attach, Ready, Recover, Reply, Request, Setup
-from jaxvec._recorder import span
-from jaxvec._slice import Slice
-from jaxvec._spares import Spares
+from jaxvec._backends import _handoffs
+from jaxvec._backends._messages import Attach, Ready, Recover, Reply, Request, Setup
+from jaxvec._handoff import _channel
+from jaxvec._handoff._handoff import STEP, Work, WorkerHandoff
+from jaxvec._memory import _segment
+from jaxvec._slices import _envs, _failures
+from jaxvec._slices._batch_slice import BatchSlice
+from jaxvec._slices._description import describe
+from jaxvec._slices._env_slice import EnvSlice
+from jaxvec._slices._envs import Env, EnvFailure, EnvFn
+from jaxvec._slices._slice import Slice
+from jaxvec._slices._spares import Spares
 from jaxvec._stats import WAIT_NS
+from jaxvec._tracing._recorder import span
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import EnvIdError, InFlightError, ResetNeededError, StaleHandleError
-from jaxvec._gate import Gate
+from jaxvec._handoff._gate import Gate
 
 NEVER = 2**63 - 1  # ns
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._recorder import Record
+from jaxvec._tracing._recorder import Record
 
 # Who can move a pool. The native gate keeps an index of these.
 MOVERS = (

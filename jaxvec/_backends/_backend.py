@@ -10,14 +10,14 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec._description import Description
-from jaxvec._gate import Gate
-from jaxvec._layout import Layout
+from jaxvec._handoff._gate import Gate
+from jaxvec._handoff._turns import Turns
+from jaxvec._memory._layout import Layout
+from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
-from jaxvec._recorder import Record
-from jaxvec._segment import Arrays
+from jaxvec._slices._description import Description
 from jaxvec._spec import PoolSpec
-from jaxvec._turns import Turns
+from jaxvec._tracing._recorder import Record
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec import _envs, _seeds
-from jaxvec._envs import Env, EnvFn
+from jaxvec import _seeds
+from jaxvec._slices import _envs
+from jaxvec._slices._envs import Env, EnvFn
 
 Reset = Callable[[Env, int | None], Any]  # of an env with a seed; returns what the env returned
 

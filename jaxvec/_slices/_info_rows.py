@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxvec import _rows
-from jaxvec._segment import Arrays
+from jaxvec._memory import _rows
+from jaxvec._memory._segment import Arrays
 from jaxvec._spaces import DictNode
 from jaxvec._spec import PoolSpec
 

@@ -17,19 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxvec import _failures, _options, _spawn
-from jaxvec._channel import WAKE, Channel
-from jaxvec._description import Description, compare
+from jaxvec import _options
+from jaxvec._backends import _spawn
+from jaxvec._backends._messages import Attach, Ready, Recover, Replacement, Setup
+from jaxvec._backends._plan import Plan
 from jaxvec._errors import EnvError, JaxvecError, SpaceMismatchError, WorkerDiedError
-from jaxvec._handoff import RESET
-from jaxvec._messages import Attach, Ready, Recover, Replacement, Setup
+from jaxvec._handoff._channel import WAKE, Channel
+from jaxvec._handoff._handoff import RESET
+from jaxvec._memory._rows import reader
+from jaxvec._memory._segment import Arrays
 from jaxvec._native import interrupts
 from jaxvec._options import Options
-from jaxvec._plan import Plan
-from jaxvec._recorder import Loss
 from jaxvec._restart import Budget
-from jaxvec._rows import reader
-from jaxvec._segment import Arrays
+from jaxvec._slices import _failures
+from jaxvec._slices._description import Description, compare
+from jaxvec._tracing._recorder import Loss
 
 _logger = logging.getLogger("jaxvec")
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from jaxvec._envs import EnvFailure
 from jaxvec._options import Options
-from jaxvec._recorder import Record, Recorder
+from jaxvec._slices._envs import EnvFailure
+from jaxvec._tracing._recorder import Record, Recorder
 
 
 class Slice(Protocol):

@@ -12,10 +12,10 @@ from pathlib import Path
 import cloudpickle
 import gymnasium
 
-from jaxvec import _channel
-from jaxvec._channel import Channel
-from jaxvec._messages import Setup
-from jaxvec._plan import Plan
+from jaxvec._backends._messages import Setup
+from jaxvec._backends._plan import Plan
+from jaxvec._handoff import _channel
+from jaxvec._handoff._channel import Channel
 
 # Workers share the machine's cores, so each gets one thread; and they never touch the accelerator.
 _WORKER_ENV: dict[str, str | None] = {
@@ -45,7 +45,7 @@ def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subproce
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
     try:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", "jaxvec._worker", str(lifeline), str(theirs)],
+            [sys.executable, "-u", "-P", "-m", "jaxvec._backends._worker", str(lifeline), str(theirs)],
             env={name: value for name, value in env.items() if value is not None},
             pass_fds=[lifeline, theirs],
             stdin=subprocess.DEVNULL,

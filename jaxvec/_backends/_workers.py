@@ -14,24 +14,27 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _failures, _handoffs, _options, _segment
-from jaxvec._backend import Patience
-from jaxvec._channel import WAKE
+from jaxvec import _options
+from jaxvec._backends import _handoffs
+from jaxvec._backends._backend import Patience
+from jaxvec._backends._messages import Attach, Reply, Request
+from jaxvec._backends._plan import Plan
+from jaxvec._backends._supervisor import Supervisor, name_envs
 from jaxvec._cores import usable_cores
 from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, NotReadyError, WorkerDiedError
-from jaxvec._gate import Gate
-from jaxvec._handoff import LOOK_AROUND, STEP, ParentHandoff, listen, time_left
-from jaxvec._layout import Layout
-from jaxvec._messages import Attach, Reply, Request
+from jaxvec._handoff._channel import WAKE
+from jaxvec._handoff._gate import Gate
+from jaxvec._handoff._handoff import LOOK_AROUND, STEP, ParentHandoff, listen, time_left
+from jaxvec._handoff._turns import Turns
+from jaxvec._memory import _segment
+from jaxvec._memory._layout import Layout
+from jaxvec._memory._segment import Arrays
 from jaxvec._native import interrupts
 from jaxvec._options import Options
-from jaxvec._plan import Plan
-from jaxvec._recorder import Loss, Record
 from jaxvec._restart import Budget
-from jaxvec._segment import Arrays
+from jaxvec._slices import _failures
 from jaxvec._spec import PoolSpec
-from jaxvec._supervisor import Supervisor, name_envs
-from jaxvec._turns import Turns
+from jaxvec._tracing._recorder import Loss, Record
 
 _HURRY = 1.0  # seconds that the workers of a broken pool have to answer
 _SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps

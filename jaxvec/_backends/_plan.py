@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxvec._envs import EnvFn
+from jaxvec._slices._envs import EnvFn
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
-from jaxvec._envs import BatchedEnv, Env, EnvFailure
-from jaxvec._info_rows import one_of
+from jaxvec._slices._envs import BatchedEnv, Env, EnvFailure
+from jaxvec._slices._info_rows import one_of
 from jaxvec._spec import EnvSpaces
 
 

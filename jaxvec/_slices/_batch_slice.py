@@ -13,16 +13,17 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _rows, _stats
-from jaxvec._envs import BatchedEnv, EnvFailure
-from jaxvec._info_rows import one_of
+from jaxvec import _stats
+from jaxvec._memory import _rows
+from jaxvec._memory._rows import InvalidValue
+from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
-from jaxvec._recorder import Record, RecordedEnv, Recorder
-from jaxvec._rows import InvalidValue
 from jaxvec._seeds import NONE
-from jaxvec._segment import Arrays
+from jaxvec._slices._envs import BatchedEnv, EnvFailure
+from jaxvec._slices._info_rows import one_of
 from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves, map_leaves
 from jaxvec._spec import PoolSpec
+from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
 
 
 class BatchSlice:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._timeline import Timeline
+from jaxvec._tracing._timeline import Timeline
 
 _HAND_OFFS = ("jaxvec.", "VectorEnv.")  # how their names begin
 _WAIT = "wait for workers"

@@ -7,9 +7,9 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from jaxvec._failures import Report
-from jaxvec._layout import Layout
+from jaxvec._memory._layout import Layout
 from jaxvec._options import Options
+from jaxvec._slices._failures import Report
 from jaxvec._spec import PoolSpec
 
 

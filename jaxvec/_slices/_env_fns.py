@@ -18,7 +18,7 @@ from gymnasium.envs.registration import (
     parse_env_id,
 )
 
-from jaxvec._envs import EnvFn
+from jaxvec._slices._envs import EnvFn
 
 
 def count(env: Any, num_envs: int | None, size: int | None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
-from jaxvec._rows import InvalidValue
+from jaxvec._memory._rows import InvalidValue
 from jaxvec._spaces import Path, format_path
 
 _outline = reprlib.Repr()

@@ -1,0 +1,1 @@
+"""Who may touch a slot now: between processes the hand-off, between threads the gate."""
