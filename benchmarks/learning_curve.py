@@ -2,7 +2,8 @@
 
     python -m benchmarks.learning_curve --out docs/images/learning_curve.png
 
-Needs the extra `demo`. The runs take turns.
+Needs the extra `demo`. The runs take turns: under one `vmap`, jaxlib 0.10.2's batched QR, which makes
+the first weights, was seen to deadlock on two cores.
 """
 
 from __future__ import annotations
