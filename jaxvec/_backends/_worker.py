@@ -108,15 +108,16 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
             with span(recorder, f"answer {message.name}"):
                 channel.send(_answer(env_slice, message))
             continue
-        # Who waits for all is woken once; who waits for the first, by each.
-        parts = len(message.slots) if attach.spec.first_ready else 1
         move = env_slice.step if message.operation == STEP else env_slice.reset
         try:
-            for slots in np.split(message.slots, parts):
-                move(slots)
-                end.post(slots)
+            if attach.spec.first_ready:  # somebody may wait for any of them
+                move(message.slots, end.post_one)
+            else:
+                move(message.slots)
+                end.post(message.slots)
         except EnvFailure as failure:
-            end.post(np.array(failure.done, np.int64))
+            if not attach.spec.first_ready:
+                end.post(np.array(failure.done, np.int64))
             _recover(channel, end, env_slice, failure)  # and what is left is found again
 
 

@@ -109,6 +109,10 @@ class WorkerHandoff(Protocol):
         """Hands finished `slots` back."""
         ...
 
+    def post_one(self, slot: int) -> None:
+        """Hands a finished slot back."""
+        ...
+
     def alarm(self) -> None:
         """Makes the parent look at its control sockets at once."""
         ...
@@ -251,6 +255,9 @@ class WorkerEnd:
     def post(self, slots: NDArray[Any]) -> None:
         self._slots.finish(slots)
         self._channel.wake()
+
+    def post_one(self, slot: int) -> None:
+        self.post(np.array([slot]))
 
     def alarm(self) -> None:
         pass  # the parent waits at its sockets

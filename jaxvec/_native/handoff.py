@@ -149,6 +149,8 @@ class NativeWorkerEnd:
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
         self._share, self._marks = slice(*share), Slots(arrays)
         self._slots = np.empty(share[1] - share[0], np.int64)
+        self._one = ctypes.c_int64()
+        self._only = ctypes.byref(self._one)
 
     def idle(self) -> bool:
         """See `WorkerHandoff`."""
@@ -165,6 +167,11 @@ class NativeWorkerEnd:
     def post(self, slots: NDArray[Any]) -> None:
         """Hands finished `slots` back."""
         self._library.jaxvec_post(self._reference, slots.ctypes.data, len(slots))
+
+    def post_one(self, slot: int) -> None:
+        """Hands a finished slot back."""
+        self._one.value = slot
+        self._library.jaxvec_post(self._reference, self._only, 1)
 
     def verdict(self) -> Any:
         """See `WorkerHandoff`."""

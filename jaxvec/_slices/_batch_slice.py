@@ -21,6 +21,7 @@ from jaxvec._options import Options
 from jaxvec._seeds import NONE
 from jaxvec._slices._envs import BatchedEnv, EnvFailure
 from jaxvec._slices._info_rows import one_of
+from jaxvec._slices._slice import Done
 from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves, map_leaves
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
@@ -72,7 +73,7 @@ class BatchSlice:
         """The raw info of each env's last call."""
         return [one_of(raw, row, self._size) for raw in self._raw for row in range(self._size)]
 
-    def reset(self, slots: NDArray[Any]) -> None:
+    def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         """Resets the envs of `slots` with the seeds in the segment and the options set last."""
         for which, rows, chosen in self._shares(slots, "reset", partly=self._mode is AutoresetMode.DISABLED):
             began = monotonic_ns()
@@ -97,9 +98,12 @@ class BatchSlice:
                 self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
             self._stats[_stats.RESETS] += int(chosen.sum())
             self._stats[_stats.RESET_NS] += monotonic_ns() - began
+            if done is not None:
+                for slot in reset.tolist():
+                    done(slot)
         self._running[0] = 0
 
-    def step(self, slots: NDArray[Any]) -> None:
+    def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         """Steps the envs of `slots` with the actions in the segment."""
         for which, rows, _ in self._shares(slots, "step", partly=False):
             began = monotonic_ns()
@@ -117,6 +121,9 @@ class BatchSlice:
                 self._count(rows, np.asarray(reward), over)
                 self._write_infos(which, rows, info, over)
             self._stats[_stats.STEP_NS] += monotonic_ns() - began
+            if done is not None:
+                for slot in range(rows.start, rows.stop):
+                    done(slot)
         self._running[0] = 0
 
     @property

@@ -25,6 +25,7 @@ from jaxvec._slices import _envs
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn
 from jaxvec._slices._info_rows import DeclaredInfo, FinalStep
 from jaxvec._slices._membership import checker
+from jaxvec._slices._slice import Done
 from jaxvec._slices._spares import Spares
 from jaxvec._spaces import Path
 from jaxvec._spec import PoolSpec
@@ -128,12 +129,8 @@ class EnvSlice:
             rows["info", "env_id"][:] = range(first, first + count)
             self._last_seeds[:] = NONE
 
-    def reset(self, slots: NDArray[Any]) -> None:
-        """Resets the envs of `slots` with the seeds in the segment and the options set last.
-
-        Raises:
-            EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
-        """
+    def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Resets the envs of `slots` with the seeds in the segment and the options set last; see `Slice`."""
         for place, index in enumerate((slots - self.first).tolist()):
             seed = None if self._seeds[index] == NONE else int(self._seeds[index])
             self._running[0] = self.first + index + 1
@@ -143,20 +140,19 @@ class EnvSlice:
                 if seed is not None and index == 0:
                     self._spares.reseed(seed)
                 self._spares.used = True
+                if done is not None:
+                    done(self.first + index)
             except BaseException as error:
                 failure = self._failure(index, "reset", None, error)
                 failure.done = slots[:place].tolist()
                 raise failure from failure.__cause__
         self._running[0] = 0
 
-    def step(self, slots: NDArray[Any]) -> None:
-        """Steps the envs of `slots` with the actions in the segment.
+    def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Steps the envs of `slots` with the actions in the segment; see `Slice`.
 
         This is the hot loop: what it adds to `env.step` is what jaxvec costs. So attributes are read
         once, the rare is behind one test, and scalars go through memoryviews, NumPy's quicker half.
-
-        Raises:
-            EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
         """
         began, in_resets = monotonic_ns(), self._stats[_stats.RESET_NS]
         envs, running, after_first = self._steppers, self._running, self.first + 1
@@ -164,7 +160,7 @@ class EnvSlice:
         returns, lengths, state, infos = self._returns, self._lengths, self._state, self.infos
         require_member = self._require_member
         write_obs, vector_reward, declares = self._write_obs, self._vector_reward, self._declares
-        gather_obs, gathered = self._gather_obs, list[Any]()
+        gather_obs, gathered = self._gather_obs if done is None else None, list[Any]()
         resumes = self._autoreset_mode is AutoresetMode.NEXT_STEP or self._idles
         rows = slots - self.first
         indices: list[int] = rows.tolist()
@@ -181,6 +177,8 @@ class EnvSlice:
                         write_obs(index, obs)
                     else:
                         gathered.append(obs)
+                    if done is not None:
+                        began, in_resets = self._finish_step(index, began, in_resets, done)
                     continue
                 result: Any = envs[index].step(action)
                 try:
@@ -208,12 +206,14 @@ class EnvSlice:
                     self._declared.write(index, info)
                 if info or infos[index]:
                     self._note_info(index, info)
+                if done is not None:
+                    began, in_resets = self._finish_step(index, began, in_resets, done)
         except BaseException as error:
             failure = self._failure(index, "step", action, error)
             indices = indices[: indices.index(index)]
         if gathered and not gather_obs(indices, gathered[: len(indices)]):  # pyright: ignore[reportOptionalCall]
             failure, indices = self._write_each(indices, gathered, rows, failure)
-        self._count_steps(len(indices), monotonic_ns() - began, in_resets)
+        self._count_steps(len(indices) if done is None else 0, monotonic_ns() - began, in_resets)
         if failure is not None:
             failure.done = [self.first + index for index in indices]
             raise failure
@@ -473,6 +473,13 @@ class EnvSlice:
             except BaseException as error:
                 failure = self._failure(index, "step", action, error)
         return failure, written
+
+    def _finish_step(self, index: int, began: int, in_resets: int, done: Done) -> tuple[int, int]:
+        """Counts a step and tells of it, in this order; returns what the next one began with."""
+        now = monotonic_ns()
+        self._count_steps(1, now - began, in_resets)
+        done(self.first + index)
+        return now, self._stats[_stats.RESET_NS]
 
     def _count_steps(self, count: int, elapsed_ns: int, in_resets: int) -> None:
         self._stats[_stats.STEPS] += count

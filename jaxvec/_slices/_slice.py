@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from jaxvec._options import Options
 from jaxvec._slices._envs import EnvFailure
 from jaxvec._tracing._recorder import Record, Recorder
+
+Done = Callable[[int], None]  # is told a slot, as soon as its row is complete
 
 
 class Slice(Protocol):
@@ -32,12 +34,16 @@ class Slice(Protocol):
         """Does in idle time what will be needed."""
         ...
 
-    def reset(self, slots: NDArray[Any]) -> None:
-        """Resets the envs of `slots`; raises an `EnvFailure` that says which are done all the same."""
+    def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Resets the envs of `slots`, and tells `done` of each, if that is given.
+
+        Raises:
+            EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
+        """
         ...
 
-    def step(self, slots: NDArray[Any]) -> None:
-        """Steps the envs of `slots`; raises as `reset`."""
+    def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Steps the envs of `slots`; otherwise as `reset`."""
         ...
 
     def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:

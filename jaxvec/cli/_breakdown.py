@@ -119,7 +119,8 @@ def _try(rig: Rig, pool: Pool, name: str, settings: dict[str, Any]) -> Variant:
 
 def _transport(envs: VectorEnv) -> str:
     if envs.transport == "auto":
-        return "ffi" if jax.default_backend() == "cpu" else "io_callback"
+        on_cuda = "cuda" in jax.devices()[0].client.platform_version.lower()
+        return "ffi" if on_cuda or jax.default_backend() == "cpu" else "io_callback"
     return envs.transport
 
 
