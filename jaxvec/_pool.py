@@ -86,6 +86,7 @@ class Pool:
         spec: PoolSpec,
         *,
         slices: tuple[tuple[int, int], ...],
+        together: int,
         autoreset_mode: AutoresetMode,
         in_order: bool,
         timeouts: Timeouts,
@@ -97,6 +98,7 @@ class Pool:
             workers: with their envs.
             spec: of the envs.
             slices: `(first, stop)` of each worker's envs.
+            together: how many neighbours are one batched env, which moves as a whole; 1 for none.
             autoreset_mode: of the envs.
             in_order: whether `recv` returns envs in the order in which they were sent.
             timeouts: of the operations.
@@ -114,7 +116,7 @@ class Pool:
         self._pinning_tried = False
         self.id = next(_ids)
         self.all = np.arange(spec.num_envs)
-        self._turns = Turns(self.id, spec.num_envs, spec.batch_size)
+        self._turns = Turns(self.id, spec.num_envs, spec.batch_size, together)
         self._options: Options = None  # that the workers hold
         if not resets_required:
             self._turns.needs_reset[:] = False

@@ -469,7 +469,7 @@ def start(
         spec = make_spec(
             description.spaces,
             num_envs=num_envs,
-            batch_size=_batch_size(batch_size, num_envs, mode),
+            batch_size=_batch_size(batch_size, num_envs, mode, together=envs_per_instance or 1),
             autoreset_mode=mode,
             final_obs=final_obs,
             fault=budget.policy is not None,
@@ -482,6 +482,7 @@ def start(
             workers,
             spec,
             slices=slices,
+            together=envs_per_instance or 1,
             autoreset_mode=mode,
             in_order=recv_order == "sent",
             timeouts=timeouts,
@@ -559,7 +560,7 @@ def _num_workers(num_workers: int | None, num_envs: int, backend: str) -> int:
     return num_workers
 
 
-def _batch_size(batch_size: int | None, num_envs: int, mode: AutoresetMode) -> int:
+def _batch_size(batch_size: int | None, num_envs: int, mode: AutoresetMode, *, together: int) -> int:
     if batch_size is None:
         return num_envs
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 1 <= batch_size <= num_envs:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -568,6 +569,11 @@ def _batch_size(batch_size: int | None, num_envs: int, mode: AutoresetMode) -> i
         raise ValueError(
             "batch_size: envs that recv returns a few at a time must reset themselves; choose "
             "another autoreset_mode than DISABLED"
+        )
+    if batch_size % together:
+        raise ValueError(
+            f"batch_size must be a multiple of {together}, the envs of a batched env, which move as a whole; "
+            f"not {batch_size}"
         )
     return batch_size
 

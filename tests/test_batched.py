@@ -46,6 +46,25 @@ def test_several_in_workers(make):
         jax.tree.map(np.testing.assert_array_equal, batched, expected)
 
 
+@pytest.mark.parametrize("order", ["ready", "sent"])
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_those_that_are_ready_first_come_as_a_whole(make, order, handoff):
+    fn = partial(counting, AutoresetMode.SAME_STEP, (None, None, None))
+    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=3, recv_order=order, handoff=handoff)
+    timestep = envs.reset(seed=0)
+    taken = np.zeros(12, int)
+    for _ in range(40):
+        env_id = timestep.info["env_id"]
+        assert len(set(env_id // 3)) == 1
+        np.testing.assert_array_equal(timestep.obs[:, 1], taken[env_id])
+        taken[env_id] += 1
+        envs.send(env_id, env_id)
+        timestep = envs.recv()
+    assert taken.min() > 0
+    with pytest.raises(ValueError, match="batch_size must be a multiple of 3"):
+        make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=4)
+
+
 def test_nested_spaces(make):
     fns = [partial(NestedEnv, 4)] * 3
     ours = make(SyncVectorEnv(fns, autoreset_mode="SameStep"))

@@ -111,7 +111,7 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
         move = env_slice.step if message.operation == STEP else env_slice.reset
         try:
             if attach.spec.first_ready:  # somebody may wait for any of them
-                move(message.slots, end.post_one)
+                move(message.slots, end.post_some)
             else:
                 move(message.slots)
                 end.post(message.slots)

@@ -109,8 +109,8 @@ class WorkerHandoff(Protocol):
         """Hands finished `slots` back."""
         ...
 
-    def post_one(self, slot: int) -> None:
-        """Hands a finished slot back."""
+    def post_some(self, first: int, count: int) -> None:
+        """Hands finished neighbours back, which are then done at the same time."""
         ...
 
     def alarm(self) -> None:
@@ -256,8 +256,8 @@ class WorkerEnd:
         self._slots.finish(slots)
         self._channel.wake()
 
-    def post_one(self, slot: int) -> None:
-        self.post(np.array([slot]))
+    def post_some(self, first: int, count: int) -> None:
+        self.post(np.arange(first, first + count))
 
     def alarm(self) -> None:
         pass  # the parent waits at its sockets

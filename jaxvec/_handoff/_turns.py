@@ -29,10 +29,10 @@ class Turns:
         due: `[num_envs]` int64, when those in flight are late, in ns of the monotonic clock. C++, too.
         spread: the order in which a reset sends all envs, so that each batch has envs of all workers, as
             far as it goes: a worker holds neighbours, and if a batch were neighbours, too, few workers
-            would have work while the caller is at it.
+            would have work while the caller is at it. Those that move together stay together.
     """
 
-    def __init__(self, pool_id: int, num_envs: int, batch_size: int) -> None:
+    def __init__(self, pool_id: int, num_envs: int, batch_size: int, together: int) -> None:
         self._pool_id = pool_id
         self._num_envs = num_envs
         self._batch_size = batch_size
@@ -42,7 +42,8 @@ class Turns:
         self.num_sent = np.zeros(1, np.uint32)
         self.due = np.zeros(num_envs, np.int64)
         batches = -(-num_envs // batch_size)
-        self.spread = np.concatenate([np.arange(first, num_envs, batches) for first in range(batches)])
+        groups = np.arange(num_envs).reshape(-1, together)
+        self.spread = np.concatenate([groups[first::batches] for first in range(batches)]).reshape(-1)
 
     @property
     def sent(self) -> NDArray[Any]:

@@ -149,8 +149,8 @@ class NativeWorkerEnd:
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
         self._share, self._marks = slice(*share), Slots(arrays)
         self._slots = np.empty(share[1] - share[0], np.int64)
-        self._one = ctypes.c_int64()
-        self._only = ctypes.byref(self._one)
+        self._all = np.arange(*share, dtype=np.int64)
+        self._slot_0 = self._all.ctypes.data - 8 * share[0]  # where slot 0 would be, among all of ours
 
     def idle(self) -> bool:
         """See `WorkerHandoff`."""
@@ -168,10 +168,9 @@ class NativeWorkerEnd:
         """Hands finished `slots` back."""
         self._library.jaxvec_post(self._reference, slots.ctypes.data, len(slots))
 
-    def post_one(self, slot: int) -> None:
-        """Hands a finished slot back."""
-        self._one.value = slot
-        self._library.jaxvec_post(self._reference, self._only, 1)
+    def post_some(self, first: int, count: int) -> None:
+        """See `WorkerHandoff`."""
+        self._library.jaxvec_post(self._reference, self._slot_0 + 8 * first, count)
 
     def verdict(self) -> Any:
         """See `WorkerHandoff`."""

@@ -99,8 +99,7 @@ class BatchSlice:
             self._stats[_stats.RESETS] += int(chosen.sum())
             self._stats[_stats.RESET_NS] += monotonic_ns() - began
             if done is not None:
-                for slot in reset.tolist():
-                    done(slot)
+                done(rows.start, self._size)
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
@@ -122,8 +121,7 @@ class BatchSlice:
                 self._write_infos(which, rows, info, over)
             self._stats[_stats.STEP_NS] += monotonic_ns() - began
             if done is not None:
-                for slot in range(rows.start, rows.stop):
-                    done(slot)
+                done(rows.start, self._size)
         self._running[0] = 0
 
     @property

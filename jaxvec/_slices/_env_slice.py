@@ -141,7 +141,7 @@ class EnvSlice:
                     self._spares.reseed(seed)
                 self._spares.used = True
                 if done is not None:
-                    done(self.first + index)
+                    done(self.first + index, 1)
             except BaseException as error:
                 failure = self._failure(index, "reset", None, error)
                 failure.done = slots[:place].tolist()
@@ -478,7 +478,7 @@ class EnvSlice:
         """Counts a step and tells of it, in this order; returns what the next one began with."""
         now = monotonic_ns()
         self._count_steps(1, now - began, in_resets)
-        done(self.first + index)
+        done(self.first + index, 1)
         return now, self._stats[_stats.RESET_NS]
 
     def _count_steps(self, count: int, elapsed_ns: int, in_resets: int) -> None:

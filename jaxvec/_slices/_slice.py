@@ -11,7 +11,8 @@ from jaxvec._options import Options
 from jaxvec._slices._envs import EnvFailure
 from jaxvec._tracing._recorder import Record, Recorder
 
-Done = Callable[[int], None]  # is told a slot, as soon as its row is complete
+# Is told the first of some neighbouring slots, and how many: their rows are complete.
+Done = Callable[[int, int], None]
 
 
 class Slice(Protocol):
@@ -35,7 +36,7 @@ class Slice(Protocol):
         ...
 
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Resets the envs of `slots`, and tells `done` of each, if that is given.
+        """Resets the envs of `slots`, and tells `done` of each that is, if that is given.
 
         Raises:
             EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
