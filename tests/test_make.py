@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from functools import partial
+from pathlib import Path
 
 import gymnasium
 import jax
@@ -19,7 +20,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 import jaxvec
-from jaxvec import _vector_env
+from jaxvec import _start
+from jaxvec._backends import _spawn
 from jaxvec.testing import CountingEnv
 
 
@@ -56,6 +58,11 @@ def test_an_id_and_its_spec_and_kwargs(make, backend):
 def test_an_id_with_its_module_and_one_without_version(make):
     assert make("gymnasium.envs.classic_control:CartPole-v1", 1).num_envs == 1
     assert make("CartPole", 1).num_envs == 1
+
+
+def test_workers_look_for_jaxvec_where_it_is():
+    *_, here = _spawn._roots()
+    assert Path(jaxvec.__file__) == Path(here) / "jaxvec" / "__init__.py"
 
 
 def test_an_unknown_id_is_gymnasiums_own_error():
@@ -440,7 +447,7 @@ def test_public_names_are_there_and_load_jax_lazily():
 
 
 def test_faces_that_do_not_know_jax_have_the_same_defaults():
-    ours, theirs = (inspect.signature(function).parameters for function in (jaxvec.make, _vector_env.start))
+    ours, theirs = (inspect.signature(function).parameters for function in (jaxvec.make, _start.start))
     for name in ours.keys() & theirs.keys():
         assert theirs[name].default == ours[name].default or name == "num_envs"
 

@@ -61,7 +61,7 @@ def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subproce
 
 def _roots() -> list[str]:
     """Returns where this package is and, if it is not installed like others, the Gymnasium in use."""
-    here = str(Path(__file__).resolve().parents[1])
+    here = str(Path(__file__).resolve().parents[2])
     theirs = str(Path(gymnasium.__file__).parents[1])
     return [here] if theirs in (here, *sysconfig.get_paths().values()) else [theirs, here]
 

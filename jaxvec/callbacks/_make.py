@@ -12,7 +12,8 @@ from gymnasium.vector import AutoresetMode
 from jaxvec._pool import Timeouts
 from jaxvec._restart import Restart
 from jaxvec._spaces import as_is, as_jax
-from jaxvec._vector_env import VectorEnv, start
+from jaxvec._start import start
+from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _transports
 from jaxvec.callbacks._placement import Placement
 

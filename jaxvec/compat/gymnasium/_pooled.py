@@ -12,8 +12,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, create_shared_memory, iterate
 from numpy.typing import NDArray
 
-import jaxvec._vector_env as pools
-from jaxvec import _seeds
+from jaxvec import _seeds, _start, _vector_env
 from jaxvec._actions import check_on_host
 from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
 from jaxvec._handoff._gate import HOST_RECV, HOST_RESET, HOST_SEND
@@ -190,11 +189,11 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             "common shape and dtype."
         )
 
-    def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> pools.VectorEnv:
+    def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> _vector_env.VectorEnv:
         name, mode = type(self).__name__, self.observation_mode
         patience = [options.pop(f"{operation}_timeout", None) for operation in ("start", "reset", "step")]
         try:
-            return pools.start(
+            return _start.start(
                 list(env_fns),
                 None,
                 autoreset_mode=self.autoreset_mode,
