@@ -22,6 +22,7 @@ from jaxvec._pool import Pool, Timeouts
 from jaxvec._restart import Budget, Restart
 from jaxvec._slices import _env_fns
 from jaxvec._slices._description import Description
+from jaxvec._slices._kind import Kind
 from jaxvec._spaces import DtypePolicy
 from jaxvec._spec import make_spec, undeclared
 from jaxvec._vector_env import VectorEnv
@@ -93,17 +94,8 @@ def start(
             spare_envs=spare_envs,
             episodic=episodic,
         )
-    plan = Plan(
-        env_fns,
-        slices,
-        worker_env or {},
-        timeouts.start,
-        spare_envs,
-        strict=strict,
-        equal_spaces=equal_spaces,
-        size=envs_per_instance,
-        idle=episodic,
-    )
+    kind = Kind(envs_per_instance, spare_envs, strict=strict, equal_spaces=equal_spaces, idle=episodic)
+    plan = Plan(env_fns, slices, worker_env or {}, timeouts.start, kind)
     if backend == "serial":
         _refuse(
             'needs worker processes; backend="serial" has none', worker_env=worker_env, spare_envs=spare_envs

@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 from jaxvec._memory._layout import Layout
 from jaxvec._options import Options
 from jaxvec._slices._failures import Report
+from jaxvec._slices._kind import Kind
 from jaxvec._spec import PoolSpec
 
 
@@ -21,12 +22,8 @@ class Setup:
     python_path: str | None
     first: int  # env id of the slice's first env
     env_fns: bytes  # cloudpickled, to be opened only once sys.path is set
-    spare_envs: int  # to be built besides
-    strict: bool  # whether observations have to be members of their space
+    kind: Kind
     learn_info: bool
-    equal_spaces: bool  # or else alike
-    size: int | None  # how many envs each of `env_fns` makes, if they are batched
-    idle: bool  # whether envs idle when their episode has ended
 
 
 @dataclass(frozen=True)

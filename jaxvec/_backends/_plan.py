@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxvec._slices._envs import EnvFn
+from jaxvec._slices._kind import Kind
 
 
 @dataclass(frozen=True)
@@ -17,24 +18,16 @@ class Plan:
         slices: `(first, stop)` of each worker's envs.
         worker_env: changes to a worker's environment variables; `None` unsets one.
         start_timeout: seconds that a worker may take to build its envs; `None` for ever.
-        spare_envs: how many more envs each worker builds, to be reset in advance.
-        strict: whether observations have to be members of their space.
-        equal_spaces: whether observation spaces have to be equal, and not only alike.
-        size: of batches; `None` for envs one by one.
-        idle: whether envs idle when their episode has ended, and no autoreset begins another.
+        kind: of each worker's slice.
     """
 
     env_fns: Sequence[EnvFn]
     slices: tuple[tuple[int, int], ...]
     worker_env: Mapping[str, str | None]
     start_timeout: float | None
-    spare_envs: int
-    strict: bool
-    equal_spaces: bool
-    size: int | None
-    idle: bool
+    kind: Kind
 
     def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
         """Returns those of one worker."""
-        first, stop = (place // (self.size or 1) for place in self.slices[worker])
+        first, stop = (place // (self.kind.size or 1) for place in self.slices[worker])
         return self.env_fns[first:stop]

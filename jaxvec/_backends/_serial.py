@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,11 +26,8 @@ from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._slices import _envs, _failures
-from jaxvec._slices._batch_slice import BatchSlice
 from jaxvec._slices._description import describe
-from jaxvec._slices._env_slice import EnvSlice
 from jaxvec._slices._envs import EnvFailure
-from jaxvec._slices._slice import Slice
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record
 
@@ -44,9 +40,9 @@ class SerialWorkers:
         self._plan = plan
         self._budget = budget
         with _typed():
-            self._envs = _envs.build(plan.env_fns, 0, plan.size)
+            self._envs = _envs.build(plan.env_fns, 0, plan.kind.size)
             self.description = describe(
-                self._envs, first=0, learn_info=learn_info, equal_spaces=plan.equal_spaces
+                self._envs, first=0, learn_info=learn_info, equal_spaces=plan.kind.equal_spaces
             )
         if self.description.mismatch is not None:
             self.close(timeout=0)
@@ -59,12 +55,7 @@ class SerialWorkers:
     def attach(self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode) -> Arrays:
         arrays = _segment.private(layout)
         self._num_envs = spec.num_envs
-        plan = self._plan
-        make_slice: Callable[..., Slice] = partial(
-            EnvSlice, self._envs, plan.env_fns, strict=plan.strict, idle=plan.idle
-        )
-        if plan.size is not None:
-            make_slice = partial(BatchSlice, self._envs, size=plan.size)
+        make_slice = self._plan.kind.slice_of(self._envs, self._plan.env_fns)
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
         return arrays
 

@@ -83,10 +83,6 @@ def setup(plan: Plan, worker: int, *, learn_info: bool) -> Setup:
         python_path=os.environ.get("PYTHONPATH"),
         first=first,
         env_fns=pickled,
-        spare_envs=plan.spare_envs,
-        strict=plan.strict,
+        kind=plan.kind,
         learn_info=learn_info and first == 0,
-        equal_spaces=plan.equal_spaces,
-        size=plan.size,
-        idle=plan.idle,
     )

@@ -283,7 +283,7 @@ class Supervisor:
     def _require_equal(self, worker: int, description: Description) -> None:
         assert self._description is not None
         first, _ = self._plan.slices[worker]
-        mine, equal = description.spaces, self._plan.equal_spaces
+        mine, equal = description.spaces, self._plan.kind.equal_spaces
         mismatch = compare(self._description.spaces, 0, mine, first, equal=equal) or description.mismatch
         if mismatch is not None:
             raise SpaceMismatchError(mismatch)

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -27,9 +26,7 @@ from jaxvec._handoff import _channel
 from jaxvec._handoff._handoff import STEP, Work, WorkerHandoff
 from jaxvec._memory import _segment
 from jaxvec._slices import _envs, _failures
-from jaxvec._slices._batch_slice import BatchSlice
 from jaxvec._slices._description import describe
-from jaxvec._slices._env_slice import EnvSlice
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn
 from jaxvec._slices._slice import Slice
 from jaxvec._slices._spares import Spares
@@ -47,17 +44,12 @@ def main() -> None:
         _adopt_paths(setup)
         with _reporting(channel):
             env_fns = _load(setup)
-            envs, spares = _envs.build(env_fns, setup.first, setup.size), Spares()
+            envs, spares = _envs.build(env_fns, setup.first, setup.kind.size), Spares()
             try:
                 with _reporting(channel):
-                    spares.build(setup.spare_envs, env_fns, setup.first)
+                    spares.build(setup.kind.spare_envs, env_fns, setup.first)
                     channel.send(Ready(_describe(envs, setup)))
-                    make_slice: Callable[..., Slice] = partial(
-                        EnvSlice, envs, env_fns, spares=spares, strict=setup.strict, idle=setup.idle
-                    )
-                    if setup.size is not None:
-                        make_slice = partial(BatchSlice, envs, size=setup.size)
-                    _serve(channel, make_slice)
+                    _serve(channel, setup.kind.slice_of(envs, env_fns, spares))
             finally:
                 _envs.close([*envs, *spares.envs], setup.first)
     except EOFError:
@@ -162,7 +154,7 @@ def _load(setup: Setup) -> Sequence[EnvFn]:
 
 def _describe(envs: list[Env], setup: Setup) -> bytes:
     description = describe(
-        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
+        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.kind.equal_spaces
     )
     try:
         return cloudpickle.dumps(description)

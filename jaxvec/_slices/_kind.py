@@ -1,0 +1,41 @@
+"""What kind of slice the envs of a pool make up, wherever they are stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jaxvec._slices._batch_slice import BatchSlice
+from jaxvec._slices._env_slice import EnvSlice
+from jaxvec._slices._envs import EnvFn
+from jaxvec._slices._slice import Slice
+from jaxvec._slices._spares import Spares
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The same for all slices of a pool.
+
+    Attributes:
+        size: how many envs a batched env has; `None` for envs one by one.
+        spare_envs: how many more envs each worker builds, to be reset in advance.
+        strict: whether observations have to be members of their space.
+        equal_spaces: whether observation spaces have to be equal, and not only alike.
+        idle: whether envs idle when their episode has ended, and no autoreset begins another.
+    """
+
+    size: int | None
+    spare_envs: int
+    strict: bool
+    equal_spaces: bool
+    idle: bool
+
+    def slice_of(
+        self, envs: list[Any], env_fns: Sequence[EnvFn], spares: Spares | None = None
+    ) -> Callable[..., Slice]:
+        """Returns what makes the slice of these envs, once its place in a pool is known."""
+        if self.size is not None:
+            return partial(BatchSlice, envs, size=self.size)
+        return partial(EnvSlice, envs, env_fns, spares=spares, strict=self.strict, idle=self.idle)
