@@ -36,7 +36,7 @@ from jaxvec._errors import (
     StaleHandleError,
 )
 from jaxvec._handoff._handoff import RESET, STEP
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._turns import Rules, Turns
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._memory._views import Place, Rows, Views
@@ -126,13 +126,8 @@ class Pool:
         self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
         disabled = autoreset_mode is AutoresetMode.DISABLED
         self._ends_need_reset = resets_required and disabled and not spec.has_idle
-        self._gate = workers.open_gate(
-            self.id,
-            self._turns,
-            in_order,
-            self._views.over if self._ends_need_reset else None,
-            timeouts.step,
-        )
+        over = self._views.over if self._ends_need_reset else None
+        self._gate = workers.open_gate(Rules(self.id, self._turns, in_order, over, timeouts.step))
         self.closing = Closing(workers, self._gate)
 
     @property

@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec._handoff._gate import Gate
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._turns import Rules
 from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
@@ -52,15 +51,8 @@ class Workers(Protocol):
         """Creates the segment, lets the envs write there, and returns its arrays."""
         ...
 
-    def open_gate(
-        self,
-        pool_id: int,
-        turns: Turns,
-        in_order: bool,
-        over: Sequence[NDArray[np.bool_]] | None,
-        timeout: float | None,
-    ) -> Gate:
-        """Returns the gate that callers have to pass; see `NativeGate` for the arguments."""
+    def open_gate(self, rules: Rules) -> Gate:
+        """Returns the gate that callers have to pass."""
         ...
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from jaxvec._handoff._channel import Channel
 from jaxvec._handoff._gate import Gate, PortableGate
 from jaxvec._handoff._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._turns import Rules
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
 from jaxvec._native.gate import NativeGate
@@ -87,28 +86,20 @@ def gate(
     arrays: Arrays,
     *,
     slices: tuple[tuple[int, int], ...],
-    pool_id: int,
-    turns: Turns,
-    in_order: bool,
-    over: Sequence[NDArray[np.bool_]] | None,
-    timeout: float | None,
+    rules: Rules,
 ) -> Gate:
-    """Makes the gate of a pool with this hand-off; see `NativeGate` for the arguments."""
+    """Makes the gate of a pool with this hand-off."""
     if not isinstance(end, NativeParentEnd) or spec.object_leaves:
         return PortableGate(spec.num_envs)
     return NativeGate(
         end,
-        pool_id=pool_id,
+        rules,
         fingerprint=spec.fingerprint,
         slices=slices,
         actions=[arrays[leaf.path] for leaf in spec.action_leaves],
         results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
         nonzero=[_nonzero(leaf, arrays) for leaf in spec.timestep_leaves],
-        turns=turns,
         batch_size=spec.batch_size,
-        in_order=in_order,
-        over=over,
-        timeout=timeout,
     )
 
 

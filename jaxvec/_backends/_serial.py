@@ -19,7 +19,7 @@ from jaxvec._backends._plan import Plan
 from jaxvec._errors import EnvError, SpaceMismatchError
 from jaxvec._handoff._gate import Gate, PortableGate
 from jaxvec._handoff._handoff import STEP
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._turns import Rules
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
@@ -59,15 +59,8 @@ class SerialWorkers:
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
         return arrays
 
-    def open_gate(
-        self,
-        pool_id: int,
-        turns: Turns,
-        in_order: bool,
-        over: Sequence[NDArray[np.bool_]] | None,
-        timeout: float | None,
-    ) -> Gate:
-        return PortableGate(len(turns.needs_reset))
+    def open_gate(self, rules: Rules) -> Gate:
+        return PortableGate(len(rules.turns.needs_reset))
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         move = self._slice.step if operation == STEP else self._slice.reset

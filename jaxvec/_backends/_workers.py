@@ -25,7 +25,7 @@ from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, NotReadyError
 from jaxvec._handoff._channel import WAKE
 from jaxvec._handoff._gate import Gate
 from jaxvec._handoff._handoff import LOOK_AROUND, STEP, ParentHandoff, listen, time_left
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._turns import Rules
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
@@ -131,27 +131,10 @@ class ProcessWorkers:
         self.supervisor.knock = self._handoff.knock
         return arrays
 
-    def open_gate(
-        self,
-        pool_id: int,
-        turns: Turns,
-        in_order: bool,
-        over: Sequence[NDArray[np.bool_]] | None,
-        timeout: float | None,
-    ) -> Gate:
+    def open_gate(self, rules: Rules) -> Gate:
         assert self._handoff is not None
         assert self._arrays is not None
-        return _handoffs.gate(
-            self._handoff,
-            self._spec,
-            self._arrays,
-            slices=self._slices,
-            pool_id=pool_id,
-            turns=turns,
-            in_order=in_order,
-            over=over,
-            timeout=timeout,
-        )
+        return _handoffs.gate(self._handoff, self._spec, self._arrays, slices=self._slices, rules=rules)
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         assert self._handoff is not None

@@ -7,6 +7,8 @@ belong to who has moved their envs.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -126,3 +128,22 @@ class Turns:
             raise InFlightError(
                 f"recv returns {self._batch_size} envs, but {num_sent} are in flight; send more first"
             )
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a pool's gate goes by.
+
+    Attributes:
+        pool_id: what a program's call must name.
+        turns: of the pool.
+        in_order: whether `recv` returns envs in the order in which they were sent.
+        over: terminated and truncated, if a step sets `needs_reset` by them.
+        timeout: seconds of a step, `None` for ever; a program that waits so long asks Python.
+    """
+
+    pool_id: int
+    turns: Turns
+    in_order: bool
+    over: Sequence[NDArray[np.bool_]] | None
+    timeout: float | None

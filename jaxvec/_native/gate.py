@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec._handoff._gate import MOVERS
 from jaxvec._handoff._handoff import LOOK_AROUND
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._turns import Rules
 from jaxvec._native import library
 from jaxvec._native.handoff import NativeParentEnd
 from jaxvec._tracing._recorder import Record, Span
@@ -76,42 +76,37 @@ class NativeGate:
     def __init__(
         self,
         handoff: NativeParentEnd,
+        rules: Rules,
         *,
-        pool_id: int,
         fingerprint: int,
         slices: Sequence[tuple[int, int]],
         actions: Sequence[NDArray[Any]],
         results: Sequence[NDArray[Any]],
         nonzero: Sequence[NDArray[np.bool_] | None],
-        turns: Turns,
         batch_size: int,
-        in_order: bool,
-        over: Sequence[NDArray[np.bool_]] | None,
-        timeout: float | None,
     ) -> None:
         """Opens the gate.
 
         Args:
             handoff: the pool's.
-            pool_id, fingerprint: what a program's call must name.
+            rules: of the pool.
+            fingerprint: of its specification, which a program's call must name, too.
             slices: `(first, stop)` of each worker's slots.
             actions, results: `[num_envs, ...]` arrays in the segment, in a program's order.
             nonzero: for each of `results`, `[num_envs]` flags that are false for rows of zeros, if there
                 are such.
-            turns: of the pool.
-            batch_size, in_order: what `recv` returns.
-            over: terminated and truncated, if a step sets `needs_reset` by them.
-            timeout: seconds of a step; a program that waits so long asks Python.
+            batch_size: how many envs `recv` returns.
         """
         self._library = _declared()
+        turns, over = rules.turns, rules.over
         self.counts = np.zeros(len(turns.needs_reset), np.uint32)
         stops = np.array([stop for _, stop in slices])
         terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
-        timeout_ns = _YEARS if timeout is None else int(timeout * 1e9)
+        timeout_ns = _YEARS if rules.timeout is None else int(rules.timeout * 1e9)
         plan = _Plan(
-            id=pool_id,
+            id=rules.pool_id,
             batch_size=batch_size,
-            in_order=in_order,
+            in_order=rules.in_order,
             fingerprint=fingerprint,
             wait_ns=min(_WAIT, timeout_ns),
             step_ns=timeout_ns,
@@ -131,7 +126,7 @@ class NativeGate:
             truncated=truncated,
         )
         self._alive: Any = (handoff, stops, actions, results, nonzero, turns, over)
-        self._pool_id = pool_id
+        self._pool_id = rules.pool_id
         self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
         self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))
         self._state.open = 1
