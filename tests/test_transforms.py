@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import subprocess
 import sys
@@ -396,7 +397,11 @@ def test_threads_with_a_handle_each_step_their_envs(make, transport):
 def test_a_policy_on_the_device_and_its_envs_on_the_host_in_one_program(make, transport, device):
     envs = make(CountingEnv, 8, num_workers=2, transport=transport)
     handle, timestep = jaxvec.reset(envs)
-    step = compute_on("device_host")(jax.jit(jaxvec.step))
+    if "out_memory_spaces" in inspect.signature(compute_on).parameters:  # since jax 0.12
+        here = jax.memory.Space.Device
+        step = compute_on(jaxvec.step, compute_type="device_host", out_memory_spaces=here)
+    else:
+        step = compute_on("device_host")(jax.jit(jaxvec.step))
 
     def body(carry, _):
         handle, obs = carry

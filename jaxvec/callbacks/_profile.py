@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,11 @@ def merge_traces(trace: str | Path, log_dir: str | Path, out: str | Path) -> Non
 
 def _start_of(profile: Path) -> int:
     """Returns when a profile began, in ns since 1970."""
-    for plane in jax.profiler.ProfileData.from_file(str(profile)).planes:
-        for name, value in plane.stats:
-            if name == "profile_start_time":
-                return int(value)
+    with warnings.catch_warnings():
+        # jaxlib 0.12's own classes raise one under Python 3.13 and, where it is an error, end the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in jax.profiler.ProfileData.from_file(str(profile)).planes:
+            for name, value in plane.stats:
+                if name == "profile_start_time":
+                    return int(value)
     raise ValueError(f"{profile} does not say when it began")
