@@ -239,6 +239,17 @@ def test_a_worker_killed_while_idle_is_replaced_by_the_next_step(make, handoff, 
     np.testing.assert_array_equal(rollout(envs, face, np.ones((3, 2), int)).info["fault"], False)
 
 
+def test_a_reset_after_a_replacement_has_no_final_observation(make):
+    """The worker that is gone had left one in the row."""
+    envs = make(lambda: CountingEnv(1), 2, num_workers=1, on_fault="restart")
+    envs.reset()
+    assert envs.step(np.zeros(2, int)).info["_final_obs"].all()
+    envs.pool._workers.supervisor._processes[0].kill()
+    timestep = envs.reset()
+    assert not timestep.info["_final_obs"].any()
+    assert not timestep.info["final_obs"].any()
+
+
 # --- Resets, constructors and data --------------------------------------------------------------
 
 

@@ -102,7 +102,7 @@ class EnvSlice:
         self._declared = DeclaredInfo(spec.declared, rows)
         self._declares = bool(spec.declared.keys)
         self._vector_reward = spec.reward.shape != ()
-        self._final = FinalStep(spec, rows)
+        self._final = FinalStep(spec, rows, range(count) if replaces else ())
         self._spares = Spares() if spares is None else spares
         self._require_member = checker(envs[0].observation_space, ("obs",)) if strict else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,13 @@ class DeclaredInfo:
 class FinalStep:
     """The last observation and info of an episode, under same-step autoreset; zero elsewhere."""
 
-    def __init__(self, spec: PoolSpec, arrays: Arrays) -> None:
+    def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int] = ()) -> None:
+        """Prepares to write.
+
+        Args:
+            spec, arrays: of the pool.
+            written: rows that may not be zero: another has left them.
+        """
         self._obs = self._info = None
         if spec.has_final_obs:
             node = spec.info.child("final_obs")
@@ -45,7 +51,7 @@ class FinalStep:
             self._obs = (_rows.writer(node, arrays), _rows.zeroer(node, arrays), mask)
         if spec.has_final_info:
             self._info = DeclaredInfo(spec.info.child("final_info"), arrays)
-        self._written: set[int] = set()  # whose final rows are not zero
+        self._written = set(written)  # whose final rows are not zero
 
     def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
         """Writes row `index`."""
