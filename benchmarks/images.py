@@ -72,6 +72,11 @@ class Batch(NamedTuple):
     value: jax.Array  # [n] float32
 
 
+def log_prob_of(logits: jax.Array, action: jax.Array) -> jax.Array:
+    """Returns the actions' log-probabilities, `[n]`."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
+
+
 @dataclass(frozen=True)
 class Ppo:
     """An update of PPO, whatever it is that advances the envs."""
@@ -102,7 +107,7 @@ class Ppo:
             handle, timestep = carry
             logits, value = self.network.apply(params, timestep.obs)
             action = jax.random.categorical(key, logits)
-            log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
+            log_prob = log_prob_of(logits, action)
             done = timestep.terminated | timestep.truncated
             batch = Batch(timestep.obs, timestep.reward, done, action, log_prob, value)
             return advance(handle, timestep, action), batch
@@ -128,8 +133,7 @@ class Ppo:
 
         def loss(params: Any, batch: Batch, advantage: jax.Array) -> jax.Array:
             logits, value = self.network.apply(params, batch.obs)
-            log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.action[:, None], 1)[:, 0]
-            ratio = jnp.exp(log_prob - batch.log_prob)
+            ratio = jnp.exp(log_prob_of(logits, batch.action) - batch.log_prob)
             gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
             return jnp.mean(jnp.square(value - batch.value - advantage) / 2 - gain)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from jaxvec._trace import require_file
 from jaxvec.callbacks import _transports
 from jaxvec.callbacks._trace_run import TraceRun, trace_run
 from jaxvec.cli import _target
@@ -16,8 +17,10 @@ from jaxvec.cli._command import Command, Outcome, UsageError, positive
 def run(options: Namespace) -> Outcome:
     """Traces a run of random actions."""
     target = _target.find(options)
-    if not options.out.parent.is_dir() or options.out.is_dir():
-        raise UsageError(f"--out {options.out}: name a file in a folder that there is")
+    try:
+        require_file(options.out)
+    except OSError as error:
+        raise UsageError(f"--out {options.out}: name a file in a folder that there is") from error
     if options.num_workers is not None and options.num_workers > options.num_envs:
         raise UsageError("--num-workers: more workers than envs; raise --num-envs")
     found = trace_run(
