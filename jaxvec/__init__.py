@@ -22,6 +22,7 @@ from jaxvec._errors import (
     UnsupportedSpaceError,
     WorkerDiedError,
 )
+from jaxvec._ray import Ray
 from jaxvec._restart import Restart
 from jaxvec._stats import Stats, WorkerStats
 from jaxvec._timestep import TimeStep
@@ -51,6 +52,7 @@ __all__ = [
     "NotReadyError",
     "PoolBrokenError",
     "PoolClosedError",
+    "Ray",
     "ResetNeededError",
     "Restart",
     "SpaceMismatchError",

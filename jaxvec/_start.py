@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -11,14 +11,17 @@ from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
 from jaxvec import _pools, _restart
 from jaxvec._backends import _handoffs
+from jaxvec._backends._launcher import Launcher
 from jaxvec._backends._plan import Plan
 from jaxvec._backends._serial import SerialWorkers
+from jaxvec._backends._spawn import Spawner
 from jaxvec._backends._workers import ProcessWorkers
 from jaxvec._cores import usable_cores
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._memory._layout import split
 from jaxvec._memory._views import Place
 from jaxvec._pool import Pool, Timeouts
+from jaxvec._ray import Ray
 from jaxvec._restart import Budget, Restart
 from jaxvec._slices import _env_fns
 from jaxvec._slices._description import Description
@@ -26,6 +29,9 @@ from jaxvec._slices._kind import Kind
 from jaxvec._spaces import DtypePolicy
 from jaxvec._spec import make_spec, undeclared
 from jaxvec._vector_env import VectorEnv
+
+if TYPE_CHECKING:
+    from jaxvec._backends._ray._launcher import RayCluster
 
 
 def start(
@@ -35,7 +41,7 @@ def start(
     num_workers: int | None = None,
     batch_size: int | None = None,
     recv_order: str = "ready",
-    backend: str = "process",
+    backend: str | Ray = "process",
     autoreset_mode: AutoresetMode | str | None = None,
     episodic: bool = False,
     final_obs: bool = True,
@@ -71,7 +77,8 @@ def start(
         env, num_envs, envs_per_instance = _adopt(env, num_envs, envs_per_instance)
         backend = "serial"
     num_envs = _env_fns.count(env, num_envs, envs_per_instance)
-    num_workers = _num_workers(num_workers, num_envs // (envs_per_instance or 1), backend)
+    cluster = _cluster(backend)
+    num_workers = _num_workers(num_workers, num_envs // (envs_per_instance or 1), backend, cluster)
     slices = split(num_envs, num_workers, envs_per_instance or 1)
     env_fns = _env_fns.resolve(env, slices, env_kwargs, configs=env_configs, size=envs_per_instance)
     mode = _autoreset_mode(autoreset_mode, batched=envs_per_instance is not None, episodic=episodic)
@@ -102,7 +109,13 @@ def start(
         )
         workers = SerialWorkers(plan, budget=budget, learn_info=bool(learnt))
     else:
-        workers = ProcessWorkers(plan, handoff=handoff, budget=budget, learn_info=bool(learnt))
+        if cluster is None:
+            launcher: Launcher = Spawner(plan.worker_env)
+        else:
+            launcher = cluster.launcher(num_workers, plan.worker_env, timeouts.start)
+        workers = ProcessWorkers(
+            plan, launcher=launcher, handoff=handoff, budget=budget, learn_info=bool(learnt)
+        )
     try:
         description = workers.description
         mode = mode or _mode_of(description)
@@ -184,15 +197,26 @@ def _mode_of(description: Description) -> AutoresetMode:
     return mode
 
 
-def _num_workers(num_workers: int | None, num_envs: int, backend: str) -> int:
+def _cluster(backend: str | Ray) -> RayCluster | None:
+    """Connects to the cluster that a pool's workers are to be on, if one is."""
+    if isinstance(backend, Ray) or backend == "ray":
+        from jaxvec._backends._ray import _launcher  # for those who ask
+
+        return _launcher.connect(Ray() if isinstance(backend, str) else backend)
     if backend not in ("process", "serial"):
-        raise ValueError(f'backend must be "process" or "serial", not {backend!r}')
+        raise ValueError(f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {backend!r}')
+    return None
+
+
+def _num_workers(
+    num_workers: int | None, num_envs: int, backend: str | Ray, cluster: RayCluster | None
+) -> int:
     if backend == "serial":
         if num_workers not in (None, 1):
             raise ValueError(f'backend="serial" has one worker, this process, not {num_workers}')
         return 1
     if num_workers is None:
-        return min(num_envs, usable_cores())
+        return min(num_envs, usable_cores()) if cluster is None else cluster.num_workers(num_envs)
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or not 1 <= num_workers <= num_envs:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"num_workers must be an integer from 1 to num_envs ({num_envs}), not {num_workers!r}"

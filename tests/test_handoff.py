@@ -79,6 +79,9 @@ class LoopbackChannel:
     def receive(self):
         return _handoff.WAKE
 
+    def readable(self):
+        return False
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=60)
@@ -114,6 +117,40 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
         assert parent.unfinished().size == 0
         count = data.draw(st.integers(1, len(slots)))
         assert parent.first_done(np.array(posted), count).tolist() == posted[:count]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), num_envs=st.integers(1, 12))
+def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, num_envs):
+    num_workers = data.draw(st.integers(1, num_envs))
+    (here, slices), (there, _) = (board(num_envs, num_workers) for _ in range(2))
+    ends = [
+        _handoffs.parent_end(
+            kind, arrays, slices=slices, channels=[LoopbackChannel() for _ in slices], spin_ns=0
+        )
+        for arrays in (here, there)
+    ]
+    slots = np.array(data.draw(st.permutations(range(num_envs))))
+    cut = data.draw(st.integers(0, num_envs))
+    for part in (slots[:cut], slots[cut:]):
+        if part.size:
+            ends[0].send(data.draw(st.sampled_from([_handoff.RESET, _handoff.STEP])), part)
+    ends[1].pass_on(here["asked",], np.arange(num_envs))
+    for worker, share in enumerate(slices):
+        told = [
+            _handoffs.worker_end(
+                kind, arrays, worker=worker, share=share, channel=LoopbackChannel(), spin_ns=0
+            )
+            for arrays in (here, there)
+        ]
+        while not told[0].idle():
+            made, passed = (end.receive() for end in told)
+            assert (made.operation, made.slots.tolist()) == (passed.operation, passed.slots.tolist())
+            for end, work in zip(told, (made, passed), strict=True):
+                end.post(work.slots.copy())
+    assert not ends[0].unfinished().size
+    assert not ends[1].unfinished().size
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -191,7 +191,7 @@ BAD = [
     ((3, 2), {}, TypeError, "got int for env 0"),
     ((CountingEnv(), 2), {}, TypeError, "pass a function that makes the env"),
     ((lambda a, b: CountingEnv(), 2), {}, TypeError, r"requires the arguments \['a', 'b'\]"),
-    ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process" or "serial"'),
+    ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process", "serial", "ray"'),
     ((CountingEnv, 2), {"autoreset_mode": "SOMETIMES"}, ValueError, "SAME_STEP, DISABLED|NEXT_STEP"),
     ((CountingEnv, 2), {"num_workers": 3}, ValueError, r"from 1 to num_envs \(2\), not 3"),
     ((CountingEnv, 2), {"num_workers": 0}, ValueError, "from 1 to num_envs"),

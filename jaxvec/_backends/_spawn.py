@@ -1,17 +1,20 @@
-"""Starts one worker process, and makes the message that tells it what to build."""
+"""Starts worker processes, and makes the message that tells one what to build."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
 import gymnasium
 
+from jaxvec._backends._launcher import Slices
 from jaxvec._backends._messages import Setup
 from jaxvec._backends._plan import Plan
 from jaxvec._handoff import _channel
@@ -29,8 +32,52 @@ _WORKER_ENV: dict[str, str | None] = {
 }
 
 
-def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Starts a worker, in a process group of its own.
+class WorkerProcess(subprocess.Popen[bytes]):
+    """A worker of this machine, the first of a process group of its own; see `Process`."""
+
+    place = ""
+    ahead = 0
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def ending(self) -> tuple[int | None, str]:
+        try:
+            exitcode = self.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return None, "closed its control socket"  # but lives; it will be killed
+        if exitcode >= 0:
+            return exitcode, f"exited with code {exitcode}"
+        name = signal.Signals(-exitcode).name
+        hint = " (perhaps by the kernel, for want of memory)" if name == "SIGKILL" else ""
+        return exitcode, f"was killed by {name}{hint}"
+
+
+class Spawner:
+    """Starts workers on this machine; see `Launcher`."""
+
+    at_sockets = False
+
+    def __init__(self, worker_env: Mapping[str, str | None]) -> None:
+        self._worker_env = worker_env
+        self._lifeline = os.pipe()  # whose end means the parent's
+
+    def shares(self, slices: Slices) -> Slices:
+        return slices
+
+    def launch(self, worker: int) -> tuple[WorkerProcess, Channel]:
+        return spawn(self._lifeline[0], self._worker_env)
+
+    def close(self) -> None:
+        for descriptor in self._lifeline:
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lifeline = -1, -1
+
+
+def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[WorkerProcess, Channel]:
+    """Starts a worker.
 
     Args:
         lifeline: read end of the pipe whose end means the parent's.
@@ -44,7 +91,7 @@ def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[subproce
     # Only to find what a worker begins with; it then takes over our sys.path and restores PYTHONPATH.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
     try:
-        process = subprocess.Popen(
+        process = WorkerProcess(
             [sys.executable, "-u", "-P", "-m", "jaxvec._backends._worker", str(lifeline), str(theirs)],
             env={name: value for name, value in env.items() if value is not None},
             pass_fds=[lifeline, theirs],

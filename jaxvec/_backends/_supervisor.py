@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import select
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from jaxvec import _options
 from jaxvec._backends import _spawn
+from jaxvec._backends._launcher import Launcher, Process
 from jaxvec._backends._messages import Attach, Ready, Recover, Replacement, Setup
 from jaxvec._backends._plan import Plan
 from jaxvec._errors import EnvError, JaxvecError, SpaceMismatchError, WorkerDiedError
@@ -35,8 +35,6 @@ from jaxvec._tracing._recorder import Loss
 
 _logger = logging.getLogger("jaxvec")
 
-Slices = tuple[tuple[int, int], ...]
-
 
 class Supervisor:
     """The worker processes of one pool. `close()` ends them, whatever state they are in.
@@ -50,12 +48,13 @@ class Supervisor:
         knock: tells a worker that serves that a message is on its socket.
     """
 
-    def __init__(self, plan: Plan, budget: Budget) -> None:
-        """Starts the processes, which wait for what `setup` makes."""
+    def __init__(self, plan: Plan, budget: Budget, launcher: Launcher) -> None:
+        """Starts the workers, which wait for what `setup` makes, and closes `launcher` in the end."""
         interrupts.watch()
         self._plan = plan
         self._budget = budget
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._launcher = launcher
+        self._processes: list[Process] = []
         self.channels: list[Channel] = []
         self.starting: set[int] = set()
         self.options: Options = None
@@ -70,10 +69,9 @@ class Supervisor:
         self._description: Description | None = None
         self._arrays: Arrays | None = None
         self._segment = -1
-        self._lifeline = os.pipe()
         try:
             for worker in range(len(plan.slices)):
-                process, channel = _spawn.spawn(self._lifeline[0], plan.worker_env)
+                process, channel = launcher.launch(worker)
                 self._processes.append(process)
                 self.channels.append(channel)
                 self._by_fd[channel.fileno()] = worker
@@ -188,10 +186,13 @@ class Supervisor:
         self._news.append((worker, error))
         self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
         old = self._processes[worker]
-        _kill(old)
+        old.end()
         with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it can
             old.wait(timeout=1)
-        self._processes[worker], channel = _spawn.spawn(self._lifeline[0], self._plan.worker_env)
+        try:
+            self._processes[worker], channel = self._launcher.launch(worker)
+        except ConnectionError as lost:
+            raise error from lost
         self.channels[worker].replace(channel)
         self.starting.add(worker)
         timeout = self._plan.start_timeout
@@ -203,7 +204,7 @@ class Supervisor:
     def kill(self) -> None:
         """Ends the workers, and whatever their envs have started, at once; from any thread."""
         for process in self._processes:
-            _kill(process)
+            process.end()
 
     def close(self, timeout: float) -> None:
         """Ends the workers: politely for `timeout` seconds, so that envs can close; then by SIGKILL."""
@@ -219,10 +220,10 @@ class Supervisor:
                 process.wait(timeout=1)
         for channel in self.channels:
             channel.close()
-        for descriptor in (*self._lifeline, self._segment):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._lifeline, self._segment = (-1, -1), -1
+        self._launcher.close()
+        if self._segment >= 0:
+            os.close(self._segment)
+            self._segment = -1
         self._processes, self.channels, self._by_fd = [], [], {}
         self._arrays, self.knock = None, _no_knock
 
@@ -240,6 +241,18 @@ class Supervisor:
             + ("" if resets else f", last action {_failures.describe_action(action)}")
             for slot, action, resets in zip(running.tolist(), actions, resetting, strict=True)
         )
+
+    def silent(self, workers: Iterable[int]) -> str:
+        """Says which of `workers`, who are late, are elsewhere, and where."""
+        return ", ".join(
+            f"worker {worker} {place} has not answered"
+            for worker in workers
+            if (place := self._processes[worker].place)
+        )
+
+    def ahead(self, worker: int) -> int:
+        """Returns how far a worker's monotonic clock is ahead of ours, in ns."""
+        return self._processes[worker].ahead
 
     def worker_of(self, slot: int) -> int:
         """Returns the worker that holds a slot."""
@@ -289,14 +302,11 @@ class Supervisor:
             raise SpaceMismatchError(mismatch)
 
     def _died(self, worker: int) -> WorkerDiedError:
-        try:
-            exitcode = self._processes[worker].wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            exitcode = None  # closed its socket, but lives; it will be killed
+        exitcode, ending = self._processes[worker].ending()
         first, stop = self._plan.slices[worker]
         doing = self.running(range(first, stop))
         return WorkerDiedError(
-            f"worker {worker} ({name_envs(range(first, stop))}) {_ending(exitcode)} while "
+            f"worker {worker} ({name_envs(range(first, stop))}) {ending} while "
             f"{doing or 'idle or starting'}; what it printed on its standard error may tell more",
             worker=worker,
             env_ids=tuple(range(first, stop)),
@@ -332,18 +342,3 @@ def name_envs(env_ids: Sequence[int]) -> str:
 
 def _no_knock(worker: int) -> None:
     """Workers that don't serve yet wait at their sockets."""
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _ending(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "closed its control socket"
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    name = signal.Signals(-exitcode).name
-    hint = " (perhaps by the kernel, for want of memory)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{hint}"

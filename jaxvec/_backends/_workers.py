@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jaxvec import _options
 from jaxvec._backends import _handoffs
 from jaxvec._backends._backend import Patience
+from jaxvec._backends._launcher import Launcher
 from jaxvec._backends._messages import Attach, Reply, Request
 from jaxvec._backends._plan import Plan
 from jaxvec._backends._supervisor import Supervisor, name_envs
@@ -82,7 +83,9 @@ class _Wait:
 class ProcessWorkers:
     """The worker processes of one pool; see `Workers`. `close()` ends them, whatever state they are in."""
 
-    def __init__(self, plan: Plan, *, handoff: str, budget: Budget, learn_info: bool) -> None:
+    def __init__(
+        self, plan: Plan, *, launcher: Launcher, handoff: str, budget: Budget, learn_info: bool
+    ) -> None:
         """Starts the workers and waits until every env is built.
 
         Raises:
@@ -91,12 +94,13 @@ class ProcessWorkers:
             EnvTimeoutError: the envs were not built in time.
         """
         self._slices = plan.slices
+        self._launcher = launcher
         self._start_timeout = plan.start_timeout
         self._arrays: Arrays | None = None
         self._kind = handoff
         self._budget = budget
         self._handoff: ParentHandoff | None = None
-        self.supervisor = Supervisor(plan, budget)
+        self.supervisor = Supervisor(plan, budget, launcher)
         try:
             wait = self._wait("constructor", plan.start_timeout)
             for worker in range(len(plan.slices)):
@@ -125,16 +129,18 @@ class ProcessWorkers:
         self._spec, self._arrays = spec, arrays
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
+        self._shares = self._launcher.shares(self._slices)
         self._handoff = _handoffs.parent_end(
-            self._kind, arrays, slices=self._slices, channels=self.supervisor.channels, spin_ns=spin_ns
+            self._kind, arrays, slices=self._shares, channels=self.supervisor.channels, spin_ns=spin_ns
         )
-        self.supervisor.knock = self._handoff.knock
+        if not self._launcher.at_sockets:
+            self.supervisor.knock = self._handoff.knock
         return arrays
 
     def open_gate(self, rules: Rules) -> Gate:
         assert self._handoff is not None
         assert self._arrays is not None
-        return _handoffs.gate(self._handoff, self._spec, self._arrays, slices=self._slices, rules=rules)
+        return _handoffs.gate(self._handoff, self._spec, self._arrays, slices=self._shares, rules=rules)
 
     def send(self, operation: int, slots: NDArray[Any]) -> None:
         assert self._handoff is not None
@@ -191,7 +197,7 @@ class ProcessWorkers:
                 losses.append((worker, Loss(str(answer), time.monotonic_ns())))
         return [
             replace(
-                answer if isinstance(answer, Record) else Record([]),
+                answer.earlier(self.supervisor.ahead(worker)) if isinstance(answer, Record) else Record([]),
                 losses=tuple(loss for whose, loss in losses if whose == worker),
             )
             for worker, answer in enumerate(answers)
@@ -215,12 +221,13 @@ class ProcessWorkers:
         if self._handoff is None or wait.slots is None:
             late = list(wait.owing)
             slow = [slot for worker in late for slot in range(*self._slices[worker])]
-            doing = f"the workers of {name_envs(slow)} have not answered"
+            elsewhere = self.supervisor.silent(late)
+            doing = f"the workers of {name_envs(slow)} have not answered" + (elsewhere and f": {elsewhere}")
         else:
             slow = self._handoff.unfinished().tolist()
             holding = np.intersect1d(slow, wait.slots).tolist()
             late = sorted({self.supervisor.worker_of(slot) for slot in holding})
-            running = self.supervisor.running(slow) or "no env is running"
+            running = self.supervisor.running(slow) or self.supervisor.silent(late) or "no env is running"
             doing = f"{running}; unfinished: {name_envs(slow)}"
         message = f"{wait.name} timed out after {wait.timeout} s: {doing}"
         return EnvTimeoutError(message, env_ids=tuple(slow)), late

@@ -99,6 +99,11 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
+    def break_off(self) -> None:
+        """Lets both ends see an end of file; from any thread, also while another uses this end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def replace(self, other: Channel) -> None:
         """Takes over another's socket, under our own descriptor's number, which others go by."""
         os.dup2(other.fileno(), self.fileno(), inheritable=False)
@@ -136,6 +141,13 @@ def pair() -> tuple[Channel, int]:
     """Makes a control socket: the parent's end, and the worker's as a bare descriptor."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Channel(ours), theirs.detach()
+
+
+def nobody() -> tuple[Channel, socket.socket]:
+    """Makes an end that hears nothing, and can't be told anything, while what comes with it is open."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    theirs.shutdown(socket.SHUT_RD)
+    return Channel(ours), theirs
 
 
 def adopt(descriptor: int) -> Channel:

@@ -65,6 +65,10 @@ class ParentHandoff(Protocol):
         """Hands `slots` to their workers. The parent must own them. One thread at a time."""
         ...
 
+    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+        """Hands `slots` to their workers with requests that another hand-off made, `[num_envs]`."""
+        ...
+
     def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
         """Waits until `count` of `slots` are the parent's. Any number of threads at a time."""
         ...
@@ -83,6 +87,10 @@ class ParentHandoff(Protocol):
 
     def unfinished(self) -> NDArray[Any]:
         """Returns the ids of slots whose latest request is not finished."""
+        ...
+
+    def stir(self) -> None:
+        """Makes `wait`, in another thread, look around at once."""
         ...
 
     def close(self) -> None:
@@ -115,6 +123,10 @@ class WorkerHandoff(Protocol):
 
     def alarm(self) -> None:
         """Makes the parent look at its control sockets at once."""
+        ...
+
+    def stir(self) -> None:
+        """Makes `receive`, in another thread, look at the control socket."""
         ...
 
     def verdict(self) -> Any:
@@ -151,7 +163,11 @@ class Slots:
         """Makes a request to each of `slots`, which are the workers' from now on."""
         tickets = self._tickets + np.arange(1, len(slots) + 1)
         self._tickets += len(slots)
-        self._asked[slots] = 2 * tickets + operation
+        self.pass_on(2 * tickets + operation, slots)
+
+    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+        """Makes these requests, `[n]`, to `slots`."""
+        self._asked[slots] = requests
 
     def requested(self, share: slice) -> Work | None:
         """Returns the oldest work among the worker's slots, or `None` if all are the parent's."""
@@ -209,6 +225,11 @@ class ParentEnd:
         for worker, _ in self._shares.of(slots):
             self._channels[worker].wake()
 
+    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+        self._slots.pass_on(requests[slots], slots)
+        for worker, _ in self._shares.of(slots):
+            self._channels[worker].wake()
+
     def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
         if time.monotonic() - self._looked > LOOK_AROUND:  # also where nobody ever has to wait
             self._looked = time.monotonic()
@@ -221,6 +242,9 @@ class ParentEnd:
 
     def knock(self, worker: int) -> None:
         pass  # the worker waits at its socket
+
+    def stir(self) -> None:
+        pass  # who waits looks at its sockets
 
     def close(self) -> None:
         self._slots.close()
@@ -261,6 +285,9 @@ class WorkerEnd:
 
     def alarm(self) -> None:
         pass  # the parent waits at its sockets
+
+    def stir(self) -> None:
+        pass  # it waits there
 
     def verdict(self) -> Any:
         message, self._heard = self._heard or self._channel.receive_message(), None

@@ -54,7 +54,7 @@ def make_layout(spec: PoolSpec, slices: tuple[tuple[int, int], ...]) -> Layout:
     for path, shape, dtype in _arrays(spec, slices):
         field = Field(path, shape, dtype, offset)
         fields.append(field)
-        offset = _align(offset + field.nbytes)
+        offset = align(offset + field.nbytes)
     objects = tuple(leaf.path for leaf in spec.object_leaves)
     return Layout(tuple(fields), slices, max(offset, ALIGNMENT), objects)
 
@@ -100,5 +100,6 @@ def _arrays(
         yield (name,), shape, np.dtype(dtype)
 
 
-def _align(offset: int) -> int:
+def align(offset: int) -> int:
+    """Returns the next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

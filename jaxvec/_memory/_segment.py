@@ -21,8 +21,12 @@ from jaxvec._spaces import Path
 Arrays: TypeAlias = dict[Path, NDArray[Any]]
 
 
-def create(layout: Layout) -> int:
+def create(layout: Layout, *, sparse: bool = False) -> int:
     """Creates zeroed shared memory for `layout`; returns its file descriptor, not inheritable.
+
+    Args:
+        layout: of the pool.
+        sparse: whether only what is ever touched takes memory, and may then find none.
 
     Raises:
         OSError: no memory or no descriptor was left.
@@ -30,7 +34,7 @@ def create(layout: Layout) -> int:
     fd = _anonymous()
     try:
         # ftruncate alone would let a full machine kill a process at the first touch of a page.
-        if sys.platform == "linux":
+        if sys.platform == "linux" and not sparse:
             os.posix_fallocate(fd, 0, layout.nbytes)
         else:
             os.ftruncate(fd, layout.nbytes)

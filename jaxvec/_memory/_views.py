@@ -37,7 +37,7 @@ class Views:
 
     def write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
         """Stores the actions of `slots`."""
-        index = _index(slots)
+        index = index_of(slots)
         for stored, action in zip(self._actions, actions, strict=True):
             stored[index] = action
 
@@ -49,7 +49,7 @@ class Views:
             out: where to copy it; to new arrays if `None`.
             copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
         """
-        index = _index(slots)
+        index = index_of(slots)
         if out is not None:
             for target, array in zip(out, self._results, strict=True):
                 np.copyto(target, array[index])
@@ -60,7 +60,7 @@ class Views:
         return rows
 
 
-def _index(slots: NDArray[Any]) -> slice | NDArray[Any]:
+def index_of(slots: NDArray[Any]) -> slice | NDArray[Any]:
     """Returns `slots` as a slice, if they are evenly spaced in ascending order."""
     if not len(slots):
         return slots

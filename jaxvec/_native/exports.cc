@@ -17,6 +17,11 @@ EXPORT void jaxvec_send(jaxvec::Parent* parent, uint32_t worker, uint32_t operat
   jaxvec::send(*parent, worker, operation, slots, count);
 }
 
+EXPORT void jaxvec_pass_on(jaxvec::Parent* parent, uint32_t worker, const int64_t* requests,
+                           const int64_t* slots, uint32_t count) {
+  jaxvec::pass_on(*parent, worker, requests, slots, count);
+}
+
 EXPORT void jaxvec_knock(jaxvec::Parent* parent, uint32_t worker) { jaxvec::knock(*parent, worker); }
 
 EXPORT int32_t jaxvec_wait(jaxvec::Parent* parent, const int64_t* slots, uint32_t num_slots, uint32_t count,
@@ -34,7 +39,7 @@ EXPORT void jaxvec_post(jaxvec::Worker* worker, const int64_t* slots, uint32_t c
 
 EXPORT void jaxvec_note_alarms(jaxvec::Parent* parent) { jaxvec::note_alarms(*parent); }
 
-EXPORT void jaxvec_ring(jaxvec::Worker* worker) { jaxvec::ring(worker->board); }
+EXPORT void jaxvec_ring(jaxvec::Board* board) { jaxvec::ring(*board); }
 
 EXPORT uint32_t jaxvec_sizeof_plan() { return sizeof(jaxvec::Plan); }
 EXPORT uint32_t jaxvec_sizeof_call() { return sizeof(jaxvec::Call); }

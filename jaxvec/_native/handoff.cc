@@ -144,6 +144,13 @@ void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* sl
   wake_worker(parent.board, worker);
 }
 
+void pass_on(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
+    parent.board.asked[slots[i]].store(requests[i], std::memory_order_release);
+  }
+  wake_worker(parent.board, worker);
+}
+
 void knock(Parent& parent, uint32_t worker) {
   parent.board.knocks[worker].word.fetch_add(1, std::memory_order_release);
   wake_worker(parent.board, worker);

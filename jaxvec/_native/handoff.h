@@ -67,6 +67,9 @@ int64_t now_ns();
 // Hands `count` slots of one worker to it and wakes it.
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count);
 
+// Hands slots over with requests that another hand-off made, whose slots these are, too.
+void pass_on(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count);
+
 // Tells a worker that a message is on its control socket.
 void knock(Parent& parent, uint32_t worker);
 

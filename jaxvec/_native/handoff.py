@@ -102,6 +102,14 @@ class NativeParentEnd:
         for worker, share in self._shares.of(slots):
             self._library.jaxvec_send(self._reference, worker, operation, share.ctypes.data, len(share))
 
+    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+        """See `ParentHandoff`."""
+        for worker, share in self._shares.of(slots):
+            theirs = np.ascontiguousarray(requests[share])
+            self._library.jaxvec_pass_on(
+                self._reference, worker, theirs.ctypes.data, share.ctypes.data, len(share)
+            )
+
     def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
         """See `ParentHandoff`."""
         while True:
@@ -121,6 +129,10 @@ class NativeParentEnd:
     def knock(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""
         self._library.jaxvec_knock(self._reference, worker)
+
+    def stir(self) -> None:
+        """See `ParentHandoff`."""
+        self._library.jaxvec_ring(ctypes.byref(self._board))
 
     def close(self) -> None:
         """See `ParentHandoff`."""
@@ -178,9 +190,13 @@ class NativeWorkerEnd:
         self._worker.knocks += 1  # the one that came with it
         return message
 
+    def stir(self) -> None:
+        """See `WorkerHandoff`."""
+        self._library.jaxvec_knock(ctypes.byref(_Parent(self._board)), self._worker.index)
+
     def alarm(self) -> None:
         """Makes the parent look at its control sockets at once."""
-        self._library.jaxvec_ring(self._reference)
+        self._library.jaxvec_ring(ctypes.byref(self._board))
 
 
 @cache
@@ -190,6 +206,7 @@ def _declared() -> ctypes.CDLL:
         jaxvec_sizeof_parent=(u32, []),
         jaxvec_sizeof_worker=(u32, []),
         jaxvec_send=(None, [pointer, u32, u32, pointer, u32]),
+        jaxvec_pass_on=(None, [pointer, u32, pointer, pointer, u32]),
         jaxvec_knock=(None, [pointer, u32]),
         jaxvec_wait=(ctypes.c_int32, [pointer, pointer, u32, u32, i64]),
         jaxvec_take=(None, [pointer, pointer, pointer, pointer]),

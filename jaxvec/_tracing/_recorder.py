@@ -1,7 +1,8 @@
 """Records what happened when: spans of time, the latest so many.
 
 Each process keeps its own. Their rows line up because all read the system's monotonic clock, which is one
-for all processes; so does C++, in `_native/trace.h`.
+for all processes; so does C++, in `_native/trace.h`. Those of other machines are moved by what their clocks
+are ahead.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from threading import get_native_id
 from time import monotonic_ns
@@ -51,6 +52,11 @@ class Record:
     spans: list[Span]
     dropped: int = 0
     losses: tuple[Loss, ...] = ()
+
+    def earlier(self, ns: int) -> Record:
+        """Returns the same, but so many nanoseconds earlier."""
+        spans = [span._replace(began=span.began - ns, ended=span.ended - ns) for span in self.spans]
+        return replace(self, spans=spans)
 
 
 class Recorder:

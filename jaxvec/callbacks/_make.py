@@ -10,6 +10,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._pool import Timeouts
+from jaxvec._ray import Ray
 from jaxvec._restart import Restart
 from jaxvec._spaces import as_is, as_jax
 from jaxvec._start import start
@@ -25,7 +26,7 @@ def make(
     num_workers: int | None = None,
     batch_size: int | None = None,
     recv_order: str = "ready",
-    backend: str = "process",
+    backend: str | Ray = "process",
     autoreset_mode: AutoresetMode | str | None = None,
     episodic: bool = False,
     final_obs: bool = True,
@@ -54,12 +55,14 @@ def make(
             are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`, whose envs are stepped
             in this process, and which is closed with the pool.
         num_envs: how many envs; may be left out for a list or a `VectorEnv`.
-        num_workers: how many processes share them; as many as there are usable cores by default.
+        num_workers: how many processes share them; by default as many as there are usable cores, or
+            as a Ray cluster has room for.
         batch_size: how many envs `recv` returns at a time, while the others are in flight; all by
             default.
         recv_order: which: `"ready"`, those that are done first, or `"sent"`, those that were sent
             first, so that a program's batches are the same in every run.
-        backend: `"process"`, or `"serial"` to step all envs in this process, for debugging.
+        backend: `"process"`; `"serial"` to step all envs in this process, for debugging; `"ray"`, or a
+            `jaxvec.Ray` that says more, for workers on the nodes of a Ray cluster.
         autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name; `SAME_STEP` by default. Batched envs
             have their own.
         episodic: instead of autoreset, envs whose episode has ended idle until they are reset: a step

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import jaxvec
 from jaxvec._backends import _handoffs
+from jaxvec._backends._ray import _launcher
 from jaxvec._cores import usable_cores
 from jaxvec._memory import _pinned
 from jaxvec._native import library
@@ -32,6 +33,7 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "transport", "io_callback" if reason else "ffi on the CPU and on CUDA, io_callback elsewhere"
     reason = _pinned.reason_unavailable()
     yield "page-locking", "ready" if reason is None else f"off: {reason}"
+    yield "ray", _launcher.describe()
     reason = _plot.reason_unavailable()
     yield "plots", "ready" if reason is None else f"off: {reason}"
 

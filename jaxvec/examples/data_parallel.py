@@ -6,6 +6,8 @@ starts two processes here, which meet by `jax.distributed` and compute on the CP
 machines, start each by hand, with the same options but for `--process-id`, counted from 0:
 
     python -m jaxvec.examples.data_parallel --coordinator HOST:PORT --num-processes 2 --process-id 0
+
+With `--backend ray` the envs of each process are on the Ray cluster that `RAY_ADDRESS` names.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def train(args: argparse.Namespace) -> None:
     program = jax.jit(
         jax.shard_map(partial(update, args.num_steps), mesh=mesh, in_specs=specs, out_specs=specs)
     )
-    with jaxvec.make(args.env, args.num_envs) as envs:
+    with jaxvec.make(args.env, args.num_envs, backend=args.backend, num_workers=args.num_workers) as envs:
         handle, timestep = jaxvec.reset(envs, seed=args.seed + process * args.num_envs)
         own = handle, timestep.obs, jnp.full_like(timestep.info["episode_return"], jnp.nan)
         # Makes of every process's part one array, along the env axis: also of the handles one.
@@ -146,6 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--env", default="CartPole-v1", help="with vectors to observe, and discrete actions")
     parser.add_argument("--num-envs", type=int, default=16, help="envs of each process")
+    parser.add_argument("--num-workers", type=int, help="of each process, to share its envs")
+    parser.add_argument("--backend", default="process", help="where they are: process, ray")
     parser.add_argument("--num-steps", type=int, default=32, help="steps of each env between updates")
     parser.add_argument("--num-updates", type=int, default=300, help="gradient steps")
     parser.add_argument("--seed", type=int, default=0, help="of envs, weights and actions")

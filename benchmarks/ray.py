@@ -1,0 +1,271 @@
+"""`python -m benchmarks.ray`: what a pool on a Ray cluster costs over a local one, and how it scales.
+
+Nodes are simulated: all are Ray's own on this machine, so there is no network between them, and envs sleep
+where others would compute. What is measured is what jaxvec and Ray add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ray
+from gymnasium import spaces
+from ray.cluster_utils import Cluster
+
+import jaxvec
+from benchmarks.__main__ import machine
+
+BATCHES = {"1 kB": 1 << 10, "100 kB": 100 << 10, "2 MB": 2 << 20}
+NUM_ENVS = 8
+PARTS = ("overhead", "grouping", "scaling", "recovery")
+STAGE = "stage"  # a resource that only the simulated nodes have
+ENVS_PER_NODE = 4
+STORE = 100 << 20  # bytes of each node's object store
+
+
+class Busy(gymnasium.Env[Any, Any]):
+    """Does nothing for a while, and observes so many bytes."""
+
+    def __init__(self, nbytes: int, seconds: float = 0.0) -> None:
+        self.observation_space = spaces.Box(0, 255, (nbytes,), np.uint8)
+        self.action_space = spaces.Discrete(2)
+        self._obs = np.zeros(nbytes, np.uint8)
+        self._seconds = seconds
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self._obs, {}
+
+    def step(self, action: Any) -> Any:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return self._obs, 0.0, False, False, {}
+
+
+@contextmanager
+def cluster(num_nodes: int) -> Iterator[Cluster]:
+    """Starts a head and so many nodes, each with room for one actor."""
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=4, object_store_memory=STORE)
+        for _ in range(num_nodes):
+            cluster.add_node(num_cpus=1, resources={STAGE: ENVS_PER_NODE}, object_store_memory=STORE)
+        cluster.wait_for_nodes()
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@partial(jax.jit, static_argnames="times")
+def _step(handle: Any, times: int) -> Any:
+    """Steps all envs `times` times; returns the handle and a number that needs every observation."""
+
+    def body(_: Any, carry: Any) -> Any:
+        handle, total = carry
+        handle, timestep = jaxvec.step(handle, jnp.zeros(handle.spec.num_envs, jnp.int32))
+        return handle, total + timestep.obs[:, 0].sum()
+
+    return jax.lax.fori_loop(0, times, body, (handle, jnp.uint32(0)))
+
+
+@partial(jax.jit, static_argnames="times")
+def _receive(handle: Any, times: int) -> Any:
+    """Receives batches `times` times, and sends their envs on."""
+
+    def body(_: Any, carry: Any) -> Any:
+        handle, total = carry
+        handle, timestep = jaxvec.recv(handle)
+        ids = timestep.info["env_id"]
+        return jaxvec.send(handle, jnp.zeros_like(ids), ids), total + timestep.obs[:, 0].sum()
+
+    return jax.lax.fori_loop(0, times, body, (handle, jnp.uint32(0)))
+
+
+@ray.remote
+class Echo:
+    """Returns so many bytes, as an actor of a pool does at the least."""
+
+    def answer(self, name: str, operation: int, request: Any, nbytes: int) -> Any:
+        return np.zeros(nbytes, np.uint8)
+
+
+class Bare:
+    """What Ray alone takes: a request to each of two actors, and their answers."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._actors = [Echo.remote() for _ in range(2)]
+        self._nbytes = nbytes // 2
+
+    def __call__(self, times: int) -> float:
+        """Returns seconds a batch."""
+        request = np.zeros(256, np.uint8)
+        began = time.perf_counter()
+        for _ in range(times):
+            for answer in [actor.answer.remote("move", 1, request, self._nbytes) for actor in self._actors]:
+                ray.get(answer)
+        return (time.perf_counter() - began) / times
+
+
+class Run:
+    """A pool whose batches can be timed."""
+
+    def __init__(self, envs: jaxvec.VectorEnv) -> None:
+        self._handle, timestep = jaxvec.reset(envs)
+        self._advance = _step
+        if self._handle.spec.first_ready:
+            ids = timestep.info["env_id"]
+            self._handle = jaxvec.send(self._handle, jnp.zeros_like(ids), ids)
+            self._advance = _receive
+
+    def __call__(self, times: int) -> float:
+        """Returns seconds a batch."""
+        began = time.perf_counter()
+        self._handle, total = self._advance(self._handle, times)
+        jax.block_until_ready(total)
+        return (time.perf_counter() - began) / times
+
+
+def overhead(rounds: int, times: int) -> Iterator[str]:
+    """Times batches of both backends, in turns."""
+    yield f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in two workers, in a jitted loop.\n"
+    yield "| batch | local workers | on Ray | over local | Ray alone |\n| --- | ---: | ---: | ---: | ---: |"
+    for name, nbytes in BATCHES.items():
+        with ExitStack() as stack:
+            runs: dict[str, Callable[[int], float]] = {}
+            for backend in ("process", "ray"):
+                env = partial(Busy, nbytes // NUM_ENVS)
+                made = jaxvec.make(env, NUM_ENVS, num_workers=2, backend=backend, final_obs=False)
+                runs[backend] = Run(stack.enter_context(made))
+                runs[backend](times)  # compiles
+            runs["bare"] = Bare(nbytes)
+            runs["bare"](times)
+            found = {backend: [] for backend in runs}
+            for _ in range(rounds):
+                for backend, run in runs.items():
+                    found[backend].append(run(times) * 1e6)
+        local, on_ray, bare = (statistics.median(each) for each in found.values())
+        yield f"| {name} | {local:,.0f} | {on_ray:,.0f} | {on_ray - local:,.0f} | {bare:,.0f} |"
+
+
+def on_stage(workers_per_actor: int) -> jaxvec.Ray:
+    """Returns a backend that takes a whole node for each actor."""
+    share = {"CPU": 0, STAGE: ENVS_PER_NODE / workers_per_actor}
+    return jaxvec.Ray(workers_per_actor=workers_per_actor, resources_per_worker=share)
+
+
+def scaling(counts: list[int], times: int) -> Iterator[str]:
+    """Times pools on clusters of so many nodes, each with four envs that take 5 ms."""
+    yield (
+        f"\nEnv steps a second of envs that take 5 ms, {ENVS_PER_NODE} a simulated node: in one worker, "
+        "which steps them in turn (the limit: 200 a node), and in four (800 a node).\n"
+    )
+    yield "| nodes | one worker | first half ready | four workers | first half ready | of the limits |"
+    yield "| ---: | ---: | ---: | ---: | ---: | --- |"
+    for count in counts:
+        rates, shares = [], []
+        with cluster(count):
+            for workers in (1, ENVS_PER_NODE):
+                for batch_size in (None, ENVS_PER_NODE // 2 * count):
+                    with jaxvec.make(
+                        partial(Busy, 1024, 0.005),
+                        ENVS_PER_NODE * count,
+                        num_workers=workers * count,
+                        backend=on_stage(workers),
+                        batch_size=batch_size,
+                    ) as envs:
+                        run = Run(envs)
+                        run(times)
+                        rate = (batch_size or ENVS_PER_NODE * count) / run(times)
+                    rates.append(f"{rate:,.0f}")
+                    shares.append(f"{rate / (200 * count * workers):.0%}")
+        yield f"| {count} | {' | '.join(rates)} | {', '.join(shares)} |"
+
+
+def grouping(rounds: int, times: int) -> Iterator[str]:
+    """Times batches of the same workers in several actors and in one, in turns."""
+    num_workers = 4
+    yield f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in {num_workers} workers.\n"
+    yield "| batch | actors | workers in each | a batch | CPU time of the driver |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for name in ("1 kB", "2 MB"):
+        with ExitStack() as stack:
+            runs: dict[int, Run] = {}
+            for size in (1, 2, 4):
+                backend = jaxvec.Ray(workers_per_actor=size, resources_per_worker={"CPU": 0.1})
+                env = partial(Busy, BATCHES[name] // NUM_ENVS)
+                made = jaxvec.make(env, NUM_ENVS, num_workers=num_workers, backend=backend, final_obs=False)
+                runs[size] = Run(stack.enter_context(made))
+                runs[size](times)  # compiles
+            found: dict[int, list[tuple[float, float]]] = {size: [] for size in runs}
+            for _ in range(rounds):
+                for size, run in runs.items():
+                    began = time.process_time()
+                    wall = run(times)
+                    found[size].append((wall * 1e6, (time.process_time() - began) / times * 1e6))
+        for size, each in found.items():
+            wall, cpu = (statistics.median(column) for column in zip(*each, strict=True))
+            yield f"| {name} | {num_workers // size} | {size} | {wall:,.0f} | {cpu:,.0f} |"
+
+
+def recovery(rounds: int) -> Iterator[str]:
+    """Kills a node under a pool that goes on, with another node waiting."""
+    yield "\nSeconds from the death of one of two nodes to the first batch after it, with a third one idle.\n"
+    yield "| round | seconds |\n| ---: | ---: |"
+    for number in range(rounds):
+        with (
+            cluster(3) as nodes,
+            jaxvec.make(
+                partial(Busy, 1024, 0.005), 8, num_workers=2, backend=on_stage(1), on_fault="restart"
+            ) as envs,
+        ):
+            envs.reset()
+            busy = {remote.place for remote in envs.pool._workers.supervisor._processes}
+            envs.step(np.zeros(8, int))
+            victim = next(
+                node for node in nodes.worker_nodes if any(node.node_id[:12] in place for place in busy)
+            )
+            killer = threading.Thread(target=nodes.remove_node, args=(victim, False))
+            began = time.perf_counter()
+            killer.start()
+            while not envs.step(np.zeros(8, int)).info["fault"].any():
+                pass
+            yield f"| {number + 1} | {time.perf_counter() - began:.1f} |"
+            killer.join()
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ray", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--times", type=int, default=200, help="batches in a turn")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[1, 2, 4, 8], help="simulated")
+    parser.add_argument("--deaths", type=int, default=3, help="nodes to kill")
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    options = parser.parse_args()
+    print(f"`python -m benchmarks.ray {' '.join(sys.argv[1:])}`".replace(" `", "`"))
+    print(f"on {machine()}, ray {ray.__version__}; nodes are simulated on this machine.")
+    with cluster(0):
+        for part in (overhead, grouping):
+            if part.__name__ in options.parts:
+                print(*part(options.rounds, options.times), sep="\n", flush=True)
+    if "scaling" in options.parts:
+        print(*scaling(options.nodes, options.times), sep="\n", flush=True)
+    if "recovery" in options.parts:
+        print(*recovery(options.deaths), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What a supervisor asks of those who start its workers: processes here, or actors of a cluster."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+from jaxvec._handoff._channel import Channel
+
+Slices: TypeAlias = tuple[tuple[int, int], ...]
+
+
+class Process(Protocol):
+    """A worker, as far as it can be told from outside. `subprocess.Popen` has the first two methods."""
+
+    @property
+    def place(self) -> str:
+        """Says where it is, if that is not this machine."""
+        ...
+
+    @property
+    def ahead(self) -> int:
+        """How far its monotonic clock is ahead of ours, in ns."""
+        ...
+
+    def poll(self) -> int | None:
+        """Returns its exit code if it has ended, else `None`."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end and returns its exit code; raises `subprocess.TimeoutExpired`."""
+        ...
+
+    def end(self) -> None:
+        """Ends it at once, and whatever its envs have started; from any thread, and twice."""
+        ...
+
+    def ending(self) -> tuple[int | None, str]:
+        """Returns the exit code, if there is one, and says in words how it ended."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts workers, each with a control socket, on which it waits for what to build.
+
+    Attributes:
+        at_sockets: whether workers that serve listen at their sockets all the same, and need no knock.
+    """
+
+    at_sockets: bool
+
+    def shares(self, slices: Slices) -> Slices:
+        """Returns the slots that are handed over at each worker's bell, of the slots that each holds."""
+        ...
+
+    def launch(self, worker: int) -> tuple[Process, Channel]:
+        """Starts a worker, or another in its place; returns it, and our end of its control socket.
+
+        Raises:
+            ConnectionError: what starts workers can't be reached any more.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of what workers share. They have ended."""
+        ...
