@@ -175,8 +175,15 @@ class Pool:
                 _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
             self._gate.admit_devices()
 
-    def keep(self, error: BaseException) -> None:
-        """Keeps the error of a program's call for `take_program_error`."""
+    def keep(self, error: BaseException, *, under_way: bool) -> None:
+        """Keeps the error of a program's call for `take_program_error`.
+
+        Args:
+            error: which ended the call.
+            under_way: whether its envs had been moved, so that the error breaks the pool.
+        """
+        if under_way and not self.closed:
+            self._break(error)
         self._program_error = self._gate.served, error
 
     def served(self) -> None:
@@ -222,12 +229,12 @@ class Pool:
         """
         chosen = slots if mask is None else slots[mask]
         options = _options.expand(options, slots, self.spec.num_envs)
-        with self._gate.flight():
+        with self._flight() as take_off:
             with self._gate.inside(alone=counts is None or self._sets_options(options)):
                 check = self._enter(slots, counts)
-                self._send_reset(slots, chosen, seeds, options, check, in_flight=self.spec.first_ready)
+                in_flight = self.spec.first_ready
+                self._send_reset(slots, chosen, seeds, options, check, take_off, in_flight=in_flight)
                 self._moved(slots, caller)
-                self._gate.take_off()
             if self.spec.first_ready:
                 return self._receive(check, out, place=place)
             self._wait(chosen, len(chosen), "reset", check)
@@ -244,9 +251,9 @@ class Pool:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
         chosen = self.all if mask is None else self.all[mask]
         options = _options.expand(options, self.all, self.spec.num_envs)
-        with self._gate.inside(alone=True):
+        with self._flight() as take_off, self._gate.inside(alone=True):
             check = self._enter(self.all, None)
-            self._send_reset(self.all, chosen, seeds, options, check, in_flight=True)
+            self._send_reset(self.all, chosen, seeds, options, check, take_off, in_flight=True)
             self._moved(self.all, caller)
 
     def step(
@@ -269,12 +276,11 @@ class Pool:
         Returns:
             A copy of each leaf of the time step, `[n, ...]`.
         """
-        with self._gate.flight():
+        with self._flight() as take_off:
             with self._gate.inside(alone=counts is None):
                 check = self._enter(slots, counts)
-                self._send_step(slots, actions)
+                self._send_step(slots, actions, take_off)
                 self._moved(slots, caller)
-                self._gate.take_off()
             self._wait(slots, len(slots), "step", check)
             return self._end_step(slots, out, place=place)
 
@@ -323,10 +329,10 @@ class Pool:
             counts, caller: as in `reset`.
             as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
-        with self._gate.inside(alone=as_they_are):
+        with self._flight() as take_off, self._gate.inside(alone=as_they_are):
             self._enter(slots, counts)
             self._turns.require_distinct(env_ids)
-            self._send_step(env_ids, actions, as_they_are=as_they_are)
+            self._send_step(env_ids, actions, take_off, as_they_are=as_they_are)
             self._turns.take_off(env_ids, self._timeouts.step)
             self._moved(slots, caller)
 
@@ -355,13 +361,13 @@ class Pool:
             Each leaf of the time step, `[batch_size, ...]`.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        with self._gate.flight():
+        with self._flight() as take_off:
             with self._gate.inside(alone=True):  # one recv at a time
                 check = self._enter(slots, counts)
                 if not everything:
                     self._turns.require_batch()
+                take_off()
                 self._moved(slots, caller)
-                self._gate.take_off()
             return self._receive(check, out, place=place, copy=copy, give_up=give_up, everything=everything)
 
     def infos(self) -> list[dict[str, Any]]:
@@ -461,6 +467,30 @@ class Pool:
 
     # --- what the calls are made of; only who is inside the gate changes anything --------------
 
+    @contextmanager
+    def _flight(self) -> Generator[Callable[[], None]]:
+        """Yields what its block calls, inside the gate, just before it moves envs; lands it in the end.
+
+        From there on Ctrl-C breaks the pool wherever it comes, also between the parts that break it by
+        themselves: envs may be on their way of which nobody knows any more.
+        """
+        taken_off = False
+
+        def take_off() -> None:
+            nonlocal taken_off
+            taken_off = True
+            self._gate.take_off()
+
+        with self._gate.flight():
+            try:
+                yield take_off
+            except (Exception, GeneratorExit):
+                raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
+            except BaseException as error:
+                if taken_off:
+                    self._break(error)
+                raise
+
     def _enter(self, slots: NDArray[Any], counts: NDArray[Any] | None) -> Callable[[], None]:
         """Checks a call before it changes anything; returns what its wait has to call now and then."""
         check = partial(self._check, interrupts.since_now())  # before an env can hang
@@ -491,6 +521,7 @@ class Pool:
         seeds: NDArray[Any] | None,
         options: Options,
         check: Callable[[], None],
+        take_off: Callable[[], None],
         *,
         in_flight: bool,
     ) -> None:
@@ -513,18 +544,22 @@ class Pool:
             self._options = options
             with self._breaking():
                 self._workers.set_options(options, self._timeouts.step)
+        take_off()
         self._hand_over(RESET, chosen)
         self._turns.needs_reset[chosen] = False
         if in_flight:
             self._turns.take_off(chosen, self._timeouts.reset)
 
-    def _send_step(self, slots: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
+    def _send_step(
+        self, slots: NDArray[Any], actions: Rows, take_off: Callable[[], None], *, as_they_are: bool = False
+    ) -> None:
         self._turns.require_landed(slots)
         self._turns.require_reset(slots, self._gate)
         if as_they_are:
             self._ask_each("give_actions", slots, actions)
         else:
             self._write_actions(slots, actions)
+        take_off()
         self._hand_over(STEP, slots)
 
     def _write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
@@ -637,13 +672,16 @@ class Pool:
         """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
         try:
             yield
-        except NotReadyError:
-            raise  # the envs are as they were
+        except (NotReadyError, GeneratorExit):
+            raise  # the envs are as they were; or the block ended, and then came Ctrl-C
         except BaseException as error:
             if self.closed:
                 raise PoolClosedError(f"pool {self.id} was closed during a call") from error
-            if self._broken_by is None:
-                self._broken_by = error
-                self.closing.hurry = True
-                self._gate.bar()
+            self._break(error)
             raise
+
+    def _break(self, error: BaseException) -> None:
+        if self._broken_by is None:
+            self._broken_by = error
+            self.closing.hurry = True
+            self._gate.bar()

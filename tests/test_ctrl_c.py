@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from disasters import WAYS, wait_until
 from scripts import STEPPING, end, gone, read_pids, run_script
+
+import jaxvec
+from jaxvec import _pool
+from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -94,8 +101,7 @@ envs.close()
         os.killpg(script.pid, signal.SIGINT)
         out, err = script.communicate(timeout=20)
     finally:
-        script.kill()
-        script.wait(timeout=10)
+        end(script)
     assert "True KeyboardInterrupt" in out
     assert "is broken since an earlier failure" in out
     assert transport == "io_callback" or err == ""  # where JAX logs its own traceback
@@ -145,6 +151,61 @@ def test_an_interrupt_at_any_exit_of_a_block_leaves_a_pool_that_closes(way):
         end(script)
     assert "closed" in out, err
     assert "hangs" not in out
+
+
+def interrupt_at(n, call):
+    """Does `call`, with Ctrl-C at the n-th point where a handler may run, and in a wait at the latest.
+
+    Returns:
+        The function where that was; `None` if the call had fewer points.
+    """
+    where = None
+
+    def tracer(frame, event, _):
+        nonlocal n, where
+        n -= event == "call" or frame.f_code.co_filename == _pool.__file__
+        if where is None and (n <= 0 or frame.f_code.co_name == "_check"):
+            where = frame.f_code.co_name
+            raise KeyboardInterrupt
+        return tracer
+
+    gc.disable()  # else finalizers of other pools are among the points
+    sys.settrace(tracer)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+        gc.enable()
+    return where
+
+
+@pytest.mark.parametrize("verb", ["reset", "step"])
+@pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
+def test_an_interrupt_anywhere_before_the_wait_leaves_no_env_of_which_nobody_knows(drive, way, verb):
+    """The pool is broken by it, or goes on; then its envs have not moved."""
+    driver, broken, steps = None, 0, 0
+    for n in itertools.count(1, 5):  # each part of a call, and each gap between them, has more points
+        if driver is None:
+            driver, steps = drive(CountingEnv, 2, num_workers=1), 0
+            driver.reset()
+        driver.workers[0].suspend()  # what was handed over is under way for as long as we look
+        where = interrupt_at(n, getattr(driver, verb))
+        pool = driver.envs.pool
+        if where == "_check" or (pool.broken_by is None and pool._turns.num_sent[0]):
+            break  # it is in the wait, or between two calls, with envs in flight
+        driver.workers[0].resume()
+        if pool.broken_by is None:
+            steps += 1
+            assert driver.step()[:, 1].tolist() == [steps, steps]  # as many as the envs have made
+        else:
+            broken += 1
+            with pytest.raises(jaxvec.PoolBrokenError, match="failed with KeyboardInterrupt"):
+                driver.step()
+            pool.close(timeout=0)
+            driver = None
+    assert broken > 5
 
 
 # --- In a notebook ----------------------------------------------------------------------------

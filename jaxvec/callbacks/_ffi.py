@@ -181,15 +181,15 @@ def _serve(theirs: _Call) -> None:
         raise TypeError("a call without operands, or whose first is no token")
     token = operands[0]
     _require_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
-    extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
-    fresh = len(token) if theirs.fresh else None
+    pool_id, fresh = _program.pool_id(token), len(token) if theirs.fresh else None
     with (
         _profile.annotate(VERBS[theirs.verb], "FFI by Python"),
-        _pools.serving(_program.pool_id(token), theirs.fingerprint, fresh) as pool,
+        _pools.serving(pool_id, theirs.fingerprint, fresh, under_way=theirs.moved == _UNDER_WAY) as pool,
         span(pool.recorder, "FFI by Python"),
     ):
         if theirs.on_device:
             pool.pin()
+        extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
         call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))
