@@ -21,6 +21,7 @@ class Closing:
     Attributes:
         process: whose pool it is; no fork of it may use or close the pool.
         closed: whether it is, or is about to be.
+        ended: whether nothing is left of it.
         hurry: whether its envs get little time, because it is broken.
         pinned: the segment, if it is page-locked; it must not be while it is unmapped.
     """
@@ -29,20 +30,29 @@ class Closing:
         self._workers = workers
         self._gate = gate
         self.process = os.getpid()
-        self.closed = False
+        self.closed = self.ended = False
+        self._closing = False
         self.hurry = False
         self.pinned: Pinned | None = None
 
-    def close(self, timeout: float = 5.0) -> bool:
-        """Closes, see `Pool.close`; returns False if another call does so, or did."""
-        if self.closed or os.getpid() != self.process:
-            return False
-        self.closed = True
-        self._gate.bar()
-        with self._gate.inside(alone=True, if_busy=self._workers.kill, patience=_PATIENCE):
-            self._workers.close(min(timeout, 1.0) if self.hurry else timeout)
+    def close(self, timeout: float = 5.0) -> None:
+        """Closes, see `Pool.close`; goes on where Ctrl-C ended another call, and returns if one is at it."""
+        if self.ended or self._closing or os.getpid() != self.process:
+            return
+        self.closed = self._closing = True
+        try:
+            self._gate.bar()
+            with self._gate.inside(alone=True, if_busy=self._workers.kill, patience=_PATIENCE):
+                self._end(min(timeout, 1.0) if self.hurry else timeout)
+        finally:
+            self._closing = False
+
+    def _end(self, timeout: float) -> None:
+        try:
+            self._workers.close(timeout)
+        finally:  # Ctrl-C ends their time, and nothing else
+            self.ended = True
             self._gate.settle()
             if self.pinned is not None:
                 self.pinned.close()
             self._gate.close()
-        return True

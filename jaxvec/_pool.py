@@ -460,10 +460,14 @@ class Pool:
         """Closes the envs and ends the workers, by force after `timeout` seconds.
 
         Legal at any time, from any thread, and twice: a step that is under way is ended by force,
-        and raises `PoolClosedError`.
+        and raises `PoolClosedError`. Ctrl-C ends the wait for envs, and so their workers.
         """
-        if self.closing.close(timeout):
-            del self._views, self._segment  # and with them the memory: nobody else has views of it
+        try:
+            self.closing.close(timeout)
+        finally:
+            if self.closing.ended:
+                for name in ("_views", "_segment"):  # and with them the memory: nobody else has views of it
+                    vars(self).pop(name, None)
 
     # --- what the calls are made of; only who is inside the gate changes anything --------------
 

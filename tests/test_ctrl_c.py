@@ -153,6 +153,35 @@ def test_an_interrupt_at_any_exit_of_a_block_leaves_a_pool_that_closes(way):
     assert "hangs" not in out
 
 
+SLOW_TO_CLOSE = r"""
+class Slow(Env):
+    def close(self):
+        os.write(1, b"closing\n"); signal.pause()
+envs = jaxvec.make(Slow, 2, num_workers=2)
+print(*envs.call("pid"), flush=True)
+try:
+    envs.close()
+except KeyboardInterrupt:
+    print("interrupted", envs.closed, "memfd" in open("/proc/self/maps").read(), flush=True)
+envs.close()
+signal.pause()
+"""
+
+
+def test_ctrl_c_while_a_pool_closes_leaves_nothing_behind():
+    script = run_script(then="envs.close()" + SLOW_TO_CLOSE)
+    try:
+        read_pids(script)
+        pids = read_pids(script)
+        assert [script.stdout.readline() for _ in pids] == ["closing\n"] * 2
+        os.kill(script.pid, signal.SIGINT)
+        assert script.stdout.readline() == "interrupted True False\n"
+        assert gone(pids)
+        assert script.poll() is None
+    finally:
+        end(script)
+
+
 def interrupt_at(n, call):
     """Does `call`, with Ctrl-C at the n-th point where a handler may run, and in a wait at the latest.
 

@@ -208,10 +208,12 @@ class Supervisor:
 
     def close(self, timeout: float) -> None:
         """Ends the workers: politely for `timeout` seconds, so that envs can close; then by SIGKILL."""
-        for worker, channel in enumerate(self.channels):
-            channel.shut()
-            self.knock(worker)
-        self._await_end(time.monotonic() + timeout)
+        try:
+            self._dismiss(time.monotonic() + timeout)
+        finally:  # also if Ctrl-C comes first
+            self._end()
+
+    def _end(self) -> None:
         # The whole group goes: with a worker that won't end, whatever its envs have started. Only
         # then is it reaped, so its pid can't have been given to another process.
         self.kill()
@@ -313,8 +315,11 @@ class Supervisor:
             exitcode=exitcode,
         )
 
-    def _await_end(self, deadline: float) -> None:
-        """Waits until every worker has closed its end; logs envs whose `close` failed."""
+    def _dismiss(self, deadline: float) -> None:
+        """Waits until every worker has closed its envs and its end; logs envs whose `close` failed."""
+        for worker, channel in enumerate(self.channels):
+            channel.shut()
+            self.knock(worker)
         open_fds = dict(self._by_fd)
         poll = select.poll()
         for fd in open_fds:

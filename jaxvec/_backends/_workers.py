@@ -204,10 +204,12 @@ class ProcessWorkers:
         ]
 
     def close(self, timeout: float) -> None:
-        self.supervisor.close(timeout)
-        if self._handoff is not None:
-            self._handoff.close()
-        self._arrays = self._handoff = None
+        try:
+            self.supervisor.close(timeout)
+        finally:
+            if self._handoff is not None:
+                self._handoff.close()
+            self._arrays = self._handoff = None
 
     def kill(self) -> None:
         self.supervisor.kill()
