@@ -51,8 +51,8 @@ class Closing:
         try:
             self._workers.close(timeout)
         finally:  # Ctrl-C ends their time, and nothing else
-            self.ended = True
             self._gate.settle()
             if self.pinned is not None:
                 self.pinned.close()
             self._gate.close()
+            self.ended = True  # last: who sees it may drop the memory
