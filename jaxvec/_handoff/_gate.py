@@ -70,7 +70,7 @@ class Gate(Protocol):
         ...
 
     def take_off(self) -> None:
-        """Says that this thread, which is inside, is going to wait for envs."""
+        """Says that this thread, which is inside, is about to move envs, and may wait for them."""
         ...
 
     def moved(self, slots: NDArray[Any], mover: str) -> None:
