@@ -122,7 +122,7 @@ class EnvTimeoutError(JaxvecError, TimeoutError):
     """Envs did not finish in time.
 
     Attributes:
-        env_ids: the envs that were running, or waiting behind a running one, when time was up.
+        env_ids: the late workers' envs that were running, or waiting behind a running one, when time was up.
     """
 
     def __init__(self, message: str, *, env_ids: tuple[int, ...]) -> None:

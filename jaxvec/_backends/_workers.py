@@ -226,9 +226,11 @@ class ProcessWorkers:
             elsewhere = self.supervisor.silent(late)
             doing = f"the workers of {name_envs(slow)} have not answered" + (elsewhere and f": {elsewhere}")
         else:
-            slow = self._handoff.unfinished().tolist()
-            holding = np.intersect1d(slow, wait.slots).tolist()
-            late = sorted({self.supervisor.worker_of(slot) for slot in holding})
+            unfinished = self._handoff.unfinished().tolist()
+            worker_of = self.supervisor.worker_of
+            late = sorted({worker_of(slot) for slot in np.intersect1d(unfinished, wait.slots)})
+            # In a first-ready pool those of other workers may have been sent a moment ago.
+            slow = [slot for slot in unfinished if worker_of(slot) in late]
             running = self.supervisor.running(slow) or self.supervisor.silent(late) or "no env is running"
             doing = f"{running}; unfinished: {name_envs(slow)}"
         message = f"{wait.name} timed out after {wait.timeout} s: {doing}"
