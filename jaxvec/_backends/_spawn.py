@@ -60,6 +60,11 @@ class Spawner:
     at_sockets = False
 
     def __init__(self, worker_env: Mapping[str, str | None]) -> None:
+        """Opens what all workers share.
+
+        Args:
+            worker_env: changes to their environment variables; `None` unsets one.
+        """
         self._worker_env = worker_env
         self._lifeline = os.pipe()  # whose end means the parent's
 
@@ -67,43 +72,31 @@ class Spawner:
         return slices
 
     def launch(self, worker: int) -> tuple[WorkerProcess, Channel]:
-        return spawn(self._lifeline[0], self._worker_env)
+        lifeline = self._lifeline[0]
+        ours, theirs = _channel.pair()
+        env = {**os.environ, **_WORKER_ENV, **self._worker_env}
+        # Only to find what a worker begins with; it then takes over our sys.path and restores PYTHONPATH.
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
+        try:
+            process = WorkerProcess(
+                [sys.executable, "-u", "-P", "-m", "jaxvec._backends._worker", str(lifeline), str(theirs)],
+                env={name: value for name, value in env.items() if value is not None},
+                pass_fds=[lifeline, theirs],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C in a terminal is for the parent alone
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            os.close(theirs)
+        return process, ours
 
     def close(self) -> None:
         for descriptor in self._lifeline:
             if descriptor >= 0:
                 os.close(descriptor)
         self._lifeline = -1, -1
-
-
-def spawn(lifeline: int, worker_env: Mapping[str, str | None]) -> tuple[WorkerProcess, Channel]:
-    """Starts a worker.
-
-    Args:
-        lifeline: read end of the pipe whose end means the parent's.
-        worker_env: changes to its environment variables; `None` unsets one.
-
-    Returns:
-        The process, and our end of its control socket.
-    """
-    ours, theirs = _channel.pair()
-    env = {**os.environ, **_WORKER_ENV, **worker_env}
-    # Only to find what a worker begins with; it then takes over our sys.path and restores PYTHONPATH.
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
-    try:
-        process = WorkerProcess(
-            [sys.executable, "-u", "-P", "-m", "jaxvec._backends._worker", str(lifeline), str(theirs)],
-            env={name: value for name, value in env.items() if value is not None},
-            pass_fds=[lifeline, theirs],
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C in a terminal is for the parent alone
-        )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        os.close(theirs)
-    return process, ours
 
 
 def _roots() -> list[str]:
