@@ -59,20 +59,23 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
         if leaf.is_object:
             return _objects(leaf, value, num_envs)
         shape = (num_envs, *leaf.shape)
-        expected = f"{leaf}: expected {leaf.stored} of shape {shape}, env axis first; got"
         try:
             array = np.asarray(value)
         except ValueError as error:
-            raise ActionError(f"{expected} a ragged sequence") from error
+            raise _unexpected(leaf, shape, "a ragged sequence") from error
         if array.shape != shape or not castable(array.dtype, leaf):
-            raise ActionError(f"{expected} {array.dtype} of shape {array.shape}")
+            raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}")
         stored = array.astype(leaf.stored, copy=False)
         safe = (leaf.stored.kind == "f" and not exact) or np.can_cast(array.dtype, leaf.stored)
         if not safe and not np.array_equal(stored, array):
-            raise ActionError(f"{expected} values that don't fit into {leaf.stored}")
+            raise _unexpected(leaf, shape, f"values that don't fit into {leaf.stored}")
         return stored
 
     return flatten(spec.action, action, check)
+
+
+def _unexpected(leaf: Leaf, shape: tuple[int, ...], got: str) -> ActionError:
+    return ActionError(f"{leaf}: expected {leaf.stored} of shape {shape}, env axis first; got {got}")
 
 
 def _objects(leaf: Leaf, value: Any, num_envs: int) -> NDArray[Any]:

@@ -485,15 +485,16 @@ class Pool:
             taken_off = True
             self._gate.take_off()
 
-        with self._gate.flight():
-            try:
-                yield take_off
-            except (Exception, GeneratorExit):
-                raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
-            except BaseException as error:
-                if taken_off:
-                    self._break(error)
-                raise
+        try:
+            yield take_off
+        except (Exception, GeneratorExit):
+            raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
+        except BaseException as error:
+            if taken_off:
+                self._break(error)
+            raise
+        finally:
+            self._gate.land()
 
     def _enter(self, slots: NDArray[Any], counts: NDArray[Any] | None) -> Callable[[], None]:
         """Checks a call before it changes anything; returns what its wait has to call now and then."""

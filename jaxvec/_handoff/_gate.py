@@ -65,12 +65,12 @@ class Gate(Protocol):
         """
         ...
 
-    def flight(self) -> AbstractContextManager[None]:
-        """Lands this thread in the end, if it has taken off."""
-        ...
-
     def take_off(self) -> None:
         """Says that this thread, which is inside, is about to move envs, and may wait for them."""
+        ...
+
+    def land(self) -> None:
+        """Says that this thread waits no more, if it had taken off."""
         ...
 
     def moved(self, slots: NDArray[Any], mover: str) -> None:
@@ -144,18 +144,14 @@ class PortableGate:
                     self._inside = None
                     self._changed.notify_all()
 
-    @contextmanager
-    def flight(self) -> Generator[None]:
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._in_flight.discard(threading.get_ident())
-                self._changed.notify_all()
-
     def take_off(self) -> None:
         with self._lock:
             self._in_flight.add(threading.get_ident())
+
+    def land(self) -> None:
+        with self._lock:
+            self._in_flight.discard(threading.get_ident())
+            self._changed.notify_all()
 
     def moved(self, slots: NDArray[Any], mover: str) -> None:
         self.counts[slots] += np.uint32(1)

@@ -18,6 +18,7 @@ memory between the processes, so no fences are needed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -146,10 +147,9 @@ class Shares:
         if (owners[:-1] > owners[1:]).any():
             order = owners.argsort(kind="stable")
             owners, slots = owners[order], slots[order]
-        cuts = np.flatnonzero(np.diff(owners)) + 1
-        for share, start in zip(np.split(slots, cuts), [0, *cuts.tolist()], strict=True):
-            if share.size:
-                yield int(owners[start]), share
+        cuts = (np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist()
+        for start, stop in itertools.pairwise([0, *cuts, len(slots)] if len(slots) else []):
+            yield int(owners[start]), slots[start:stop]
 
 
 class Slots:

@@ -160,15 +160,11 @@ class NativeGate:
         finally:
             self._library.jaxvec_pool_leave(self._pool)
 
-    @contextmanager
-    def flight(self) -> Generator[None]:
-        try:
-            yield
-        finally:
-            self._library.jaxvec_pool_land(self._pool)
-
     def take_off(self) -> None:
         self._library.jaxvec_pool_take_off(self._pool)
+
+    def land(self) -> None:
+        self._library.jaxvec_pool_land(self._pool)
 
     def moved(self, slots: NDArray[Any], mover: str) -> None:
         self.counts[slots] += np.uint32(1)
