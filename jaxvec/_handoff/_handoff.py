@@ -22,7 +22,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -140,9 +140,16 @@ class Shares:
 
     def __init__(self, slices: tuple[tuple[int, int], ...]) -> None:
         self._stops = np.array([stop for _, stop in slices])
+        self._all = np.arange(slices[0][0], slices[-1][1])
+        self._of_all = list(self._find(self._all))
 
-    def of(self, slots: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yields each worker that has some of `slots`, with those, in the order given."""
+    def of(self, slots: NDArray[Any]) -> Iterable[tuple[int, NDArray[Any]]]:
+        """Returns each worker that has some of `slots`, with those, in the order given."""
+        if len(slots) == len(self._all) and (slots == self._all).all():  # lock step: nothing to look for
+            return self._of_all
+        return self._find(slots)
+
+    def _find(self, slots: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
         owners = self._stops.searchsorted(slots, side="right")
         if (owners[:-1] > owners[1:]).any():
             order = owners.argsort(kind="stable")
