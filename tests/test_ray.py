@@ -612,6 +612,28 @@ def test_a_node_killed_during_a_compiled_loop_is_replaced(make_on_ray, cluster, 
         cluster.remove_node(spare)
 
 
+def test_a_node_that_dies_while_an_actor_starts_on_it_is_no_fault(
+    make_on_ray, cluster, nodes, monkeypatch, tmp_path
+):
+    where = tmp_path / "where"
+
+    class Held(_launcher._resident()):
+        def __init__(self):
+            if not where.exists():  # the first never gets there
+                where.write_text(ray.get_runtime_context().get_node_id())
+                threading.Event().wait()
+
+    monkeypatch.setattr(_launcher, "_resident", lambda: Held)
+    options = {"backend": ON_STAGE, "num_workers": 1, "on_fault": "restart"}
+    made = disasters.Background(lambda: make_on_ray(CountingEnv, 2, **options))
+    wait_until(lambda: where.exists() and where.read_text())
+    cluster.remove_node(next(n for n in nodes if n.node_id == where.read_text()), allow_graceful=False)
+    envs = made.result(90)
+    envs.reset()
+    assert not envs.step(np.zeros(2, int)).info["fault"].any()
+    assert envs.stats().total.restarts == 0
+
+
 # --- How many -------------------------------------------------------------------------------------
 
 

@@ -136,13 +136,7 @@ class Link:
             if self._predecessor is not None:  # it must not take what is ours
                 self._predecessor._relayer.join()
                 self._predecessor = None
-            self._actor = self._make_actor()
-            if self.lost:  # nobody could end it before
-                self._kill()
-                return
-            said = self._ray.get(self._actor.identify.remote())
-            self.node = said["node"]
-            _node.require_alike(said)
+            self._find_place()
             self.ahead = _node.ahead(lambda: self._ray.get(self._actor.clock.remote()))
             self._ray.get(self._actor.settle.remote(self._workers, dict(self._worker_env)))
             self._hearer = _start(self._hear_all)
@@ -157,6 +151,27 @@ class Link:
             with self._losing:
                 for channel in (self._call, self._ear, *(remote.channel for remote in self._remotes)):
                     channel.close()
+
+    def _find_place(self) -> None:
+        """Starts the actor; another, if the node dies before it is there.
+
+        Ray gives out a dead node until it misses it, seconds later. What was to be replaced because of that
+        node would fail once more then, and nothing new has happened to it.
+        """
+        while True:
+            dead = _node.dead(self._ray)
+            self._actor = self._make_actor()
+            if self.lost:  # nobody could end it before
+                self._kill()
+            try:
+                said = self._ray.get(self._actor.identify.options(max_task_retries=-1).remote())
+            except self._ray.exceptions.RayActorError:
+                if self.lost or not _node.dead(self._ray) - dead:
+                    raise
+            else:
+                break
+        self.node = said["node"]
+        _node.require_alike(said)
 
     def _relay(self) -> None:
         poll = select.poll()

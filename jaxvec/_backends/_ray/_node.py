@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import monotonic_ns
+from typing import Any
 
 from jaxvec._slices._failures import Report
 
@@ -33,6 +34,11 @@ def require_alike(said: Mapping[str, str]) -> None:
     for what, ours in identity().items():
         if said[what] != ours:
             raise Lost(f"has {what} {said[what]}, and this process {ours}: they have to be the same")
+
+
+def dead(ray: Any) -> set[str]:
+    """Returns the nodes that the cluster has had and lost."""
+    return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
 
 def ahead(read_clock: Callable[[], int], *, times: int = 5) -> int:
