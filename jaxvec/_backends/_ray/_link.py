@@ -163,6 +163,7 @@ class Link:
             self._actor = self._make_actor()
             if self.lost:  # nobody could end it before
                 self._kill()
+                raise Lost("was ended")
             try:
                 said = self._ray.get(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
