@@ -164,7 +164,7 @@ class Link:
             if self.lost:  # nobody could end it before
                 self._kill()
                 raise Lost("was ended")
-            try:
+            try:  # retried: until Ray knows that it is dead, it says "unavailable", and misses no node
                 said = self._ray.get(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
                 if self.lost or not _node.dead(self._ray) - dead:
