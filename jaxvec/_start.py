@@ -10,11 +10,11 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
 from jaxvec import _pools, _restart
-from jaxvec._backends import _handoffs
+from jaxvec._backends import _handoffs, _start_method
 from jaxvec._backends._launcher import Launcher
 from jaxvec._backends._plan import Plan
 from jaxvec._backends._serial import SerialWorkers
-from jaxvec._backends._spawn import Spawner
+from jaxvec._backends._start_method import LocalLauncher
 from jaxvec._backends._workers import ProcessWorkers
 from jaxvec._cores import usable_cores
 from jaxvec._errors import UnsupportedSpaceError
@@ -49,6 +49,8 @@ def start(
     env_configs: Sequence[Mapping[str, Any]] | None = None,
     envs_per_instance: int | None = None,
     worker_env: Mapping[str, str | None] | None = None,
+    start_method: str = "auto",
+    preload: Iterable[str] = (),
     on_fault: str | Restart = "raise",
     check: str = "structure",
     spare_envs: int = 0,
@@ -102,17 +104,23 @@ def start(
             episodic=episodic,
         )
     kind = Kind(envs_per_instance, spare_envs, strict=strict, equal_spaces=equal_spaces, idle=episodic)
-    plan = Plan(env_fns, slices, worker_env or {}, timeouts.start, kind)
+    plan = Plan(env_fns, slices, timeouts.start, kind)
+    method = _start_method.parse(
+        start_method, worker_env=worker_env, preload=preload, timeout=timeouts.start
+    )
     if backend == "serial":
         _refuse(
-            'needs worker processes; backend="serial" has none', worker_env=worker_env, spare_envs=spare_envs
+            'needs worker processes; backend="serial" has none',
+            worker_env=worker_env,
+            preload=method.preload,
+            spare_envs=spare_envs,
         )
         workers = SerialWorkers(plan, budget=budget, learn_info=bool(learnt))
     else:
         if cluster is None:
-            launcher: Launcher = Spawner(plan.worker_env)
+            launcher: Launcher = LocalLauncher(method)
         else:
-            launcher = cluster.launcher(num_workers, plan.worker_env, timeouts.start)
+            launcher = cluster.launcher(num_workers, method)
         workers = ProcessWorkers(
             plan, launcher=launcher, handoff=handoff, budget=budget, learn_info=bool(learnt)
         )

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import jaxvec
-from jaxvec._backends import _handoffs
+from jaxvec._backends import _fork, _handoffs, _lifeline
 from jaxvec.callbacks import _transports
 
 pytest.register_assert_rewrite("disasters", "scripts")
@@ -125,8 +125,10 @@ def kept_by_others() -> Counter[str]:
 def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
     """Fails the session if it leaves children, descriptors, maps or /dev/shm entries."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # what JAX opens, it opens now
+    _lifeline.read_end()
     before = leftovers()
     yield
+    _fork.end_all()
     deadline = time.monotonic() + 5
     while True:
         gc.collect()

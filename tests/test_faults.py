@@ -298,7 +298,7 @@ def test_a_worker_that_ends_while_idle_is_noticed(drive, name, tmp_path):
 def test_a_dead_worker_is_noticed_by_a_call(make):
     envs = make(CountingEnv, 2, num_workers=2)
     envs.reset()
-    envs.pool._workers.supervisor._processes[1].kill()
+    os.kill(envs.pool._workers.supervisor._processes[1].pid, signal.SIGKILL)
     with pytest.raises(jaxvec.WorkerDiedError, match=r"worker 1 \(env 1\) was killed by SIGKILL"):
         envs.call("steps")
     with pytest.raises(jaxvec.PoolBrokenError, match="SIGKILL"):

@@ -244,7 +244,7 @@ def test_a_reset_after_a_replacement_has_no_final_observation(make):
     envs = make(lambda: CountingEnv(1), 2, num_workers=1, on_fault="restart")
     envs.reset()
     assert envs.step(np.zeros(2, int)).info["_final_obs"].all()
-    envs.pool._workers.supervisor._processes[0].kill()
+    os.kill(envs.pool._workers.supervisor._processes[0].pid, signal.SIGKILL)
     timestep = envs.reset()
     assert not timestep.info["_final_obs"].any()
     assert not timestep.info["final_obs"].any()

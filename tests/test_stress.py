@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 import threading
 import time
 
@@ -61,7 +63,7 @@ def kill(envs, dice):
     """Kills a worker; if the pool is closed by now, there is none."""
     processes = envs.pool._workers.supervisor._processes
     if processes:
-        dice.choice(processes).kill()
+        os.kill(dice.choice(processes).pid, signal.SIGKILL)
 
 
 FATES = {

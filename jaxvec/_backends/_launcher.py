@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Protocol, TypeAlias
 
 from jaxvec._handoff._channel import Channel
@@ -10,7 +11,7 @@ Slices: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Process(Protocol):
-    """A worker, as far as it can be told from outside. `subprocess.Popen` has the first two methods."""
+    """A worker, as far as it can be told from outside."""
 
     @property
     def place(self) -> str:
@@ -22,12 +23,12 @@ class Process(Protocol):
         """How far its monotonic clock is ahead of ours, in ns."""
         ...
 
-    def poll(self) -> int | None:
-        """Returns its exit code if it has ended, else `None`."""
+    def ended(self) -> bool:
+        """Says whether it has ended."""
         ...
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end and returns its exit code; raises `subprocess.TimeoutExpired`."""
+    def wait(self, timeout: float) -> bool:
+        """Waits for its end, for at most `timeout` seconds; says whether it has ended."""
         ...
 
     def end(self) -> None:
@@ -57,9 +58,24 @@ class Launcher(Protocol):
 
         Raises:
             ConnectionError: what starts workers can't be reached any more.
+            TimeoutError: it was not started in time.
+            OSError: there is no room for it: no memory, descriptor or process is left.
         """
         ...
 
     def close(self) -> None:
         """Lets go of what workers share. They have ended."""
         ...
+
+
+def tell_ending(ended: bool, exitcode: int | None) -> tuple[int | None, str]:
+    """Says how a process of this machine ended; see `Process.ending`."""
+    if not ended:
+        return None, "closed its control socket"  # but lives; it will be killed
+    if exitcode is None:
+        return None, "ended, after the fork server that knew its exit code"
+    if exitcode >= 0:
+        return exitcode, f"exited with code {exitcode}"
+    name = signal.Signals(-exitcode).name
+    hint = " (perhaps by the kernel, for want of memory)" if name == "SIGKILL" else ""
+    return exitcode, f"was killed by {name}{hint}"

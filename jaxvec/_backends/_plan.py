@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxvec._slices._envs import EnvFn
@@ -16,14 +16,12 @@ class Plan:
     Attributes:
         env_fns: of all envs, or of all batches of envs.
         slices: `(first, stop)` of each worker's envs.
-        worker_env: changes to a worker's environment variables; `None` unsets one.
         start_timeout: seconds that a worker may take to build its envs; `None` for ever.
         kind: of each worker's slice.
     """
 
     env_fns: Sequence[EnvFn]
     slices: tuple[tuple[int, int], ...]
-    worker_env: Mapping[str, str | None]
     start_timeout: float | None
     kind: Kind
 

@@ -1,22 +1,21 @@
-"""Starts worker processes, and makes the message that tells one what to build."""
+"""Starts interpreters of their own: workers, and the fork server that others are forked from."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import cloudpickle
 import gymnasium
 
-from jaxvec._backends._launcher import Slices
-from jaxvec._backends._messages import Setup
-from jaxvec._backends._plan import Plan
+from jaxvec._backends import _lifeline
+from jaxvec._backends._launcher import Slices, tell_ending
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
 
@@ -32,71 +31,131 @@ _WORKER_ENV: dict[str, str | None] = {
 }
 
 
-class WorkerProcess(subprocess.Popen[bytes]):
-    """A worker of this machine, the first of a process group of its own; see `Process`."""
+class SpawnedWorker:
+    """A worker with an interpreter of its own, the first of a process group; see `Process`."""
 
     place = ""
     ahead = 0
 
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def ended(self) -> bool:
+        if self._process.returncode is None and _has_ended(self.pid):
+            self.end()  # what its envs have started; once it is reaped, its pid may be another's
+            self._process.wait()
+        return self._process.returncode is not None
+
+    def wait(self, timeout: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        return self.ended()
+
     def end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def ending(self) -> tuple[int | None, str]:
-        try:
-            exitcode = self.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            return None, "closed its control socket"  # but lives; it will be killed
-        if exitcode >= 0:
-            return exitcode, f"exited with code {exitcode}"
-        name = signal.Signals(-exitcode).name
-        hint = " (perhaps by the kernel, for want of memory)" if name == "SIGKILL" else ""
-        return exitcode, f"was killed by {name}{hint}"
+        return tell_ending(self.wait(timeout=1), self._process.returncode)
 
 
 class Spawner:
-    """Starts workers on this machine; see `Launcher`."""
+    """Starts workers on this machine, each an interpreter of its own; see `Launcher`."""
 
     at_sockets = False
 
     def __init__(self, worker_env: Mapping[str, str | None]) -> None:
-        """Opens what all workers share.
+        """Prepares to start workers.
 
         Args:
             worker_env: changes to their environment variables; `None` unsets one.
         """
         self._worker_env = worker_env
-        self._lifeline = os.pipe()  # whose end means the parent's
 
     def shares(self, slices: Slices) -> Slices:
         return slices
 
-    def launch(self, worker: int) -> tuple[WorkerProcess, Channel]:
-        lifeline = self._lifeline[0]
+    def launch(self, worker: int) -> tuple[SpawnedWorker, Channel]:
         ours, theirs = _channel.pair()
-        env = {**os.environ, **_WORKER_ENV, **self._worker_env}
-        # Only to find what a worker begins with; it then takes over our sys.path and restores PYTHONPATH.
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
         try:
-            process = WorkerProcess(
-                [sys.executable, "-u", "-P", "-m", "jaxvec._backends._worker", str(lifeline), str(theirs)],
-                env={name: value for name, value in env.items() if value is not None},
-                pass_fds=[lifeline, theirs],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal is for the parent alone
-            )
+            process = start("jaxvec._backends._worker", theirs, env=environ(self._worker_env))
         except BaseException:
             ours.close()
             raise
         finally:
             os.close(theirs)
-        return process, ours
+        return SpawnedWorker(process), ours
 
     def close(self) -> None:
-        for descriptor in self._lifeline:
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._lifeline = -1, -1
+        """There is nothing that workers share."""
+
+
+def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Returns the environment variables of a worker that is started now.
+
+    Raises:
+        TypeError: a name or a value is not text.
+    """
+    for name, value in changes.items():
+        if not isinstance(name, str) or not isinstance(value, (str, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"worker_env: {name!r} is {value!r}; names are texts, values texts or None")
+    variables = {**os.environ, **_WORKER_ENV, **changes}
+    return {name: value for name, value in variables.items() if value is not None}
+
+
+def start(module: str, *arguments: int, env: Mapping[str, str], inherits: int = 1) -> subprocess.Popen[bytes]:
+    """Starts an interpreter that runs `main` of a module, in a process group of its own, and ends with us.
+
+    Args:
+        module: of this package.
+        *arguments: of `main`, after the lifeline.
+        env: its environment variables.
+        inherits: how many of the arguments, the first, are descriptors that it inherits.
+    """
+    env = dict(env)
+    # Only to find what it begins with; it then takes over our sys.path and restores PYTHONPATH.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
+    with ExitStack() as stack:
+        given = [_above_standard(d, stack) for d in (_lifeline.read_end(), *arguments[:inherits])]
+        lifeline, *first = given
+        words = [lifeline, module, *first, *arguments[inherits:]]
+        return subprocess.Popen(
+            [sys.executable, "-u", "-P", str(Path(_lifeline.__file__)), *map(str, words)],
+            env=env,
+            pass_fds=given,
+            stdin=subprocess.DEVNULL,
+            stdout=None if is_open(1) else subprocess.DEVNULL,
+            stderr=None if is_open(2) else subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C in a terminal is for the program alone
+        )
+
+
+def is_open(descriptor: int) -> bool:
+    """Says whether there is such a descriptor; daemons close even the standard ones."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _above_standard(descriptor: int, stack: ExitStack) -> int:
+    """Returns a descriptor that is none of the standard ones, which a child has for itself."""
+    if descriptor > 2:
+        return descriptor
+    copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    stack.callback(os.close, copy)
+    return copy
+
+
+def _has_ended(pid: int) -> bool:
+    """Says whether a child has ended, without reaping it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody else has reaped it
+        return True
 
 
 def _roots() -> list[str]:
@@ -104,25 +163,3 @@ def _roots() -> list[str]:
     here = str(Path(__file__).resolve().parents[2])
     theirs = str(Path(gymnasium.__file__).parents[1])
     return [here] if theirs in (here, *sysconfig.get_paths().values()) else [theirs, here]
-
-
-def setup(plan: Plan, worker: int, *, learn_info: bool) -> Setup:
-    """Makes the first message to a worker; raises `TypeError` if a constructor can't be pickled."""
-    first, _ = plan.slices[worker]
-    try:
-        pickled: bytes = cloudpickle.dumps(list(plan.env_fns_of(worker)))
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise TypeError(
-            f"the constructor of env {first} can't be pickled, so it can't be sent to a worker: {error}; "
-            'make what it needs inside it, or use backend="serial"'
-        ) from error
-    return Setup(
-        sys_path=list(sys.path),
-        python_path=os.environ.get("PYTHONPATH"),
-        first=first,
-        env_fns=pickled,
-        kind=plan.kind,
-        learn_info=learn_info and first == 0,
-    )

@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import select
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxvec import _options
-from jaxvec._backends import _spawn
 from jaxvec._backends._launcher import Launcher, Process
 from jaxvec._backends._messages import Attach, Ready, Recover, Replacement, Setup
 from jaxvec._backends._plan import Plan
-from jaxvec._errors import EnvError, JaxvecError, SpaceMismatchError, WorkerDiedError
+from jaxvec._backends._setup import make_setup
+from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, SpaceMismatchError, WorkerDiedError
 from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._handoff._handoff import RESET
 from jaxvec._memory._rows import reader
@@ -71,7 +70,7 @@ class Supervisor:
         self._segment = -1
         try:
             for worker in range(len(plan.slices)):
-                process, channel = launcher.launch(worker)
+                process, channel = self._launch(worker)
                 self._processes.append(process)
                 self.channels.append(channel)
                 self._by_fd[channel.fileno()] = worker
@@ -82,7 +81,7 @@ class Supervisor:
 
     def setup(self, worker: int, *, learn_info: bool) -> Setup:
         """Makes the message that tells a worker what to build."""
-        return _spawn.setup(self._plan, worker, learn_info=learn_info)
+        return make_setup(self._plan, worker, learn_info=learn_info)
 
     def send_attach(self, message: Attach, segment: int, arrays: Arrays, deadline: float | None) -> None:
         """Gives every worker the segment, whose descriptor is ours from now on; raises as `send`.
@@ -152,7 +151,7 @@ class Supervisor:
         if not heard and not self._news:
             # An env may have forked a process that keeps a dead worker's socket open.
             for worker, process in enumerate(self._processes):
-                if process.poll() is not None:
+                if process.ended():
                     self.replace(worker, self._died(worker))
         news, self._news = self._news, []
         return news + heard
@@ -187,12 +186,13 @@ class Supervisor:
         self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
         old = self._processes[worker]
         old.end()
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it can
-            old.wait(timeout=1)
+        old.wait(timeout=1)  # if it is stuck in the kernel, it goes when it can
         try:
-            self._processes[worker], channel = self._launcher.launch(worker)
+            self._processes[worker], channel = self._launch(worker)
         except ConnectionError as lost:
             raise error from lost
+        except JaxvecError as failed:
+            raise failed from error
         self.channels[worker].replace(channel)
         self.starting.add(worker)
         timeout = self._plan.start_timeout
@@ -200,6 +200,21 @@ class Supervisor:
         self._grace = math.inf if deadline is None else deadline
         with suppress(EOFError):  # the next look will tell
             self._tell(worker, self.setup(worker, learn_info=False), deadline)
+
+    def _launch(self, worker: int) -> tuple[Process, Channel]:
+        try:
+            return self._launcher.launch(worker)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            env_ids = tuple(range(*self._plan.slices[worker]))
+            who = f"worker {worker} ({name_envs(env_ids)})"
+            if isinstance(error, TimeoutError):
+                limit = f"start_timeout, {self._plan.start_timeout} s"
+                raise EnvTimeoutError(f"{who} did not start within {limit}: {error}", env_ids=env_ids) from error
+            raise WorkerDiedError(
+                f"{who} could not be started: {error}", worker=worker, env_ids=env_ids, exitcode=None
+            ) from error
 
     def kill(self) -> None:
         """Ends the workers, and whatever their envs have started, at once; from any thread."""
@@ -218,8 +233,7 @@ class Supervisor:
         # then is it reaped, so its pid can't have been given to another process.
         self.kill()
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it goes when it can
-                process.wait(timeout=1)
+            process.wait(timeout=1)  # if it is stuck in the kernel, it goes when it can
         for channel in self.channels:
             channel.close()
         self._launcher.close()

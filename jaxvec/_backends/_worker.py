@@ -1,17 +1,15 @@
-"""`python -m jaxvec._backends._worker`: a worker. Attaches, builds its slice, serves until end of file.
+"""A worker. Attaches, builds its slice, serves until end of file.
 
-It never imports jax. It is its own interpreter, not a child of `multiprocessing`: so it neither runs
-the user's script again nor is forked from a process that has JAX's threads.
+It never imports jax. It is its own interpreter, or a fork of one that did nothing but import (`_forkserver.py`),
+not a child of `multiprocessing`: so it neither runs the user's script again nor has JAX's threads.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from time import monotonic_ns
@@ -34,11 +32,14 @@ from jaxvec._stats import WAIT_NS
 from jaxvec._tracing._recorder import span
 
 
-def main() -> None:
+def main(lifeline: int, control: int) -> None:
+    """Works as an interpreter of its own, which holds the lifeline."""
+    work(_channel.adopt(control))
+
+
+def work(channel: _channel.Channel) -> None:
+    """Does what comes on the control socket, until its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    lifeline, control = int(sys.argv[1]), int(sys.argv[2])
-    _die_with_parent(lifeline)
-    channel = _channel.adopt(control)
     try:
         setup: Setup = channel.receive_message()
         _adopt_paths(setup)
@@ -173,41 +174,3 @@ def _answer(env_slice: Slice, request: Request) -> Reply:
             raise EnvFailure(env_slice.first, request.name) from error
     except EnvFailure as failure:
         return Reply(failure=_failures.report(failure))
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Makes the end of the parent, however it comes, the end of this process group.
-
-    The parent alone holds the lifeline's write end, so its death closes the pipe. On Linux the
-    kernel then kills the whole group: even while env code holds the GIL, and with all processes
-    that the envs have started. Each worker opens the pipe anew, because a signal's owner belongs
-    to the open file description. (PR_SET_PDEATHSIG would fire when the *thread* ends that started
-    us.) Elsewhere a thread watches.
-    """
-    if sys.platform == "linux":
-        own = os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
-        os.close(lifeline)
-        if _closed(own):  # the parent died before we asked for the signal
-            os._exit(1)
-    else:
-        os.set_inheritable(lifeline, False)
-
-        def watch() -> None:
-            os.read(lifeline, 1)
-            os.killpg(0, signal.SIGKILL)
-
-        threading.Thread(target=watch, daemon=True).start()
-
-
-def _closed(pipe: int) -> bool:
-    try:
-        return os.read(pipe, 1) == b""
-    except BlockingIOError:
-        return False
-
-
-if __name__ == "__main__":
-    main()

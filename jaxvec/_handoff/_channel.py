@@ -65,9 +65,9 @@ class Channel:
         finally:
             self._socket.settimeout(None)
 
-    def readable(self) -> bool:
-        """Says whether `receive` would find something at once."""
-        return _readable(self._socket, 0)
+    def readable(self, deadline: float | None = 0) -> bool:
+        """Says whether `receive` finds something by `deadline` (`time.monotonic()` seconds); `None`: never."""
+        return _readable(self._socket, deadline)
 
     def receive(self, deadline: float | None = None) -> Any:
         """Waits for `WAKE` or a message; who must not wait polls the channel first.
@@ -160,7 +160,7 @@ def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.001)
 
 
-def _readable(sock: socket.socket, deadline: float) -> bool:
+def _readable(sock: socket.socket, deadline: float | None) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    return bool(poll.poll(max(deadline - time.monotonic(), 0) * 1000))
+    return bool(poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0) * 1000))

@@ -34,6 +34,8 @@ def make(
     env_configs: Sequence[Mapping[str, Any]] | None = None,
     envs_per_instance: int | None = None,
     worker_env: Mapping[str, str | None] | None = None,
+    start_method: str = "auto",
+    preload: Iterable[str] = (),
     on_fault: str | Restart = "raise",
     check: str = "structure",
     spare_envs: int = 0,
@@ -78,6 +80,11 @@ def make(
             step many envs at once. `num_envs` must be a multiple of it.
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
             they run numerical libraries on one thread and keep off the accelerator.
+        start_method: how worker processes are started: `"forkserver"` forks them from a helper process
+            that has imported NumPy and Gymnasium, but neither JAX nor your code; `"spawn"` starts each
+            as a Python interpreter of its own, which takes longer; `"auto"` is the first where it works.
+        preload: modules that the helper process imports before it forks, such as `("ale_py",)`: those that
+            are slow to import and that every env needs.
         on_fault: what a fault does, of an env that raises, of a worker that dies or takes longer than
             the timeouts: `"raise"` raises it and breaks the pool; `"restart"`, or a `jaxvec.Restart`
             with limits of your own, resets the env or replaces the worker and goes on. The step's
@@ -138,6 +145,8 @@ def make(
         env_configs=env_configs,
         envs_per_instance=envs_per_instance,
         worker_env=worker_env,
+        start_method=start_method,
+        preload=preload,
         on_fault=on_fault,
         check=check,
         spare_envs=spare_envs,

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._backends import _handoffs
+from jaxvec._backends._launcher import Process
 from jaxvec._backends._messages import Attach, Setup
 from jaxvec._backends._ray._stream import Buffer, Ended, Failed, Said
 from jaxvec._backends._ray._waybills import Waybills
-from jaxvec._backends._spawn import Spawner, WorkerProcess
+from jaxvec._backends._start_method import LocalLauncher, StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff
@@ -43,7 +44,7 @@ class _Seat:
 
     channel: Channel
     nobody: socket.socket | None  # what keeps an empty seat's socket open
-    process: WorkerProcess | None = None
+    process: Process | None = None
     life: int = -1
 
 
@@ -54,10 +55,10 @@ class Host:
     the seats and the requests, under a lock.
     """
 
-    def __init__(self, workers: range, worker_env: Mapping[str, str | None]) -> None:
+    def __init__(self, workers: range, method: StartMethod) -> None:
         """Makes room for these workers."""
         self._workers = workers
-        self._spawner = Spawner(worker_env)
+        self._launcher = LocalLauncher(method)
         self._seats = {worker: _Seat(*_channel.nobody()) for worker in workers}
         self._lock = threading.Lock()
         self._call, ear = _channel.pair()  # wakes `run`
@@ -75,7 +76,7 @@ class Host:
 
     def launch(self, worker: int, life: int) -> None:
         """Starts a process in a worker's place; who was there has been ended."""
-        process, channel = self._spawner.launch(worker)
+        process, channel = self._launcher.launch(worker)
         with self._lock:
             seat = self._seats[worker]
             if seat.process is not None:

@@ -20,6 +20,7 @@ from jaxvec._backends._launcher import Slices
 from jaxvec._backends._ray._head import Head
 from jaxvec._backends._ray._link import Link
 from jaxvec._backends._ray._worker import RemoteWorker
+from jaxvec._backends._start_method import StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
 from jaxvec._ray import Ray
@@ -83,7 +84,7 @@ class RayCluster:
         return max(1, min(num_envs, workers))
 
     def launcher(
-        self, num_workers: int, worker_env: Mapping[str, str | None], start_timeout: float | None
+        self, num_workers: int, method: StartMethod
     ) -> RayLauncher:
         """Reserves what the actors of `num_workers` workers need, and returns what starts them.
 
@@ -102,8 +103,8 @@ class RayCluster:
             )
         group = None
         if self._options.placement_strategy is not None:
-            group = self._reserve([self._options.of_actor(count) for count in counts], start_timeout)
-        return RayLauncher(self._ray, self._options, num_workers, worker_env, group)
+            group = self._reserve([self._options.of_actor(count) for count in counts], method.timeout)
+        return RayLauncher(self._ray, self._options, num_workers, method, group)
 
     def _nodes(self) -> list[dict[str, float]]:
         """Returns what each node has, free or not."""
@@ -133,7 +134,7 @@ class RayLauncher:
         ray: Any,
         options: Ray,
         num_workers: int,
-        worker_env: Mapping[str, str | None],
+        method: StartMethod,
         group: Any | None,
     ) -> None:
         """Prepares to start workers.
@@ -142,13 +143,13 @@ class RayLauncher:
             ray: the module.
             options: of the user.
             num_workers: of the pool.
-            worker_env: changes to the workers' environment variables.
+            method: how the actors start them.
             group: the placement group, if there is one, with a bundle for each actor.
         """
         self._ray = ray
         self._options = options
         self._num_workers = num_workers
-        self._worker_env = worker_env
+        self._method = method
         self._group = group
         self._links: dict[int, Link] = {}  # by actor; the latest
         self._lives: Counter[int] = Counter()  # of each worker
@@ -173,7 +174,7 @@ class RayLauncher:
                 self._ray,
                 partial(self._start_actor, members),
                 workers=members,
-                worker_env=self._worker_env,
+                method=self._method,
                 predecessor=link,
             )
         ours, theirs = _channel.pair()
@@ -250,8 +251,8 @@ def _resident() -> type:
 
             return time.monotonic_ns()
 
-        def settle(self, workers: range, worker_env: Any) -> None:
-            self._host = self._module.Host(workers, worker_env)
+        def settle(self, workers: range, method: Any) -> None:
+            self._host = self._module.Host(workers, method)
 
         def do(self, name: str, *args: Any) -> None:
             try:

@@ -23,6 +23,7 @@ from jaxvec._backends._ray._dispatch import Dispatch
 from jaxvec._backends._ray._node import Lost
 from jaxvec._backends._ray._stream import Buffer, Ended, Failed, Said
 from jaxvec._backends._ray._worker import RemoteWorker
+from jaxvec._backends._start_method import StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._slices._failures import Report
@@ -45,7 +46,7 @@ class Link:
         make_actor: Callable[[], Any],
         *,
         workers: range,
-        worker_env: Mapping[str, str | None],
+        method: StartMethod,
         predecessor: Link | None,
     ) -> None:
         """Begins to serve.
@@ -54,7 +55,7 @@ class Link:
             ray: the module.
             make_actor: starts the actor.
             workers: that it has room for.
-            worker_env: changes to their environment variables.
+            method: how the actor starts them.
             predecessor: whose place this one takes, and which is lost.
         """
         self.node = "no node yet, for which the Ray cluster has to have room,"
@@ -63,7 +64,7 @@ class Link:
         self._ray = ray
         self._make_actor = make_actor
         self._workers = workers
-        self._worker_env = worker_env
+        self._method = method
         self._predecessor = predecessor
         self._actor: Any = None
         self._dispatch: Dispatch | None = None  # once a worker attaches
@@ -138,7 +139,7 @@ class Link:
                 self._predecessor = None
             self._find_place()
             self.ahead = _node.ahead(lambda: self._ray.get(self._actor.clock.remote()))
-            self._ray.get(self._actor.settle.remote(self._workers, dict(self._worker_env)))
+            self._ray.get(self._actor.settle.remote(self._workers, self._method))
             self._hearer = _start(self._hear_all)
             self._relay()
         except BaseException as error:  # whatever it is, the pool is to hear of it

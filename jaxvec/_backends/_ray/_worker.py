@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 from typing import Protocol
 
@@ -55,13 +54,11 @@ class RemoteWorker:
     def ahead(self) -> int:
         return self._owner.ahead
 
-    def poll(self) -> int | None:
-        return (self._ended.exitcode or 0) if self._gone.is_set() else None
+    def ended(self) -> bool:
+        return self._gone.is_set()
 
-    def wait(self, timeout: float | None = None) -> int:
-        if not self._gone.wait(timeout):
-            raise subprocess.TimeoutExpired("a worker on Ray", timeout or 0)
-        return self._ended.exitcode or 0
+    def wait(self, timeout: float) -> bool:
+        return self._gone.wait(timeout)
 
     def end(self) -> None:
         if not self._gone.is_set():

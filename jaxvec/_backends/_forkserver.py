@@ -1,0 +1,194 @@
+"""The fork server: a process that has imported what every worker imports, and forks into workers.
+
+It is an interpreter of its own, so it has neither JAX nor its threads; nor has it code of the user, but for
+the modules that `preload` names. It has one thread, always: it looks, after its imports. So a fork of it is
+as good as a new interpreter, and takes a few milliseconds where that takes half a second.
+
+The program asks it, over a socket that keeps messages apart (`SOCK_SEQPACKET`), so a request is one system
+call and can't be cut in two by Ctrl-C. All answers to a request come on a socket that comes with it: there is
+no order of answers that could get lost.
+
+- The first message: a pickled `Imports`.
+- `FORK`, with the worker's end of its control socket, its standard output and error, and its folder. The
+  answer comes on the control socket, where the program waits: `Started` with a pidfd, or `Refused`. Then
+  the worker, which begins here, reads its `Surroundings` there.
+- `REAP` and a pid, with a socket. The answer is the exit code, once. Until then the worker, if it has ended,
+  is a zombie; so its pid, and that of its group, can't have become another's.
+
+It ends at the program's end: its lifeline's, as that of every worker; the socket's; or, for these two may have
+been inherited by a process that C code has forked, the program's own. The workers then go, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxvec._backends import _lifeline, _worker
+from jaxvec._backends._surroundings import Surroundings
+from jaxvec._handoff import _channel
+from jaxvec._handoff._channel import Channel
+from jaxvec._native import library
+
+FORK, REAP = b"f", b"r"
+PID = CODE = struct.Struct("!i")
+_LONGEST = 1 << 18  # bytes of a message; more than the kernel passes on
+
+
+@dataclass(frozen=True)
+class Imports:
+    """What to import."""
+
+    modules: tuple[str, ...]
+    sys_path: list[str]  # of the program
+
+
+@dataclass(frozen=True)
+class Started:
+    """Server: the worker runs; its pidfd comes with this message."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Server: there is no worker."""
+
+    error: Exception
+
+
+class ThreadsError(RuntimeError):
+    """What was imported has started threads, so a fork would not be safe."""
+
+
+def main(lifeline: int, requests: int, program: int) -> None:
+    """Serves until the program's end; returns in each worker, at its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's business
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker gets the program's own
+    server = _Server(lifeline, socket.socket(fileno=requests), program)
+    worker = server.serve()
+    if worker is not None:
+        _worker.work(worker)
+
+
+class _Server:
+    def __init__(self, lifeline: int, requests: socket.socket, program: int) -> None:
+        self._lifeline = lifeline
+        self._requests = requests
+        requests.set_inheritable(False)
+        self._program = os.pidfd_open(program)  # it lives, or its lifeline had ended us
+        self._children: set[int] = set()
+        self._refusal = self._import(pickle.loads(requests.recv(_LONGEST)))
+
+    def serve(self) -> Channel | None:
+        """Forks when asked to. Returns in each worker its control socket, ready to work, and here never."""
+        poll = select.poll()
+        poll.register(self._requests, select.POLLIN)
+        poll.register(self._program, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poll.poll()]
+            if self._program in ready:  # its lifeline would have ended us, did nobody else hold it
+                self._end(kill=True)
+            request, descriptors, _, _ = socket.recv_fds(self._requests, _LONGEST, 4)
+            if request == FORK:
+                worker = self._fork(descriptors)
+                if worker is not None:
+                    return worker
+            elif request[:1] == REAP:
+                self._reap(*PID.unpack(request[1:]), socket.socket(fileno=descriptors[0]))
+            else:
+                self._end(kill=False)  # the program wants no more of us; workers see to themselves
+
+    def _import(self, imports: Imports) -> Exception | None:
+        """Imports what workers have in common; returns why there can be none."""
+        ours = list(sys.path)
+        sys.path[:] = imports.sys_path
+        for module in imports.modules:
+            try:
+                importlib.import_module(module)
+            except BaseException as error:
+                return ImportError(f"preload: {module!r} can't be imported: {type(error).__name__}: {error}")
+        sys.path[:] = ours
+        library.reason_unavailable()  # loads it
+        os.chdir("/")  # to hold on to no folder
+        gc.collect()
+        gc.freeze()  # a collection in a worker would copy the memory that all share
+        threads = len(os.listdir("/proc/self/task"))
+        if threads > 1:
+            return ThreadsError(f"{threads - 1} threads were started by what it imports")
+        return None
+
+    def _fork(self, descriptors: list[int]) -> Channel | None:
+        """Forks, and says so; returns the control socket in the worker only."""
+        control, *others = descriptors
+        channel = _channel.adopt(control)
+        answer: Started | Refused
+        pidfds: list[int] = []
+        try:
+            if self._refusal is not None:
+                raise self._refusal
+            pid = os.fork()
+        except Exception as error:
+            answer = Refused(error)
+        else:
+            if pid == 0:
+                self._become_worker(channel, *others)
+                return channel
+            self._children.add(pid)
+            with suppress(OSError):  # it may be quicker; but who hears of it may want to end its group
+                os.setpgid(pid, pid)
+            pidfds.append(os.pidfd_open(pid))
+            answer = Started(pid)
+        with suppress(EOFError):  # nobody waits for it any more
+            channel.send(answer, descriptors=pidfds)
+        channel.close()
+        for descriptor in (*others, *pidfds):
+            os.close(descriptor)
+        return None
+
+    def _become_worker(self, channel: Channel, output: int, error: int, folder: int) -> None:
+        """Leaves what is the server's, and takes what a new interpreter would have from the program."""
+        os.setpgid(0, 0)
+        _lifeline.hold(self._lifeline)  # from here on it ends with the program
+        self._requests.close()
+        os.close(self._program)
+        os.dup2(output, 1)
+        os.dup2(error, 2)
+        os.fchdir(folder)
+        for descriptor in (output, error, folder):
+            os.close(descriptor)
+        try:
+            surroundings: Surroundings = channel.receive_message()
+        except EOFError:  # the program has changed its mind
+            sys.exit()
+        surroundings.enter()
+        importlib.invalidate_caches()  # there may be other modules by now
+        np.random.seed()  # `random` has seen to itself; the system's own is nobody's
+        multiprocessing.current_process().authkey = os.urandom(32)
+
+    def _reap(self, pid: int, answers: socket.socket) -> None:
+        with answers, suppress(OSError):
+            if pid in self._children:
+                _, status = os.waitpid(pid, os.WNOHANG)
+                self._children.discard(pid)
+                answers.send(CODE.pack(os.waitstatus_to_exitcode(status)))
+
+    def _end(self, *, kill: bool) -> None:
+        for pid in self._children if kill else ():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        os._exit(0)

@@ -1,0 +1,33 @@
+"""Makes the message that tells a worker what to build."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import cloudpickle
+
+from jaxvec._backends._messages import Setup
+from jaxvec._backends._plan import Plan
+
+
+def make_setup(plan: Plan, worker: int, *, learn_info: bool) -> Setup:
+    """Makes the first message to a worker; raises `TypeError` if a constructor can't be pickled."""
+    first, _ = plan.slices[worker]
+    try:
+        pickled: bytes = cloudpickle.dumps(list(plan.env_fns_of(worker)))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"the constructor of env {first} can't be pickled, so it can't be sent to a worker: {error}; "
+            'make what it needs inside it, or use backend="serial"'
+        ) from error
+    return Setup(
+        sys_path=list(sys.path),
+        python_path=os.environ.get("PYTHONPATH"),
+        first=first,
+        env_fns=pickled,
+        kind=plan.kind,
+        learn_info=learn_info and first == 0,
+    )
