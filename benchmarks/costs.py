@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -39,10 +39,16 @@ def memory() -> dict[str, float]:
             process.stdout.readline()
         with jaxvec.make(CARTPOLES.env_fns(), num_workers=2) as envs:
             envs.reset(seed=0)
-            found["jaxvec worker with 32 CartPoles"] = _mean_pss("jaxvec._backends._worker")
+            found["jaxvec worker with 32 CartPoles"] = _mean_pss(
+                worker.pid for worker in envs.pool._workers.supervisor._processes
+            )
             found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(_pss(p.pid) for p in bare)
         with gymnasium_async(replace(CARTPOLES, num_envs=2)):
-            found["AsyncVectorEnv worker with one"] = _mean_pss("multiprocessing.spawn import spawn_main")
+            found["AsyncVectorEnv worker with one"] = _mean_pss(
+                child.pid
+                for child in psutil.Process().children()
+                if "multiprocessing.spawn import spawn_main" in " ".join(child.cmdline())
+            )
     finally:
         for process in bare:
             process.kill()
@@ -86,9 +92,8 @@ def _rate(function: Callable[[], object], seconds: float) -> float:
     return count / (time.perf_counter() - start)
 
 
-def _mean_pss(command: str) -> float:
-    children = psutil.Process().children()
-    return statistics.mean(_pss(child.pid) for child in children if command in " ".join(child.cmdline()))
+def _mean_pss(pids: Iterable[int]) -> float:
+    return statistics.mean(map(_pss, pids))
 
 
 def _pss(pid: int) -> float:

@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 
 import jaxvec
+from jaxvec._backends import _fork
 from jaxvec.testing import CountingEnv
 
 LENGTH = 200  # steps, or turns, of one program
@@ -198,6 +199,7 @@ def main() -> None:
             flush=True,
         )
         print(f"  {dict(tally.faults)}", file=sys.stderr, flush=True)
+    _fork.end_all()
     print(f"\nLeft behind: {len(process.children(recursive=True))} processes.")
     sys.exit(wrong > 0)
 

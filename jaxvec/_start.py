@@ -105,9 +105,7 @@ def start(
         )
     kind = Kind(envs_per_instance, spare_envs, strict=strict, equal_spaces=equal_spaces, idle=episodic)
     plan = Plan(env_fns, slices, timeouts.start, kind)
-    method = _start_method.parse(
-        start_method, worker_env=worker_env, preload=preload, timeout=timeouts.start
-    )
+    method = _start_method.parse(start_method, worker_env=worker_env, preload=preload, timeout=timeouts.start)
     if backend == "serial":
         _refuse(
             'needs worker processes; backend="serial" has none',

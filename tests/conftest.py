@@ -13,7 +13,6 @@ from pathlib import Path
 
 import cloudpickle
 import jax
-import psutil
 import pytest
 
 import jaxvec
@@ -22,6 +21,7 @@ from jaxvec.callbacks import _transports
 
 pytest.register_assert_rewrite("disasters", "scripts")
 import disasters  # noqa: E402
+import scripts  # noqa: E402
 
 _WAY = ("way", "handoff", "face")  # parameters
 
@@ -101,7 +101,7 @@ def _choose(choose: Callable[[str], str], default: str, asked: str) -> str:
 
 def leftovers() -> dict[str, int]:
     """Counts what a pool could leave behind in this process and machine."""
-    found = {"children": len(psutil.Process().children(recursive=True))}
+    found = {"children": len(scripts.workers())}
     for fd in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(fd)
@@ -110,7 +110,7 @@ def leftovers() -> dict[str, int]:
         if target.startswith(("pipe:", "socket:", "anon_inode:", "/memfd:jaxvec")):
             kind = target.partition(":")[0]
             found[kind] = found.get(kind, 0) + 1
-    found["shm"] = len(list(Path("/dev/shm").iterdir()))
+    found["shm"] = len(scripts.shared_names())
     found["segment maps"] = Path("/proc/self/maps").read_text().count("memfd:jaxvec")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import psutil
 from disasters import Way
+
+from jaxvec._backends import _fork
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -76,6 +79,17 @@ def read_pids(script: subprocess.Popen[str]) -> list[int]:
     pids = [int(word) for word in line.split()]
     assert len(pids) == 2, line + script.stderr.read()
     return pids
+
+
+def workers() -> list[psutil.Process]:
+    """Returns what there is of workers of this process, and of what their envs have started."""
+    kept = _fork.server_pids()
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in kept]
+
+
+def shared_names() -> set[str]:
+    """Returns the names in /dev/shm that could be ours; other programs have some, too."""
+    return {name for name in os.listdir("/dev/shm") if "jaxvec" in name}
 
 
 def gone(pids: object, timeout: float = 5) -> bool:

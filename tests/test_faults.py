@@ -41,7 +41,7 @@ from disasters import (
     waiting_for,
     within,
 )
-from scripts import end, run_script
+from scripts import end, run_script, workers
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -417,7 +417,7 @@ def test_a_slow_constructor_and_a_slow_reset_time_out(make):
 
     with pytest.raises(jaxvec.EnvTimeoutError, match=r"constructor timed out after 4 s.* envs 2, 3"):
         make(slow, 4, start_timeout=4)
-    assert psutil.Process().children() == []
+    assert workers() == []
     envs = make(failing("reset", signal.pause, victim=0), 2, num_workers=2, reset_timeout=1.0)
     with pytest.raises(jaxvec.EnvTimeoutError, match="reset timed out after 1.0 s: env 0"):
         envs.reset()
@@ -428,7 +428,7 @@ def test_the_env_whose_constructor_fails_is_named(backend, victim):
     with pytest.raises(jaxvec.EnvError, match=f"env {victim} .*in constructor: bad luck") as caught:
         jaxvec.make(failing("constructor", FAILURES["picklable"][0], victim), 4, backend=backend)
     assert caught.value.env_id == victim
-    assert psutil.Process().children() == []
+    assert workers() == []
 
 
 def test_a_failed_constructor_does_not_wait_for_a_slow_one():
@@ -439,7 +439,7 @@ def test_a_failed_constructor_does_not_wait_for_a_slow_one():
 
     with pytest.raises(jaxvec.EnvError, match="env 2 .*in constructor: bad luck"):
         jaxvec.make(make_env, 4, num_workers=2, start_timeout=40)
-    assert psutil.Process().children() == []
+    assert workers() == []
 
 
 def test_a_constructor_may_be_slow(drive, tmp_path):

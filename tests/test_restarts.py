@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
+from scripts import workers
 
 import jaxvec
 from jaxvec._native import library
@@ -331,7 +332,7 @@ def test_a_constructor_that_fails_is_tried_again_within_the_limits(make, left):
     envs = make(lambda: Flaky(left, "constructor", throw), 1, on_fault=FREE)
     envs.reset()
     fail(left, 2)
-    (worker,) = psutil.Process().children()
+    (worker,) = workers()
     worker.kill()
     assert envs.step([1]).info["fault"].tolist() == [True]
     assert envs.stats().total.restarts == 3
@@ -544,7 +545,7 @@ def test_close_during_a_restart_leaves_nothing(make):
     finally:
         del os.environ["JAXVEC_SLOW"]
     assert isinstance(outcome[0], jaxvec.PoolClosedError)
-    assert psutil.Process().children() == []
+    assert workers() == []
 
 
 def test_a_call_that_comes_before_the_verdict_on_a_failed_env_is_answered(make, handoff):

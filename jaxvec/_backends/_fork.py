@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxvec._backends import _surroundings
-from jaxvec._backends._forkserver import CODE, FORK, PID, REAP, Imports, Refused, Started
+from jaxvec._backends._forkserver import ANSWER, FORK, PID, REAP, Imports, Refused, Started
 from jaxvec._backends._launcher import Slices, tell_ending
 from jaxvec._backends._spawn import environ, is_open, start
 from jaxvec._backends._surroundings import Surroundings
@@ -30,6 +30,7 @@ _READ_EARLY = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_"),
 )
+_PATIENCE = 1.0  # seconds for an answer that comes at once
 _IDLE = 2  # how many servers without workers are kept, in case there is another pool
 
 
@@ -87,12 +88,15 @@ class _Server:
 
     def __init__(self, env: Mapping[str, str], modules: tuple[str, ...]) -> None:
         self.users = 0  # pools
+        self._lock = threading.Lock()  # for its answers
+        self._exitcodes: dict[int, int] = {}  # that it has told, and nobody has taken
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 self._process = start(
                     "jaxvec._backends._forkserver", theirs.fileno(), os.getpid(), env=env, inherits=1
                 )
+            self.pid = self._process.pid
             self._requests.send(pickle.dumps(Imports(modules, list(sys.path))))
         except BaseException:
             self._requests.close()
@@ -117,14 +121,16 @@ class _Server:
 
     def reap(self, pid: int) -> int | None:
         """Reaps a worker that has ended; returns its exit code, or `None` if the server has ended, too."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, suppress(OSError):
-            with theirs:
-                socket.send_fds(self._requests, [REAP + PID.pack(pid)], [theirs.fileno()])
-            if _readable(ours.fileno(), 1.0):
-                code = ours.recv(CODE.size)
-                return CODE.unpack(code)[0] if code else None
-        return None
+        with self._lock, suppress(OSError):
+            self._requests.send(REAP + PID.pack(pid))
+            # Who was interrupted here has left an answer, which comes first.
+            while pid not in self._exitcodes and _readable(self._requests.fileno(), _PATIENCE):
+                answer = self._requests.recv(ANSWER.size)
+                if not answer:
+                    break
+                whose, exitcode = ANSWER.unpack(answer)
+                self._exitcodes[whose] = exitcode
+        return self._exitcodes.pop(pid, None)
 
     def ending(self) -> str | None:
         """Says how it ended, if it has."""
@@ -196,8 +202,8 @@ class Forker:
     def _launch(self, env: dict[str, str], deadline: float | None) -> tuple[ForkedWorker, Channel]:
         ours, theirs = _channel.pair()
         try:
-            server = self._join(env)
             try:
+                server = self._join(env)
                 server.fork(theirs)
             finally:
                 os.close(theirs)
@@ -241,6 +247,11 @@ class Forker:
             gone = [key for key, each in _servers.items() if each is server and ended]
             for key in {*idle[:-_IDLE], *gone}:
                 _servers.pop(key).close()
+
+
+def server_pids() -> set[int]:
+    """Returns the processes that are there to be forked."""
+    return {server.pid for server in _servers.values()}
 
 
 @atexit.register

@@ -5,18 +5,18 @@ the modules that `preload` names. It has one thread, always: it looks, after its
 as good as a new interpreter, and takes a few milliseconds where that takes half a second.
 
 The program asks it, over a socket that keeps messages apart (`SOCK_SEQPACKET`), so a request is one system
-call and can't be cut in two by Ctrl-C. All answers to a request come on a socket that comes with it: there is
-no order of answers that could get lost.
+call and can't be cut in two by Ctrl-C. Each answer says to what: if Ctrl-C keeps somebody from reading it, it
+is not taken for another.
 
 - The first message: a pickled `Imports`.
 - `FORK`, with the worker's end of its control socket, its standard output and error, and its folder. The
   answer comes on the control socket, where the program waits: `Started` with a pidfd, or `Refused`. Then
   the worker, which begins here, reads its `Surroundings` there.
-- `REAP` and a pid, with a socket. The answer is the exit code, once. Until then the worker, if it has ended,
-  is a zombie; so its pid, and that of its group, can't have become another's.
+- `REAP` and the pid of a worker that has ended. The answer, `ANSWER`, is the pid and the exit code. Until
+  then the worker is a zombie; so its pid, and that of its group, can't have become another's.
 
-It ends at the program's end: its lifeline's, as that of every worker; the socket's; or, for these two may have
-been inherited by a process that C code has forked, the program's own. The workers then go, too.
+It ends at the program's end: its lifeline's, as that of every worker; the socket's; or, since a process that
+C code has forked may have inherited these two, the program's own. The workers then go, too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from jaxvec._handoff._channel import Channel
 from jaxvec._native import library
 
 FORK, REAP = b"f", b"r"
-PID = CODE = struct.Struct("!i")
+PID = struct.Struct("!i")
+ANSWER = struct.Struct("!ii")
 _LONGEST = 1 << 18  # bytes of a message; more than the kernel passes on
 
 
@@ -109,7 +110,7 @@ class _Server:
                 if worker is not None:
                     return worker
             elif request[:1] == REAP:
-                self._reap(*PID.unpack(request[1:]), socket.socket(fileno=descriptors[0]))
+                self._reap(*PID.unpack(request[1:]))
             else:
                 self._end(kill=False)  # the program wants no more of us; workers see to themselves
 
@@ -180,12 +181,10 @@ class _Server:
         np.random.seed()  # `random` has seen to itself; the system's own is nobody's
         multiprocessing.current_process().authkey = os.urandom(32)
 
-    def _reap(self, pid: int, answers: socket.socket) -> None:
-        with answers, suppress(OSError):
-            if pid in self._children:
-                _, status = os.waitpid(pid, os.WNOHANG)
-                self._children.discard(pid)
-                answers.send(CODE.pack(os.waitstatus_to_exitcode(status)))
+    def _reap(self, pid: int) -> None:
+        _, status = os.waitpid(pid, 0)
+        self._children.remove(pid)
+        self._requests.send(ANSWER.pack(pid, os.waitstatus_to_exitcode(status)))
 
     def _end(self, *, kill: bool) -> None:
         for pid in self._children if kill else ():

@@ -211,7 +211,9 @@ class Supervisor:
             who = f"worker {worker} ({name_envs(env_ids)})"
             if isinstance(error, TimeoutError):
                 limit = f"start_timeout, {self._plan.start_timeout} s"
-                raise EnvTimeoutError(f"{who} did not start within {limit}: {error}", env_ids=env_ids) from error
+                raise EnvTimeoutError(
+                    f"{who} did not start within {limit}: {error}", env_ids=env_ids
+                ) from error
             raise WorkerDiedError(
                 f"{who} could not be started: {error}", worker=worker, env_ids=env_ids, exitcode=None
             ) from error

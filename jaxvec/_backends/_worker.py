@@ -1,7 +1,8 @@
 """A worker. Attaches, builds its slice, serves until end of file.
 
-It never imports jax. It is its own interpreter, or a fork of one that did nothing but import (`_forkserver.py`),
-not a child of `multiprocessing`: so it neither runs the user's script again nor has JAX's threads.
+It never imports jax. It is its own interpreter, or a fork of one that did nothing but import
+(`_forkserver.py`), not a child of `multiprocessing`: so it neither runs the user's script again nor has JAX's
+threads.
 """
 
 from __future__ import annotations

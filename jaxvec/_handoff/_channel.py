@@ -66,7 +66,7 @@ class Channel:
             self._socket.settimeout(None)
 
     def readable(self, deadline: float | None = 0) -> bool:
-        """Says whether `receive` finds something by `deadline` (`time.monotonic()` seconds); `None`: never."""
+        """Says whether `receive` finds something by `deadline`, `time.monotonic()` seconds; `None` waits."""
         return _readable(self._socket, deadline)
 
     def receive(self, deadline: float | None = None) -> Any:

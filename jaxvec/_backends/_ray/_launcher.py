@@ -83,9 +83,7 @@ class RayCluster:
         workers = actors * self._options.workers_per_actor if actors else _room(free, worker)
         return max(1, min(num_envs, workers))
 
-    def launcher(
-        self, num_workers: int, method: StartMethod
-    ) -> RayLauncher:
+    def launcher(self, num_workers: int, method: StartMethod) -> RayLauncher:
         """Reserves what the actors of `num_workers` workers need, and returns what starts them.
 
         Raises:

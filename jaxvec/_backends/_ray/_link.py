@@ -11,7 +11,7 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
