@@ -69,6 +69,7 @@ bool Leaf::takes(const Array& array) const {
 }
 
 void Leaf::write(const std::vector<int64_t>& slots, const void* rows) const {
+  if (row == 0) return;  // then `rows` may be null, which memcpy must not get
   char* const target = static_cast<char*>(data);
   if (contiguous(slots)) {
     std::memcpy(target + slots[0] * row, rows, slots.size() * row);
