@@ -1,4 +1,4 @@
-// Drives the hand-off with a thread for each worker, for ThreadSanitizer to watch.
+// Drives the hand-off with a thread for each worker, for sanitizers to watch.
 //
 // Rows are plain memory that the parent and the workers write in turn, so any hole in the hand-off's
 // ordering is a data race that the sanitizer reports; and every value is checked besides.

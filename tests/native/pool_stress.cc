@@ -1,4 +1,4 @@
-// Drives a pool from many programs at once, for ThreadSanitizer to watch.
+// Drives a pool from many programs at once, for sanitizers to watch.
 //
 // Threads stand in for compiled programs, which step whenever the handle they hold is fresh; for
 // Python, which steps and closes the pool from inside the gate, and ends what programs hand over; and
