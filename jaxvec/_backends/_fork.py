@@ -63,9 +63,11 @@ class ForkedWorker:
             with self._lock:
                 if not self._reaped:
                     self._kill()  # what its envs have started
-                    self._exitcode = self._reap(self.pid)
-                    self._reaped = True
-                    os.close(self._pidfd)
+                    try:
+                        self._exitcode = self._reap(self.pid)
+                    finally:
+                        self._reaped = True
+                        os.close(self._pidfd)
         return self._reaped
 
     def end(self) -> None:
@@ -97,7 +99,8 @@ class _Server:
                     "jaxvec._backends._forkserver", theirs.fileno(), os.getpid(), env=env, inherits=1
                 )
             self.pid = self._process.pid
-            self._requests.send(pickle.dumps(Imports(modules, list(sys.path))))
+            with suppress(ConnectionError):  # it has ended, as who asks for a fork will see
+                self._requests.send(pickle.dumps(Imports(modules, list(sys.path))))
         except BaseException:
             self._requests.close()
             raise
@@ -132,19 +135,15 @@ class _Server:
                 self._exitcodes[whose] = exitcode
         return self._exitcodes.pop(pid, None)
 
-    def ending(self) -> str | None:
-        """Says how it ended, if it has."""
-        code = self._process.poll()
-        return None if code is None else tell_ending(True, code)[1]
-
-    def close(self) -> None:
-        """Ends it, if it has not ended. Its workers live on."""
+    def close(self) -> str:
+        """Ends it, if it has not ended, and says how it did. Its workers live on."""
         self._requests.close()
         try:
-            self._process.wait(timeout=1)
+            exitcode = self._process.wait(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            exitcode = self._process.wait()
+        return tell_ending(True, exitcode)[1]
 
     def forget(self) -> None:
         """In a fork of the program: lets go of it."""
@@ -185,15 +184,12 @@ class Forker:
         try:
             return self._launch(env, deadline)
         except (EOFError, ConnectionError):  # the server has ended, who knows when
-            self._leave(ended=True)
+            self._give_up()
         try:
             return self._launch(env, deadline)
         except (EOFError, ConnectionError) as error:
-            assert self._server is not None
-            ending = self._server.ending() or "closed its socket"
-            self._leave(ended=True)
             raise ChildProcessError(
-                f"the fork server {ending}; what it printed on its standard error may tell more"
+                f"the fork server {self._give_up()}; what it printed on its standard error may tell more"
             ) from error
 
     def close(self) -> None:
@@ -212,8 +208,8 @@ class Forker:
                 raise TimeoutError("the fork server did not answer; what `preload` names may take long")
             answer: Started | Refused = ours.receive(deadline)
             if isinstance(answer, Refused):
-                if not isinstance(answer.error, OSError):  # so it would answer to others
-                    self._leave(ended=True)
+                if not isinstance(answer.error, OSError):  # it will say so to all
+                    self._give_up()
                 raise answer.error
             return ForkedWorker(answer.pid, ours.descriptors.pop(), server.reap), ours
         except BaseException:
@@ -234,19 +230,24 @@ class Forker:
             self._server = server
             return server
 
-    def _leave(self, *, ended: bool = False) -> None:
-        """Leaves the server, of which some are kept for other pools, unless it has ended."""
+    def _leave(self) -> None:
+        """Lets go of the server; some that nobody uses are kept for other pools."""
         with _lock:
             server, self._server = self._server, None
-            if server is None:
-                return
-            server.users -= 1
-            if ended:
-                server.close()
+            if server is not None:
+                server.users -= 1
             idle = [key for key, each in _servers.items() if not each.users]
-            gone = [key for key, each in _servers.items() if each is server and ended]
-            for key in {*idle[:-_IDLE], *gone}:
+            for key in idle[:-_IDLE]:
                 _servers.pop(key).close()
+
+    def _give_up(self) -> str:
+        """Ends the server, if it has not ended, and says how it did; nobody gets it any more."""
+        with _lock:
+            server, self._server = self._server, None
+            assert server is not None
+            for key in [key for key, each in _servers.items() if each is server]:
+                del _servers[key]
+            return server.close()
 
 
 def server_pids() -> set[int]:

@@ -9,7 +9,7 @@ import pickle
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -231,19 +231,20 @@ class Supervisor:
             self._end()
 
     def _end(self) -> None:
-        # The whole group goes: with a worker that won't end, whatever its envs have started. Only
-        # then is it reaped, so its pid can't have been given to another process.
-        self.kill()
-        for process in self._processes:
-            process.wait(timeout=1)  # if it is stuck in the kernel, it goes when it can
-        for channel in self.channels:
-            channel.close()
-        self._launcher.close()
-        if self._segment >= 0:
-            os.close(self._segment)
-            self._segment = -1
-        self._processes, self.channels, self._by_fd = [], [], {}
-        self._arrays, self.knock = None, _no_knock
+        with ExitStack() as stack:  # of which Ctrl-C may end one call, and all others are made
+            if self._segment >= 0:
+                stack.callback(os.close, self._segment)
+            stack.callback(self._launcher.close)
+            for channel in self.channels:
+                stack.callback(channel.close)
+            for process in self._processes:
+                stack.callback(process.wait, timeout=1)  # if it is stuck in the kernel, it goes when it can
+            # The last is the first. The whole group goes: with a worker that won't end, whatever its envs
+            # have started. Only then is it reaped, so its pid can't have been given to another process.
+            for process in self._processes:
+                stack.callback(process.end)
+            self._processes, self.channels, self._by_fd = [], [], {}
+            self._segment, self._arrays, self.knock = -1, None, _no_knock
 
     def running(self, slots: Iterable[int]) -> str:
         """Says which of `slots` are inside their env's code now, and with what action."""
