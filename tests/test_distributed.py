@@ -109,9 +109,17 @@ def test_two_processes_train_one_policy_each_on_envs_of_its_own(start, counts):
     assert len(set(seen)) == 8
 
 
-def test_without_a_coordinator_all_processes_are_started(start):
-    out, err = (process := start("--num-updates", 1)).communicate(timeout=120)
-    assert process.returncode == 0, err
+@pytest.fixture
+def sigterm():
+    """Undoes what a program may do about SIGTERM."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_without_a_coordinator_all_processes_are_started(sigterm, capfd):
+    data_parallel.main(["--num-envs", "4", "--seed", "100", "--num-updates", "1"])  # raises if one fails
+    out, _ = capfd.readouterr()
     assert len(set(re.findall(r"process [01]: .*, parameters (\w{8})$", out, re.M))) == 1
     assert {"process 0", "process 1"} <= set(re.findall(r"process \d", out))
 
