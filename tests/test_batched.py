@@ -53,14 +53,13 @@ def test_those_that_are_ready_first_come_as_a_whole(make, order, handoff):
     envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=3, recv_order=order, handoff=handoff)
     timestep = envs.reset(seed=0)
     taken = np.zeros(12, int)
-    for _ in range(40):
+    while taken.sum() < 120 or not taken.all():  # on a busy machine one worker may take many turns first
         env_id = timestep.info["env_id"]
         assert len(set(env_id // 3)) == 1
         np.testing.assert_array_equal(timestep.obs[:, 1], taken[env_id])
         taken[env_id] += 1
         envs.send(env_id, env_id)
         timestep = envs.recv()
-    assert taken.min() > 0
     with pytest.raises(ValueError, match="batch_size must be a multiple of 3"):
         make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=4)
 

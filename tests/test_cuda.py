@@ -221,7 +221,7 @@ def test_a_token_that_was_not_copied_yet_moves_nothing(driver, pool):
     token, _ = gpu.reset(seed=0)
     gpu.wait()
     token, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
-    with pytest.raises(CallError, match="env 77|several pools|no pool 77"):
+    with pytest.raises(CallError, match="env 77|several pools|no pool 77|foreign handle: pool 77"):
         other.step(token, np.zeros(3, np.int32))
     gpu.wait()
     other.step(token, np.zeros(3, np.int32))

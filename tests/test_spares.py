@@ -28,7 +28,7 @@ class SlowEnv(CountingEnv):
     def reset(self, *, seed=None, options=None):
         result = super().reset(seed=seed, options=options)
         if self._folder is not None:
-            (self._folder / f"{id(self)}-{self.resets}").touch()
+            (self._folder / f"{os.getpid()}-{id(self)}-{self.resets}").touch()
         return result
 
     def step(self, action):
