@@ -14,9 +14,11 @@ from pathlib import Path
 import cloudpickle
 import jax
 import pytest
+from hypothesis import settings
 
 import jaxvec
-from jaxvec._backends import _fork, _handoffs, _lifeline
+from jaxvec._backends import _fork, _handoffs, _lifeline, _start_method
+from jaxvec._cores import usable_cores
 from jaxvec.callbacks import _transports
 
 pytest.register_assert_rewrite("disasters", "scripts")
@@ -25,17 +27,28 @@ import scripts  # noqa: E402
 
 _WAY = ("way", "handoff", "face")  # parameters
 
+settings.register_profile("default", max_examples=50)
+settings.register_profile("nightly", max_examples=300)
+settings.load_profile("default")
+
 jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others run on the first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--handoff", choices=["native", "portable"], help="what handoff='auto' means")
     parser.addoption("--transport", choices=["ffi", "io_callback"], help="what transport='auto' means")
+    parser.addoption("--start-method", choices=["forkserver", "spawn"], help="what start_method='auto' means")
     parser.addoption(
         "--ways",
         default="1/6",
         help="in which of the ways to drive a pool tests run that are for all: 1/6 to 6/6, or 1/1 for all",
     )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Runs the tests of one file in this process, where they can be debugged, and all in a few."""
+    alone = len(config.args) == 1 and ".py" in config.args[0]
+    return 0 if alone or config.option.usepdb else min(usable_cores(), 4)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -77,19 +90,23 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"there is no GPU: {error}"))
 
 
-_FREE = {module: module.choose for module in (_handoffs, _transports)}
+_FREE = {module: module.choose for module in (_handoffs, _transports, _start_method)}
 
 
 @pytest.fixture
 def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undoes `--handoff` and `--transport` for one test."""
+    """Undoes `--handoff`, `--transport` and `--start-method` for one test."""
     for module, choose in _FREE.items():
         monkeypatch.setattr(module, "choose", choose)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _defaults(request: pytest.FixtureRequest) -> None:
-    for option, module in (("--handoff", _handoffs), ("--transport", _transports)):
+    for option, module in (
+        ("--handoff", _handoffs),
+        ("--transport", _transports),
+        ("--start-method", _start_method),
+    ):
         name = request.config.getoption(option)
         if name is not None:
             module.choose = partial(_choose, module.choose, name)

@@ -254,7 +254,7 @@ def test_a_number_keeps_its_fraction_whoever_comes_first():
 _NUMBERS = st.sampled_from([st.integers(-9, 9), st.booleans(), st.floats(-1, 1), st.text(max_size=3)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_infos_of_equal_types_are_batched_as_gymnasium_does(data):
     kinds = {key: data.draw(_NUMBERS) for key in "abc"}

@@ -17,7 +17,7 @@ import jaxvec
 from jaxvec import _pool
 from jaxvec.testing import CountingEnv
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(60)]
 
 
 def test_ctrl_c_ends_a_script_with_one_traceback():

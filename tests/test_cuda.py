@@ -29,6 +29,8 @@ from jaxvec._native.gate import NativeGate
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.jax_version
+
 __all__ = ["_registered", "built", "cpu_as_cuda", "driver"]  # fixtures
 
 COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async")

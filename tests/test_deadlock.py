@@ -11,6 +11,8 @@ import pytest
 
 from jaxvec.callbacks import _ffi
 
+pytestmark = pytest.mark.jax_version
+
 # What hangs jax 0.7 to 0.10 if a callback reads an input of 100 KiB or more: its value is not ready at
 # dispatch, so it is copied on a thread pool that other threads' programs keep busy.
 SCRIPT = """

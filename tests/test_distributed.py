@@ -11,7 +11,7 @@ import pytest
 from jaxvec.examples import data_parallel
 
 # The time limits of what is started come before that of the test, whose message would say less.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(300)]
 
 # An env writes down, when it is closed, how often it was stepped and a checksum of what it returned.
 ENVS = """

@@ -21,6 +21,8 @@ import pytest
 import jaxvec
 from jaxvec import _errors
 
+pytestmark = pytest.mark.jax_version
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}

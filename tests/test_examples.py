@@ -11,6 +11,8 @@ from gymnasium import spaces
 
 from jaxvec.examples import ppo
 
+pytestmark = pytest.mark.jax_version
+
 
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):

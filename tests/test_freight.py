@@ -30,7 +30,7 @@ def freight(arrays):
     return Freight(arrays, paths, alone=[arrays["alone",][1]], sparse={FINAL: FLAG})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.sets(st.integers(0, NUM_ENVS - 1)).map(sorted), st.integers(0, 99))
 def test_rows_arrive_and_others_stay(slots, seed):
     there, here = segment(seed), segment(seed + 1)

@@ -84,7 +84,7 @@ class LoopbackChannel:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(data=st.data(), num_envs=st.integers(1, 20), rounds=st.integers(1, 12))
 def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, rounds):
     """Both ends in one process, in any order of workers that a schedule could bring about."""
@@ -120,7 +120,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(data=st.data(), num_envs=st.integers(1, 12))
 def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, num_envs):
     num_workers = data.draw(st.integers(1, num_envs))

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BADGE = re.compile(r"\(https://colab\.research\.google\.com/github/([\w.-]+)/([\w.-]+)/blob/main/([^)]*)\)")
 
-pytestmark = pytest.mark.skipif(not NOTEBOOKS, reason="the notebooks are not beside the tests")
+pytestmark = [
+    pytest.mark.jax_version,
+    pytest.mark.skipif(not NOTEBOOKS, reason="the notebooks are not beside the tests"),
+]
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 

@@ -12,6 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.jax_version
+
 HOST = jax.devices("cpu")
 
 

@@ -24,7 +24,7 @@ from jaxvec._memory._layout import make_layout, split
 from jaxvec._spaces import as_is, as_jax, leaves, walk
 from jaxvec._spec import EnvSpaces, declared_leaves, make_spec
 
-many = settings(max_examples=300, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
 
 INTEGERS = [np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)]

@@ -17,6 +17,8 @@ from gymnasium import spaces
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.jax_version
+
 ONES = jnp.ones(3, jnp.int32)
 RESETS, STEPS, EPISODE_STEPS, ACTION = range(4)  # columns of CountingEnv's observation
 

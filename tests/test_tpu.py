@@ -21,6 +21,8 @@ import jaxvec
 from jaxvec.callbacks import _arguments, _io
 from jaxvec.testing import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.jax_version
+
 
 @dataclass
 class Client:

@@ -24,6 +24,8 @@ import jaxvec
 from jaxvec.callbacks import _ffi, _program
 from jaxvec.testing import CountingEnv, NestedEnv
 
+pytestmark = pytest.mark.jax_version
+
 ACTION = jnp.arange(8)
 
 

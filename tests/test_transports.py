@@ -21,7 +21,7 @@ from jaxvec._native import library
 from jaxvec.callbacks import _ffi, _io, _program, _transports
 from jaxvec.testing import CountingEnv, NestedEnv
 
-pytestmark = pytest.mark.usefixtures("device")
+pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("device")]
 
 needs_ffi = pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason=str(_ffi.reason_unavailable()))
 step = jax.jit(jaxvec.step)

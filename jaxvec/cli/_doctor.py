@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 import jaxvec
-from jaxvec._backends import _handoffs
+from jaxvec._backends import _fork, _handoffs, _start_method
 from jaxvec._backends._ray import _launcher
 from jaxvec._cores import usable_cores
 from jaxvec._memory import _pinned
@@ -25,6 +25,8 @@ def examine() -> Iterator[tuple[str, str]]:
     for package in ("jax", "jaxlib", "numpy", "gymnasium"):
         yield package, importlib.metadata.version(package)
     yield "usable cores", str(usable_cores())
+    reason = _fork.reason_unavailable()
+    yield "start method", _start_method.choose("auto") if reason is None else f"spawn: {reason}"
     reason = library.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
     yield "hand-off", _handoffs.choose("auto")
