@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -19,6 +18,7 @@ import jaxvec
 from benchmarks.loads import LOADS
 from benchmarks.measure import measure, rate_of
 from benchmarks.peers import gymnasium_async
+from benchmarks.starts import pss
 from benchmarks.systems import Run, System, jaxvec_scan
 
 FASTEST = partial(jaxvec_scan, transport="ffi", handoff="native")
@@ -42,7 +42,7 @@ def memory() -> dict[str, float]:
             found["jaxvec worker with 32 CartPoles"] = _mean_pss(
                 worker.pid for worker in envs.pool._workers.supervisor._processes
             )
-            found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(_pss(p.pid) for p in bare)
+            found["bare interpreter with NumPy and Gymnasium"] = statistics.mean(pss(p.pid) for p in bare)
         with gymnasium_async(replace(CARTPOLES, num_envs=2)):
             found["AsyncVectorEnv worker with one"] = _mean_pss(
                 child.pid
@@ -93,10 +93,4 @@ def _rate(function: Callable[[], object], seconds: float) -> float:
 
 
 def _mean_pss(pids: Iterable[int]) -> float:
-    return statistics.mean(map(_pss, pids))
-
-
-def _pss(pid: int) -> float:
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    (line,) = [line for line in rollup.splitlines() if line.startswith("Pss:")]
-    return int(line.split()[1]) / 1024
+    return statistics.mean(map(pss, pids))

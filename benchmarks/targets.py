@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from benchmarks import costs, overlap
+from benchmarks import costs, overlap, starts
 from benchmarks.loads import LOADS
 from benchmarks.report import Results
 
@@ -69,6 +69,10 @@ def targets(
     yield Target("one env in eight ten times slower: first ready over all", overlap.mixed(rounds, seconds), 2)
     worker, bare, *_ = memory.values()
     yield Target("a worker over a bare interpreter", worker - bare, 10, at_least=False, unit=" MB")
+    for workers, bound in ((2, 0.5), (64, 6)):
+        quotient = starts.ratio(workers, rounds)
+        yield Target(f"start of {workers} workers over a bare interpreter's", quotient, bound, at_least=False)
+    yield Target("a worker of 64, PSS", starts.memory(), 9, at_least=False, unit=" MB")
     started = results.get("CartPole x 64", {})
     if _FFI in started and _ASYNC in started and started[_ASYNC].start:
         quotient = started[_FFI].start / started[_ASYNC].start
