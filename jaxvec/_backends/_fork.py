@@ -203,7 +203,8 @@ class Forker:
                 server.fork(theirs)
             finally:
                 os.close(theirs)
-            ours.send(Surroundings.here(env), deadline=deadline)
+            with suppress(EOFError):  # it may have refused by now
+                ours.send(Surroundings.here(env), deadline=deadline)
             if not ours.readable(deadline):
                 raise TimeoutError("the fork server did not answer; what `preload` names may take long")
             answer: Started | Refused = ours.receive(deadline)
