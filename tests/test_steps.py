@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import re
 from contextlib import contextmanager
 
@@ -748,3 +749,26 @@ def test_with_leaves_other_errors_alone(make):
         jaxvec.reset(envs)
         raise KeyError("mine")
     assert envs.closed
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+def test_a_handle_to_envs_in_any_order_gets_each_its_own_row(make, backend):
+    """Whichever leaf it is, and whichever way it takes into the segment: small ones go together."""
+
+    class Named(CountingEnv):
+        def __init__(self, env_id):
+            super().__init__()
+            self.env_id = env_id
+
+        def _observe(self, action):
+            return np.array([self.env_id, self.steps, self.env_id, action], np.int32)
+
+    envs = make(Named, 4, num_workers=1, backend=backend)
+    handle, _ = jaxvec.reset(envs)
+    step = jax.jit(jaxvec.step)
+    for steps, order in enumerate(itertools.permutations(range(4)), 1):
+        places = np.array(order)
+        handle = jax.tree.map(lambda leaf: leaf[places], handle)
+        handle, timestep = step(handle, places)
+        ids = timestep.info["env_id"]
+        np.testing.assert_array_equal(timestep.obs, np.stack([ids, [steps] * 4, ids, places], axis=1))

@@ -71,7 +71,7 @@ def gatherer(node: Node, arrays: Arrays) -> Callable[[list[int], list[Any]], boo
             rows = np.frombuffer(b"".join(values), dtype).reshape(count, *shape)
         except (AttributeError, BufferError, TypeError, ValueError):  # no arrays, or not contiguous
             return False
-        contiguous = slots[-1] - slots[0] + 1 == count
+        contiguous = slots == list(range(slots[0], slots[0] + count))  # a handle may name them in any order
         array[slice(slots[0], slots[-1] + 1) if contiguous else slots] = rows
         return True
 
