@@ -46,9 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Runs the tests of one file in this process, where they can be debugged, and all in a few."""
+    """Runs the tests of one file in this process, where they can be debugged, and all in a few.
+
+    In one more than there are cores: many tests wait for what is to come to an end.
+    """
     alone = len(config.args) == 1 and ".py" in config.args[0]
-    return 0 if alone or config.option.usepdb else min(usable_cores(), 4)
+    return 0 if alone or config.option.usepdb else min(usable_cores() + 1, 5)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
