@@ -29,7 +29,7 @@ from jaxvec._native import library
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
-PATIENCE = 20  # seconds that anything may take here which should come at once
+PATIENCE = 60  # seconds that anything may take here which should come at once
 
 # --- Ways to drive a pool ---------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def build(folder: Path, name: str, *flags: str) -> Path:
     path = folder / f"lib{name}.so"
     common = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
     command = ["g++", *common, *flags, "-o", path, SOURCES / f"{name}.cc"]
-    subprocess.run(command, check=True, timeout=100)
+    subprocess.run(command, check=True, timeout=200)
     return path
 
 

@@ -92,7 +92,7 @@ def shared_names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "jaxvec" in name}
 
 
-def gone(pids: object, timeout: float = 5) -> bool:
+def gone(pids: object, timeout: float = 60) -> bool:
     """Whether all these processes end in time."""
     alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     return psutil.wait_procs(alive, timeout=timeout)[1] == []
@@ -101,6 +101,6 @@ def gone(pids: object, timeout: float = 5) -> bool:
 def end(script: subprocess.Popen[str]) -> None:
     """Ends a script, in whatever state it is."""
     script.kill()
-    script.wait(timeout=10)
+    script.wait(timeout=200)
     script.stdout.close()
     script.stderr.close()

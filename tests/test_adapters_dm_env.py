@@ -287,7 +287,7 @@ def test_only_envs_with_physics_are_rendered():
 
 def python(source):
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
     )
     return done.stdout + done.stderr
 

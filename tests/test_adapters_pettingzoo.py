@@ -346,7 +346,7 @@ def test_spaces_without_a_fixed_shape_are_refused(make):
 
 def python(source):
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
     )
     return done.stdout + done.stderr
 

@@ -546,7 +546,7 @@ def test_ctrl_c_ends_it_cleanly():
         line = next(line for line in lines if line.startswith("stepping"))
         assert int(line.split()[1]) == process.pid  # the first loop is here
         os.kill(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=200)
     finally:
         end(process)
     assert (process.returncode, out) == (130, "")
@@ -579,11 +579,11 @@ sys.exit(main({words}))"""
         worker, parent = map(int, line.split()[1:])
         assert process.pid in (parent, psutil.Process(parent).ppid())  # there may be a fork server between
         os.kill(process.pid, signal.SIGINT)
-        process.communicate(timeout=90)
+        process.communicate(timeout=200)
     finally:
         end(process)
     assert process.returncode == 130
-    assert gone([worker], timeout=60)  # an end to the wait; it is a moment
+    assert gone([worker], timeout=200)  # an end to the wait; it is a moment
 
 
 # --- trace -----------------------------------------------------------------------------------
@@ -670,7 +670,7 @@ def test_stdout_has_only_the_record_though_envs_print():
         [sys.executable, "-m", "jaxvec", "check", "my_package.envs:Env", "--json"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=True,
     )
     assert json.loads(done.stdout)["ok"]

@@ -27,8 +27,6 @@ from scripts import STEPPING, end, gone, read_pids, run_script
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def error(driver):
     with pytest.raises(jaxvec.EnvError):
@@ -120,7 +118,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
         state(dropped)
         within(partial(delattr, dropped, "envs"))
         within(gc.collect)  # the errors' frames are in cycles
-        assert psutil.wait_procs(dropped.workers, timeout=5)[1] == []
+        assert psutil.wait_procs(dropped.workers, timeout=200)[1] == []
     finally:
         closing.close()
 
@@ -131,7 +129,7 @@ def test_a_pool_dropped_without_close_ends_its_workers(way):
     before = [psutil.Process(process.pid) for process in envs.pool._workers.supervisor._processes]
     assert len(before) == 2
     del envs
-    assert psutil.wait_procs(before, timeout=5)[1] == []
+    assert psutil.wait_procs(before, timeout=200)[1] == []
     with pytest.raises(jaxvec.PoolClosedError, match="garbage collected"):
         jaxvec.step(handle, jnp.zeros(2, int))
 
@@ -198,7 +196,7 @@ def test_an_env_that_fails_in_close_is_logged(drive, caplog):
 # --- At the end of a program ------------------------------------------------------------------
 
 
-def finish(script, timeout=30):
+def finish(script, timeout=200):
     """Lets a script come to its end; returns what it printed after its workers' pids."""
     try:
         pids = read_pids(script)

@@ -184,7 +184,7 @@ def test_after_a_timeout_no_row_is_stale(gated):
     with pytest.raises(AlreadyPendingCallError, match="while waiting for a pending call to `step`"):
         envs.step_async([2, 2])
     gate.touch()
-    assert envs.step_wait(timeout=20)[0][:, 3].tolist() == [7, 1]
+    assert envs.step_wait(timeout=200)[0][:, 3].tolist() == [7, 1]
     assert envs.step([2, 3])[0][:, 3].tolist() == [2, 3]
 
 
@@ -196,7 +196,7 @@ def test_a_call_is_waited_for_in_parts(gated):
     with pytest.raises(AlreadyPendingCallError, match="pending call to `call`"):
         envs.step_async([1, 1])
     gate.touch()
-    assert envs.call_wait(timeout=20) == (0, 0)
+    assert envs.call_wait(timeout=200) == (0, 0)
     with pytest.raises(NoAsyncCallError, match="`call_wait` without any prior call"):
         envs.call_wait()
 

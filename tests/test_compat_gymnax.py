@@ -246,7 +246,7 @@ def test_some_of_the_lanes_can_be_stepped(make):
 def test_threads_that_reset_as_many_lanes_start_one_pool(make):
     env = make()
     lanes = jax.random.split(KEY, 3)
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=200)
     failures = []
 
     def run():

@@ -17,7 +17,7 @@ import jaxvec
 from jaxvec import _pool
 from jaxvec.testing import CountingEnv
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.jax_version
 
 
 def test_ctrl_c_ends_a_script_with_one_traceback():
@@ -25,7 +25,7 @@ def test_ctrl_c_ends_a_script_with_one_traceback():
     pids = read_pids(script)
     assert script.stdout.readline() == "stepping\n"  # so the parent waits for it, or is about to
     os.killpg(script.pid, signal.SIGINT)
-    _, err = script.communicate(timeout=10)
+    _, err = script.communicate(timeout=200)
     assert script.returncode != 0
     assert err.count("Traceback") == 1
     assert err.rstrip().endswith("KeyboardInterrupt")
@@ -51,7 +51,7 @@ def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
         pids = read_pids(script)
         assert script.stdout.readline() == "stepping\n"
         (os.killpg if to == "group" else os.kill)(script.pid, signal.SIGINT)
-        _, err = script.communicate(timeout=10)
+        _, err = script.communicate(timeout=200)
     finally:
         end(script)
     assert script.returncode != 0
@@ -99,7 +99,7 @@ envs.close()
         script.stdout.readline()
         assert script.stdout.readline() == "stepping\n"
         os.killpg(script.pid, signal.SIGINT)
-        out, err = script.communicate(timeout=20)
+        out, err = script.communicate(timeout=200)
     finally:
         end(script)
     assert "True KeyboardInterrupt" in out
@@ -146,7 +146,7 @@ def test_an_interrupt_at_any_exit_of_a_block_leaves_a_pool_that_closes(way):
     script = run_script(then=AT_EVERY_EXIT, way=way)
     try:
         read_pids(script)
-        out, err = script.communicate(timeout=50)
+        out, err = script.communicate(timeout=200)
     finally:
         end(script)
     assert "closed" in out, err
@@ -264,7 +264,7 @@ def run_cell(kernel, code):
 def finish_cell(kernel, cell):
     printed, errors = "", []
     while True:
-        message = kernel.get_iopub_msg(timeout=20)
+        message = kernel.get_iopub_msg(timeout=200)
         if message["parent_header"].get("msg_id") != cell:
             continue
         kind, content = message["msg_type"], message["content"]

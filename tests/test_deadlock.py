@@ -78,7 +78,7 @@ def run(how, timeout):
 def test_a_megabyte_passes_while_other_threads_dispatch(how):
     if how == "ffi" and _ffi.reason_unavailable():
         pytest.skip(_ffi.reason_unavailable())
-    done = run(how, timeout=60)
+    done = run(how, timeout=200)
     assert (done.stdout, done.stderr) == ("done\n", "")
 
 

@@ -83,7 +83,7 @@ def start(counts):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in started:
-            process.wait(timeout=10)
+            process.wait(timeout=200)
             process.stdout.close()
             process.stderr.close()
 
@@ -94,7 +94,7 @@ def test_two_processes_train_one_policy_each_on_envs_of_its_own(start, counts):
     processes = [start(*options, "--coordinator", address, "--process-id", i) for i in range(2)]
     returns, parameters = [], []
     for i, process in enumerate(processes):
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=200)
         assert process.returncode == 0, err
         assert re.findall(r"^update (\d+): mean return", out, re.M) == ([] if i else ["1", "2", "3"])
         result = re.search(rf"^process {i}: mean return (\d+\.\d) here, parameters (\w{{8}})$", out, re.M)
@@ -125,7 +125,7 @@ def test_without_a_coordinator_all_processes_are_started(sigterm, capfd):
 
 
 def test_when_one_process_fails_all_end(start):
-    out, err = (process := start("--env", "own_envs:Failing-v0")).communicate(timeout=120)
+    out, err = (process := start("--env", "own_envs:Failing-v0")).communicate(timeout=200)
     assert process.returncode == 1
     assert "EnvError: env 2" in err
     assert "of the first process" in err

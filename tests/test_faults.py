@@ -46,8 +46,6 @@ from scripts import end, run_script, workers
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-pytestmark = pytest.mark.timeout(60)
-
 FILE = Path(disasters.__file__).name
 
 # --- Exceptions in an env ---------------------------------------------------------------------
@@ -110,7 +108,7 @@ except jaxvec.EnvError as error:
         way,
     )
     try:
-        out, err = script.communicate(timeout=30)
+        out, err = script.communicate(timeout=200)
     finally:
         end(script)
     assert script.returncode == 0, err
@@ -482,7 +480,7 @@ def test_megabytes_that_envs_print_into_a_pipe_come_through(way):
     step = "[print('x' * 10**6, file=stream, flush=True) for stream in (sys.stdout, sys.stderr)]"
     script = run_script(step, "driver.step()", way)
     try:
-        out, err = script.communicate(timeout=30)
+        out, err = script.communicate(timeout=200)
     finally:
         end(script)
     assert script.returncode == 0

@@ -30,7 +30,7 @@ def run_quietly(source):
         [sys.executable, "-c", textwrap.dedent(source)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -123,7 +123,7 @@ def test_classes_of_main_need_no_main_guard(tmp_path):
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": root},
         check=False,
@@ -151,7 +151,7 @@ def test_workers_use_the_gymnasium_that_their_parent_uses(tmp_path):
         [sys.executable, "-c", textwrap.dedent(source), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert (done.stdout, done.stderr) == (f"{tmp_path / 'gymnasium' / '__init__.py'}\n", "")
@@ -504,9 +504,9 @@ def test_a_call_goes_on_in_the_background(make, tmp_path):
         answer.result(timeout=0.01)
     gate.touch()
     assert envs.step([0, 0]).obs[:, 1].tolist() == [1, 1]  # waits for the call
-    assert answer.result(timeout=20) == ("after 0", "after 0")
+    assert answer.result(timeout=200) == ("after 0", "after 0")
     with pytest.raises(jaxvec.EnvError, match="nothing_such"):
-        envs.call_async("nothing_such").result(timeout=20)
+        envs.call_async("nothing_such").result(timeout=200)
 
 
 def test_a_pool_is_closed_during_a_call_in_the_background(make):
@@ -518,7 +518,7 @@ def test_a_pool_is_closed_during_a_call_in_the_background(make):
     answer = envs.call_async("hang")
     envs.close()
     with pytest.raises(jaxvec.PoolClosedError):
-        answer.result(timeout=20)
+        answer.result(timeout=200)
 
 
 # --- Configs of each env's own, and episodes without autoreset -----------------------------------

@@ -116,7 +116,7 @@ def test_doctor_says_whether_it_works(built, tmp_path):
         command = [sys.executable, "-m", "jaxvec", "doctor"]
         environment["PATH"] = "/usr/bin"
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=True, env=environment
+            command, capture_output=True, text=True, timeout=200, check=True, env=environment
         )
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("page-locking")]
         return line.split(maxsplit=1)[1]

@@ -21,8 +21,6 @@ import jaxvec
 from jaxvec._native import library
 from jaxvec.testing import CountingEnv
 
-pytestmark = pytest.mark.timeout(30)
-
 FREE = jaxvec.Restart(max_restarts=None, interval=0)
 REBUILD = jaxvec.Restart(retry="rebuild", max_restarts=None, interval=0)
 HARM = 7  # the action that does harm

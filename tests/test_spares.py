@@ -13,8 +13,6 @@ from gymnasium import spaces
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-pytestmark = pytest.mark.timeout(30)
-
 FREE = jaxvec.Restart(max_restarts=None, interval=0)
 
 

@@ -183,7 +183,7 @@ def test_a_program_without_standard_descriptors_can_make_a_pool(method, closed):
     with os.fdopen(ours) as report:
         with os.fdopen(theirs):
             words = [sys.executable, "-c", textwrap.dedent(source), str(theirs), method, closed]
-            done = subprocess.run(words, pass_fds=[theirs], timeout=60, check=False)
+            done = subprocess.run(words, pass_fds=[theirs], timeout=200, check=False)
         assert (done.returncode, report.read()) == (0, "[5, 5]")
 
 
@@ -392,7 +392,7 @@ def test_nothing_is_left_of_a_program_that_is_killed_while_it_makes_a_pool(momen
     mark = uuid.uuid4().hex
     source = KILLED.format(method=method, moment=patch)
     done = subprocess.run(
-        [sys.executable, "-c", source], env={**os.environ, "JAXVEC_MARK": mark}, timeout=60, check=False
+        [sys.executable, "-c", source], env={**os.environ, "JAXVEC_MARK": mark}, timeout=200, check=False
     )
     assert done.returncode == -signal.SIGKILL
     wait_until(lambda: of_environment(mark) == [])
@@ -429,7 +429,7 @@ def test_workers_do_not_outlive_a_killed_program_that_had_forked(method, fork):
         try:
             assert len(of_environment(mark)) == (5 if method == "forkserver" else 4)
             script.kill()
-            script.wait(timeout=10)
+            script.wait(timeout=200)
             wait_until(lambda: [each.pid for each in of_environment(mark)] == [helper])
         finally:
             os.kill(helper, signal.SIGKILL)
@@ -459,7 +459,7 @@ def test_a_fork_of_the_program_has_servers_and_lifelines_of_its_own():
         [sys.executable, "-W", "error", "-c", textwrap.dedent(source)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -73,7 +73,6 @@ FATES = {
 }
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("fate", FATES)
 def test_every_pool_ends_well_or_says_why_not(make, fate):
     how, expected = FATES[fate]

@@ -21,7 +21,7 @@ from jaxvec._tracing._recorder import Record, Span
 from jaxvec.callbacks._trace_run import trace_run
 from jaxvec.testing import CountingEnv
 
-pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.jax_version
 
 EPSILON = 1e-3  # µs: times are written in µs, and taken in ns
 FREE = jaxvec.Restart(max_restarts=None, interval=0)

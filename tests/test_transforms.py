@@ -465,7 +465,7 @@ def test_the_persistent_compilation_cache_works_across_program_runs(tmp_path):
             [sys.executable, "-c", CACHED, str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
             check=False,
         )
         assert done.stdout == "[[1, 7, 7, 0], [1, 7, 7, 0]] (7, 7)\n", done.stderr

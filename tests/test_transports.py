@@ -96,7 +96,7 @@ def test_the_native_library_may_be_loaded_before_jax():
         "from jaxvec._native import library; library.load(); import jax.numpy as jnp; print(jnp.ones(1) + 1)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.stdout, done.stderr) == ("[2.]\n", "")
 

@@ -11,8 +11,6 @@ from gymnasium import spaces
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-pytestmark = pytest.mark.timeout(60)
-
 WRONG_DATA = {
     "shape": (lambda obs: obs[:2], r"obs: expected shape \(4,\), got \(2,\)"),
     "dtype": (lambda obs: obs * 0.5, "obs: expected int32, got float64"),
