@@ -308,6 +308,15 @@ def test_reset_of_some_envs_inside_a_scan(make, backend):
     assert (envs.get_attr("steps"), envs.get_attr("resets")) == ((6, 6, 6), (1, 4, 3))
 
 
+def test_a_reset_of_some_envs_leaves_the_others_to_be_reset(make, backend):
+    envs = make(lambda: CountingEnv(1), 2, backend=backend, autoreset_mode="DISABLED")
+    handle, _ = jaxvec.reset(envs)
+    handle, _ = jaxvec.step(handle, jnp.zeros(2, int))
+    handle, _ = jaxvec.reset(handle, mask=jnp.array([True, False]))
+    with pool_moves(envs), pytest.raises(jaxvec.ResetNeededError, match=r"envs \[1\] have ended"):
+        jaxvec.step(handle, jnp.zeros(2, int))
+
+
 def test_an_empty_mask_resets_nothing_and_still_moves_the_handle(envs):
     handle, first = jaxvec.reset(envs)
     with pool_moves(envs):
@@ -440,6 +449,15 @@ def test_tracing_lowering_and_compiling_step_nothing(envs):
         compiled(handle)
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_of_seeds_out_of_range_the_first_is_named_with_its_env(envs, jit):
+    def program(seeds):
+        return jaxvec.reset(envs, seed=seeds)
+
+    with pool_moves(envs), raises(envs, ValueError, "seed -2 of env 1 is not between"):
+        jax.block_until_ready((jax.jit(program) if jit else program)(jnp.array([1, -2, -3])))
+
+
 def test_a_donated_handle_is_gone_and_its_successor_works(envs):
     donating = jax.jit(jaxvec.step, donate_argnums=0)
     old, _ = jaxvec.reset(envs)
@@ -521,6 +539,16 @@ def test_a_scan_that_forgets_to_carry_the_handle_stops_at_its_second_step(envs):
     with pool_moves(envs, steps=1), raises(envs, jaxvec.StaleHandleError, "stale handle"):
         forgetful = jax.jit(lambda h: jax.lax.scan(lambda h, _: (h, jaxvec.step(h, ONES)[1]), h, length=5))
         jax.block_until_ready(forgetful(handle))
+
+
+def test_a_program_that_succeeds_makes_an_earlier_error_old_news(envs):
+    program = jax.jit(step)
+    handle, _ = jaxvec.reset(envs)
+    newer, _ = program(handle)
+    with pytest.raises(RuntimeError, match="stale handle"):
+        jax.block_until_ready(program(handle))
+    jax.block_until_ready(program(newer))
+    envs.raise_if_failed()
 
 
 def test_resetting_the_pool_makes_its_old_handles_stale(envs):
