@@ -340,6 +340,25 @@ def test_closing_closes_all_pools_and_starts_no_more(make, no_jax_log):
         jax.block_until_ready(program(keys))
 
 
+def test_a_pool_that_starts_while_the_env_is_closed_is_closed_too(make):
+    unclosed = []
+
+    class ClosingEnv(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            unclosed.append(self)
+            if len(unclosed) > 1:
+                env.close()
+
+        def close(self):
+            unclosed.remove(self)
+
+    env = make(ClosingEnv, backend="serial")
+    with pytest.raises(jaxvec.PoolClosedError, match="closed"):
+        reset(env, jax.random.split(KEY, 2))
+    assert unclosed == []
+
+
 def test_an_env_that_is_garbage_closes_its_pools():
     env, _ = face.make(CountingEnv)
     _, state = reset(env, jax.random.split(KEY, 2))
