@@ -301,6 +301,15 @@ def test_a_reset_that_fails_is_repeated_with_its_seed_and_options(make, left, fa
     assert envs.stats().total.restarts == 2
 
 
+def test_a_reset_that_ends_a_worker_is_repeated_with_the_options_of_its_own_env(make, left):
+    envs = make([CountingEnv, lambda: Flaky(left, "reset", kill)], num_workers=2, on_fault=FREE)
+    fail(left, 1)
+    options = [{"level": 3}, {"level": 4}]
+    envs.reset(options=options)
+    assert [info["options"] for info in envs.infos] == options
+    assert envs.stats().total.restarts == 1
+
+
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 @pytest.mark.parametrize("retry", ["reset", "rebuild"])
 def test_an_automatic_reset_that_fails_costs_no_step(make, left, mode, retry):
