@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
 
 import jaxvec
 from jaxvec.compat import cleanba
@@ -84,6 +85,14 @@ def test_a_truncation_is_one_and_keeps_its_discount(make):
     env.reset()
     timestep = env.step(np.zeros(2, int))
     assert (timestep.truncated().tolist(), timestep.discount.tolist()) == ([True, True], [1, 1])
+
+
+def test_what_is_terminated_at_the_time_limit_is_no_truncation(make):
+    env = make(lambda: TimeLimit(CountingEnv(1), 1))
+    env.reset()
+    timestep = env.step(np.zeros(2, int))
+    assert (timestep.terminated().tolist(), timestep.truncated().tolist()) == ([True, True], [False, False])
+    assert timestep.discount.tolist() == [0, 0]
 
 
 def test_dict_observations_and_their_last_ones(make, stoa):
