@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
 
 import jaxvec
 from jaxvec.compat import brax as face
@@ -187,6 +188,13 @@ def test_under_ours_the_envs_own_time_limit_is_a_truncation(make, brax):
     assert flags == [(0, 0), (1, 1)] * 2
     ended = face.wrap(make(partial(CountingEnv, 1)))
     state = ended.step(ended.reset(jax.random.split(KEY, 2)), jnp.zeros(2, int))
+    assert (state.done.tolist(), state.info["truncation"].tolist()) == ([1, 1], [0, 0])
+
+
+def test_what_is_terminated_at_the_time_limit_is_no_truncation(make, brax):
+    env = face.wrap(make(lambda: TimeLimit(CountingEnv(1), 1)))
+    state = env.step(env.reset(jax.random.split(KEY, 2)), jnp.zeros(2, int))
+    assert state.info["env"]["truncated"].tolist() == [True, True]
     assert (state.done.tolist(), state.info["truncation"].tolist()) == ([1, 1], [0, 0])
 
 
