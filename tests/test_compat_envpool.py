@@ -270,6 +270,16 @@ def test_declared_info_passes_through(make):
     assert (info["steps"].tolist(), info["_steps"].tolist()) == ([1, 1], [True, True])
 
 
+def test_info_stays_as_it_is_when_rewards_and_flags_are_changed(make):
+    env = make(counting(), num_envs=2)
+    env.reset()
+    _, reward, terminated, truncated, info = env.step(np.zeros(2, int))
+    reward *= 10
+    terminated[:] = truncated[:] = True
+    assert (info["reward"].tolist(), info["terminated"].tolist()) == ([1, 1], [0, 0])
+    assert info["TimeLimit.truncated"].tolist() == [False, False]
+
+
 def test_what_cleanrl_sets_can_be_set(make):
     env = make(counting(), "gym", num_envs=2)
     env.num_envs = 2
