@@ -120,6 +120,23 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_takes_what_is_to_be_reset_and_what_is_to_be_stepped_apart(kind):
+    arrays, slices = board(5, 1)
+    channel = LoopbackChannel()
+    parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=[channel], spin_ns=0)
+    worker = _handoffs.worker_end(kind, arrays, worker=0, share=slices[0], channel=channel, spin_ns=0)
+    sent = [(_handoff.RESET, [3, 1]), (_handoff.STEP, [0]), (_handoff.RESET, [4, 2])]
+    for operation, slots in sent:
+        parent.send(operation, np.array(slots))
+    taken = []
+    while not worker.idle():
+        work = worker.receive()
+        taken.append((work.operation, work.slots.tolist()))
+        worker.post(work.slots.copy())
+    assert taken == sent
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(data=st.data(), num_envs=st.integers(1, 12))
 def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, num_envs):
