@@ -161,6 +161,16 @@ def test_resets_in_advance_and_questions_are_there_too(make, tmp_path):
     assert timeline.program["VectorEnv.reset on the host"] == 1
 
 
+def test_the_env_that_has_taken_a_slot_is_the_one_that_is_stepped_and_traced(make, tmp_path):
+    envs = make(partial(CountingEnv, 2), 1, spare_envs=1)
+    envs.reset()
+    with envs.trace(tmp_path / "pool.json"):
+        timesteps = [envs.step([0]) for _ in range(6)]
+    assert [timestep.obs[0, 2] for timestep in timesteps] == [1, 0] * 3  # steps in this episode
+    assert [timestep.terminated.item() for timestep in timesteps] == [False, True] * 3
+    assert Timeline(tmp_path / "pool.json").count("step env 0") == 6
+
+
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
 def test_the_earliest_events_are_dropped_and_counted(make, transport, tmp_path, monkeypatch):
     if transport == "ffi" and library.reason_unavailable():
@@ -401,6 +411,22 @@ def test_a_traced_run_says_what_its_time_went_into(tmp_path):
         assert 0 < sum(parts) <= 1 + 1e-6
     with pytest.raises(ValueError, match="num_steps must be at least 1"):
         trace_run("CartPole-v1", 4, num_steps=0)
+
+
+def test_events_that_were_dropped_are_counted_once_however_many_threads_there_are():
+    spans = [Span("jaxvec.step", 0, 1_000, thread) for thread in (1, 2)]
+    timeline = _timeline.build(
+        [Record(spans, dropped=3), Record([], dropped=4)],
+        [Record([], dropped=5)],
+        [(0, 1)],
+        pool_id=1,
+        epoch_ns=0,
+        began_ns=0,
+        ended_ns=1_000,
+    )
+    assert list(timeline["otherData"]["dropped"].values()) == [7, 5]
+    remarks = [event["name"] for event in timeline["traceEvents"] if event["ph"] == "i"]
+    assert [remark.split()[0] for remark in remarks] == ["7", "5"]
 
 
 def test_shares_are_those_of_the_spans():
