@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -21,7 +24,7 @@ from scripts import end, gone
 
 import jaxvec
 from jaxvec.callbacks import _ffi
-from jaxvec.cli import _bench, _progress, _verdict
+from jaxvec.cli import _bench, _progress, _systems, _verdict
 from jaxvec.cli._command_line import COMMANDS, main
 from jaxvec.cli._measure import default_workers
 from jaxvec.cli._records import Bare, Breakdown, Measurement, Sample, Variant
@@ -396,6 +399,15 @@ def test_what_bench_recommends_can_be_run(run, monkeypatch):
     assert record["make"].endswith('("CartPole-v1", num_envs=2, num_workers=1, render_mode="rgb_array")')
     assert run_line(record["make"]) == (2, 1, (2, 4))
     assert run_line(record["make_overlapping"]) == (2, 1, (1, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}], ids=["all", "first-ready"])
+def test_a_rate_is_of_the_envs_that_stepped(make, monkeypatch, options):
+    with contextlib.ExitStack() as stack:
+        envs = make(CountingEnv, 4, num_workers=1, **options)
+        pool = _systems.Pool(stack, envs, length=3)
+        monkeypatch.setattr(_systems, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+        assert pool.scan(0).rate == 3 * envs.batch_size  # in a second by this clock
 
 
 def test_a_hollow_env_and_a_bare_loop_keep_the_contract():
