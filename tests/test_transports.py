@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -207,13 +208,14 @@ def dict_of(sample):
 
 
 def test_a_step_without_trouble_under_disabled_asks_for_resets(native, monkeypatch):
-    envs = native(lambda: CountingEnv(2), 2, autoreset_mode="DISABLED")
+    ends = [partial(CountingEnv, 2, truncate=truncate) for truncate in (False, True)]
+    envs = native(ends, 2, autoreset_mode="DISABLED")
     handle, _ = jaxvec.reset(envs)
     with monkeypatch.context() as patch:
         patch.setattr(_pool.Pool, "step", None)
         handle, _ = step(handle, jnp.zeros(2, int))
         handle, timestep = step(handle, jnp.zeros(2, int))
-    assert timestep.terminated.all()
+    assert (timestep.terminated.tolist(), timestep.truncated.tolist()) == ([True, False], [False, True])
     with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0, 1\] have ended"), envs:
         jax.block_until_ready(step(handle, jnp.zeros(2, int)))
 
