@@ -148,6 +148,18 @@ def test_those_that_are_done_first_come_first(make, transport, tmp_path):
     assert jaxvec.recv(handle)[1].info["env_id"].tolist() == [1]
 
 
+def test_within_a_batch_they_are_in_the_order_in_which_they_were_done(make, transport):
+    """One worker steps them as they were sent."""
+    envs = make(CountingEnv, 4, num_workers=1, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    handle, _ = jaxvec.recv(handle)
+    turn = jax.jit(lambda h, ids: jaxvec.recv(jaxvec.send(h, ids, ids)))
+    for ids in ([3, 0], [0, 3], [2, 1]):
+        handle, timestep = turn(handle, jnp.array(ids))
+        assert timestep.info["env_id"].tolist() == ids
+        assert timestep.obs[:, 3].tolist() == ids
+
+
 def test_a_slow_env_neither_starves_nor_holds_up_the_others(make, transport, tmp_path):
     """Env 0 waits while the others step on, and is served as soon as it is done."""
     envs = make(lambda: GatedEnv(tmp_path / "open"), 4, num_workers=4, batch_size=2, transport=transport)
