@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -309,3 +310,56 @@ def test_an_interrupted_notebook_cell_raises_once_and_the_kernel_lives_on(way, k
     assert not errors, errors
     assert printed in ("KeyboardInterrupt\n", "NoneType\n")  # between two calls, it breaks nothing
     assert gone(pids)
+
+
+OTHER_SIGNAL = """
+import os, signal, sys, threading, time
+import jax, jax.numpy as jnp, jaxvec
+from jaxvec.testing import CountingEnv
+nap, transport, handled = float(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+class Env(CountingEnv):
+    def step(self, action):
+        if nap:
+            time.sleep(nap)
+        if self.steps == 100:
+            os.kill(program, signal.SIGTERM)
+        return super().step(action)
+
+def handle(*_):
+    if handled == "exit":
+        sys.exit(5)
+    noted.append(True)
+
+def going(carry):
+    return ~jax.pure_callback(lambda steps: bool(noted), jax.ShapeDtypeStruct((), bool), carry[1])
+
+program, noted = os.getpid(), []
+signal.signal(signal.SIGTERM, handle)
+with jaxvec.make(Env, 2, num_workers=2, transport=transport) as envs:
+    start = jaxvec.reset(envs)[0], 0
+    def step(carry):
+        return jaxvec.step(carry[0], jnp.zeros(2, int))[0], carry[1] + 1
+    if handled == "exit":
+        jax.lax.while_loop(lambda carry: carry[1] < 10**9, step, start)
+    else:
+        jax.lax.while_loop(going, step, start)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("transport", ["auto", "io_callback"])
+@pytest.mark.parametrize("nap", [0.0, 0.01], ids=["quick envs", "slow envs"])
+def test_a_handler_of_another_signal_can_end_a_program(nap, transport):
+    """As that of SIGTERM does, which schedulers send before they take the machine away."""
+    words = [sys.executable, "-c", OTHER_SIGNAL, str(nap), transport, "exit"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 5, done.stderr
+    assert "TypeError" not in done.stderr
+
+
+@pytest.mark.parametrize("nap", [0.0, 0.01], ids=["quick envs", "slow envs"])
+def test_a_handler_of_another_signal_runs_while_a_program_does(nap):
+    words = [sys.executable, "-c", OTHER_SIGNAL, str(nap), "auto", "note"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr

@@ -16,6 +16,8 @@ void hear_signals(const Python& python, Call& call) {
   if (python.run_signal_handlers() != 0) {
     void *type = nullptr, *value = nullptr, *traceback = nullptr;
     python.take_exception(&type, &value, &traceback);
+    // `sys.exit(5)` leaves its argument for the value, until somebody makes the exception.
+    python.make_exception(&type, &value, &traceback);
     call.exception = value != nullptr ? value : type;
   }
   python.release_gil(gil);
@@ -54,7 +56,7 @@ std::string ask_python(Call& call, Moved moved, Pool* pool) {
 
 bool interrupted() {
   static std::atomic<uint32_t> heard{0};
-  const uint32_t now = interrupts();
+  const uint32_t now = signals();
   return heard.load(std::memory_order_relaxed) != now && heard.exchange(now) != now;
 }
 

@@ -35,6 +35,7 @@ struct Python {
   void (*release_gil)(int);
   int (*run_signal_handlers)();  // returns 0, or leaves an exception
   void (*take_exception)(void** type, void** value, void** traceback);
+  void (*make_exception)(void** type, void** value, void** traceback);
   void* keyboard_interrupt;  // the exception's type
 };
 
@@ -48,8 +49,8 @@ std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands);
 // text, or an empty one.
 std::string ask_python(Call& call, Moved moved, Pool* pool);
 
-// Whether Ctrl-C came since somebody asked. A program whose steps are quick never waits for long, but
-// has to end, too; Python decides whether it is for this thread to hear.
+// Whether a signal came since somebody asked: Ctrl-C, or another that is handled. A program whose steps are
+// quick never waits for long, but has to end, too; Python decides whether it is for this thread to hear.
 bool interrupted();
 
 // Answers a call whose operands and results are in this process's memory; as `ask_python`.

@@ -70,7 +70,7 @@ EXPORT uint64_t jaxvec_trace_stop(SharedPool* pool, jaxvec::Span* spans) {
   return (*pool)->trace.stop(spans);
 }
 
-EXPORT void jaxvec_watch_interrupts() { jaxvec::watch_interrupts(); }
+EXPORT void jaxvec_watch_interrupts() { jaxvec::watch_signals(); }
 EXPORT uint32_t jaxvec_interrupts() { return jaxvec::interrupts(); }
 
 // Programs.

@@ -80,7 +80,7 @@ ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
 template <typename Answer>
 ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, uint32_t verb,
                  bool fresh, ffi::Span<const uint8_t> extra, const Answer& answer) {
-  watch_interrupts();  // notebooks set a handler of their own for each cell
+  watch_signals();  // notebooks set a handler of their own for each cell
   std::vector<Array> operands, results;
   if (ffi::Error error = collect(args, &operands); error.failure()) return error;
   if (ffi::Error error = collect(rets, &results); error.failure()) return error;

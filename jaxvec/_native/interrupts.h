@@ -1,19 +1,23 @@
-// Counts Ctrl-C, for threads that Python's own signal handling never reaches.
+// Counts signals, for threads that Python's own signal handling never reaches.
 //
-// Python runs its handlers in the main thread only. Where that one is inside XLA, waiting for a program
-// that waits for an env in a thread of XLA's, nobody would hear of Ctrl-C before the env is done.
+// Python runs its handlers in the main thread only, and only between two of its instructions. A compiled
+// program has none: nobody would hear of Ctrl-C, or of the SIGTERM that announces a preemption, before it
+// ends.
 #pragma once
 
 #include <cstdint>
 
 namespace jaxvec {
 
-// Counts from now on, and passes every SIGINT on to the handler that is there. Does nothing where there
+// Counts from now on, and passes every signal on to the handler that is there. Does nothing where there
 // is none, or where it counts already. Whoever sets a handler later ends the counting, until this is called
-// again.
-void watch_interrupts();
+// again: SIGINT's at once, since notebooks set one for each cell; others' a moment later.
+void watch_signals();
 
-// Returns how many there were.
+// Returns how many SIGINT there were.
 uint32_t interrupts();
+
+// Returns how many there were of all that are watched.
+uint32_t signals();
 
 }  // namespace jaxvec

@@ -136,6 +136,7 @@ class _Python(ctypes.Structure):
             "release_gil",
             "run_signal_handlers",
             "take_exception",
+            "make_exception",
             "keyboard_interrupt",
         )
     ]
@@ -161,6 +162,7 @@ _PYTHON = _Python(
             ctypes.pythonapi.PyGILState_Release,
             ctypes.pythonapi.PyErr_CheckSignals,
             ctypes.pythonapi.PyErr_Fetch,
+            ctypes.pythonapi.PyErr_NormalizeException,
         )
     ),
     id(KeyboardInterrupt),
@@ -194,7 +196,7 @@ def _serve(theirs: _Call) -> None:
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))
         interrupt = partial(_interrupt, theirs)
-        if theirs.moved == _DONE:  # asked because of Ctrl-C only; the pool is not broken by it
+        if theirs.moved == _DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
         elif theirs.moved == _UNDER_WAY:
             slots = _program.slots_of(token)

@@ -74,7 +74,7 @@ struct Request {
     for (Buffer& result : results) to.push_back(result.array());
     from.shrink_to_fit();
     to.shrink_to_fit();
-    watch_interrupts();
+    watch_signals();
     Call call{};
     call.verb = verb;
     call.fingerprint = fingerprint;
@@ -220,7 +220,12 @@ int32_t answer(Call* call) {
   return 1;
 }
 
-const Python kPython = {answer, [] { return 0; }, [](int) {}, [] { return 0; }, [](void**, void**, void**) {},
+const Python kPython = {answer,
+                        [] { return 0; },
+                        [](int) {},
+                        [] { return 0; },
+                        [](void**, void**, void**) {},
+                        [](void**, void**, void**) {},
                         nullptr};
 
 // As XLA's caller waits for what is on a device.
