@@ -1,7 +1,8 @@
 """`python -m benchmarks.soak`: steps pools while workers are killed and envs fail, at random.
 
-Every row that comes back is checked. A pool of each kind (hand-off, transport, synchronous or
-first-ready) runs for its share of the time, with `on_fault="restart"` and no limits.
+Every field of every row that comes back is foretold from the rows before it, and compared. A pool of each
+kind (hand-off, transport, synchronous or first-ready) runs for its share of the time, with
+`on_fault="restart"` and no limits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import logging
+import math
 import os
 import random
 import signal
@@ -17,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
+from gymnasium import spaces
 
 import jaxvec
 from jaxvec._backends import _fork
@@ -34,41 +38,75 @@ NUM_ENVS, NUM_WORKERS = 8, 2
 FOR_EVER = jaxvec.Restart(retry="rebuild", max_restarts=None, interval=0)
 
 
+EPISODE = 50  # steps
+SHAPE = (32, 32, 3)  # of an image
+
+
+def picture(counts):
+    """Returns the images of envs that have counted so, `[n, 4]`; each pixel tells of when it is."""
+    resets, steps, _, action = np.asarray(counts).T[:, :, None]
+    pixels = np.arange(math.prod(SHAPE)) * (steps + 1) + 7 * resets + action
+    return (pixels % 256).astype(np.uint8).reshape(-1, *SHAPE)
+
+
 class CursedEnv(CountingEnv):
     """Counts, and at random times meets with a fault, which it first notes in a file."""
 
     def __init__(self, record: Path, mean: float) -> None:
-        super().__init__(episode_length=50)
+        super().__init__(episode_length=EPISODE)
+        self.observation_space = spaces.Dict(
+            counts=self.observation_space, image=spaces.Box(0, 255, SHAPE, np.uint8)
+        )
         self._record = record
         self._mean = mean
         self._doom = time.monotonic() + random.expovariate(1 / mean)
 
     def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
         if time.monotonic() > self._doom:
             self._doom = time.monotonic() + random.expovariate(1 / self._mean)
             name = random.choice(list(FAULTS))
             with self._record.open("a") as record:
                 record.write(f"{name}\n")
-            FAULTS[name]()
-        return super().step(action)
+            obs = FAULTS[name](obs)
+        return obs, reward, terminated, truncated, info
+
+    def _observe(self, action):
+        counts = super()._observe(action)
+        return {"counts": counts, "image": picture(counts[None])[0]}
 
 
-def _raise():
+class _Deadly(dict):
+    """An observation that kills its process when half of it has been written."""
+
+    def __getitem__(self, key):
+        if key == "image":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+def _raise(obs):
     raise ValueError("bad luck")
 
 
+def _spoil(obs):
+    return obs | {"image": obs["image"][:1]}
+
+
 def _signal(number):
-    return lambda: os.kill(os.getpid(), number)
+    return lambda obs: os.kill(os.getpid(), number)
 
 
 FAULTS = {
     "exception": _raise,
-    "sys.exit": lambda: sys.exit(1),
-    "os._exit": lambda: os._exit(1),
+    "wrong data": _spoil,
+    "sys.exit": lambda obs: sys.exit(1),
+    "os._exit": lambda obs: os._exit(1),
     "SIGKILL": _signal(signal.SIGKILL),
-    "SIGSEGV": lambda: ctypes.string_at(0),
+    "killed in the middle of a row": _Deadly,
+    "SIGSEGV": lambda obs: ctypes.string_at(0),
     "SIGSTOP": _signal(signal.SIGSTOP),
-    "hang": signal.pause,
+    "hang": lambda obs: signal.pause(),
 }
 
 
@@ -83,22 +121,67 @@ class Tally:
     restarts: int = 0
 
 
-def check(tally, ids, obs, truncated, fault, actions, last):
-    """Checks the rows of one turn against the last of the same envs.
+class Last:
+    """What was delivered of each env last, from which its next row follows."""
 
-    An observation is [resets, steps, steps in this episode, last action]: whatever is lost, repeated or
-    stale shows there.
-    """
-    before = last[ids]
-    clean = ~fault
-    goes_on = obs[:, 2] == before[:, 2] + 1
-    begins = (before[:, 2] == 49) & (obs[:, 2] == 0)  # the 50th step ended the episode
-    anew = (obs[:, 2] == 0) & (obs[:, 3] == -1)
-    right = np.where(clean, (goes_on & (obs[:, 3] == actions)) | (begins & anew), anew)
-    tally.steps += int(clean.sum())
+    def __init__(self) -> None:
+        self.counts = np.zeros((NUM_ENVS, 4), np.int64)
+        self.returns = np.zeros(NUM_ENVS)
+        self.lengths = np.zeros(NUM_ENVS, np.int64)
+        self.resets = np.ones(NUM_ENVS, np.bool_)  # whose next row is that of a reset
+
+    def foretell(self, ids, actions, fault):
+        """Returns all fields of the next rows of these envs; takes them for delivered.
+
+        Args:
+            ids: of the envs.
+            actions: of each.
+            fault: whether the row says so; all else follows.
+        """
+        before, reset = self.counts[ids], self.resets[ids]
+        resets, steps, episode, _ = before.T
+        stepped = np.stack([resets, steps + 1, episode + 1, actions], axis=1)
+        plays = ~fault & ~reset
+        terminated = plays & (episode + 1 == EPISODE)
+        over = terminated | fault
+        last = np.where(fault[:, None], before, stepped)  # of the episodes that are over
+        begun = np.stack([resets + 1, steps + 1, 0 * steps, 0 * steps - 1], axis=1)
+        anew = np.array([1, 0, 0, -1])  # of an env that was built anew, or reset for the first time
+        counts = np.where(terminated[:, None], begun, np.where((fault | reset)[:, None], anew, stepped))
+        reward = np.where(plays, episode + 1, 0)
+        returns, lengths = self.returns[ids] + reward, self.lengths[ids] + plays
+        self.counts[ids], self.resets[ids] = counts, False
+        self.returns[ids], self.lengths[ids] = np.where(over, 0, returns), np.where(over, 0, lengths)
+        hidden = np.zeros((len(ids), *SHAPE), np.uint8)
+        return {
+            "obs": {"counts": counts, "image": picture(counts)},
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": fault,
+            "env_id": ids,
+            "episode_return": returns,
+            "episode_length": lengths,
+            "fault": fault,
+            "final_obs": {
+                "counts": np.where(over[:, None], last, 0),
+                "image": np.where(over[:, None, None, None], picture(last), hidden),
+            },
+            "_final_obs": over,
+        }
+
+
+def check(tally, last, actions, timestep):
+    """Checks all fields of the rows of one turn, and counts those that were not foretold."""
+    ids, fault = timestep.info["env_id"], timestep.info["fault"]
+    found = {**timestep._asdict(), **timestep.info}
+    del found["info"]
+    expected = last.foretell(ids, actions, fault)
+    assert found.keys() == expected.keys()
+    tally.steps += int((~fault).sum())
     tally.fault_rows += int(fault.sum())
-    tally.wrong += int((~right | (truncated != fault)).sum())
-    last[ids] = obs
+    tally.wrong += sum(
+        int((one != other).any()) for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True)
+    )
 
 
 def run(handoff, transport, batch_size, seconds, mean, deaths):
@@ -125,7 +208,8 @@ def run(handoff, transport, batch_size, seconds, mean, deaths):
             while not stop.wait(random.expovariate(1 / deaths)):
                 workers = envs.pool._workers.supervisor._processes
                 tally.faults["killed from outside"] += 1
-                os.kill(random.choice(workers).pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has gone by itself
+                    os.kill(random.choice(workers).pid, signal.SIGKILL)
 
         def turn(carry, action):
             handle, ids = carry
@@ -134,15 +218,14 @@ def run(handoff, transport, batch_size, seconds, mean, deaths):
                 handle, timestep = jaxvec.step(handle, actions)
             else:
                 handle, timestep = jaxvec.recv(jaxvec.send(handle, actions, ids))
-            seen = (timestep.obs, timestep.truncated, timestep.info["fault"], ids, actions)
-            return (handle, timestep.info["env_id"]), (*seen, timestep.info["env_id"])
+            return (handle, timestep.info["env_id"]), (ids, actions, timestep)
 
         program = jax.jit(lambda carry, actions: jax.lax.scan(turn, carry, actions))
         killer = threading.Thread(target=kill_from_outside)
         with envs:
             handle, timestep = jaxvec.reset(envs, seed=0)
-            last = np.tile(np.array([0, 0, 49, -1]), (NUM_ENVS, 1))  # what is received next is a reset
-            last[timestep.info["env_id"]] = timestep.obs
+            last = Last()
+            check(tally, last, np.zeros(len(timestep.reward), int), jax.tree.map(np.asarray, timestep))
             sent = np.zeros(NUM_ENVS, int)
             killer.start()
             end = time.monotonic() + seconds
@@ -151,11 +234,11 @@ def run(handoff, transport, batch_size, seconds, mean, deaths):
                 while time.monotonic() < end:
                     carry, rows = program(carry, jnp.arange(start, start + LENGTH))
                     start += LENGTH
-                    for obs, truncated, fault, ids, actions, received in zip(
-                        *map(np.asarray, rows), strict=True
-                    ):
+                    rows = jax.tree.map(np.asarray, rows)
+                    for place in range(LENGTH):
+                        ids, actions, timestep = jax.tree.map(lambda leaf, place=place: leaf[place], rows)
                         sent[ids] = actions
-                        check(tally, received, obs, truncated, fault, sent[received], last)
+                        check(tally, last, sent[timestep.info["env_id"]], timestep)
             finally:
                 stop.set()
                 killer.join()
@@ -184,7 +267,8 @@ def main() -> None:
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
-        "| hand-off, transport, envs a turn | steps | faults | gone on from | fault rows | wrong | RSS, MB |"
+        "| hand-off, transport, envs a turn | steps | faults | restarts | fault rows | wrong fields "
+        "| RSS, MB |"
     )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     wrong = 0

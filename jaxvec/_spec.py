@@ -91,6 +91,14 @@ class PoolSpec:
         return tuple(leaf for node in self.timestep for leaf in leaves(node))
 
     @cached_property
+    def kept_leaves(self) -> tuple[Leaf, ...]:
+        """Those that the row of a fault repeats, so that they are kept while an env steps."""
+        if not self.has_fault:
+            return ()
+        statistics = (self.info.child(name) for name in ("episode_return", "episode_length"))
+        return tuple(leaf for node in (self.obs, *statistics) for leaf in leaves(node))
+
+    @cached_property
     def action_leaves(self) -> tuple[Leaf, ...]:
         return tuple(leaves(self.action))
 

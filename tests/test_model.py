@@ -1,190 +1,488 @@
-"""A pool against a small model of it, through random sequences of everything that can happen to one."""
+"""A pool against a model that foretells every field of every row, whatever happens to the pool.
+meet.
+
+The model is told nothing but what the pool is told. So rows that a fault has cut are foretold from the rows
+before them alone: that is what they promise.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import signal
+import tempfile
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import gymnasium
+import jax
+import numpy as np
 import psutil
 import pytest
+from gymnasium import spaces
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxvec
 from jaxvec._memory._layout import split
-from jaxvec.testing import CountingEnv
 
-LENGTH = 4  # steps of an episode
-HARM = 7  # the action at which an env raises
-FREE = jaxvec.Restart(max_restarts=None, interval=0)
+LENGTH = 3  # steps of an episode
+
+# Actions from here on do harm; those before are played.
+RAISE = 5  # raises, before anything was counted
+SPOIL = 6  # steps, and returns an image of another shape
+DIE = 7  # kills its process
+DIE_LATE = 8  # kills its process when half of its observation is in the row
+DIE_TWICE = 9  # kills its process, and the one in its place at the first reset there
+END_BADLY = 10  # ends the episode, and raises in the reset that follows
 
 
-class FragileEnv(CountingEnv):
+def observe(counts):
+    """Returns an observation of which each part tells whose it is, and of when."""
+    pixels = np.arange(48, dtype=np.int64) * (counts[1] + 1) + 7 * counts[0] + counts[3]
+    return {"counts": np.array(counts, np.int32), "image": (pixels % 256).astype(np.uint8).reshape(4, 4, 3)}
+
+
+def info_of(steps):
+    """Returns an info whose keys come and go."""
+    return {"lives": steps} if steps % 2 else {}
+
+
+class _Deadly(dict):
+    """Kills its process when its second item is asked for."""
+
+    def __getitem__(self, key):
+        if key == "image":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+class HarmfulEnv(gymnasium.Env):
+    """Counts what it does; does as its actions say. What its successors are to do, it leaves in a folder."""
+
+    action_space = spaces.Discrete(11)
+    observation_space = spaces.Dict(
+        counts=spaces.Box(-1, 2**31 - 1, (4,), np.int32), image=spaces.Box(0, 255, (4, 4, 3), np.uint8)
+    )
+
+    def __init__(self, folder, worker_id):
+        self._die, self._raise = (Path(folder, f"{what} {worker_id}") for what in ("die", "raise"))
+        self.resets = self.steps = self.episode_steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        for note, harm in ((self._die, _die), (self._raise, _raise)):
+            if note.exists():
+                note.unlink()
+                harm()
+        self.resets, self.episode_steps = self.resets + 1, 0
+        return self._observe(-1), info_of(self.resets)
+
     def step(self, action):
-        if action == HARM:
-            raise ValueError("bad luck")
-        return super().step(action)
+        if action == RAISE:
+            _raise()
+        if action == DIE_TWICE:
+            self._die.touch()
+        if action in (DIE, DIE_TWICE):
+            _die()
+        if action == END_BADLY:
+            self._raise.touch()
+        self.steps, self.episode_steps = self.steps + 1, self.episode_steps + 1
+        obs = self._observe(int(action))
+        if action == SPOIL:
+            obs["image"] = obs["image"][:1]
+        if action == DIE_LATE:
+            obs = _Deadly(obs)
+        over = self.episode_steps == LENGTH or action == END_BADLY
+        truncates = self.steps % 2 == 0
+        reward = 0.5 * int(action) + self.steps
+        return obs, reward, over and not truncates, over and truncates, info_of(self.steps)
+
+    def _observe(self, action):
+        return observe([self.resets, self.steps, self.episode_steps, action])
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise():
+    raise ValueError("bad luck")
 
 
 @dataclass
 class ModelEnv:
-    """What a `FragileEnv` of the pool should look like."""
+    """What a `HarmfulEnv` has counted."""
 
     resets: int = 0
     steps: int = 0
     episode_steps: int = 0
-    action: int = -1
-    lost: bool = False  # its process died since its last row
 
-    @property
-    def obs(self):
-        return [self.resets, self.steps, self.episode_steps, self.action]
+    def reset(self) -> tuple[Any, dict[str, Any]]:
+        self.resets, self.episode_steps = self.resets + 1, 0
+        return observe([self.resets, self.steps, 0, -1]), info_of(self.resets)
 
-    def reset(self):
-        if self.lost:
-            self.__init__()
-        self.resets, self.episode_steps, self.action = self.resets + 1, 0, -1
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps, self.episode_steps = self.steps + 1, self.episode_steps + 1
+        over = self.episode_steps == LENGTH or action == END_BADLY
+        truncates = self.steps % 2 == 0
+        obs = observe([self.resets, self.steps, self.episode_steps, action])
+        return obs, 0.5 * action + self.steps, over and not truncates, over and truncates, info_of(self.steps)
 
-    def step(self, action):
-        """Returns whether the step terminated, and whether a fault cut it short."""
-        if self.lost or action == HARM:
-            self.reset()
-            return False, True
-        self.steps, self.episode_steps, self.action = self.steps + 1, self.episode_steps + 1, action
-        over = self.episode_steps == LENGTH
-        if over:
-            self.reset()
-        return over, False
+
+@dataclass
+class Slot:
+    """What the program has of an env, and whether its next step is lost."""
+
+    obs: Any = None  # the last one delivered
+    over: bool = False  # the last row delivered ended an episode
+    episode: tuple[float, int] = (0.0, 0)  # return and length of the one that runs, as delivered
+    lost: bool = False
+
+
+@dataclass
+class Row:
+    """All fields of one env's row of a time step, but `env_id`."""
+
+    obs: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    episode: tuple[float, int]
+    fault: bool = False
+    final_obs: Any = None
+    info: dict[str, Any] = field(default_factory=dict)
+    final_info: dict[str, Any] = field(default_factory=dict)
+
+
+class _Died(Exception):
+    """The worker would have."""
+
+
+class _Failed(Exception):
+    """The env would have."""
+
+
+@dataclass
+class ModelWorker:
+    """The envs of one worker, and what happens to them.
+
+    Attributes:
+        slots: of its envs.
+        same_step: which autoreset; the next step's, else.
+        rebuild: whether an env that raised is built anew.
+        posts_each: whether each row counts as soon as it is whole; else those of a request together.
+    """
+
+    slots: dict[int, Slot]
+    spares: int
+    same_step: bool
+    rebuild: bool
+    posts_each: bool
+    faults: int = 0
+
+    def __post_init__(self):
+        self._build()
+
+    def die(self) -> None:
+        """The process ends, and another builds all envs anew."""
+        self._build()
+        for slot in self.slots.values():
+            slot.lost = True
+
+    def reset(self, env_id: int) -> Row:
+        slot = self.slots[env_id]
+        obs, info = self._envs[env_id].reset()
+        slot.obs, slot.over, slot.episode, slot.lost = obs, False, (0.0, 0), False
+        return Row(obs, 0.0, False, False, (0.0, 0), info=info)
+
+    def step(self, requests: list[tuple[int, int]]) -> dict[int, Row]:
+        """Returns the rows of these envs, which step in this order with these actions."""
+        rows: dict[int, Row] = {}
+        left, dies_again = list(requests), False
+        while left:
+            made: list[tuple[int, Row, Slot]] = []  # not delivered yet
+            try:
+                for env_id, action in left:
+                    row, after = self._step(env_id, action)
+                    if dies_again:
+                        dies_again = False
+                        raise _Died
+                    made.append((env_id, row, after))
+                    if self.posts_each:
+                        self._deliver(made, rows)
+            except _Died:
+                dies_again = not self.slots[env_id].lost and action == DIE_TWICE
+                self.die()  # with all that it had not delivered
+                made = []
+            except _Failed:
+                pass  # it delivers those before, and goes on with this one
+            self._deliver(made, rows)
+            left = [(env_id, action) for env_id, action in left if env_id not in rows]
+        return rows
+
+    def _build(self) -> None:
+        self._envs = {env_id: ModelEnv() for env_id in self.slots}
+        self._ring = deque(ModelEnv() for _ in range(self.spares))
+
+    def _deliver(self, made: list[tuple[int, Row, Slot]], rows: dict[int, Row]) -> None:
+        for env_id, row, after in made:
+            rows[env_id] = row
+            vars(self.slots[env_id]).update(vars(after))
+            self.faults += row.fault
+        made.clear()
+
+    def _step(self, env_id: int, action: int) -> tuple[Row, Slot]:
+        """Returns the row of one step, and what the program has then."""
+        slot = self.slots[env_id]
+        if slot.over and not self.same_step:
+            obs, info = self._autoreset(env_id)
+            return Row(obs, 0.0, False, False, (0.0, 0), info=info), Slot(obs)
+        if slot.lost:
+            return self._end(env_id, Row(slot.obs, 0.0, False, True, slot.episode, fault=True))
+        if action in (DIE, DIE_LATE, DIE_TWICE):
+            raise _Died
+        if action != RAISE:
+            obs, reward, terminated, truncated, info = self._envs[env_id].step(action)
+        if action in (RAISE, SPOIL):
+            slot.lost = True
+            self._mend(env_id)
+            raise _Failed
+        if action == END_BADLY:
+            self._mend(env_id)
+        episode = (slot.episode[0] + reward, slot.episode[1] + 1)
+        row = Row(obs, reward, terminated, truncated, episode, info=info)
+        if terminated or truncated:
+            return self._end(env_id, row)
+        return row, Slot(obs, False, episode)
+
+    def _end(self, env_id: int, row: Row) -> tuple[Row, Slot]:
+        if not self.same_step:
+            return row, Slot(row.obs, True)
+        row.final_obs, row.final_info = row.obs, row.info
+        row.obs, row.info = self._autoreset(env_id)
+        return row, Slot(row.obs, True)
+
+    def _autoreset(self, env_id: int) -> tuple[Any, dict[str, Any]]:
+        self._ring.append(self._envs[env_id])
+        self._envs[env_id] = self._ring.popleft()
+        return self._envs[env_id].reset()
+
+    def _mend(self, env_id: int) -> None:
+        if self.rebuild:
+            self._envs[env_id] = ModelEnv()
+
+
+class HostFace:
+    """Moves a pool by its own methods."""
+
+    def __init__(self, envs):
+        self.reset, self.step, self.send, self.recv = envs.reset, envs.step, envs.send, envs.recv
+
+
+_step, _send, _recv = jax.jit(jaxvec.step), jax.jit(jaxvec.send), jax.jit(jaxvec.recv)
+
+
+class ProgramFace:
+    """Moves a pool by compiled programs."""
+
+    def __init__(self, envs):
+        self._envs = envs
+        self._handle = None
+
+    def reset(self, seed):
+        handle = self._envs if self._handle is None else self._handle
+        self._handle, timestep = jaxvec.reset(handle, seed=seed)
+        return timestep
+
+    def step(self, actions):
+        self._handle, timestep = _step(self._handle, np.array(actions))
+        return timestep
+
+    def send(self, actions, ids):
+        self._handle = _send(self._handle, np.array(actions), np.array(ids))
+
+    def recv(self):
+        self._handle, timestep = _recv(self._handle)
+        return timestep
 
 
 class PoolMachine(RuleBasedStateMachine):
     """`dead` are workers that were killed, and whose death has not been met with yet."""
 
+    backend: Any = "process"
     envs: jaxvec.VectorEnv | None = None
 
     @initialize(
         num_envs=st.integers(1, 5),
         num_workers=st.integers(1, 3),
         handoff=st.sampled_from(["auto", "portable"]),
+        face=st.sampled_from(["host", "auto", "io_callback"]),
         first_ready=st.booleans(),
+        mode=st.sampled_from(["SAME_STEP", "NEXT_STEP"]),
+        spare_envs=st.sampled_from([0, 0, 1, 2]),
+        retry=st.sampled_from(["reset", "rebuild"]),
     )
-    def make(self, num_envs, num_workers, handoff, first_ready):
-        self.slices = split(num_envs, min(num_workers, num_envs))
+    def make(self, num_envs, num_workers, handoff, face, first_ready, mode, spare_envs, retry):
+        self.folder = tempfile.TemporaryDirectory()
+        slices = split(num_envs, min(num_workers, num_envs))
         self.batch_size = max(num_envs // 2, 1) if first_ready else num_envs
+        self.mode, self.spare_envs = mode, spare_envs
         self.envs = jaxvec.make(
-            FragileEnv,
+            partial(HarmfulEnv, self.folder.name),
             num_envs,
-            num_workers=len(self.slices),
+            num_workers=len(slices),
             batch_size=self.batch_size,
             recv_order="sent",
+            backend=self.backend,
             handoff=handoff,
-            episode_length=LENGTH,
-            on_fault=FREE,
+            transport="auto" if face == "host" else face,
+            autoreset_mode=mode,
+            info={"lives": np.int32},
+            spare_envs=spare_envs,
+            on_fault=jaxvec.Restart(retry=retry, max_restarts=None, interval=0),
         )
-        self.model = [ModelEnv() for _ in range(num_envs)]
-        self.started = False
-        self.sent: list[tuple[int, int | None]] = []  # env and action; a reset has none
+        self.face = HostFace(self.envs) if face == "host" else ProgramFace(self.envs)
+        self.workers = [
+            ModelWorker(
+                {env_id: Slot() for env_id in range(first, stop)},
+                spare_envs,
+                mode == "SAME_STEP",
+                retry == "rebuild",
+                first_ready,
+            )
+            for first, stop in slices
+        ]
+        self.worker_of = {env_id: worker for worker in self.workers for env_id in worker.slots}
+        self.num_envs = num_envs
+        self.started = self.closed = False
+        self.sent: dict[int, Row] = {}  # what is to come of those in flight, in the order of their requests
         self.dead: set[int] = set()
-        self.faults = 0
-        self.closed = False
+
+    def actions(self, count):
+        """Returns what envs may be asked to do so that what comes of it is foretold."""
+        harm = [RAISE, SPOIL, DIE, DIE_LATE]
+        if (
+            self.mode == "SAME_STEP" and not self.spare_envs
+        ):  # else others' resets may meet with it, or nobody's
+            harm += [DIE_TWICE, END_BADLY]
+        return st.lists(st.integers(0, 4) | st.sampled_from(harm), min_size=count, max_size=count)
+
+    def request(self, requests):
+        """Foretells the rows of these envs and actions."""
+        for worker in self.workers:
+            mine = [(env_id, action) for env_id, action in requests if env_id in worker.slots]
+            rows = worker.step(mine)
+            self.sent |= {env_id: rows[env_id] for env_id, _ in mine}
+        # In the order of the requests, whoever has them.
+        order = [env_id for env_id in self.sent if env_id not in dict(requests)] + [i for i, _ in requests]
+        self.sent = {env_id: self.sent[env_id] for env_id in order}
 
     def check(self, timestep):
+        """Compares all fields of all rows with those that were foretold."""
         ids = timestep.info["env_id"].tolist()
-        for row, env_id in enumerate(ids):
-            action = dict(self.sent)[env_id]
-            env = self.model[env_id]
-            over, fault = (env.reset(), False)[0:2] if action is None else env.step(action)
-            env.lost = False
-            self.faults += fault
-            assert timestep.obs[row].tolist() == env.obs
-            assert timestep.terminated[row] == bool(over)
-            assert timestep.truncated[row] == timestep.info["fault"][row] == fault
-            assert timestep.reward[row] == (
-                LENGTH if over else env.episode_steps if action is not None else 0
-            )
-        received = self.sent[: len(ids)]
-        assert [env_id for env_id, _ in received] == ids
-        self.sent = self.sent[len(ids) :]
-        self.dead -= {w for w, (first, stop) in enumerate(self.slices) if any(first <= i < stop for i in ids)}
+        assert ids == list(self.sent)[: len(ids)]
+        for place, env_id in enumerate(ids):
+            row = self.sent.pop(env_id)
+            same_step = self.mode == "SAME_STEP"
+            zeros = jax.tree.map(np.zeros_like, row.obs)
+            infos = {"": row.info} | ({"final_info": row.final_info} if same_step else {})
+            expected = {
+                "obs": row.obs,
+                "reward": row.reward,
+                "terminated": row.terminated,
+                "truncated": row.truncated,
+                "env_id": env_id,
+                "episode_return": row.episode[0],
+                "episode_length": row.episode[1],
+                "fault": row.fault,
+            }
+            for name, info in infos.items():
+                declared = {"lives": info.get("lives", 0), "_lives": "lives" in info}
+                expected |= {name: declared} if name else declared
+            if same_step:
+                expected["final_obs"] = zeros if row.final_obs is None else row.final_obs
+                expected["_final_obs"] = row.final_obs is not None
+            found = {**timestep._asdict(), **timestep.info}
+            del found["info"]
+            assert found.keys() == expected.keys()
+            found = jax.tree.map(lambda leaf, place=place: np.asarray(leaf)[place], found)
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
 
     usable = precondition(lambda self: not self.closed)
     idle = precondition(lambda self: not self.closed and not self.sent)
+    moving = precondition(lambda self: not self.closed and self.started)
 
     @usable
     @rule(seed=st.none() | st.integers(0, 9))
     def reset(self, seed):
-        if self.sent and self.started:
-            for env_id, action in self.sent:  # they land before they are reset
-                if action is not None:
-                    self.faults += self.model[env_id].step(action)[1]
-                else:
-                    self.model[env_id].reset()
-                self.model[env_id].lost = False
+        if self.started and self.spare_envs:
+            seed = None  # else resets in advance are void, of which nobody knows how many there were
         self.started = True
-        order = range(len(self.model))
-        if self.batch_size < len(self.model):
-            turns = -(-len(self.model) // self.batch_size)
-            order = [i for first in range(turns) for i in range(first, len(self.model), turns)]
-        self.sent = [(env_id, None) for env_id in order]
-        self.check(self.envs.reset(seed=seed))
+        order = range(self.num_envs)
+        if self.batch_size < self.num_envs:
+            turns = -(-self.num_envs // self.batch_size)
+            order = [i for first in range(turns) for i in range(first, self.num_envs, turns)]
+        # Those in flight land first, as was foretold when they were sent.
+        self.sent = {env_id: self.worker_of[env_id].reset(env_id) for env_id in order}
+        self.dead.clear()
+        self.check(self.face.reset(seed=seed))
 
-    @usable
-    @precondition(lambda self: self.started)
+    @moving
+    @precondition(lambda self: self.batch_size < self.num_envs)
     @rule(data=st.data())
     def send(self, data):
-        flying = {env_id for env_id, _ in self.sent}
-        free = [env_id for env_id in range(len(self.model)) if env_id not in flying]
+        free = [env_id for env_id in range(self.num_envs) if env_id not in self.sent]
         if not free:
             with pytest.raises(jaxvec.InFlightError):
                 self.envs.send([0], [0])
             return
         ids = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
-        actions = data.draw(st.lists(st.integers(0, HARM), min_size=len(ids), max_size=len(ids)))
-        self.envs.send(actions, ids)
-        self.sent += zip(ids, actions, strict=True)
+        actions = data.draw(self.actions(len(ids)))
+        self.request(list(zip(ids, actions, strict=True)))
+        self.face.send(actions, ids)
 
-    @usable
-    @precondition(lambda self: self.started)
+    @moving
+    @precondition(lambda self: self.batch_size < self.num_envs)
     @rule()
     def recv(self):
         if len(self.sent) < self.batch_size:
             with pytest.raises(jaxvec.InFlightError):
                 self.envs.recv()
             return
-        if self.batch_size == len(self.model):  # comes in env order
-            self.sent.sort()
-        self.check(self.envs.recv())
+        self.check(self.face.recv())
 
     @idle
-    @precondition(lambda self: self.started and self.batch_size == len(self.model))
+    @precondition(lambda self: self.started and self.batch_size == self.num_envs)
     @rule(data=st.data())
     def step(self, data):
-        count = len(self.model)
-        actions = data.draw(st.lists(st.integers(0, HARM), min_size=count, max_size=count))
-        self.sent = list(enumerate(actions))
-        self.check(self.envs.step(actions))
+        actions = data.draw(self.actions(self.num_envs))
+        self.request(list(enumerate(actions)))
+        self.dead.clear()
+        self.check(self.face.step(actions))
 
     @idle
+    @precondition(lambda self: self.backend == "process")
     @rule(data=st.data())
     def kill(self, data):
-        worker = data.draw(st.integers(0, len(self.slices) - 1))
-        process = psutil.Process(self.envs.pool._workers.supervisor._processes[worker].pid)
-        if worker in self.dead:
+        number = data.draw(st.integers(0, len(self.workers) - 1))
+        if number in self.dead:
             return
-        process.kill()
-        self.dead.add(worker)
-        first, stop = self.slices[worker]
-        for env in self.model[first:stop]:
-            env.__init__(lost=True)
+        psutil.Process(self.envs.pool._workers.supervisor._processes[number].pid).kill()
+        self.workers[number].die()
+        self.dead.add(number)
 
     @idle
     @rule()
     def call(self):
         if self.dead:
             with pytest.raises(jaxvec.WorkerDiedError, match="was killed by SIGKILL"):
-                self.envs.call("steps")
+                self.envs.call("get_wrapper_attr", "steps")
             self.dead.clear()
-        assert self.envs.call("steps") == tuple(env.steps for env in self.model)
+        steps = tuple(self.worker_of[env_id]._envs[env_id].steps for env_id in range(self.num_envs))
+        assert self.envs.get_attr("steps") == steps
 
     @rule()
     def close(self):
@@ -202,11 +500,14 @@ class PoolMachine(RuleBasedStateMachine):
     def the_pool_is_whole(self):
         if self.envs is not None and not self.closed:
             assert self.envs.pool.broken_by is None
-            assert self.envs.stats().total.faults >= self.faults
+            delivered = sum(worker.faults for worker in self.workers)
+            under_way = sum(row.fault for row in self.sent.values())
+            assert self.envs.stats().total.faults >= delivered - under_way
 
     def teardown(self):
         if self.envs is not None:
             self.envs.close()
+            self.folder.cleanup()
 
 
 PoolMachine.TestCase.settings = settings(

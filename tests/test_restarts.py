@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import signal
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
-from scripts import workers
+from scripts import gone, workers
 
 import jaxvec
 from jaxvec._native import library
+from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
 FREE = jaxvec.Restart(max_restarts=None, interval=0)
@@ -575,3 +580,134 @@ def test_a_call_that_comes_before_the_verdict_on_a_failed_env_is_answered(make, 
     assert envs.call("steps") == (0, 0)
     assert envs.recv().info["fault"].tolist() == [True]
     assert envs.stats().total.restarts == 1
+
+
+def test_a_wake_that_never_comes_holds_up_nothing(make):
+    """A worker is stopped after its rows are marked as done, and before it has told so."""
+
+    class Stopped(CountingEnv):
+        def step(self, action):
+            if action == 7:
+                from jaxvec._handoff._channel import Channel
+
+                def wake(channel):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+                Channel.wake = wake
+            return super().step(action)
+
+    envs = make(Stopped, 2, num_workers=2, handoff="portable", step_timeout=2)
+    envs.reset(seed=0)
+    assert envs.step([0, 7]).obs[:, 3].tolist() == [0, 7]
+    with pytest.raises(jaxvec.EnvTimeoutError, match="step timed out .*unfinished: env 1"):
+        envs.step([0, 0])
+
+
+FEW = """
+import os, resource, sys
+import jaxvec, numpy as np
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def step(self, action):
+        if action == 7:
+            os.kill(os.getpid(), 9)
+        return super().step(action)
+
+policy = jaxvec.Restart(max_restarts=None, interval=0)
+envs = jaxvec.make(Env, 2, num_workers=2, on_fault=policy, start_method=sys.argv[1])
+envs.reset(seed=0)
+highest = max(fd for fd in range(1000) if os.path.exists(f"/proc/self/fd/{fd}"))
+for fd in range(highest):
+    if not os.path.exists(f"/proc/self/fd/{fd}"):
+        os.dup2(1, fd)
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    envs.step(np.array([0, 7]))
+except jaxvec.WorkerDiedError as error:
+    print(error)
+    print(error.__cause__)
+envs.close()
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_too_few_descriptors_for_a_replacement_are_a_typed_error(method):
+    done = subprocess.run(
+        [sys.executable, "-c", FEW, method], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    error, cause = done.stdout.splitlines()
+    assert re.match(r"worker 1 \(env 1\) could not be started: .*Too many open files", error)
+    assert cause.startswith("worker 1 (env 1) was killed by SIGKILL")
+
+
+class Simulated(CountingEnv):
+    """Has a simulator with a session of its own, and a daemon that has left it."""
+
+    def __init__(self):
+        super().__init__()
+        daemon = (
+            "import os, time; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"
+        )
+        self.pids = []
+        for words in (["sleep", "1000"], [sys.executable, "-c", daemon]):
+            process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, text=True)
+            self.pids.append(process.pid if words[0] == "sleep" else int(process.stdout.readline()))
+
+    def step(self, action):
+        if action == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_simulators_end_with_their_worker_even_in_sessions_of_their_own(make):
+    envs = make(Simulated, 2, num_workers=2, start_method="forkserver", on_fault=FREE)
+    envs.reset()
+    gone_by_now = []
+    for _ in range(3):
+        gone_by_now += envs.get_attr("pids")[0]
+        envs.step([7, 1])
+        assert gone(gone_by_now)
+    living = [pid for pids in envs.get_attr("pids") for pid in pids]
+    assert all(map(psutil.pid_exists, living))
+    envs.close()
+    assert gone(living)
+
+
+def test_of_objects_the_last_observation_is_kept_too():
+    """Those are in no shared memory: who had them last is the program."""
+
+    class Talking(gymnasium.Env):
+        observation_space = spaces.Dict(text=spaces.Text(20), count=spaces.Box(0, 99, (1,), np.int64))
+        action_space = spaces.Discrete(9)
+
+        def __init__(self):
+            self.count = 0
+
+        def observe(self):
+            return {"text": f"step {self.count}", "count": np.array([self.count])}
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.count = 0
+            return self.observe(), {}
+
+        def step(self, action):
+            if action == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.count += 1
+            return self.observe(), 1.0, False, False, {}
+
+    envs = AsyncVectorEnv([Talking] * 2, num_workers=1, autoreset_mode="SameStep", on_fault=FREE)
+    try:
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step([0, 0])
+        obs, rewards, _, truncated, infos = envs.step([0, 7])
+        assert (truncated.tolist(), rewards.tolist()) == ([True, True], [0, 0])
+        assert obs["text"] == ("step 0", "step 0")
+        assert [final["text"] for final in infos["final_obs"]] == ["step 2", "step 2"]
+        assert [final["count"].tolist() for final in infos["final_obs"]] == [[2], [2]]
+    finally:
+        envs.close()

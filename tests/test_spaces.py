@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import OrderedDict
 from copy import deepcopy
 from math import prod
@@ -616,3 +618,23 @@ def test_rows_are_not_written_together_if_one_of_them_is_odd(odd):
 def test_rows_that_need_care_are_never_written_together(space, policy):
     spec, _, arrays = make_rows(space, policy)
     assert _rows.gatherer(spec.obs, arrays) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is sealed on Linux")
+def test_nobody_can_make_the_memory_shorter_under_those_who_use_it():
+    """Their next touch of what has gone would kill them."""
+    spec = make_spec(
+        EnvSpaces(spaces.Discrete(2), spaces.Discrete(2), None),
+        num_envs=2,
+        autoreset_mode=AutoresetMode.DISABLED,
+        final_obs=False,
+        declared={},
+        policy=as_jax,
+    )
+    layout = make_layout(spec, ((0, 2),))
+    for sparse in (False, True):
+        descriptor = _segment.create(layout, sparse=sparse)
+        for size in (0, 2 * layout.nbytes):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, size)
+        os.close(descriptor)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import gymnasium
 import numpy as np
+import psutil
 import pytest
-from disasters import assert_broken, in_two_ways
+from disasters import assert_broken, in_two_ways, wait_until_dead
 from gymnasium import spaces
 
 import jaxvec
@@ -246,3 +249,55 @@ def test_strict_takes_all_that_is_in_the_space(make, mode):
 def test_an_unknown_check_is_refused():
     with pytest.raises(ValueError, match='check must be "structure" or "strict"'):
         jaxvec.make(CountingEnv, 1, check="everything")
+
+
+@pytest.mark.parametrize("shape", [(2,), (1000,)], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_float_too_large_for_what_it_is_stored_as_is_an_error(make, dtype, shape):
+    """As is an integer. What is infinite from the start is the env's own affair."""
+
+    class Env(gymnasium.Env):
+        observation_space = spaces.Box(-np.inf, np.inf, shape, dtype)
+        action_space = spaces.Discrete(3)
+
+        def __init__(self, env_id):
+            self.env_id = env_id
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(shape, dtype), {}
+
+        def step(self, action):
+            value = [1.0, np.inf, 1e300][int(action)] if self.env_id == 1 else 2.0
+            return np.full(shape, value, np.float64), 0.0, False, False, {}
+
+    envs = make(Env, 2, num_workers=1)
+    envs.reset(seed=0)
+    assert envs.step([0, 0]).obs[:, 0].tolist() == [2, 1]
+    assert envs.step([0, 1]).obs[:, 0].tolist() == [2, np.inf]
+    with pytest.raises(jaxvec.EnvDataError, match=r"env 1 .*1e\+300.* doesn't fit into float32"):
+        envs.step([0, 2])
+
+
+def test_a_fork_that_comes_back_from_a_step_is_ended(make, capfd):
+    """It has copies of the envs, and would write into the same rows."""
+
+    class Forking(CountingEnv):
+        def __init__(self, env_id):
+            super().__init__()
+            self.env_id = env_id
+            self.child = 0
+
+        def step(self, action):
+            if action == 7 and self.env_id == 1:
+                self.child = os.fork()
+            return super().step(action)
+
+    envs = make(Forking, 3, num_workers=1)
+    envs.reset(seed=0)
+    for steps in range(1, 4):
+        obs = envs.step([7, 7, 7]).obs
+        assert obs[:, 1].tolist() == [steps] * 3
+        wait_until_dead(psutil.Process(envs.get_attr("child")[1]))
+    envs.close()
+    said = capfd.readouterr().err
+    assert said.count("jaxvec.EnvError: env 1 has forked in step, and the new process") == 3

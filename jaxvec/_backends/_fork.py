@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jaxvec._backends import _surroundings
@@ -283,6 +284,8 @@ def reason_unavailable() -> str | None:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
         return f"the system has no pidfds: {error}"
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        return "the system does not tell a process's children: /proc has no such file"
     return None
 
 

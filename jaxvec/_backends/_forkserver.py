@@ -15,12 +15,17 @@ is not taken for another.
 - `REAP` and the pid of a worker that has ended. The answer, `ANSWER`, is the pid and the exit code. Until
   then the worker is a zombie; so its pid, and that of its group, can't have become another's.
 
-It ends at the program's end: its lifeline's, as that of every worker; the socket's; or, since a process that
-C code has forked may have inherited these two, the program's own. The workers then go, too.
+What a worker's envs have started is ended with the worker, even if it has a session of its own: a worker
+is the parent of what its children leave, and the server of what a worker leaves. So what is the server's
+child, and no worker, has nobody any more.
+
+It ends at the program's end, after all its workers: it looks for the end of its lifeline and, since a
+process that C code has forked may have inherited that, of the program itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -34,6 +39,7 @@ import struct
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -92,17 +98,21 @@ class _Server:
         self._requests = requests
         requests.set_inheritable(False)
         self._program = os.pidfd_open(program)  # it lives, or its lifeline had ended us
-        self._children: set[int] = set()
+        self._workers: set[int] = set()
         self._refusal = self._import(pickle.loads(requests.recv(_LONGEST)))
+        self._helpers = _children()  # of what was imported, if it has any
+        _adopt_orphans()
+        _lifeline.let_go(lifeline)  # we look ourselves from now on, and outlive the workers
 
     def serve(self) -> Channel | None:
         """Forks when asked to. Returns in each worker its control socket, ready to work, and here never."""
         poll = select.poll()
         poll.register(self._requests, select.POLLIN)
         poll.register(self._program, select.POLLIN)
+        poll.register(self._lifeline, 0)  # its end comes unasked for
         while True:
             ready = [fd for fd, _ in poll.poll()]
-            if self._program in ready:  # its lifeline would have ended us, did nobody else hold it
+            if self._program in ready or self._lifeline in ready:
                 self._end(kill=True)
             request, descriptors, _, _ = socket.recv_fds(self._requests, _LONGEST, 4)
             if request == FORK:
@@ -149,7 +159,7 @@ class _Server:
             if pid == 0:
                 self._become_worker(channel, *others)
                 return channel
-            self._children.add(pid)
+            self._workers.add(pid)
             with suppress(OSError):  # it may be quicker; but who hears of it may want to end its group
                 os.setpgid(pid, pid)
             pidfds.append(os.pidfd_open(pid))
@@ -165,6 +175,7 @@ class _Server:
         """Leaves what is the server's, and takes what a new interpreter would have from the program."""
         os.setpgid(0, 0)
         _lifeline.hold(self._lifeline)  # from here on it ends with the program
+        _adopt_orphans()
         self._requests.close()
         os.close(self._program)
         os.dup2(output, 1)
@@ -183,11 +194,33 @@ class _Server:
 
     def _reap(self, pid: int) -> None:
         _, status = os.waitpid(pid, 0)
-        self._children.remove(pid)
+        self._workers.remove(pid)
+        self._end_orphans()
         self._requests.send(ANSWER.pack(pid, os.waitstatus_to_exitcode(status)))
 
     def _end(self, *, kill: bool) -> None:
-        for pid in self._children if kill else ():
+        for pid in self._workers if kill else ():
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+        if kill:
+            self._workers.clear()
+            self._end_orphans()
         os._exit(0)
+
+    def _end_orphans(self) -> None:
+        """Ends what workers that have ended have left, and what that leaves in turn."""
+        while orphans := _children() - self._workers - self._helpers:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    """Returns the children of this process, of which it is the one thread."""
+    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+def _adopt_orphans() -> None:
+    """Makes what our children leave behind our children, and not those of the system's first process."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)

@@ -53,6 +53,11 @@ def hold(lifeline: int) -> int:
     return own
 
 
+def let_go(lifeline: int) -> None:
+    """Undoes what `hold` did, which returned `lifeline`: its end is to be looked for."""
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
+
+
 def _watch(lifeline: int) -> None:
     os.set_inheritable(lifeline, False)
 

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from jaxvec._memory._layout import Layout
 from jaxvec._options import Options
 from jaxvec._slices._failures import Report
 from jaxvec._slices._kind import Kind
+from jaxvec._spaces import Path
 from jaxvec._spec import PoolSpec
 
 
@@ -40,6 +42,9 @@ class Replacement:
     options: Options  # of its envs' resets
     trace: int | None  # how many spans to record, if any
     knocks: int
+    objects: dict[
+        Path, NDArray[Any]
+    ]  # that the program had from it last, of leaves that are not in the segment
 
 
 @dataclass(frozen=True)

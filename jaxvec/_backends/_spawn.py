@@ -114,6 +114,10 @@ def start(module: str, *arguments: int, env: Mapping[str, str], inherits: int = 
         env: its environment variables.
         inherits: how many of the arguments, the first, are descriptors that it inherits.
     """
+    if not sys.executable:
+        raise FileNotFoundError(
+            "there is no Python interpreter to start: sys.executable is empty; set it to the path of one"
+        )
     env = dict(env)
     # Only to find what it begins with; it then takes over our sys.path and restores PYTHONPATH.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))

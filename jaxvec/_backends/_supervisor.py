@@ -293,10 +293,13 @@ class Supervisor:
             self._require_equal(worker, pickle.loads(message.description))
             assert self._attach is not None
             assert self._arrays is not None
+            share = slice(*self._plan.slices[worker])
+            kept = self._attach.spec.kept_leaves
             replaces = Replacement(
                 _options.share(self.options, *self._plan.slices[worker]),
                 self.trace,
                 int(self._arrays["knocks",][worker, 0]),
+                {leaf.path: self._arrays[leaf.path][share] for leaf in kept if leaf.is_object},
             )
             attach = replace(self._attach, worker=worker, replaces=replaces)
             self._tell(worker, attach, deadline, [self._segment])

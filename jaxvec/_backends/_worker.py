@@ -24,7 +24,7 @@ from jaxvec._backends._messages import Attach, Ready, Recover, Reply, Request, S
 from jaxvec._handoff import _channel
 from jaxvec._handoff._handoff import STEP, Work, WorkerHandoff
 from jaxvec._memory import _segment
-from jaxvec._slices import _envs, _failures
+from jaxvec._slices import _envs, _failures, _forks
 from jaxvec._slices._description import describe
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn
 from jaxvec._slices._slice import Slice
@@ -41,6 +41,7 @@ def main(lifeline: int, control: int) -> None:
 def work(channel: _channel.Channel) -> None:
     """Does what comes on the control socket, until its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    _forks.watch()
     try:
         setup: Setup = channel.receive_message()
         _adopt_paths(setup)
@@ -72,7 +73,7 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
         spec=attach.spec,
         arrays=arrays,
         autoreset_mode=attach.autoreset_mode,
-        **({} if replaces is None else {"replaces": True}),
+        **({} if replaces is None else {"replaces": replaces.objects}),
     )
     if replaces is not None:
         env_slice.set_options(replaces.options)

@@ -245,7 +245,11 @@ class ParentEnd:
         while np.count_nonzero(self._slots.done(slots)) < count:
             with self._listening:  # who listens takes the wakes of all, so the others look again after it
                 if np.count_nonzero(self._slots.done(slots)) < count:
-                    listen(supervision)
+                    heard = supervision.look(min(time_left(supervision.deadline), LOOK_AROUND))
+                    # The slots count, not the wakes: a worker can be stopped between the two.
+                    late = not heard and time_left(supervision.deadline) <= 0
+                    if late and np.count_nonzero(self._slots.done(slots)) < count:
+                        supervision.expire()
 
     def knock(self, worker: int) -> None:
         pass  # the worker waits at its socket

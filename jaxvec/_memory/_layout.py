@@ -79,7 +79,12 @@ def _arrays(
     # What outlives a worker. It alone writes them, and the one that replaces it goes on from there.
     yield ("last_seed",), (n,), np.dtype(np.int64)  # that the env was given, see _seeds
     yield ("rebuilds",), (n,), np.dtype(np.uint32)  # how often the env was built anew
-    yield ("ended",), (n,), np.dtype(np.int64)  # the request that ended an episode last, see `asked`
+    if spec.has_fault:  # what the program has of each env while it steps, see _delivered
+        for leaf in spec.kept_leaves:
+            if not leaf.is_object:
+                yield ("kept", *leaf.path), spec.batch_shape(leaf), leaf.stored
+        yield ("kept_over",), (n,), np.dtype(np.bool_)  # whether that row ended an episode
+        yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `asked`
     yield ("stats",), (len(slices), ALIGNMENT // 8), np.dtype(np.int64)  # see _stats
     # Hand-off, see _handoff.py and _native/handoff.h. A slot is an env's row.
     workers = len(slices)

@@ -60,7 +60,7 @@ def gatherer(node: Node, arrays: Arrays) -> Callable[[list[int], list[Any]], boo
     if not isinstance(node, Leaf) or node.is_object or not 0 < node.nbytes <= _SMALL or _narrowed(node):
         return None
     array, shape = arrays[node.path], node.shape
-    dtype = _one(node.dtype)
+    dtype, shrinks = _one(node.dtype), _shrinks(node, node.dtype)
 
     def write(slots: list[int], values: list[Any]) -> bool:
         count = len(values)
@@ -72,7 +72,15 @@ def gatherer(node: Node, arrays: Arrays) -> Callable[[list[int], list[Any]], boo
         except (AttributeError, BufferError, TypeError, ValueError):  # no arrays, or not contiguous
             return False
         contiguous = slots == list(range(slots[0], slots[0] + count))  # a handle may name them in any order
-        array[slice(slots[0], slots[-1] + 1) if contiguous else slots] = rows
+        index = slice(slots[0], slots[-1] + 1) if contiguous else slots
+        if not shrinks:
+            array[index] = rows
+            return True
+        try:
+            with np.errstate(over="raise"):
+                array[index] = rows
+        except FloatingPointError:
+            return False
         return True
 
     return write
@@ -152,6 +160,9 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
             or value.shape != shape
         ):
             value = conform(leaf, value)
+        if _shrinks(leaf, value.dtype):
+            _write_shrunk(leaf, rows[slot], value)
+            return
         rows[slot][...] = value
         if narrowed and not np.array_equal(rows[slot], value):
             raise InvalidValue(_overflow(leaf, value))
@@ -162,6 +173,21 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
 def _narrowed(leaf: Leaf) -> bool:
     """Says whether a value may not fit where it is stored."""
     return leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
+
+
+def _shrinks(leaf: Leaf, dtype: np.dtype[Any]) -> bool:
+    """Says whether a value of this dtype may be too large for the floats as which it is stored."""
+    return dtype.kind == leaf.stored.kind == "f" and leaf.stored.itemsize < dtype.itemsize
+
+
+def _write_shrunk(leaf: Leaf, row: NDArray[Any], value: NDArray[Any]) -> None:
+    try:
+        with np.errstate(over="raise"):
+            row[...] = value
+    except FloatingPointError as error:
+        worst = value.flat[np.abs(value, where=np.isfinite(value), out=np.zeros_like(value)).argmax()]
+        text = f"{leaf}: {worst} doesn't fit into {leaf.stored}, as which it is stored"
+        raise InvalidValue(text) from error
 
 
 def _one(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -6,6 +6,7 @@ long as any process or any NumPy view holds it.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
@@ -38,6 +39,8 @@ def create(layout: Layout, *, sparse: bool = False) -> int:
             os.posix_fallocate(fd, 0, layout.nbytes)
         else:
             os.ftruncate(fd, layout.nbytes)
+        if sys.platform == "linux":  # who made it shorter would kill all processes that touch it
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise
@@ -69,7 +72,7 @@ def whole(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:
 
 def _anonymous() -> int:
     if sys.platform == "linux":
-        return os.memfd_create("jaxvec", os.MFD_CLOEXEC)
+        return os.memfd_create("jaxvec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     # POSIX elsewhere: a name that lives for the instant between these two calls.
     import _posixshmem  # pyright: ignore[reportMissingImports]  # CPython's own, behind shared_memory
 

@@ -253,7 +253,6 @@ class BatchSlice:
         if self._mode is AutoresetMode.SAME_STEP:
             returns[over], lengths[over] = 0, 0
         self._over[mine] = over
-        self._arrays["ended",][rows][over] = self._arrays["asked",][rows][over]
         self._stats[_stats.STEPS] += self._size - int(begun.sum())
         self._stats[_stats.EPISODES] += int(over.sum())
 

@@ -21,8 +21,10 @@ from jaxvec._memory._rows import InvalidValue
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._seeds import NONE
-from jaxvec._slices import _envs
+from jaxvec._slices import _envs, _forks
+from jaxvec._slices._delivered import Delivered
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn
+from jaxvec._slices._forks import forked
 from jaxvec._slices._info_rows import DeclaredInfo, FinalStep
 from jaxvec._slices._membership import checker
 from jaxvec._slices._slice import Done
@@ -54,7 +56,7 @@ class EnvSlice:
         spares: Spares | None = None,
         strict: bool = False,
         idle: bool = False,
-        replaces: bool = False,
+        replaces: Mapping[Path, NDArray[Any]] | None = None,
     ) -> None:
         """Makes the slice of envs.
 
@@ -68,7 +70,8 @@ class EnvSlice:
             spares: more envs, to take turns with these.
             strict: whether observations have to be members of their space.
             idle: whether an env whose episode has ended takes no steps until it is reset.
-            replaces: whether we take the place of a slice whose process is gone, and which left its rows.
+            replaces: if we take the place of a slice whose process is gone, and which left its rows: the
+                leaves of Python objects that the program had from it last.
         """
         self._envs = envs
         self._steppers: list[Any] = envs  # or what records their steps
@@ -80,10 +83,10 @@ class EnvSlice:
         count = len(envs)
         data = [leaf.path for leaf in (*spec.action_leaves, *spec.timestep_leaves)]
         rows = {path: arrays[path][first : first + count] for path in data}
-        self._seeds, self._last_seeds, self._rebuilds, self._ended, self._asked, self._done = (
-            arrays[name,][first : first + count]
-            for name in ("seed", "last_seed", "rebuilds", "ended", "asked", "done")
+        self._seeds, self._last_seeds, self._rebuilds = (
+            arrays[name,][first : first + count] for name in ("seed", "last_seed", "rebuilds")
         )
+        self._delivered = Delivered(spec, arrays, first, count) if spec.has_fault else None
         self._running = memoryview(arrays["running",][worker])
         self._stats = memoryview(arrays["stats",][worker])
         self._running[0] = 0
@@ -102,7 +105,7 @@ class EnvSlice:
         self._declared = DeclaredInfo(spec.declared, rows)
         self._declares = bool(spec.declared.keys)
         self._vector_reward = spec.reward.shape != ()
-        self._final = FinalStep(spec, rows, range(count) if replaces else ())
+        self._final = FinalStep(spec, rows, () if replaces is None else range(count))
         self._spares = Spares() if spares is None else spares
         self._require_member = checker(envs[0].observation_space, ("obs",)) if strict else None
 
@@ -119,9 +122,12 @@ class EnvSlice:
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._options: Options = None  # of resets from outside
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of each env's last call
-        if replaces:
+        if replaces is not None:
+            assert self._delivered is not None
+            self._delivered.take_over(replaces)
+            self._state = [LOST] * count
             for index in range(count):
-                self._take_over(index)
+                self._note_rebuilt(index)
             if 0 in self._new_seeds:
                 self._spares.reseed(self._new_seeds[0])
             self._spares.used = True
@@ -166,13 +172,15 @@ class EnvSlice:
         indices: list[int] = rows.tolist()
         index, action = -1, None
         failure: EnvFailure | None = None
+        if self._delivered is not None:
+            self._delivered.keep(rows)
         given, self._given = self._given, None
         actions = self._read_actions(rows) if given is None else (given[index] for index in indices)
         try:
             for index, action in zip(indices, actions, strict=True):
                 running[0] = after_first + index
                 if state[index] and (resumes or state[index] > OVER):
-                    obs = self._resume(index)
+                    obs = self._resume(index, resumes)
                     if gather_obs is None:
                         write_obs(index, obs)
                     else:
@@ -181,6 +189,8 @@ class EnvSlice:
                         began, in_resets = self._finish_step(index, began, in_resets, done)
                     continue
                 result: Any = envs[index].step(action)
+                if forked:
+                    _forks.end(self.first + index, "step")
                 try:
                     obs, reward, terminated, truncated, info = result
                 except (TypeError, ValueError) as error:
@@ -209,6 +219,8 @@ class EnvSlice:
                 if done is not None:
                     began, in_resets = self._finish_step(index, began, in_resets, done)
         except BaseException as error:
+            if forked:
+                _forks.end(self.first + index, "step")
             failure = self._failure(index, "step", action, error)
             indices = indices[: indices.index(index)]
         if gathered and not gather_obs(indices, gathered[: len(indices)]):  # pyright: ignore[reportOptionalCall]
@@ -313,7 +325,6 @@ class EnvSlice:
         self._fault[index] = False
         self._state[index] = OVER if over else PLAYING
         if over:
-            self._ended[index] = self._asked[index]
             self._stats[_stats.EPISODES] += 1
         if over and self._autoreset_mode is AutoresetMode.SAME_STEP:
             # Write before the reset: an env may reuse its observation's and its info's memory.
@@ -334,12 +345,16 @@ class EnvSlice:
         self._state[index] = OVER
         return obs, {**info, "final_info": final_info}
 
-    def _resume(self, index: int) -> Any:
+    def _resume(self, index: int, resumes: bool) -> Any:
         """Takes the step of an env that has something else to do; returns the observation for the row.
 
         An episode that a fault has cut ends with its last observation, in place of the one that never
-        came, and without a reward.
+        came, and without a reward. What its row says was delivered before; whatever is in the row by now
+        is of a step that is lost.
         """
+        delivered = self._delivered
+        if self._state[index] == LOST and resumes and delivered is not None and delivered.over(index):
+            self._state[index] = OVER  # there was no episode that could be cut
         if self._state[index] == OVER and self._idles:
             (obs,) = self._read_obs(np.array([index]))
             self._reward[index] = self._zero
@@ -356,12 +371,13 @@ class EnvSlice:
         if self._state[index] == UNRESET:
             obs, info = self._reset_after(index, self._final_infos.pop(index))
         else:
-            (last,) = self._read_obs(np.array([index]))
+            assert delivered is not None
             self._reward[index] = self._zero
+            self._return[index], self._length[index] = delivered.episode(index)
             self._stats[_stats.FAULTS] += 1
             self._stats[_stats.STEPS] -= 1  # once, though it may be UNRESET next
             try:
-                obs, info = self._end_step(index, last, False, True, {})
+                obs, info = self._end_step(index, delivered.obs(index), False, True, {})
             finally:
                 self._fault[index] = True
         self._declared.write(index, info)
@@ -417,6 +433,8 @@ class EnvSlice:
         try:
             result = env.reset(seed=seed, options=options)
         finally:
+            if forked:
+                _forks.end(max(self._running[0] - 1, self.first), "reset")
             self._stats[_stats.RESET_NS] += monotonic_ns() - began
             if self.recorder is not None:
                 mark = self._running[0]  # 0 while none in a slot runs
@@ -434,15 +452,6 @@ class EnvSlice:
         if self._require_member is not None:
             self._require_member(obs)
         return obs, _require_dict("reset", info)
-
-    def _take_over(self, index: int) -> None:
-        """Goes on for an env that is gone: its row is as it left it."""
-        self._note_rebuilt(index)
-        # What the parent has seen is the request that was finished last; a later one's outcome is lost.
-        over = self._ended[index] == self._done[index]
-        self._state[index] = OVER if over and self._autoreset_mode is AutoresetMode.NEXT_STEP else LOST
-        self._returns[index] = self._zero + self._return[index]
-        self._lengths[index] = self._length[index]
 
     def _note_rebuilt(self, index: int) -> None:
         """Gives an env that was built anew its next seed, if the one before it was seeded."""

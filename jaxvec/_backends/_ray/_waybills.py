@@ -10,12 +10,7 @@ from jaxvec._memory._freight import Freight
 from jaxvec._memory._segment import Arrays
 from jaxvec._spec import PoolSpec
 
-_WORKERS = (
-    "has_info",
-    "last_seed",
-    "rebuilds",
-    "ended",
-)  # what else workers write, see _layout
+_WORKERS = ("has_info", "last_seed", "rebuilds")  # what else workers write, see _layout
 
 
 class Waybills:
