@@ -26,6 +26,7 @@ from disasters import DEATHS, FAILURES, GatedEnv, SleepingEnv, failing, wait_unt
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
+from jaxvec._backends import _fork
 from jaxvec._backends._ray import _dispatch, _launcher, _link, _node
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -56,6 +57,7 @@ def cluster(kept_by_others):
 
 
 def control_sockets():
+    _fork.end_all()  # which has one, too
     return len(psutil.Process().net_connections("unix"))
 
 
@@ -284,10 +286,12 @@ def parents(envs):
 
 
 class Parented(CountingEnv):
-    """Says whose child it is. It dies if told so."""
+    """Says in which actor it is. It dies if told so."""
 
     def parent(self):
-        return os.getppid()
+        parent = psutil.Process(os.getppid())
+        forked = "jaxvec._backends._forkserver" in parent.cmdline()
+        return parent.ppid() if forked else parent.pid
 
     def step(self, action):
         if action == 7:

@@ -17,8 +17,8 @@ def end(env_id: int, operation: str) -> NoReturn:
     """Ends this process, which is a fork, and says so on its standard error."""
     text = (
         f"jaxvec.EnvError: env {env_id} has forked in {operation}, and the new process {os.getpid()} came "
-        f"back from it, so it was ended. Let it end in {operation} by os._exit, or start it with subprocess or "
-        "multiprocessing.\n"
+        f"back from it, so it was ended. Let it end in {operation} by os._exit, or start it with subprocess "
+        "or multiprocessing.\n"
     )
     os.write(2, text.encode())
     os._exit(1)
