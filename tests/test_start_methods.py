@@ -398,6 +398,46 @@ def test_nothing_is_left_of_a_program_that_is_killed_while_it_makes_a_pool(momen
     wait_until(lambda: of_environment(mark) == [])
 
 
+ENDINGS = {
+    "it returns": "",
+    "it raises": "raise KeyError('no such room')",
+    "it exits at once": "os._exit(3)",
+    "it is killed": "os.kill(os.getpid(), 9)",
+    "a worker is stopped": "os.kill(envs.call('pid')[0], 19)",
+}
+
+SIMULATED = """
+import os, subprocess
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.simulator = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+    def pid(self):
+        return os.getpid()
+
+envs = jaxvec.make(Env, 2, num_workers=2, start_method="forkserver")
+envs.reset()
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_nothing_is_left_of_a_program_however_it_ends(ending):
+    mark = uuid.uuid4().hex
+    subprocess.run(
+        [sys.executable, "-c", SIMULATED.format(ending=ENDINGS[ending])],
+        env={**os.environ, "JAXVEC_MARK": mark},
+        stderr=subprocess.DEVNULL,
+        timeout=200,
+        check=False,
+    )
+    wait_until(lambda: of_environment(mark) == [])
+
+
 FORKING = """
 import ctypes, os, signal, sys, time, warnings
 warnings.simplefilter("ignore")
@@ -496,6 +536,7 @@ BAD = [
     ({"preload": ["math"], "start_method": "spawn"}, ValueError, "preload needs the fork server"),
     ({"preload": ["math"], "backend": "serial"}, ValueError, "preload needs worker processes"),
     ({"worker_env": {"A": 1}}, TypeError, "worker_env: 'A' is 1; names are texts, values texts or None"),
+    ({"worker_env": {"A=B": "1"}}, ValueError, "worker_env: 'A=B' can't be an environment variable"),
 ]
 
 

@@ -147,9 +147,9 @@ class _Server:
         return tell_ending(True, exitcode)[1]
 
     def forget(self) -> None:
-        """In a fork of the program: lets go of it."""
+        """Lets go of it, and does not wait for its end; a fork of the program could not."""
         self._requests.close()
-        self._process.returncode = 0  # it is none of our children
+        self._process.returncode = 0  # or Popen would warn
 
 
 _servers: dict[tuple[Any, ...], _Server] = {}  # by what they have that a fork can't take on; the latest last
@@ -262,7 +262,11 @@ def end_all() -> None:
     """Ends the servers. A pool that needs one starts another."""
     with _lock:
         while _servers:
-            _servers.popitem()[1].close()
+            _, server = _servers.popitem()
+            if server.users:
+                server.forget()  # it ends with its workers, or the program
+            else:
+                server.close()
 
 
 def _forget_all() -> None:

@@ -40,6 +40,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -53,6 +54,7 @@ FORK, REAP = b"f", b"r"
 PID = struct.Struct("!i")
 ANSWER = struct.Struct("!ii")
 _LONGEST = 1 << 18  # bytes of a message; more than the kernel passes on
+_GLANCE = 100  # milliseconds
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class _Server:
             elif request[:1] == REAP:
                 self._reap(*PID.unpack(request[1:]))
             else:
-                self._end(kill=False)  # the program wants no more of us; workers see to themselves
+                self._see_off(poll)
 
     def _import(self, imports: Imports) -> Exception | None:
         """Imports what workers have in common; returns why there can be none."""
@@ -198,7 +200,19 @@ class _Server:
         self._end_orphans()
         self._requests.send(ANSWER.pack(pid, os.waitstatus_to_exitcode(status)))
 
-    def _end(self, *, kill: bool) -> None:
+    def _see_off(self, poll: select.poll) -> NoReturn:
+        """Waits for the end of the workers, of which the program wants to know nothing more."""
+        poll.unregister(self._requests)
+        while self._workers:
+            if poll.poll(_GLANCE):
+                self._end(kill=True)
+            for pid in list(self._workers):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    self._workers.remove(pid)
+                    self._end_orphans()
+        self._end(kill=False)
+
+    def _end(self, *, kill: bool) -> NoReturn:
         for pid in self._workers if kill else ():
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

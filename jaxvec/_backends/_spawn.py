@@ -97,10 +97,15 @@ def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
 
     Raises:
         TypeError: a name or a value is not text.
+        ValueError: a text that the system does not take.
     """
     for name, value in changes.items():
         if not isinstance(name, str) or not isinstance(value, (str, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"worker_env: {name!r} is {value!r}; names are texts, values texts or None")
+        if not name or "=" in name or "\0" in name + (value or ""):
+            raise ValueError(
+                f"worker_env: {name!r} can't be an environment variable with the value {value!r}"
+            )
     variables = {**os.environ, **_WORKER_ENV, **changes}
     return {name: value for name, value in variables.items() if value is not None}
 
