@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,10 @@ class PoolSpec:
     truncated: Leaf
     info: DictNode
     declared: DictNode
+
+    def __repr__(self) -> str:
+        """Names it in a line: JAX repeats it in errors of its own, and all leaves would be pages."""
+        return f"<PoolSpec of {self.num_envs} envs, {self.fingerprint:016x}>"
 
     @property
     def first_ready(self) -> bool:
@@ -110,7 +114,8 @@ class PoolSpec:
         may be to any number of a pool's envs, and which they are is checked when it is used.
         """
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
-        return int.from_bytes(hashlib.blake2b(repr(spec).encode(), digest_size=8).digest()) >> 1
+        values = tuple(getattr(spec, field.name) for field in fields(spec))
+        return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest()) >> 1
 
     def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Returns `(num_envs, *leaf.shape)`."""

@@ -580,3 +580,33 @@ def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):
 def test_episodes_and_autoreset_exclude_each_other():
     with pytest.raises(ValueError, match="envs whose episode has ended idle; autoreset_mode is SAME_STEP"):
         jaxvec.make(CountingEnv, 1, episodic=True, autoreset_mode="SAME_STEP")
+
+
+@pytest.mark.parametrize(
+    "env", ["CartPole-v1", gymnasium.spec("CartPole-v1"), CountingEnv, [CountingEnv] * 2]
+)
+def test_a_misspelt_option_is_named_with_what_was_meant(env):
+    for name, meant in {"num_worker": "num_workers", "step_timout": "step_timeout"}.items():
+        with pytest.raises(TypeError, match=f"no option '{name}', .*did you mean '{meant}'"):
+            jaxvec.make(env, 2, **{name: 1})
+
+
+def test_an_envs_own_argument_may_look_like_an_option(make):
+    class Env(CountingEnv):
+        def __init__(self, num_worker):
+            super().__init__()
+            self.mine = num_worker
+
+    assert make(Env, 1, num_worker=3).get_attr("mine") == (3,)
+
+
+def test_an_id_whose_package_is_not_imported_says_which_to_name():
+    with pytest.raises(
+        gymnasium.error.NamespaceNotFound, match=r'jaxvec.make\("the_package:Nowhere/Env-v0", …\)'
+    ):
+        jaxvec.make("Nowhere/Env-v0", 1)
+    if "ale_py" not in sys.modules:
+        with pytest.raises(
+            gymnasium.error.NamespaceNotFound, match=r'jaxvec.make\("ale_py:ALE/Pong-v5", …\)'
+        ):
+            jaxvec.make("ALE/Pong-v5", 1)

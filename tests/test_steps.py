@@ -800,3 +800,22 @@ def test_a_handle_to_envs_in_any_order_gets_each_its_own_row(make, backend):
         handle, timestep = step(handle, places)
         ids = timestep.info["env_id"]
         np.testing.assert_array_equal(timestep.obs, np.stack([ids, [steps] * 4, ids, places], axis=1))
+
+
+def test_what_is_no_pool_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"not str; .*: jaxvec.make\('CartPole-v1', num_envs\)"):
+        jaxvec.reset("CartPole-v1")
+    with pytest.raises(TypeError, match="reset takes the pool that jaxvec.make returned, .* not CountingEnv"):
+        jaxvec.reset(CountingEnv())
+
+
+def test_messages_are_in_our_words_and_short(envs):
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.ActionError) as caught:
+        jaxvec.step(handle, jnp.zeros(4, int))
+    assert str(caught.value).startswith("action: got shape (4,), expected (3,), env axis first")
+    with pytest.raises(TypeError) as mixed:  # JAX's own, which names the handle
+        jax.lax.scan(lambda carry, _: (carry.token, None), handle, length=1)
+    assert "PoolSpec of 3 envs" in repr(handle)
+    assert len(repr(handle)) < 300
+    assert len(str(mixed.value)) < 2_000

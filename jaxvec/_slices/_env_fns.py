@@ -20,6 +20,8 @@ from gymnasium.envs.registration import (
 
 from jaxvec._slices._envs import EnvFn
 
+_PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}  # where the package has another name than its ids
+
 
 def count(env: Any, num_envs: int | None, size: int | None) -> int:
     """Returns how many envs there will be.
@@ -91,6 +93,20 @@ def resolve(
     ]
 
 
+def takes(env: Any, name: str) -> bool:
+    """Says whether the constructor of some env takes a keyword, or may."""
+    for each in env if _is_list(env) else [env]:
+        if isinstance(each, (str, EnvSpec)):
+            entry_point: Any = (_find_spec(each) if isinstance(each, str) else each).entry_point
+            each = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        parameters = _parameters(each)
+        if not parameters or name in parameters:
+            return True
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return True
+    return False
+
+
 def _is_list(env: Any) -> bool:
     return isinstance(env, Sequence) and not isinstance(env, str)
 
@@ -149,4 +165,12 @@ def _find_spec(env_id: str) -> EnvSpec:
             newest = find_highest_version(namespace, bare)
             if newest is not None:
                 name = get_env_id(namespace, bare, newest)
-    return gymnasium.spec(name)
+    try:
+        return gymnasium.spec(name)
+    except gymnasium.error.NamespaceNotFound as error:
+        namespace = name.partition("/")[0]
+        package = _PUBLISHERS.get(namespace, "the_package")
+        raise gymnasium.error.NamespaceNotFound(
+            f"{error} Ids that begin with {namespace}/ are registered by a package when it is imported. "
+            f'Name the package: jaxvec.make("{package}:{name}", …)'
+        ) from error

@@ -49,11 +49,14 @@ def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
             array = jnp.asarray(value)
         except (TypeError, ValueError) as error:
             raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
-        hint = "env axis first; under vmap and shard_map, split the handle like the action"
+        shape = (num_envs, *leaf.shape)
         try:
-            chex.assert_shape(array, (num_envs, *leaf.shape), custom_message=hint)
-        except AssertionError as error:
-            raise ActionError(f"{leaf}: {error}") from error
+            chex.assert_shape(array, shape)
+        except AssertionError:
+            raise ActionError(
+                f"{leaf}: got shape {array.shape}, expected {shape}, env axis first; under vmap and "
+                "shard_map, split the handle like the action"
+            ) from None
         if not _actions.castable(array.dtype, leaf):
             raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}")
         return array.astype(leaf.stored)

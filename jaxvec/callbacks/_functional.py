@@ -56,6 +56,12 @@ def reset(
         handle, fresh = envs, False
         if num_envs is not None:
             raise TypeError("num_envs goes with a VectorEnv; a handle says itself how many envs it is for")
+    elif not isinstance(envs, VectorEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = f"; make the pool first: jaxvec.make({envs!r}, num_envs)" if isinstance(envs, str) else ""
+        raise TypeError(
+            "reset takes the pool that jaxvec.make returned, or a handle to envs of it, not "
+            f"{type(envs).__name__}{hint}"
+        )
     else:
         token = np.zeros((envs.num_envs if num_envs is None else num_envs, 3), np.uint32)
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from jaxvec._pool import Timeouts
 from jaxvec._ray import Ray
 from jaxvec._restart import Restart
+from jaxvec._slices import _env_fns
 from jaxvec._spaces import as_is, as_jax
 from jaxvec._start import start
 from jaxvec._vector_env import VectorEnv
@@ -122,6 +125,7 @@ def make(
         WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
         ValueError, TypeError: a bad argument.
     """
+    _refuse_misspelt(env, env_kwargs)
     transport = _transports.choose(transport)
     for name, seconds in (
         ("start_timeout", start_timeout),
@@ -164,3 +168,14 @@ def make(
             envs.close()
             raise
     return envs
+
+
+def _refuse_misspelt(env: Any, env_kwargs: Mapping[str, Any]) -> None:
+    """Refuses a keyword that looks like an option of `make`, and that the env does not know."""
+    options = inspect.signature(make).parameters
+    for name in env_kwargs:
+        meant = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
+        if meant and not _env_fns.takes(env, name):
+            raise TypeError(
+                f"make has no option {name!r}, and the env no such argument; did you mean {meant[0]!r}?"
+            )
