@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -610,3 +611,31 @@ def test_an_id_whose_package_is_not_imported_says_which_to_name():
             gymnasium.error.NamespaceNotFound, match=r'jaxvec.make\("ale_py:ALE/Pong-v5", …\)'
         ):
             jaxvec.make("ALE/Pong-v5", 1)
+
+
+def test_a_module_that_workers_can_not_import_is_explained(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("""
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    pass
+
+try:
+    jaxvec.make(Env, 1)
+except jaxvec.EnvError as error:
+    said = str(error)
+""")
+    said = runpy.run_path(str(path), run_name="another_name")["said"]
+    assert "No module named 'another_name'" in said
+    assert "sent by the name of its module, 'another_name', which this worker can't import" in said
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_program_that_does_not_know_its_interpreter_says_so(monkeypatch, method):
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(
+        jaxvec.WorkerDiedError, match=r"worker 0 .*not be started: .* sys.executable is empty"
+    ):
+        jaxvec.make(CountingEnv, 1, start_method=method)

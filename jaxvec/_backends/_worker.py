@@ -32,6 +32,12 @@ from jaxvec._slices._spares import Spares
 from jaxvec._stats import WAIT_NS
 from jaxvec._tracing._recorder import span
 
+_BY_NAME = (
+    "The env's constructor was sent by the name of its module, {!r}, which this worker can't import. If the "
+    "module is no file on sys.path, as that of a script under runpy.run_path(run_name=...), define the env in "
+    "one that is, or call cloudpickle.register_pickle_by_value(module) before make."
+)
+
 
 def main(lifeline: int, control: int) -> None:
     """Works as an interpreter of its own, which holds the lifeline."""
@@ -152,6 +158,8 @@ def _load(setup: Setup) -> Sequence[EnvFn]:
     try:
         return pickle.loads(setup.env_fns)
     except BaseException as error:
+        if isinstance(error, ModuleNotFoundError):
+            error.add_note(_BY_NAME.format(error.name))
         raise EnvFailure(setup.first, "constructor") from error
 
 
