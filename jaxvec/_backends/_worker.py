@@ -34,7 +34,7 @@ from jaxvec._tracing._recorder import span
 
 _BY_NAME = (
     "The env's constructor was sent by the name of its module, {!r}, which this worker can't import. If the "
-    "module is no file on sys.path, as that of a script under runpy.run_path(run_name=...), define the env in "
+    "module is no file on sys.path, as a script under runpy.run_path(run_name=...), define the env in "
     "one that is, or call cloudpickle.register_pickle_by_value(module) before make."
 )
 
