@@ -207,6 +207,8 @@ class ModelWorker:
             made: list[tuple[int, Row, Slot]] = []  # not delivered yet
             try:
                 for env_id, action in left:
+                    if action == END_BADLY and not self.slots[env_id].lost:
+                        self._deliver(made, rows)  # its reset fails, so those before it go out
                     row, after = self._step(env_id, action)
                     if dies_again:
                         dies_again = False
