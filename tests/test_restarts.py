@@ -711,3 +711,22 @@ def test_of_objects_the_last_observation_is_kept_too():
         assert [final["count"].tolist() for final in infos["final_obs"]] == [[2], [2]]
     finally:
         envs.close()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_a_worker_that_died_has_started_in_its_group_ends(make, method):
+    class Starting(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.child = subprocess.Popen(["sleep", "1000"]).pid
+
+        def step(self, action):
+            if action == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    envs = make(Starting, 1, start_method=method, on_fault=FREE)
+    envs.reset()
+    (child,) = envs.get_attr("child")
+    envs.step([7])
+    assert gone([child])

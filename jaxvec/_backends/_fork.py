@@ -96,9 +96,7 @@ class _Server:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                self._process = start(
-                    "jaxvec._backends._forkserver", theirs.fileno(), os.getpid(), env=env, inherits=1
-                )
+                self._process = start("jaxvec._backends._forkserver", theirs.fileno(), os.getpid(), env=env)
             self.pid = self._process.pid
             with suppress(ConnectionError):  # it has ended, as who asks for a fork will see
                 self._requests.send(pickle.dumps(Imports(modules, list(sys.path))))

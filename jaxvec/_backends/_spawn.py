@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -31,6 +32,9 @@ _WORKER_ENV: dict[str, str | None] = {
 }
 
 
+_GLANCE = 0.002  # seconds between looks for the end of a process
+
+
 class SpawnedWorker:
     """A worker with an interpreter of its own, the first of a process group; see `Process`."""
 
@@ -48,8 +52,10 @@ class SpawnedWorker:
         return self._process.returncode is not None
 
     def wait(self, timeout: float) -> bool:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
+        # Not by Popen.wait, which would reap it before the rest of its group is ended.
+        deadline = time.monotonic() + timeout
+        while not self.ended() and time.monotonic() < deadline:
+            time.sleep(_GLANCE)
         return self.ended()
 
     def end(self) -> None:
@@ -110,14 +116,14 @@ def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if value is not None}
 
 
-def start(module: str, *arguments: int, env: Mapping[str, str], inherits: int = 1) -> subprocess.Popen[bytes]:
+def start(module: str, descriptor: int, *arguments: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts an interpreter that runs `main` of a module, in a process group of its own, and ends with us.
 
     Args:
         module: of this package.
-        *arguments: of `main`, after the lifeline.
+        descriptor: that it inherits; an argument of `main`, after the lifeline.
+        *arguments: more of these.
         env: its environment variables.
-        inherits: how many of the arguments, the first, are descriptors that it inherits.
     """
     if not sys.executable:
         raise FileNotFoundError(
@@ -127,9 +133,8 @@ def start(module: str, *arguments: int, env: Mapping[str, str], inherits: int = 
     # Only to find what it begins with; it then takes over our sys.path and restores PYTHONPATH.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
     with ExitStack() as stack:
-        given = [_above_standard(d, stack) for d in (_lifeline.read_end(), *arguments[:inherits])]
-        lifeline, *first = given
-        words = [lifeline, module, *first, *arguments[inherits:]]
+        given = [_above_standard(each, stack) for each in (_lifeline.read_end(), descriptor)]
+        words = [given[0], module, given[1], *arguments]
         return subprocess.Popen(
             [sys.executable, "-u", "-P", str(Path(_lifeline.__file__)), *map(str, words)],
             env=env,
