@@ -61,6 +61,13 @@ def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
     return pool if family is None or fresh is None else family.pool(fresh)
 
 
+def keep(pool_id: int, error: BaseException, *, under_way: bool) -> None:
+    """Has the pool, if there is one, keep the error of a program's call; see `Pool.keep`."""
+    pool = _pools.get(pool_id)
+    if pool is not None:
+        pool.keep(error, under_way=under_way)
+
+
 @contextmanager
 def serving(
     pool_id: int, fingerprint: int, fresh: int | None = None, *, under_way: bool = False

@@ -8,14 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from disasters import WAYS, wait_until
 from scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
 from jaxvec import _pool
+from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version
@@ -363,3 +368,65 @@ def test_a_handler_of_another_signal_runs_while_a_program_does(nap):
     words = [sys.executable, "-c", OTHER_SIGNAL, str(nap), "auto", "note"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
+
+
+class Short(CountingEnv):
+    """Takes longer than a program waits without Python, once that is cut to a millisecond."""
+
+    def step(self, action):
+        time.sleep(0.003)
+        return super().step(action)
+
+
+class Stopped(BaseException):
+    """What the handler of a signal raises, as `SystemExit`."""
+
+
+@contextmanager
+def stopped_at(line):
+    """Raises `Stopped` at the so-manieth line of `_ffi`; yields a list, empty until then."""
+    left, where = line, []
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_code.co_filename != _ffi.__file__:
+            return None
+        left -= 1
+        if left == 0:
+            sys.settrace(None)
+            where.append((frame.f_code.co_name, frame.f_lineno, event))
+            raise Stopped
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield where
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason="FFI")
+@pytest.mark.parametrize("verb", [jaxvec.reset, jaxvec.step], ids=["reset", "step"])
+def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatch, verb):
+    """A step is under way then, and the pool broken by it; a reset has not begun, or has ended."""
+    monkeypatch.setattr("jaxvec._native.gate._WAIT", 1_000_000)
+    program = jax.jit(verb)
+    with jaxvec.make(Short, 2, num_workers=1) as envs:
+        handle, _ = jaxvec.reset(envs)
+        operands = () if verb is jaxvec.reset else (jnp.zeros(2, int),)
+        program(handle, *operands)  # compiles
+    for line in itertools.count(1, 3):
+        with jaxvec.make(Short, 2, num_workers=1) as envs:
+            handle, _ = jaxvec.reset(envs)
+            error = None
+            with stopped_at(line) as where:
+                try:
+                    jax.block_until_ready(program(handle, *operands))
+                except jax.errors.JaxRuntimeError as raised:
+                    error = raised
+            if not where:
+                break
+            assert "Stopped" in str(error), where
+            assert isinstance(envs.pool.take_program_error(), Stopped), where
+            assert isinstance(envs.pool.broken_by, Stopped if verb is jaxvec.step else None | Stopped), where
+    assert line > 50

@@ -61,6 +61,8 @@ def test_the_platform_decides_when_the_program_is_lowered(
     class Chosen(Exception):
         pass
 
+    jax.clear_caches()  # of lowerings, too: another test's may be of just such a pool
+
     def choice(name):
         def call(*_, **__):
             raise Chosen(name)

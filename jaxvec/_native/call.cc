@@ -9,17 +9,35 @@ namespace {
 
 std::atomic<const Python*> python{nullptr};
 
-// Runs Python's handlers of signals that have come, and keeps what they raise in the call. A Python
-// function can't: it would be interrupted at its first instruction, before it can catch anything.
-void hear_signals(const Python& python, Call& call) {
+constexpr int kTries = 100;
+
+void keep_exception(const Python& python, Call& call) {
+  void *type = nullptr, *value = nullptr, *traceback = nullptr;
+  python.take_exception(&type, &value, &traceback);
+  // `sys.exit(5)` leaves its argument for the value, until somebody makes the exception.
+  python.make_exception(&type, &value, &traceback);
+  python.release(type);
+  python.release(traceback);
+  python.release(call.exception);
+  call.exception = value;
+}
+
+// Has Python answer a call. What Python raises, it is given in another call, which ends with it: no Python
+// function could catch all of it, since handlers of signals raise theirs between any two instructions, the
+// first and those of an `except` included. For the same reason the ending may take several tries.
+void ask(const Python& python, Call& call) {
   const int gil = python.ensure_gil();
-  if (python.run_signal_handlers() != 0) {
-    void *type = nullptr, *value = nullptr, *traceback = nullptr;
-    python.take_exception(&type, &value, &traceback);
-    // `sys.exit(5)` leaves its argument for the value, until somebody makes the exception.
-    python.make_exception(&type, &value, &traceback);
-    call.exception = value != nullptr ? value : type;
+  if (python.run_signal_handlers() != 0) keep_exception(python, call);
+  void* answered = nullptr;
+  for (int tries = 0; answered == nullptr && tries < kTries; ++tries) {
+    void* const address = python.make_int(&call);
+    answered = python.call(python.answer, address);
+    if (answered == nullptr) keep_exception(python, call);
+    python.release(address);
   }
+  if (answered == nullptr) *call.error = "jaxvec was interrupted each time it tried to say why";
+  python.release(answered);
+  python.release(call.exception);
   python.release_gil(gil);
 }
 
@@ -35,23 +53,17 @@ std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands) {
 std::string ask_python(Call& call, Moved moved, Pool* pool) {
   const Python* answering = python.load();
   std::string error;
-  int32_t answered = 0;
   call.moved = static_cast<uint32_t>(moved);
+  const bool has_token = call.num_operands > 0 && is_token(call.operands[0]);
+  call.pool = has_token ? static_cast<const TokenRow*>(call.operands[0].data)->pool : 0;
   call.error = &error;
   if (answering == nullptr) {
     error = "the Python interpreter has ended";
   } else {
-    hear_signals(*answering, call);
-    answered = answering->answer(&call);
-    if (answered == 0 && error.empty()) {
-      // A signal came between the two, and nobody has heard what its handler raised.
-      call.exception = answering->keyboard_interrupt;
-      answered = answering->answer(&call);
-    }
+    ask(*answering, call);
   }
   if (moved == Moved::kUnderWay) pool->land();
-  if (answered == 1) return "";
-  return error.empty() ? "jaxvec could not say why; the standard error may tell more" : error;
+  return error;
 }
 
 bool interrupted() {

@@ -24,19 +24,22 @@ struct Call {
   uint32_t num_results;
   uint32_t interrupts;  // how many there had been when the call began
   uint32_t on_device;   // whether a GPU's program calls; operands and results are in our memory all the same
+  uint32_t pool;        // its number; 0 if the first operand is no token
   std::string* error;
-  void* exception;  // a Python object: what a signal handler raised before Python was asked, or null
+  void* exception;  // a Python object: what the call has to end with, or null
 };
 
 // Python's side of a call, and what of Python's own functions it takes to get there.
 struct Python {
-  int32_t (*answer)(Call*);  // fills in the results and returns 1, or calls `fail` and returns 0
+  void* answer;  // Python's function of a call's address; see `ask`
   int (*ensure_gil)();
   void (*release_gil)(int);
   int (*run_signal_handlers)();  // returns 0, or leaves an exception
   void (*take_exception)(void** type, void** value, void** traceback);
   void (*make_exception)(void** type, void** value, void** traceback);
-  void* keyboard_interrupt;  // the exception's type
+  void* (*make_int)(void* address);
+  void* (*call)(void* function, void* argument);  // returns null and leaves an exception if it fails
+  void (*release)(void* object);                  // takes null, too
 };
 
 // Sets who answers; null when the interpreter ends.

@@ -120,6 +120,7 @@ class _Call(ctypes.Structure):
         ("num_results", ctypes.c_uint32),
         ("interrupts", ctypes.c_uint32),
         ("on_device", ctypes.c_uint32),
+        ("pool", ctypes.c_uint32),
         ("error", ctypes.c_void_p),
         ("exception", ctypes.c_void_p),
     ]
@@ -137,43 +138,45 @@ class _Python(ctypes.Structure):
             "run_signal_handlers",
             "take_exception",
             "make_exception",
-            "keyboard_interrupt",
+            "make_int",
+            "call",
+            "release",
         )
     ]
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
-def _answer(address: int) -> int:
-    """Answers the call at `address`; returns 1, or 0 if it failed, and says why."""
-    try:
-        _serve(_Call.from_address(address))
-    except BaseException as error:  # also Ctrl-C: the program must end, and the pool keeps the cause
-        library.load().jaxvec_fail(address, f"{type(error).__name__}: {error}".encode(errors="replace"))
-        return 0
-    return 1
+def _answer(address: int) -> None:
+    """Answers the call at `address`. What it raises, C++ calls it again with, to end the call by that."""
+    call = _Call.from_address(address)
+    if call.exception:
+        _fail(call, ctypes.cast(call.exception, ctypes.py_object).value)
+    else:
+        _serve(call)
+
+
+def _fail(call: _Call, error: BaseException) -> None:
+    """Ends a call by an error: also by Ctrl-C or `sys.exit` of a signal's handler. May be done twice."""
+    _pools.keep(call.pool, error, under_way=call.moved == _UNDER_WAY)
+    text = f"{type(error).__name__}: {error}".encode(errors="replace")
+    library.load().jaxvec_fail(ctypes.addressof(call), text)
 
 
 _PYTHON = _Python(
+    id(_answer),
     *(
         ctypes.cast(function, ctypes.c_void_p).value
         for function in (
-            _answer,
             ctypes.pythonapi.PyGILState_Ensure,
             ctypes.pythonapi.PyGILState_Release,
             ctypes.pythonapi.PyErr_CheckSignals,
             ctypes.pythonapi.PyErr_Fetch,
             ctypes.pythonapi.PyErr_NormalizeException,
+            ctypes.pythonapi.PyLong_FromVoidPtr,
+            ctypes.pythonapi.PyObject_CallOneArg,
+            ctypes.pythonapi.Py_DecRef,
         )
     ),
-    id(KeyboardInterrupt),
 )
-
-
-def _interrupt(call: _Call) -> None:
-    """Raises what a signal handler raised before we were asked, or would have raised here."""
-    if call.exception:
-        raise ctypes.cast(call.exception, ctypes.py_object).value
-    interrupts.raise_since(call.interrupts)
 
 
 def _serve(theirs: _Call) -> None:
@@ -195,7 +198,7 @@ def _serve(theirs: _Call) -> None:
         call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))
-        interrupt = partial(_interrupt, theirs)
+        interrupt = partial(interrupts.raise_since, theirs.interrupts)
         if theirs.moved == _DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
         elif theirs.moved == _UNDER_WAY:

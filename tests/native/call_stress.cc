@@ -190,13 +190,16 @@ struct Setup {
 
 // Python, which refuses what the pool does, and ends the steps that it has begun.
 Setup* asked;
-std::atomic<uint32_t> handed_over{0}, told{0};
+std::atomic<uint32_t> handed_over{0}, told{0}, tries{0};
 
-int32_t answer(Call* call) {
-  if (call->moved == uint32_t(Moved::kDone)) return ++told, 1;  // of an interrupt
+void answer(Call* call) {
+  if (call->moved == uint32_t(Moved::kDone)) {  // of an interrupt
+    ++told;
+    return;
+  }
   if (call->moved == uint32_t(Moved::kNothingDone)) {
     *call->error = "refused";
-    return 0;
+    return;
   }
   ++handed_over;
   check(call->waited_ns > 0, "a wait without time");
@@ -217,16 +220,25 @@ int32_t answer(Call* call) {
     std::memcpy(static_cast<uint32_t*>(call->results[2].data) + i * kBig,
                 asked->big.as<uint32_t>() + slots[i] * kBig, kBig * sizeof(uint32_t));
   }
-  return 1;
 }
 
-const Python kPython = {answer,
+// Of two tries, the first is interrupted.
+void* try_to_answer(void*, void* address) {
+  auto* const call = static_cast<Call*>(address);
+  if (++tries % 2 == 0) return nullptr;
+  answer(call);
+  return call;
+}
+
+const Python kPython = {nullptr,
                         [] { return 0; },
                         [](int) {},
                         [] { return 0; },
                         [](void**, void**, void**) {},
                         [](void**, void**, void**) {},
-                        nullptr};
+                        [](void* address) { return address; },
+                        try_to_answer,
+                        [](void*) {}};
 
 // As XLA's caller waits for what is on a device.
 void synchronize(void* stream) {
