@@ -1,5 +1,4 @@
 """A pool against a model that foretells every field of every row, whatever happens to the pool.
-meet.
 
 The model is told nothing but what the pool is told. So rows that a fault has cut are foretold from the rows
 before them alone: that is what they promise.
@@ -172,14 +171,14 @@ class ModelWorker:
 
     Attributes:
         slots: of its envs.
-        same_step: which autoreset; the next step's, else.
+        mode: of autoreset.
         rebuild: whether an env that raised is built anew.
         posts_each: whether each row counts as soon as it is whole; else those of a request together.
     """
 
     slots: dict[int, Slot]
     spares: int
-    same_step: bool
+    mode: str
     rebuild: bool
     posts_each: bool
     faults: int = 0
@@ -240,7 +239,7 @@ class ModelWorker:
     def _step(self, env_id: int, action: int) -> tuple[Row, Slot]:
         """Returns the row of one step, and what the program has then."""
         slot = self.slots[env_id]
-        if slot.over and not self.same_step:
+        if slot.over and self.mode == "NEXT_STEP":
             obs, info = self._autoreset(env_id)
             return Row(obs, 0.0, False, False, (0.0, 0), info=info), Slot(obs)
         if slot.lost:
@@ -262,7 +261,7 @@ class ModelWorker:
         return row, Slot(obs, False, episode)
 
     def _end(self, env_id: int, row: Row) -> tuple[Row, Slot]:
-        if not self.same_step:
+        if self.mode != "SAME_STEP":
             return row, Slot(row.obs, True)
         row.final_obs, row.final_info = row.obs, row.info
         row.obs, row.info = self._autoreset(env_id)
@@ -295,9 +294,9 @@ class ProgramFace:
         self._envs = envs
         self._handle = None
 
-    def reset(self, seed):
+    def reset(self, seed, mask=None):
         handle = self._envs if self._handle is None else self._handle
-        self._handle, timestep = jaxvec.reset(handle, seed=seed)
+        self._handle, timestep = jaxvec.reset(handle, seed=seed, mask=mask)
         return timestep
 
     def step(self, actions):
@@ -316,6 +315,7 @@ class PoolMachine(RuleBasedStateMachine):
     """`dead` are workers that were killed, and whose death nobody can have met with yet."""
 
     backend: Any = "process"
+    folder: tempfile.TemporaryDirectory[str] | None = None
     envs: jaxvec.VectorEnv | None = None
     checks = 0
 
@@ -325,11 +325,13 @@ class PoolMachine(RuleBasedStateMachine):
         handoff=st.sampled_from(["auto", "portable"]),
         face=st.sampled_from(["host", "auto", "io_callback"]),
         first_ready=st.booleans(),
-        mode=st.sampled_from(["SAME_STEP", "NEXT_STEP"]),
+        mode=st.sampled_from(["SAME_STEP", "NEXT_STEP", "DISABLED"]),
         spare_envs=st.sampled_from([0, 0, 1, 2]),
         retry=st.sampled_from(["reset", "rebuild"]),
     )
     def make(self, num_envs, num_workers, handoff, face, first_ready, mode, spare_envs, retry):
+        if mode == "DISABLED":  # these need autoreset
+            first_ready, spare_envs = False, 0
         self.folder = tempfile.TemporaryDirectory()
         slices = split(num_envs, min(num_workers, num_envs))
         self.batch_size = max(num_envs // 2, 1) if first_ready else num_envs
@@ -353,7 +355,7 @@ class PoolMachine(RuleBasedStateMachine):
             ModelWorker(
                 {env_id: Slot() for env_id in range(first, stop)},
                 spare_envs,
-                mode == "SAME_STEP",
+                mode,
                 retry == "rebuild",
                 first_ready,
             )
@@ -364,15 +366,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.started = self.closed = False
         self.checks = 0
         self.sent: dict[int, Row] = {}  # what is to come of those in flight, in the order of their requests
+        self.rows: dict[int, Row] = {}  # what came last
         self.dead: set[int] = set()
         self.perhaps_dead: set[int] = set()
 
     def actions(self, count):
         """Returns what envs may be asked to do so that what comes of it is foretold."""
         harm = [RAISE, SPOIL, DIE, DIE_LATE]
-        if (
-            self.mode == "SAME_STEP" and not self.spare_envs
-        ):  # else others' resets may meet with it, or nobody's
+        if self.mode == "SAME_STEP" and not self.spare_envs:  # else others' resets meet with it, or nobody's
             harm += [DIE_TWICE, END_BADLY]
         return st.lists(st.integers(0, 4) | st.sampled_from(harm), min_size=count, max_size=count)
 
@@ -389,14 +390,12 @@ class PoolMachine(RuleBasedStateMachine):
     def check(self, timestep):
         """Compares all fields of all rows with those that were foretold."""
         self.checks += 1
-        self.perhaps_dead, self.dead = (
-            self.perhaps_dead | self.dead,
-            set(),
-        )  # who waits may notice any of them
+        # Who waits may notice any of them.
+        self.perhaps_dead, self.dead = self.perhaps_dead | self.dead, set()
         ids = timestep.info["env_id"].tolist()
         assert ids == list(self.sent)[: len(ids)]
         for place, env_id in enumerate(ids):
-            row = self.sent.pop(env_id)
+            row = self.rows[env_id] = self.sent.pop(env_id)
             same_step = self.mode == "SAME_STEP"
             zeros = jax.tree.map(np.zeros_like, row.obs)
             infos = {"": row.info} | ({"final_info": row.final_info} if same_step else {})
@@ -440,6 +439,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.sent = {env_id: self.worker_of[env_id].reset(env_id) for env_id in order}
         self.check(self.face.reset(seed=seed))
 
+    @idle
+    @precondition(lambda self: self.started and self.batch_size == self.num_envs)
+    @rule(data=st.data())
+    def reset_some(self, data):
+        self.reset_those(data.draw(st.lists(st.booleans(), min_size=self.num_envs, max_size=self.num_envs)))
+
+    def reset_those(self, mask):
+        self.sent = dict(self.rows)  # of those that stay, all fields do
+        self.sent |= {
+            env_id: self.worker_of[env_id].reset(env_id) for env_id in np.flatnonzero(mask).tolist()
+        }
+        self.check(self.face.reset(seed=None, mask=np.array(mask)))
+
     @moving
     @precondition(lambda self: self.batch_size < self.num_envs)
     @rule(data=st.data())
@@ -470,6 +482,11 @@ class PoolMachine(RuleBasedStateMachine):
     def step(self, data):
         for _ in range(data.draw(st.integers(1, 4))):
             actions = data.draw(self.actions(self.num_envs))
+            over = [self.worker_of[env_id].slots[env_id].over for env_id in range(self.num_envs)]
+            if self.mode == "DISABLED" and any(over):
+                with pytest.raises(jaxvec.ResetNeededError):
+                    self.envs.step(actions)
+                self.reset_those(over)
             self.request(list(enumerate(actions)))
             self.check(self.face.step(actions))
 
@@ -521,6 +538,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self):
         if self.envs is not None:
             self.envs.close()
+        if self.folder is not None:
             self.folder.cleanup()
 
 
