@@ -1,8 +1,8 @@
 """`python -m benchmarks.soak`: steps pools while workers are killed and envs fail, at random.
 
 Every field of every row that comes back is foretold from the rows before it, and compared. A pool of each
-kind (hand-off, transport, synchronous or first-ready) runs for its share of the time, with
-`on_fault="restart"` and no limits.
+kind (hand-off, transport, synchronous or first-ready, `retry`, spare envs; with `--ray`, on a cluster of its
+own) runs for its share of the time, with `on_fault="restart"` and no limits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -35,9 +35,6 @@ from jaxvec.testing import CountingEnv
 
 LENGTH = 200  # steps, or turns, of one program
 NUM_ENVS, NUM_WORKERS = 8, 2
-FOR_EVER = jaxvec.Restart(retry="rebuild", max_restarts=None, interval=0)
-
-
 EPISODE = 50  # steps
 SHAPE = (32, 32, 3)  # of an image
 
@@ -110,6 +107,30 @@ FAULTS = {
 }
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a pool is made with."""
+
+    handoff: str
+    transport: str
+    batch_size: int
+    retry: str = "rebuild"
+    spare_envs: int = 0
+    backend: str = "process"
+
+    def __str__(self) -> str:
+        extras = [f"{self.spare_envs} spare envs"] if self.spare_envs else []
+        extras += ["Ray"] if self.backend == "ray" else []
+        return ", ".join([self.handoff, self.transport, str(self.batch_size), self.retry, *extras])
+
+
+WAYS = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback")]
+KINDS = [Kind(*way, batch_size) for batch_size in (NUM_ENVS, NUM_ENVS // 2) for way in WAYS]
+KINDS += [replace(kind, retry="reset") for kind in (KINDS[0], KINDS[5])]
+KINDS += [replace(kind, spare_envs=2) for kind in (KINDS[3], KINDS[6])]
+ON_RAY = [replace(kind, backend="ray") for kind in (KINDS[0], KINDS[3], KINDS[7])]
+
+
 @dataclass
 class Tally:
     """What a pool went through."""
@@ -122,21 +143,52 @@ class Tally:
 
 
 class Last:
-    """What was delivered of each env last, from which its next row follows."""
+    """What was delivered of each env last, from which its next row follows.
 
-    def __init__(self) -> None:
+    A row does not tell whether its fault took the env's process, or its object, along; the first observation
+    after it does. So does that of an episode which a spare env begins. Either has to be of one that there may
+    be: new, the one that played, or one of the worker's spare ones.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.spare: list[Counter[tuple[int, int]]] = [Counter() for _ in range(NUM_WORKERS)]
+        self.spare_envs = kind.spare_envs
+        self.keeps = kind.retry == "reset"  # the object that raised
         self.counts = np.zeros((NUM_ENVS, 4), np.int64)
         self.returns = np.zeros(NUM_ENVS)
         self.lengths = np.zeros(NUM_ENVS, np.int64)
         self.resets = np.ones(NUM_ENVS, np.bool_)  # whose next row is that of a reset
 
-    def foretell(self, ids, actions, fault):
+    def begin(self, env_id, counts, fault, told):
+        """Returns what an env counts as its next episode begins: what it has told, if that may be.
+
+        Args:
+            env_id: whose.
+            counts: `[resets, steps, ...]` as its last episode ended, with the step that a fault took.
+            fault: whether it ended by one.
+            told: what it counts by the row.
+        """
+        new, reset_in_vain = (0, 0), (1, 0)  # all are reset in advance before they are with a seed
+        ended = int(counts[0]), int(counts[1])
+        spare = self.spare[env_id * NUM_WORKERS // NUM_ENVS]
+        kept = set() if fault and not self.keeps else {ended}
+        candidates = {*spare, new, reset_in_vain} if self.spare_envs else kept
+        candidates |= {new} if fault else set()
+        found = (int(told[0]) - 1, int(told[1]))
+        if self.spare_envs:
+            spare.update(kept)
+            spare -= Counter({found})
+        began = found if found in candidates else new
+        return [began[0] + 1, began[1], 0, -1]
+
+    def foretell(self, ids, actions, fault, told):
         """Returns all fields of the next rows of these envs; takes them for delivered.
 
         Args:
             ids: of the envs.
             actions: of each.
             fault: whether the row says so; all else follows.
+            told: what the rows count, for those of episodes that begin.
         """
         before, reset = self.counts[ids], self.resets[ids]
         resets, steps, episode, _ = before.T
@@ -145,9 +197,10 @@ class Last:
         terminated = plays & (episode + 1 == EPISODE)
         over = terminated | fault
         last = np.where(fault[:, None], before, stepped)  # of the episodes that are over
-        begun = np.stack([resets + 1, steps + 1, 0 * steps, 0 * steps - 1], axis=1)
-        anew = np.array([1, 0, 0, -1])  # of an env that was built anew, or reset for the first time
-        counts = np.where(terminated[:, None], begun, np.where((fault | reset)[:, None], anew, stepped))
+        counts = stepped.copy()
+        counts[reset] = [1, 0, 0, -1]  # for the first time
+        for place in np.flatnonzero(over):
+            counts[place] = self.begin(ids[place], stepped[place], fault[place], told[place])
         reward = np.where(plays, episode + 1, 0)
         returns, lengths = self.returns[ids] + reward, self.lengths[ids] + plays
         self.counts[ids], self.resets[ids] = counts, False
@@ -175,7 +228,7 @@ def check(tally, last, actions, timestep):
     ids, fault = timestep.info["env_id"], timestep.info["fault"]
     found = {**timestep._asdict(), **timestep.info}
     del found["info"]
-    expected = last.foretell(ids, actions, fault)
+    expected = last.foretell(ids, actions, fault, timestep.obs["counts"])
     assert found.keys() == expected.keys()
     tally.steps += int((~fault).sum())
     tally.fault_rows += int(fault.sum())
@@ -184,7 +237,7 @@ def check(tally, last, actions, timestep):
     )
 
 
-def run(handoff, transport, batch_size, seconds, mean, deaths):
+def run(kind, seconds, mean, deaths):
     """Runs one pool for so long; returns its tally."""
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
@@ -194,10 +247,12 @@ def run(handoff, transport, batch_size, seconds, mean, deaths):
             CursedEnv,
             NUM_ENVS,
             num_workers=NUM_WORKERS,
-            batch_size=batch_size,
-            handoff=handoff,
-            transport=transport,
-            on_fault=FOR_EVER,
+            batch_size=None if kind.batch_size == NUM_ENVS else kind.batch_size,
+            handoff=kind.handoff,
+            transport=kind.transport,
+            backend=kind.backend,
+            spare_envs=kind.spare_envs,
+            on_fault=jaxvec.Restart(retry=kind.retry, max_restarts=None, interval=0),
             step_timeout=1.0,
             record=record,
             mean=mean,
@@ -206,6 +261,8 @@ def run(handoff, transport, batch_size, seconds, mean, deaths):
 
         def kill_from_outside():
             while not stop.wait(random.expovariate(1 / deaths)):
+                if kind.backend == "ray":  # whose processes are elsewhere; envs kill theirs
+                    continue
                 workers = envs.pool._workers.supervisor._processes
                 tally.faults["killed from outside"] += 1
                 with suppress(ProcessLookupError):  # it has gone by itself
@@ -214,7 +271,7 @@ def run(handoff, transport, batch_size, seconds, mean, deaths):
         def turn(carry, action):
             handle, ids = carry
             actions = (action + ids) % 1000
-            if batch_size is None:
+            if kind.batch_size == NUM_ENVS:
                 handle, timestep = jaxvec.step(handle, actions)
             else:
                 handle, timestep = jaxvec.recv(jaxvec.send(handle, actions, ids))
@@ -224,7 +281,7 @@ def run(handoff, transport, batch_size, seconds, mean, deaths):
         killer = threading.Thread(target=kill_from_outside)
         with envs:
             handle, timestep = jaxvec.reset(envs, seed=0)
-            last = Last()
+            last = Last(kind)
             check(tally, last, np.zeros(len(timestep.reward), int), jax.tree.map(np.asarray, timestep))
             sent = np.zeros(NUM_ENVS, int)
             killer.start()
@@ -257,33 +314,36 @@ def main() -> None:
     parser.add_argument(
         "--deaths", type=float, default=5, help="seconds between kills from outside, on average"
     )
+    parser.add_argument("--ray", action="store_true", help="on Ray, too")
     options = parser.parse_args()
     logging.getLogger("jaxvec").setLevel(logging.ERROR)
-    kinds = [
-        (handoff, transport, batch_size)
-        for batch_size in (None, NUM_ENVS // 2)
-        for handoff, transport in (("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback"))
-    ]
+    kinds = KINDS + ON_RAY if options.ray else KINDS
+    if options.ray:
+        import ray
+
+        ray.init(num_cpus=2 * NUM_WORKERS, log_to_driver=False)
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
-        "| hand-off, transport, envs a turn | steps | faults | restarts | fault rows | wrong fields "
+        "| hand-off, transport, envs a turn, retry | steps | faults | restarts | fault rows | wrong fields "
         "| RSS, MB |"
     )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     wrong = 0
     seconds = 60 * options.minutes / len(kinds)
-    for handoff, transport, batch_size in kinds:
-        tally = run(handoff, transport, batch_size, seconds, options.mean, options.deaths)
+    for kind in kinds:
+        tally = run(kind, seconds, options.mean, options.deaths)
         wrong += tally.wrong
         megabytes = process.memory_info().rss / 1e6
         print(
-            f"| {handoff}, {transport}, {batch_size or NUM_ENVS} | {tally.steps:,} | {tally.faults.total()} "
+            f"| {kind} | {tally.steps:,} | {tally.faults.total()} "
             f"| {tally.restarts} | {tally.fault_rows} | {tally.wrong} | {megabytes:.0f} |",
             flush=True,
         )
         print(f"  {dict(tally.faults)}", file=sys.stderr, flush=True)
     _fork.end_all()
+    if options.ray:
+        ray.shutdown()
     print(f"\nLeft behind: {len(process.children(recursive=True))} processes.")
     sys.exit(wrong > 0)
 

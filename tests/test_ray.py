@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import disasters
+import cloudpickle
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,9 @@ import pytest
 from conftest import leftovers
 from disasters import DEATHS, FAILURES, GatedEnv, SleepingEnv, failing, wait_until, within
 from gymnasium.vector import SyncVectorEnv
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_model import PoolMachine
 
 import jaxvec
 from jaxvec._backends import _fork
@@ -272,6 +276,23 @@ class LargeEnv(CountingEnv):
     def step(self, action):
         _, reward, _, _, info = super().step(action)
         return self._large(), reward, self.steps % 2 == 0, False, info
+
+
+class PoolOnRay(PoolMachine):
+    """The model of pools, faults included; each actor's start takes its second."""
+
+    backend = "ray"
+
+
+@pytest.mark.timeout(600)
+def test_all_fields_of_all_rows_are_foretold(cluster):
+    cloudpickle.register_pickle_by_value(sys.modules[PoolMachine.__module__])
+    few = settings(
+        PoolMachine.TestCase.settings,
+        max_examples=settings.default.max_examples // 15,
+        stateful_step_count=12,
+    )
+    run_state_machine_as_test(PoolOnRay, settings=few)
 
 
 # --- Several workers in an actor ------------------------------------------------------------------
