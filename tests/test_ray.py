@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import disasters
 import cloudpickle
+import disasters
 import gymnasium
 import jax
 import jax.numpy as jnp
