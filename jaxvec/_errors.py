@@ -45,11 +45,11 @@ class ResetNeededError(JaxvecError, RuntimeError):
 
 
 class EnvIdError(JaxvecError, ValueError):
-    """A call names an env twice, or one that the pool does not have."""
+    """A call names an env twice, or an env that the pool does not have."""
 
 
 class InFlightError(JaxvecError, RuntimeError):
-    """A call needs an env that is in flight, or `recv` more of them than are."""
+    """A call names an env that was sent and not yet received, or `recv` needs more such envs than there are."""
 
 
 class NotReadyError(JaxvecError, TimeoutError):

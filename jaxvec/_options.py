@@ -33,7 +33,9 @@ def expand(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
     else:
         raise TypeError(f"options must be a dict, or one for each env, not {type(options).__name__}")
     if len(given) != len(slots):
-        raise ValueError(f"got {len(given)} options for {len(slots)} envs")
+        raise ValueError(
+            f"options: got {len(given)} dicts for {len(slots)} envs; pass one dict, or one for each env"
+        )
     each: list[dict[str, Any] | None] = [None] * num_envs
     for slot, one in zip(slots.tolist(), given, strict=True):
         if one is not None and not isinstance(one, Mapping):

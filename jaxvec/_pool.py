@@ -143,7 +143,7 @@ class Pool:
         """Returns what the workers have done so far; also of a broken pool."""
         with self._gate.inside():
             if self.closed:
-                raise PoolClosedError(f"pool {self.id} is closed; ask for its stats before")
+                raise PoolClosedError(f"pool {self.id} is closed; read its stats before you close it")
             return _stats.read(self._views.stats, self._workers.restarts)
 
     def counts(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
@@ -154,8 +154,8 @@ class Pool:
         """Raises `StaleHandleError` if a handle made for a spec of this fingerprint can't be ours."""
         if fingerprint != self.spec.fingerprint:
             raise StaleHandleError(
-                f"foreign handle: pool {self.id} has another specification than the pool that the handle "
-                "was made for"
+                f"foreign handle: it was made for a pool of other spaces or options than pool {self.id}; use "
+                "the handle that jaxvec.reset returned for this pool"
             )
 
     def pin(self) -> None:
@@ -537,8 +537,8 @@ class Pool:
             self._turns.land(sent)
         elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
             raise EnvIdError(
-                f"a pool whose recv returns {self.spec.batch_size} of {self.spec.num_envs} envs is "
-                f"reset as a whole, not {len(chosen)} envs of it"
+                f"a pool with batch_size ({self.spec.batch_size} of {self.spec.num_envs} envs) is reset as a "
+                f"whole, not {len(chosen)} envs of it"
             )
         if self.spec.first_ready:
             chosen = self._turns.spread
@@ -661,11 +661,11 @@ class Pool:
     def _require_usable(self) -> None:
         if os.getpid() != self.closing.process:
             raise PoolClosedError(
-                f"pool {self.id} belongs to process {self.closing.process}, from which this one was forked; "
-                "make a pool of its own here"
+                f"pool {self.id} belongs to process {self.closing.process}; this process is a fork of it and "
+                "can't use the pool. Make another one here"
             )
         if self.closed:
-            raise PoolClosedError(f"pool {self.id} is closed")
+            raise PoolClosedError(f"pool {self.id} is closed; make another")
         if self._broken_by is not None:
             raise PoolBrokenError(
                 f"pool {self.id} is broken since an earlier failure; close it and make another. It "

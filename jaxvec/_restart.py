@@ -22,7 +22,7 @@ class Restart:
         retry: what happens to an env that raised or returned wrong data: `"reset"` resets it,
             `"rebuild"` closes it and builds another. A worker that died or hangs is replaced, and
             all its envs are built anew.
-        max_restarts: how many faults of one worker and its envs are gone on from in the pool's
+        max_restarts: how many faults each worker and its envs may have in the pool's
             lifetime; `None` for any number. The next one is raised.
         interval: seconds that must lie between two of them; 0 for none.
     """
@@ -53,7 +53,7 @@ class Budget:
     """Counts the faults of each worker.
 
     Attributes:
-        restarts: `[num_workers]` faults that were gone on from.
+        restarts: `[num_workers]` faults that the pool recovered from.
     """
 
     def __init__(self, policy: Restart | None, num_workers: int) -> None:
@@ -62,7 +62,7 @@ class Budget:
         self._latest = [-math.inf] * num_workers
 
     def spend(self, worker: int, error: JaxvecError) -> None:
-        """Counts a fault that is gone on from, and logs it; raises `error` if it can't be."""
+        """Counts and logs a fault that the pool recovers from; raises `error` if it may not."""
         if self.policy is None:
             raise error
         now = time.monotonic()
@@ -77,4 +77,4 @@ class Budget:
             error.args = (f"{error}\nWorker {worker} was not restarted: {why}.",)
             raise error
         self.restarts[worker], self._latest[worker] = count + 1, now
-        _logger.warning("worker %d goes on after fault %d: %s", worker, count + 1, error)
+        _logger.warning("worker %d recovers from fault %d: %s", worker, count + 1, error)

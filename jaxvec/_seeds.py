@@ -30,7 +30,9 @@ def expand(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
     else:
         seeds = [None if one is None else _index(one) for one in seed]
         if len(seeds) != num_envs:
-            raise ValueError(f"got {len(seeds)} seeds for {num_envs} envs")
+            raise ValueError(
+                f"seed: got {len(seeds)} seeds for {num_envs} envs; pass one integer, or one for each env"
+            )
     for env_id, one in enumerate(seeds):
         if one is not None and not 0 <= one <= _LARGEST:
             raise ValueError(_out_of_range(one, env_id))

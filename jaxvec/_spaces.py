@@ -205,8 +205,8 @@ def _require_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: P
     limits = np.iinfo(stored)
     if low < limits.min or high > limits.max:
         raise UnsupportedSpaceError(
-            f"{format_path(root)}: values from {low} to {high} don't fit into {stored}, as which JAX "
-            'stores them; call jax.config.update("jax_enable_x64", True) before jaxvec.make'
+            f"{format_path(root)}: values from {low} to {high} don't fit into {stored}, the dtype in which "
+            'JAX stores them; call jax.config.update("jax_enable_x64", True) before jaxvec.make'
         )
 
 

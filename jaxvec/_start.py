@@ -93,7 +93,7 @@ def start(
     if isinstance(spare_envs, bool) or not isinstance(spare_envs, int) or spare_envs < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"spare_envs must be an integer of at least 0, not {spare_envs!r}")
     if spare_envs and mode is AutoresetMode.DISABLED:
-        raise ValueError("spare_envs: without autoreset there is no reset to be done in advance")
+        raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")
     strict = check == "strict"
     if envs_per_instance is not None:
         _refuse(
@@ -183,10 +183,11 @@ def _autoreset_mode(
     for known in AutoresetMode:
         if mode in (known, known.name, known.value):
             if batched:
-                raise ValueError("autoreset_mode: a batched env resets its envs in its own way; leave it out")
+                raise ValueError("autoreset_mode: a batched env resets its envs itself; leave it out")
             if episodic and known is not AutoresetMode.DISABLED:
                 raise ValueError(
-                    f"episodic: envs whose episode has ended idle; autoreset_mode is {known.name}"
+                    f"episodic envs idle after their episode's end, so autoreset_mode can't be {known.name}; "
+                    "leave it out"
                 )
             return known
     names = ", ".join(known.name for known in AutoresetMode)
@@ -237,12 +238,11 @@ def _batch_size(batch_size: int | None, num_envs: int, mode: AutoresetMode, *, t
         raise ValueError(f"batch_size must be an integer from 1 to num_envs ({num_envs}), not {batch_size!r}")
     if batch_size < num_envs and mode is AutoresetMode.DISABLED:
         raise ValueError(
-            "batch_size: envs that recv returns a few at a time must reset themselves; choose "
-            "another autoreset_mode than DISABLED"
+            "batch_size needs envs that reset themselves; choose another autoreset_mode than DISABLED"
         )
     if batch_size % together:
         raise ValueError(
-            f"batch_size must be a multiple of {together}, the envs of a batched env, which move as a whole; "
+            f"batch_size must be a multiple of {together}, the envs of one batched env, which step together; "
             f"not {batch_size}"
         )
     return batch_size

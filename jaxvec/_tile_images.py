@@ -34,7 +34,9 @@ def tile_images(frames: NDArray[Any] | Sequence[NDArray[Any]]) -> NDArray[Any]:
                 'with render_mode="rgb_array"'
             )
         if shape != first:
-            raise ValueError(f"frame {number} has shape {shape}, but frame 0 has {first}; tiles are alike")
+            raise ValueError(
+                f"frame {number} has shape {shape}, but frame 0 has {first}; all frames must have one shape"
+            )
     n, (height, width, channels) = len(frames), np.shape(frames[0])
     rows = isqrt(n - 1) + 1  # the root, rounded up
     columns = ceil(n / rows)

@@ -271,7 +271,9 @@ class VectorEnv:
         slots = _actions.check_env_id(indices, self.num_envs)
         each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
         if len(each) != len(slots):
-            raise ValueError(f"got {len(each)} values for {len(slots)} envs")
+            raise ValueError(
+                f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one for each env"
+            )
         self._pool.set_attr(slots, name, each)
 
     def render(self) -> Any:
@@ -353,7 +355,9 @@ class VectorEnv:
         )
 
     def __reduce__(self) -> Any:
-        raise TypeError("a VectorEnv can't be pickled: it owns processes and memory; make it anew")
+        raise TypeError(
+            "a VectorEnv can't be pickled: it owns processes and memory; call jaxvec.make where it is needed"
+        )
 
     def _call(
         self,

@@ -251,7 +251,7 @@ def test_an_exception_names_the_first_of_the_batch(make):
         ),
         (lambda: ("CartPole-v1", 2, {"envs_per_instance": 2}), "goes with a callable that makes"),
         (lambda: (Wrong, 2, {"envs_per_instance": 0}), "envs_per_instance must be an integer of at least 1"),
-        (lambda: (Wrong(), None, {"autoreset_mode": "NEXT_STEP"}), "resets its envs in its own way"),
+        (lambda: (Wrong(), None, {"autoreset_mode": "NEXT_STEP"}), "resets its envs itself"),
         (lambda: (Wrong(), None, {"on_fault": "restart"}), "on_fault does not go with a batched env"),
         (lambda: (Wrong(), None, {"spare_envs": 1}), "spare_envs does not go with a batched env"),
         (lambda: (Wrong(), None, {"num_workers": 2}), "has one worker, this process, not 2"),

@@ -473,7 +473,7 @@ def test_an_env_that_uses_its_memory_again_is_only_warned_of(run):
         (["my_package.envs:nothing"], "module 'my_package.envs' has no 'nothing'"),
         (["my_package.envs:three"], "is a int, not a callable"),
         (["my_package.envs:Lacking"], "the env lacks a package: No module named 'no_such_simulator'"),
-        (["CartPole-v1", "--kwargs", "{x"], "--kwargs is no JSON"),
+        (["CartPole-v1", "--kwargs", "{x"], "--kwargs is not valid JSON"),
         (["CartPole-v1", "--kwargs", "[1]"], "--kwargs must be a JSON object"),
         (["CartPole-v1", "--kwargs", '{"num_envs": 1}'], "jaxvec.make has an argument 'num_envs', too"),
         (["my_package.envs:Env", "--kwargs", '{"width": 1}'], "unexpected keyword argument 'width'"),
@@ -620,8 +620,8 @@ def test_trace_writes_a_timeline_of_all_steps_and_says_what_they_went_into(run, 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--out", "no/such/folder/pool.json"], "name a file in a folder that there is"),
-        (["--out", "."], "name a file in a folder that there is"),
+        (["--out", "no/such/folder/pool.json"], "name a file in an existing folder"),
+        (["--out", "."], "name a file in an existing folder"),
         (["--num-envs", "1", "--num-workers", "2"], "more workers than envs"),
     ],
 )

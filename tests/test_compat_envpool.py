@@ -448,9 +448,9 @@ def test_a_program_steps_some_envs():
         assert second[0].tolist() == [[1, 2, 2, 7]]
         assert third[0][:, 1].tolist() == [1, 3, 1, 2]
         assert third[0][:, 3].tolist() == [3, 2, 1, 0]
-        with pytest.raises(jaxvec.EnvIdError, match="env 4 is none"):
+        with pytest.raises(jaxvec.EnvIdError, match="env_id 4 is out of range"):
             step(handle, jnp.zeros(2, int), jnp.array([4, 0]))
-        with pytest.raises(jaxvec.EnvIdError, match="env 0 comes twice"):
+        with pytest.raises(jaxvec.EnvIdError, match="env_id names an env twice"):
             step(handle, jnp.zeros(2, int), jnp.array([0, 0]))
         with pytest.raises(jaxvec.EnvIdError, match="integers"):
             step(handle, jnp.zeros(2, int), jnp.zeros(2))
@@ -496,16 +496,24 @@ def test_tasks():
         (lambda env: env.step(np.zeros(3)), jaxvec.ActionError, "action: expected int32"),
         (lambda env: env.step(np.zeros(2, int)), jaxvec.ActionError, r"of shape \(3,\)"),
         (lambda env: env.step(np.zeros(2, int), np.array([0])), jaxvec.ActionError, r"of shape \(1,\)"),
-        (lambda env: env.step(np.zeros(1, int), np.array([3])), jaxvec.EnvIdError, "env 3 is none"),
-        (lambda env: env.step(np.zeros(1, int), np.array([-1])), jaxvec.EnvIdError, "env -1 is none"),
+        (
+            lambda env: env.step(np.zeros(1, int), np.array([3])),
+            jaxvec.EnvIdError,
+            "env_id 3 is out of range",
+        ),
+        (
+            lambda env: env.step(np.zeros(1, int), np.array([-1])),
+            jaxvec.EnvIdError,
+            "env_id -1 is out of range",
+        ),
         (lambda env: env.step(np.zeros(2, int), np.array([1, 1])), jaxvec.EnvIdError, "twice"),
         (lambda env: env.step(np.zeros(1, int), np.array([0.5])), jaxvec.EnvIdError, "integers"),
-        (lambda env: env.reset(np.array([5])), jaxvec.EnvIdError, "env 5 is none"),
+        (lambda env: env.reset(np.array([5])), jaxvec.EnvIdError, "env_id 5 is out of range"),
         (lambda env: env.reset(np.array([0]), options={"reset_mask": np.ones(3, bool)}), ValueError, "both"),
         (lambda env: env.reset(options={"level": 3}), ValueError, "level"),
         (lambda env: env.reset(options={"reset_mask": [0, 1, 2]}), ValueError, "mask must be bool"),
         (lambda env: env.recv(), jaxvec.InFlightError, "0 are in flight"),
-        (lambda env: env.render(9), jaxvec.EnvIdError, "env 9 is none"),
+        (lambda env: env.render(9), jaxvec.EnvIdError, "env_id 9 is out of range"),
     ],
 )
 def test_bad_calls(make, call, error, match):

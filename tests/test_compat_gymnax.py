@@ -402,7 +402,7 @@ def test_an_env_without_a_spec_has_no_time_limit(make):
 
 @pytest.mark.parametrize("name", ["num_envs", "batch_size", "recv_order", "autoreset_mode"])
 def test_arguments_that_vmap_or_the_face_decide_are_refused(name):
-    with pytest.raises(TypeError, match=f"{name} can't be given here"):
+    with pytest.raises(TypeError, match=f"{name} can't be set here"):
         face.make("CartPole-v1", **{name: 1})
 
 

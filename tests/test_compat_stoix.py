@@ -162,7 +162,7 @@ def test_wrappers_are_applied_and_arguments_passed_on(stoa):
     assert timestep.truncated().tolist() == [True, True]
     assert "next_obs" not in timestep.extras
     env.close()
-    with pytest.raises(TypeError, match="autoreset_mode can't be given here"):
+    with pytest.raises(TypeError, match="autoreset_mode can't be set here"):
         EnvFactory("CartPole-v1", autoreset_mode="NEXT_STEP")
 
 
@@ -201,7 +201,7 @@ def test_cleanba_s_actors_get_old_gym_s_interface():
     assert (info["reward"].tolist(), info["elapsed_step"].tolist()) == ([2] * 3, [2] * 3)
     envs.close()
     envs.close()
-    with pytest.raises(TypeError, match="autoreset_mode can't be given here"):
+    with pytest.raises(TypeError, match="autoreset_mode can't be set here"):
         cleanba.make_env("CartPole-v1", 0, 2, autoreset_mode="NEXT_STEP")
 
 

@@ -230,7 +230,7 @@ def test_a_token_that_was_not_copied_yet_moves_nothing(driver, pool):
     token, _ = gpu.reset(seed=0)
     gpu.wait()
     token, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
-    with pytest.raises(CallError, match="env 77|several pools|no pool 77|foreign handle: pool 77"):
+    with pytest.raises(CallError, match="env_id 77|several pools|no pool 77|foreign handle: pool 77"):
         other.step(token, np.zeros(3, np.int32))
     gpu.wait()
     other.step(token, np.zeros(3, np.int32))
@@ -320,7 +320,7 @@ def test_errors_are_those_of_the_cpu(driver, pool):
     first, _ = gpu.reset(seed=0)
     gpu.wait()
     second, _ = gpu.step(first, np.zeros(2, np.int32))
-    with pytest.raises(CallError, match="StaleHandleError: stale handle: it says that env 0 is at step 1"):
+    with pytest.raises(CallError, match="StaleHandleError: stale handle: it is from call 1 to env 0"):
         gpu.step(first, np.zeros(2, np.int32))
     with pytest.raises(jaxvec.StaleHandleError):
         envs.raise_if_failed()

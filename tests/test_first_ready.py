@@ -283,11 +283,15 @@ def test_views_are_read_only_and_show_the_segment(make):
 
 
 REFUSED = {
-    "nothing in flight": (lambda h: jaxvec.recv(h), jaxvec.InFlightError, "recv returns 2 envs, but 0 are"),
+    "nothing in flight": (
+        lambda h: jaxvec.recv(h),
+        jaxvec.InFlightError,
+        "recv returns 2 envs, but only 0 are",
+    ),
     "a partial batch": (
         lambda h: jaxvec.recv(jaxvec.send(h, jnp.zeros(1, int), jnp.array([0]))),
         jaxvec.InFlightError,
-        "recv returns 2 envs, but 1 are",
+        "recv returns 2 envs, but only 1 are",
     ),
     "in flight": (
         lambda h: jaxvec.send(
@@ -304,17 +308,17 @@ REFUSED = {
     "twice": (
         lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 1])),
         jaxvec.EnvIdError,
-        "env 1 comes twice",
+        "env_id 1 is named twice",
     ),
     "foreign": (
         lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 4])),
         jaxvec.EnvIdError,
-        "env 4 is none of pool",
+        "env_id 4 is out of range for pool",
     ),
     "negative": (
         lambda h: jaxvec.send(h, jnp.zeros(1, int), jnp.array([-1])),
         jaxvec.EnvIdError,
-        "env -1 is none of pool",
+        "env_id -1 is out of range for pool",
     ),
     "a part of the pool's handle": (
         lambda h: jaxvec.recv(jax.tree.map(lambda x: x[:2], h)),
@@ -331,14 +335,14 @@ REFUSED = {
             jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], h), jnp.zeros(1, int), jnp.array([1])
         ),
         jaxvec.EnvIdError,
-        "env 0 comes twice",
+        "env_id 0 is named twice",
     ),
     "a handle with an env twice, at recv": (
         lambda h: jaxvec.recv(
             jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], jaxvec.send(h, jnp.zeros(4, int)))
         ),
         jaxvec.EnvIdError,
-        "env 0 comes twice",
+        "env_id 0 is named twice",
     ),
     "stale": (
         lambda h: (
@@ -346,7 +350,7 @@ REFUSED = {
             jaxvec.send(h, jnp.zeros(1, int), jnp.array([1])),
         ),
         jaxvec.StaleHandleError,
-        "stale handle.*last moved by jaxvec.send",
+        "stale handle.*the latest is call .*, by jaxvec.send",
     ),
 }
 
@@ -387,14 +391,14 @@ def test_arguments_that_can_not_be_are_refused(make, transport):
         jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0, 1, 2]))
     with pytest.raises(ValueError, match="reset as a whole"):
         jaxvec.reset(handle, mask=np.ones(4, bool))
-    with pytest.raises(NotImplementedError, match="can't be split into lanes"):
+    with pytest.raises(NotImplementedError, match="can't be split over vmapped instances"):
         jax.vmap(jaxvec.recv)(jax.tree.map(lambda x: x[None], handle))
     for wrong in (0, 5, True, 2.0):
         with pytest.raises(ValueError, match="batch_size must be an integer from 1 to num_envs"):
             make(CountingEnv, 4, batch_size=wrong)
     with pytest.raises(ValueError, match="recv_order must be"):
         make(CountingEnv, 4, batch_size=2, recv_order="first")
-    with pytest.raises(ValueError, match="must reset themselves"):
+    with pytest.raises(ValueError, match="reset themselves"):
         make(CountingEnv, 4, batch_size=2, autoreset_mode="DISABLED")
 
 
@@ -496,7 +500,7 @@ def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, hand
     envs.reset()
     envs.send([7, 0])
     for _ in range(2):
-        with pytest.raises(jaxvec.NotReadyError, match="wait for it again"):
+        with pytest.raises(jaxvec.NotReadyError, match="call it again to go on waiting"):
             envs.recv(timeout=0.01)
     with pytest.raises(jaxvec.InFlightError):
         envs.step([0, 0])
@@ -508,7 +512,7 @@ def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, hand
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ([{}], "got 1 options for 2 envs"),
+        ([{}], "got 1 dicts for 2 envs"),
         ("fast", "must be a dict, or one for each env, not str"),
         ([{}, 3], "options of env 1 must be a dict or None, not int"),
     ],

@@ -579,7 +579,9 @@ def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):
 
 
 def test_episodes_and_autoreset_exclude_each_other():
-    with pytest.raises(ValueError, match="envs whose episode has ended idle; autoreset_mode is SAME_STEP"):
+    with pytest.raises(
+        ValueError, match="idle after their episode.s end, so autoreset_mode can.t be SAME_STEP"
+    ):
         jaxvec.make(CountingEnv, 1, episodic=True, autoreset_mode="SAME_STEP")
 
 

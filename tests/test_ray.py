@@ -698,7 +698,9 @@ def test_a_node_without_jaxvec_is_named(make_on_ray, tmp_path):
 @pytest.mark.parametrize("what", ["jaxvec", "Python"])
 def test_a_node_with_another_version_is_named(make_on_ray, monkeypatch, what):
     monkeypatch.setattr(_node, "identity", lambda: {what: "0.0.1"})
-    with pytest.raises(jaxvec.WorkerDiedError, match=rf"on node .* has {what} .*, and this process 0\.0\.1"):
+    with pytest.raises(
+        jaxvec.WorkerDiedError, match=rf"on node .* has {what} .*, but this process has 0\.0\.1"
+    ):
         make_on_ray(CountingEnv, 2)
 
 

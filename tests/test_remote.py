@@ -137,7 +137,7 @@ FAILURES = {
     "shape": (
         lambda h: jaxvec.call(h, "state", result=STATE | {"mask": bool}),
         jaxvec.EnvDataError,
-        "env 0: what state returned",
+        "env 0 returned wrong data from state",
     ),
     "structure": (lambda h: jaxvec.call(h, "state", result=int), jaxvec.EnvDataError, "was expected"),
     "dtype": (
@@ -175,5 +175,5 @@ def test_a_read_by_an_old_handle_is_an_error(envs):
 
 def test_rows_that_do_not_fit_are_refused(envs):
     handle, _ = jaxvec.reset(envs)
-    with pytest.raises(ValueError, match=r"shape \(3,\) has not a row for each of the 4 envs"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), but needs one entry for each of the 4 envs"):
         jaxvec.call(handle, "raise_level", jnp.zeros(3))

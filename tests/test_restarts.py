@@ -523,7 +523,7 @@ def test_each_restart_is_logged_with_its_cause(make, caplog):
     with caplog.at_level(logging.WARNING, "jaxvec"):
         envs.step([HARM])
     (record,) = caplog.records
-    assert "worker 0 goes on after fault 1: env 0 (worker 0) raised ValueError in step" in record.message
+    assert "worker 0 recovers from fault 1: env 0 (worker 0) raised ValueError in step" in record.message
 
 
 def test_close_during_a_restart_leaves_nothing(make):

@@ -500,7 +500,7 @@ def raises(envs, error, match):
         assert caught.type is error
 
 
-STALE = r"(?s)stale handle.*step {}\b.*step {}\b"
+STALE = r"(?s)stale handle.*call {}\b.*call {}\b"
 
 
 @pytest.mark.parametrize("verb", [step, reset])
@@ -601,7 +601,11 @@ def test_a_token_of_envs_that_the_pool_does_not_have_is_refused(envs, make, jit)
     handle, _ = jaxvec.reset(envs)
     theirs, _ = jaxvec.reset(other)
     wrong = dataclasses.replace(handle, token=handle.token.at[:, 0].set(theirs.token[0, 0]))
-    with pool_moves(envs), pool_moves(other), raises(other, jaxvec.EnvIdError, "env 2 is none of pool"):
+    with (
+        pool_moves(envs),
+        pool_moves(other),
+        raises(other, jaxvec.EnvIdError, "env_id 2 is out of range for pool"),
+    ):
         jax.block_until_ready((jax.jit(step) if jit else step)(wrong))
 
 

@@ -447,5 +447,5 @@ def test_shares_are_those_of_the_spans():
     assert (first.name, second.name) == ("worker 0 (env 0)", "worker 1 (env 1)")
     assert (first.step, first.reset, first.wait) == pytest.approx((0.3, 0.1, 0.2))
     assert (second.step, second.reset, second.wait) == pytest.approx((0.75, 0, 0))  # of what is known
-    with pytest.raises(ValueError, match="the trace has no hand-off"):
+    with pytest.raises(ValueError, match="the trace has no reset or step"):
         _shares.of(_timeline.build([Record([])], [], [], pool_id=1, epoch_ns=0, began_ns=0, ended_ns=0))

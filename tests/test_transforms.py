@@ -138,7 +138,7 @@ def test_sizes_that_do_not_fit_are_named(serial, jit):
     with pytest.raises(jaxvec.EnvIdError, match="reset of 2 envs, but the pool has 8"):
         (jax.jit(alone) if jit else alone)()
     same = jax.vmap(lambda _: jaxvec.reset(serial, num_envs=2, seed=0))  # of which vmap makes a single reset
-    with pytest.raises(jaxvec.EnvIdError, match="the same for all lanes is made once"):
+    with pytest.raises(jaxvec.EnvIdError, match="the same for all instances runs once"):
         (jax.jit(same) if jit else same)(jnp.arange(4))
     handle, _ = jaxvec.reset(serial)
     with pytest.raises(jaxvec.ActionError, match=r"(?s)\(8,\).*\(4|\(4,\).*8"):
@@ -148,9 +148,9 @@ def test_sizes_that_do_not_fit_are_named(serial, jit):
 
 def test_lanes_that_share_a_handle_are_refused(envs):
     handle, _ = jaxvec.reset(envs)
-    with pytest.raises(jaxvec.EnvIdError, match="env 0 comes twice; nothing was moved"):
+    with pytest.raises(jaxvec.EnvIdError, match="env_id 0 is named twice; nothing was stepped"):
         jax.vmap(jaxvec.step, in_axes=(None, 0))(handle, jnp.stack([ACTION, ACTION]))
-    with pytest.raises(jaxvec.EnvIdError, match="env 0 comes twice"), envs:
+    with pytest.raises(jaxvec.EnvIdError, match="env_id 0 is named twice"), envs:
         jax.jit(jax.vmap(jaxvec.step, in_axes=(None, 0)))(handle, jnp.stack([ACTION, ACTION]))
 
 
@@ -160,7 +160,7 @@ def test_part_of_a_handle_steps_its_envs_and_leaves_the_others(envs):
     odd, timestep = jax.jit(rollout)(odd, jnp.ones(4, int))
     np.testing.assert_array_equal(timestep.info["env_id"][0], [1, 3, 5, 7])
     assert envs.get_attr("steps") == (0, 5) * 4
-    with pytest.raises(jaxvec.StaleHandleError, match="env 1 is at step 1, but .* at step 6"):
+    with pytest.raises(jaxvec.StaleHandleError, match="from call 1 to env 1 .* is call 6"):
         jaxvec.step(handle, ACTION)
     jaxvec.step(even, jnp.ones(4, int))
     back = jax.tree.map(lambda x: x[::-1], odd)  # in any order
@@ -365,7 +365,7 @@ def test_a_program_that_xla_shards_by_itself_steps_once(envs, mesh):
 def test_the_ffi_by_name_refuses_a_program_that_xla_shards(make, mesh):
     envs = make(CountingEnv, 8, transport="ffi")
     sharded = jax.device_put((jaxvec.reset(envs)[0], ACTION), NamedSharding(mesh, P("d")))
-    with pytest.raises(NotImplementedError, match=r"over 4 devices: use jax\.shard_map"):
+    with pytest.raises(NotImplementedError, match=r"over 4 devices; use jax\.shard_map"):
         jax.jit(rollout)(*sharded)
     assert envs.get_attr("steps") == (0,) * 8
 
@@ -535,9 +535,9 @@ def test_first_ready_batches_under_the_transformations(halves, mesh):
     steps = halves.get_attr("steps")
     with pytest.raises(NotImplementedError, match="Effects not supported"):
         jax.grad(jax.checkpoint(lambda w, h: loss(w, h)[0]))(2.0, handle)
-    with pytest.raises(jaxvec.EnvIdError, match="can't be split over lanes or devices"):
+    with pytest.raises(jaxvec.EnvIdError, match="can't be split over vmapped instances or devices"):
         over(mesh, jaxvec.recv, out_specs=P("d"))(handle)
-    with pytest.raises(NotImplementedError, match="can't be split into lanes"):
+    with pytest.raises(NotImplementedError, match="can't be split over vmapped instances"):
         jax.vmap(jaxvec.recv)(jax.tree.map(lambda x: x[None], handle))
     assert halves.get_attr("steps") == steps
 

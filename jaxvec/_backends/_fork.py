@@ -188,7 +188,7 @@ class Forker:
             return self._launch(env, deadline)
         except (EOFError, ConnectionError) as error:
             raise ChildProcessError(
-                f"the fork server {self._give_up()}; what it printed on its standard error may tell more"
+                f"the fork server {self._give_up()}; its standard error may tell more"
             ) from error
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ class _Server:
         gc.freeze()  # a collection in a worker would copy the memory that all share
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
-            return ThreadsError(f"{threads - 1} threads were started by what it imports")
+            return ThreadsError(f"its imports started {threads - 1} threads")
         return None
 
     def _fork(self, descriptors: list[int]) -> Channel | None:

@@ -58,7 +58,7 @@ def choose(name: str) -> str:
     """
     reason = _fork.reason_unavailable()
     if name == "forkserver" and reason is not None:
-        raise RuntimeError(f'start_method="forkserver" can\'t be had: {reason}')
+        raise RuntimeError(f'start_method="forkserver" is not possible here: {reason}')
     if name == "auto":
         return "forkserver" if reason is None else "spawn"
     return name
@@ -85,8 +85,8 @@ class LocalLauncher:
         except ThreadsError as error:
             if self._method.name != "auto" or self._method.preload:
                 raise ThreadsError(
-                    f"workers can't be forked: {error}, and a fork of several threads is not safe; use "
-                    'start_method="spawn", or leave out of preload what starts them'
+                    f"the fork server can't be used: {error}, and forking threads is not safe; use "
+                    'start_method="spawn", or leave the module that starts them out of preload'
                 ) from error
             _logger.info("workers are started as interpreters of their own: %s", error)
             self._launcher = Spawner(self._method.worker_env)

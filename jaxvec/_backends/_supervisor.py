@@ -329,7 +329,7 @@ class Supervisor:
         doing = self.running(range(first, stop))
         return WorkerDiedError(
             f"worker {worker} ({name_envs(range(first, stop))}) {ending} while "
-            f"{doing or 'idle or starting'}; what it printed on its standard error may tell more",
+            f"{doing or 'idle or starting'}; its standard error may tell more",
             worker=worker,
             env_ids=tuple(range(first, stop)),
             exitcode=exitcode,

@@ -74,7 +74,10 @@ class _Wait:
     def expire(self) -> None:
         """Raises what took too long, unless the workers that hold it up can be replaced."""
         if self.give_up is not None and time.monotonic() >= self.give_up:
-            raise NotReadyError(f"{self.name}: not ready within the timeout given; wait for it again")
+            raise NotReadyError(
+                f"{self.name}: not ready within the timeout; the envs are still in flight, so call it again "
+                "to go on waiting"
+            )
         error, late = self.workers.timed_out(self)
         for worker in late:
             self.workers.supervisor.replace(worker, error)
@@ -258,7 +261,7 @@ class ProcessWorkers:
             return error
         except TimeoutError:
             return EnvTimeoutError(
-                f"worker {worker} did not answer, when the pool was broken",
+                f"worker {worker} did not answer after the pool broke",
                 env_ids=tuple(range(*self._slices[worker])),
             )
 

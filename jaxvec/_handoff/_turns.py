@@ -79,13 +79,14 @@ class Turns:
         foreign = slots[(slots < 0) | (slots >= num_envs)]
         if foreign.size:
             raise EnvIdError(
-                f"env {foreign[0]} is none of pool {self._pool_id}, whose are 0 to {num_envs - 1}"
+                f"env_id {foreign[0]} is out of range for pool {self._pool_id} of {num_envs} envs "
+                f"(0 to {num_envs - 1}); nothing was stepped"
             )
         times = np.bincount(slots, minlength=1)
         if times.max() > 1:
             raise EnvIdError(
-                f"env {times.argmax()} comes twice; nothing was moved. Under vmap each lane needs a handle "
-                "to envs of its own"
+                f"env_id {times.argmax()} is named twice; nothing was stepped. Under vmap, give each "
+                "instance a handle to envs of its own"
             )
 
     def require_fresh(self, slots: NDArray[Any], counts: NDArray[Any], gate: Gate) -> None:
@@ -95,18 +96,18 @@ class Turns:
             return
         stale = int(np.flatnonzero(now != counts)[0])
         raise StaleHandleError(
-            f"stale handle: it says that env {slots[stale]} is at step {counts[stale]}, but in pool "
-            f"{self._pool_id} it is at step {now[stale]}, last moved by {gate.mover}. Each handle can be "
-            "used once: pass on the one that the latest call returned. After stepping on the host, call "
-            "jaxvec.reset; to reset within a program that steps, use reset(handle)"
+            f"stale handle: it is from call {counts[stale]} to env {slots[stale]} of pool {self._pool_id}, "
+            f"but the latest is call {now[stale]}, by {gate.mover}. A handle is used once, like a donated "
+            "buffer: pass on the one that the latest call returned. After a call on the host, begin with "
+            "jaxvec.reset(envs); to reset in a program that steps, use jaxvec.reset(handle)"
         )
 
     def require_landed(self, slots: NDArray[Any]) -> None:
         """Raises `InFlightError` if one of `slots` is in flight."""
         if self.in_flight[slots].any():
             raise InFlightError(
-                f"envs {slots[self.in_flight[slots]].tolist()} are in flight: sent, and not yet returned by "
-                "recv. Nothing was moved"
+                f"envs {slots[self.in_flight[slots]].tolist()} are in flight: they were sent, and recv has "
+                "not returned them yet; call recv first. Nothing was stepped"
             )
 
     def require_reset(self, slots: NDArray[Any], gate: Gate) -> None:
@@ -126,7 +127,7 @@ class Turns:
         num_sent = int(self.num_sent[0])
         if num_sent < self._batch_size:
             raise InFlightError(
-                f"recv returns {self._batch_size} envs, but {num_sent} are in flight; send more first"
+                f"recv returns {self._batch_size} envs, but only {num_sent} are in flight; send more first"
             )
 
 

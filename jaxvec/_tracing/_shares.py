@@ -57,7 +57,9 @@ def of(timeline: Timeline) -> Shares:
     program = [span for tid, name in names.items() if name.startswith("program") for span in spans[tid]]
     hand_offs = [span for span in program if span["name"].startswith(_HAND_OFFS)]
     if not hand_offs:
-        raise ValueError("the trace has no hand-off, so no time to share out: reset or step within its block")
+        raise ValueError(
+            "the trace has no reset or step, so there is no time to break down: call them within its block"
+        )
     start = min(span["ts"] for span in hand_offs)
     stop = max(span["ts"] + span["dur"] for span in hand_offs)
 

@@ -31,13 +31,14 @@ def _require_same_precision(spec: PoolSpec) -> None:
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         if leaf.is_object:
             raise TypeError(
-                f"{leaf}: its space has no fixed shape, so the pool holds Python objects, which a program "
-                "can't have; wrap the env so that this leaf is an array, or step the pool from Python"
+                f"{leaf}: its space has no fixed shape, so the pool keeps it as Python objects, which a "
+                "compiled program can't take; wrap the env so that this leaf is an array, or step the pool "
+                "from Python"
             )
         if jax.dtypes.canonicalize_dtype(leaf.stored) != leaf.stored:
             raise TypeError(
-                f"{leaf}: the pool stores {leaf.stored}, as Gymnasium's face does and jaxvec.make while "
-                "jax_enable_x64 is on, but it is off now; set it, or make the pool by jaxvec.make without it"
+                f"{leaf}: the pool stores {leaf.stored}, but jax_enable_x64 is off; turn it on, or make the "
+                "pool with jaxvec.make while it is off"
             )
 
 

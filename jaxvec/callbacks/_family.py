@@ -32,9 +32,9 @@ from jaxvec.callbacks._program import Call
 # What a family decides by itself.
 _OURS = {
     "num_envs": "vmap says how many envs there are",
-    "batch_size": "first-ready batches can't be split into lanes",
-    "recv_order": "first-ready batches can't be split into lanes",
-    "autoreset_mode": "envs of this face reset themselves in the same step",
+    "batch_size": "asynchronous batches can't be split over vmapped instances",
+    "recv_order": "asynchronous batches can't be split over vmapped instances",
+    "autoreset_mode": "these envs reset themselves in the same step",
 }
 
 
@@ -59,7 +59,7 @@ class EnvFamily:
             JaxvecError: as `jaxvec.make`.
         """
         for name in kwargs.keys() & _OURS:
-            raise TypeError(f"{name} can't be given here: {_OURS[name]}")
+            raise TypeError(f"{name} can't be set here: {_OURS[name]}")
         if not isinstance(env, str) and hasattr(env, "__len__"):
             raise TypeError("env must be one env, not a list of them: vmap says how many envs there are")
 
@@ -96,7 +96,7 @@ class EnvFamily:
                 if envs.spec.fingerprint != self.first.spec.fingerprint:
                     envs.close()
                     raise SpaceMismatchError(
-                        f"{num_envs} envs have other spaces, or other info, than the one that was made first"
+                        f"{num_envs} envs have other spaces, or other info, than the first env"
                     )
                 self._pools[num_envs] = envs
                 if self.closed:  # in the meantime
@@ -159,7 +159,8 @@ class EnvFamily:
         process = self.first.pool.closing.process
         if os.getpid() != process:
             raise PoolClosedError(
-                f"the env belongs to process {process}, from which this one was forked; make one here"
+                f"the env belongs to process {process}; this process is a fork of it and can't use it. Make "
+                "another one here"
             )
         if self.closed:
             raise PoolClosedError("the env is closed, and with it all of its pools")

@@ -69,7 +69,7 @@ def reset(
     spec = _arguments.require_handle(handle, "reset")
     call = Call(RESET, spec, handle.transport, fresh=fresh, extra=cloudpickle.dumps(options))
     if call.whole and mask is not None:
-        raise ValueError("mask: a pool with batch_size is reset as a whole")
+        raise ValueError("mask: a pool with batch_size is reset as a whole; leave mask out")
     token, *rows = _primitive.bind(
         call,
         handle.token,

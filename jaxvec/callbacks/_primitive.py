@@ -69,8 +69,8 @@ def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -
     if call.whole:
         verb = call.verb.rpartition(".")[2]
         raise NotImplementedError(
-            f"vmap of jaxvec.{verb}: first-ready batches can't be split into lanes; use a pool without "
-            "batch_size"
+            f"vmap of jaxvec.{verb}: a pool with batch_size can't be split over vmapped instances; make the "
+            "pool without batch_size"
         )
     lanes = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
@@ -98,15 +98,15 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
     devices = ctx.module_context.axis_context
     if call.fresh and _copies(devices) > 1:
         raise EnvIdError(
-            "reset of a VectorEnv, which is all its envs, in a program that each device runs: reset outside, "
-            "and pass each device a handle to its own envs, jaxvec.reset(handle)"
+            "jaxvec.reset(envs) in a program that several devices run would reset all envs on each of them. "
+            "Reset outside, and pass each device a handle to its own envs: jaxvec.reset(handle)"
         )
     # Of a program that XLA shards by itself, a callback runs once, for all; an FFI call would crash XLA.
     shards = getattr(devices, "num_devices", None) or 1
     if shards > 1 and jax.process_count() > 1:
         raise NotImplementedError(
-            "a program that XLA shards over the devices of several processes: each process has pools of its "
-            "own, so use jax.shard_map, in which each device steps its own envs"
+            "XLA shards this program over the devices of several processes, but each process has its own "
+            "pools; use jax.shard_map, in which each device steps its own envs"
         )
     transport = "io_callback" if call.verb == READ else call.transport
     if transport == "auto":
@@ -115,8 +115,8 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
         raise NativeUnavailableError('transport="ffi" is for programs on the CPU or on CUDA; use "auto"')
     if transport == "ffi" and shards > 1:
         raise NotImplementedError(
-            f'transport="ffi" in a program over {shards} devices: use jax.shard_map, in which each device '
-            'steps its own envs, or transport="auto", which lets one device step them all'
+            f'transport="ffi" can\'t serve a program over {shards} devices; use jax.shard_map, in which each '
+            'device steps its own envs, or transport="auto", which lets one device step them all'
         )
     fun = partial(_ffi.call, call, platform=platform) if transport == "ffi" else partial(_io.call, call)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)

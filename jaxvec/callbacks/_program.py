@@ -97,14 +97,15 @@ class Call:
         if self.fresh and rows != num_envs:
             raise EnvIdError(
                 f"reset of {rows} envs, but the pool has {num_envs}. Under vmap pass num_envs=, the pool's "
-                "envs divided by the lanes, and a seed for each lane: a reset that is the same for all lanes "
-                "is made once. To reset some envs, or under shard_map, pass a handle to them"
+                "envs divided by the number of vmapped instances, and one seed for each instance: a reset "
+                "that is the same for all instances runs once. To reset some envs, or under shard_map, pass "
+                "a handle to them"
             )
         if self.whole and rows != num_envs:
             verb = self.verb.rpartition(".")[2]
             raise EnvIdError(
-                f"{verb} takes the handle to all {num_envs} envs, not to {rows}: first-ready batches can't "
-                "be split over lanes or devices"
+                f"{verb} takes the handle to all {num_envs} envs, not to {rows} of them: a pool with "
+                "batch_size can't be split over vmapped instances or devices"
             )
 
 
@@ -206,14 +207,18 @@ def ask_envs(call: Call, pool: Pool, token: Array, operands: Sequence[Array]) ->
 
 
 def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
-    return EnvDataError(f"env {slot}: what {name} returned: {why}", env_id=slot, worker=None, operation=name)
+    return EnvDataError(
+        f"env {slot} returned wrong data from {name}: {why}", env_id=slot, worker=None, operation=name
+    )
 
 
 def pool_id(token: Array) -> int:
     """Returns the id of the pool to whose envs this is a handle."""
     pools = np.unique(token[:, 0])
     if len(pools) != 1:
-        raise StaleHandleError(f"a handle to envs of several pools, {pools.tolist()}; use one for each pool")
+        raise StaleHandleError(
+            f"a handle to envs of several pools ({pools.tolist()}); use one handle for each pool"
+        )
     return int(pools[0])
 
 

@@ -76,7 +76,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
             array = jnp.broadcast_to(array, (handle.num_envs,))
         if array.shape[0] != handle.num_envs:
             raise ValueError(
-                f"call of {method}: an array of shape {array.shape} has not a row for each of the "
+                f"call of {method}: an argument has shape {array.shape}, but needs one entry for each of the "
                 f"{handle.num_envs} envs"
             )
         operands.append(array)

@@ -93,7 +93,7 @@ def _kwargs(text: str) -> dict[str, Any]:
     try:
         kwargs = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"--kwargs is no JSON ({error}); write '{{\"name\": value}}'") from error
+        raise UsageError(f"--kwargs is not valid JSON ({error}); write '{{\"name\": value}}'") from error
     if not isinstance(kwargs, dict):
         raise UsageError(f"--kwargs must be a JSON object, as '{{\"name\": value}}', not {text}")
     kwargs = cast(dict[str, Any], kwargs)

@@ -20,7 +20,7 @@ def run(options: Namespace) -> Outcome:
     try:
         require_file(options.out)
     except OSError as error:
-        raise UsageError(f"--out {options.out}: name a file in a folder that there is") from error
+        raise UsageError(f"--out {options.out}: name a file in an existing folder") from error
     if options.num_workers is not None and options.num_workers > options.num_envs:
         raise UsageError("--num-workers: more workers than envs; raise --num-envs")
     found = trace_run(

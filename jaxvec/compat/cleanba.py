@@ -36,9 +36,7 @@ def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[
         TypeError: an argument can't be given here. The function that is returned raises as `jaxvec.make`.
     """
     for name in {"autoreset_mode", "batch_size"} & kwargs.keys():
-        raise TypeError(
-            f"{name} can't be given here: every step is of all envs, which reset themselves in it"
-        )
+        raise TypeError(f"{name} can't be set here: every step is of all envs, which reset themselves in it")
     return lambda: GymVectorEnv(make(env_id, num_envs, **kwargs), seed=seed)
 
 

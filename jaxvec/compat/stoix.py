@@ -48,7 +48,7 @@ class EnvFactory:
             **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`.
         """
         for name in {"autoreset_mode", "batch_size", "num_envs"} & kwargs.keys():
-            raise TypeError(f"{name} can't be given here: Stoix's actors step as many envs as they ask for")
+            raise TypeError(f"{name} can't be set here: Stoix's actors step as many envs as they ask for")
         self.task_id = task_id
         self.seed = init_seed
         self.apply_wrapper_fn = apply_wrapper_fn

@@ -116,8 +116,8 @@ class RayCluster:
             groups.remove_placement_group(group)
             raise TimeoutError(
                 f"the Ray cluster has no room for {len(bundles)} actors of {bundles[0]} with "
-                f"placement_strategy={strategy!r}: none was found within start_timeout, {timeout} s; it has "
-                f"{self._ray.available_resources()} free"
+                f"placement_strategy={strategy!r}: none was found within start_timeout, {timeout} s; free "
+                f"are {self._ray.available_resources()}"
             )
         return group
 

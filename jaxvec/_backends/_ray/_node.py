@@ -33,7 +33,7 @@ def require_alike(said: Mapping[str, str]) -> None:
         )
     for what, ours in identity().items():
         if said[what] != ours:
-            raise Lost(f"has {what} {said[what]}, and this process {ours}: they have to be the same")
+            raise Lost(f"has {what} {said[what]}, but this process has {ours}; they must be the same")
 
 
 def dead(ray: Any) -> set[str]:

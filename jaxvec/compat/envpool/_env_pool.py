@@ -248,7 +248,9 @@ class EnvPool(ABC):
         ids = _actions.check_env_id(None if env_id is None else np.atleast_1d(env_id), len(self))
         wrong = ids[(ids < 0) | (ids >= len(self))]
         if len(wrong):
-            raise EnvIdError(f"env {wrong[0]} is none of the pool's, which are 0 to {len(self) - 1}")
+            raise EnvIdError(
+                f"env_id {wrong[0]} is out of range for a pool of {len(self)} envs (0 to {len(self) - 1})"
+            )
         if len(np.unique(ids)) < len(ids):
-            raise EnvIdError(f"an env comes twice in {ids.tolist()}")
+            raise EnvIdError(f"env_id names an env twice: {ids.tolist()}")
         return ids

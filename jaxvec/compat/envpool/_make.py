@@ -97,7 +97,7 @@ def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:
 def _sort(task_id: TaskId, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Task]:
     """Sorts keywords into EnvPool's own with its defaults, those of `jaxvec.make`, and the task's."""
     if "autoreset_mode" in kwargs:
-        raise TypeError("autoreset_mode: EnvPool's is NEXT_STEP; jaxvec.make takes others")
+        raise TypeError("autoreset_mode can't be set here: EnvPool's is NEXT_STEP; jaxvec.make takes others")
     ours = inspect.signature(jaxvec.make).parameters.keys() - _DEFAULTS.keys()
     config = {key: kwargs.get(key, default) for key, default in _DEFAULTS.items()}
     pool_options: dict[str, Any] = {"info": None}
