@@ -49,7 +49,7 @@ class EnvIdError(JaxvecError, ValueError):
 
 
 class InFlightError(JaxvecError, RuntimeError):
-    """A call names an env that was sent and not yet received, or `recv` needs more such envs than there are."""
+    """A call names an env that was sent and not received yet, or `recv` needs more such envs."""
 
 
 class NotReadyError(JaxvecError, TimeoutError):

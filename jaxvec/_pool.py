@@ -3,8 +3,8 @@
 Decides who may move which envs now, and keeps rows whole. Which processes do the work is its workers'
 affair, and what the data means is its callers'.
 
-A caller names its envs by `slots`, `[n]` indices into the pool, and says by `counts` how often each was
-moved when it got its handle to them; the host, which has no handle, passes `None`.
+A caller says by a `Move` what it asks for, and of which envs. Where there is C++ for it, the gate makes the
+whole move at once; what is here is for all that is not ordinary, and for where there is none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,35 +35,19 @@ from jaxvec._errors import (
     PoolClosedError,
     StaleHandleError,
 )
-from jaxvec._handoff._handoff import RESET, STEP
+from jaxvec._handoff._move import Move, Verb, name_mover
 from jaxvec._handoff._turns import Rules, Turns
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
-from jaxvec._memory._views import Place, Rows, Views
+from jaxvec._memory._views import Deliver, Rows, Views, copies, into
 from jaxvec._native import interrupts
 from jaxvec._options import Options
 from jaxvec._seeds import NONE
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
-from jaxvec._tracing._recorder import Record, Recorder
+from jaxvec._tracing._recorder import Record, Recorder, span
 
 _logger = logging.getLogger("jaxvec")
-
-# Methods that a trace shows: hand-offs, by the name of their caller or else this one, and their parts.
-_TRACED = {
-    "reset": "reset",
-    "send_reset": "reset",
-    "step": "step",
-    "send": "send",
-    "recv": "recv",
-    "end": "go on",
-    "call": "call",
-    "set_attr": "set_attr",
-    "_write_actions": "write actions",
-    "_hand_over": "hand over",
-    "_wait": "wait for workers",
-    "_end_step": "copy results",
-}
 
 _ids = itertools.count(1)  # handles name their pool by number, see _pools.py
 
@@ -75,6 +59,14 @@ class Timeouts:
     start: float | None
     reset: float | None
     step: float | None
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A move under way; `check` raises what has to end its waits early."""
+
+    move: Move
+    check: Callable[[], None]
 
 
 class Pool:
@@ -199,176 +191,125 @@ class Pool:
 
     def reset(
         self,
-        slots: NDArray[Any],
+        move: Move,
         *,
         seeds: NDArray[Any] | None,
         mask: NDArray[Any] | None,
         options: Any,
-        counts: NDArray[Any] | None,
-        caller: str | None,
-        out: Rows | None = None,
-        place: Place | None = None,
+        deliver: Deliver = copies,
     ) -> Rows:
         """Resets envs; when all are, what was in flight is lost.
 
         Args:
-            slots: `[n]`.
+            move: whose envs.
             seeds: `[n]` int64, `NONE` where an env gets none.
             mask: `[n]` bool, which envs to reset; the others' rows stay as they are. `None` for all.
             options: for the envs' `reset`, as `_options.expand`.
-            counts: `[n]`, those of the caller's handle; `None` if it has none.
-            caller: who is to be named when the handles of others go stale; of `_gate.MOVERS`. `None` if
-                they don't.
-            out: where to copy the leaves of the time step.
-            place: copies them instead; it gets them as they are in the segment, read-only, if their rows
-                are evenly spaced.
+            deliver: what becomes of the leaves of the time step, `[n, ...]` in the segment.
 
         Returns:
-            A copy of each leaf of the time step, `[n, ...]`; `out` if that was given. Of a first-ready
-            pool, as `recv`.
+            What `deliver` made of them. Of a first-ready pool, as `recv`.
         """
-        chosen = slots if mask is None else slots[mask]
-        options = _options.expand(options, slots, self.spec.num_envs)
-        with self._flight() as take_off:
-            with self._gate.inside(alone=counts is None or self._sets_options(options)):
-                check = self._enter(slots, counts)
-                in_flight = self.spec.first_ready
-                self._send_reset(slots, chosen, seeds, options, check, take_off, in_flight=in_flight)
-                self._moved(slots, caller)
+        chosen = move.slots if mask is None else move.slots[mask]
+        options = _options.expand(options, move.slots, self.spec.num_envs)
+        with self._flight(move) as flight, self._recording(move):
+            with self._gate.inside(alone=move.generation is None or self._sets_options(options)):
+                self._enter(move)
+                self._send_reset(flight, chosen, seeds, options, in_flight=self.spec.first_ready)
             if self.spec.first_ready:
-                return self._receive(check, out, place=place)
-            self._wait(chosen, len(chosen), "reset", check)
-            return self._read(slots, out, place=place)
+                return self._receive(flight, deliver)
+            self._wait(flight, chosen, len(chosen), Verb.RESET)
+            return self._read(move.slots, deliver)
 
     def send_reset(
-        self,
-        *,
-        seeds: NDArray[Any] | None,
-        mask: NDArray[Any] | None,
-        options: Any,
-        caller: str | None,
+        self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
     ) -> None:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
-        chosen = self.all if mask is None else self.all[mask]
-        options = _options.expand(options, self.all, self.spec.num_envs)
-        with self._flight() as take_off, self._gate.inside(alone=True):
-            check = self._enter(self.all, None)
-            self._send_reset(self.all, chosen, seeds, options, check, take_off, in_flight=True)
-            self._moved(self.all, caller)
+        chosen = move.slots if mask is None else move.slots[mask]
+        options = _options.expand(options, move.slots, self.spec.num_envs)
+        with self._flight(move) as flight, self._recording(move), self._gate.inside(alone=True):
+            self._enter(move)
+            self._send_reset(flight, chosen, seeds, options, in_flight=True)
 
-    def step(
-        self,
-        slots: NDArray[Any],
-        actions: Rows,
-        *,
-        counts: NDArray[Any] | None,
-        caller: str | None,
-        out: Rows | None = None,
-        place: Place | None = None,
-    ) -> Rows:
+    def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
         """Steps envs once.
 
         Args:
-            slots: `[n]`.
+            move: whose envs.
             actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
-            counts, caller, out, place: as in `reset`.
-
-        Returns:
-            A copy of each leaf of the time step, `[n, ...]`.
+            deliver: as in `reset`.
         """
-        with self._flight() as take_off:
-            with self._gate.inside(alone=counts is None):
-                check = self._enter(slots, counts)
-                self._send_step(slots, actions, take_off)
-                self._moved(slots, caller)
-            self._wait(slots, len(slots), "step", check)
-            return self._end_step(slots, out, place=place)
+        with self._flight(move) as flight:
+            if deliver is copies:
+                made = self._gate.move(move, actions)
+                if made is not None:
+                    return made.rows if made.waited is None else self._end(flight, made.rows, made.waited)
+            with self._recording(move):
+                with self._gate.inside(alone=move.generation is None):
+                    self._enter(move)
+                    self._send_step(move.slots, actions)
+                    self._count(move)
+                self._wait(flight, move.slots, len(move.slots), Verb.STEP)
+                return self._end_step(move.slots, deliver)
 
-    def end(
-        self,
-        slots: NDArray[Any] | None,
-        *,
-        waited: float,
-        interrupt: Callable[[], None],
-        out: Rows,
-    ) -> None:
+    def end(self, move: Move, *, waited: float, interrupt: Callable[[], None], out: Rows) -> None:
         """Waits for a step or a `recv` that was begun, and ends it. The caller is in flight.
 
         A compiled program's call that was begun without Python comes here when its wait meets with
         anything unusual.
 
         Args:
-            slots: `[n]`, of a step; `None` of a `recv`.
+            move: that was begun.
             waited: seconds so far.
             interrupt: raises if Ctrl-C came since the call began.
-            out: as in `reset`.
+            out: where to copy the leaves of the time step.
         """
-        check = partial(self._check, interrupt)
-        if slots is None:
-            self._receive(check, out, waited=waited)
-        else:
-            self._wait(slots, len(slots), "step", check, waited=waited)
-            self._end_step(slots, out)
+        self._end(_Flight(move, partial(self._check, interrupt)), out, waited)
 
-    def send(
-        self,
-        slots: NDArray[Any],
-        env_ids: NDArray[Any],
-        actions: Rows,
-        *,
-        counts: NDArray[Any] | None,
-        caller: str | None,
-        as_they_are: bool = False,
-    ) -> None:
+    def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
 
         Args:
-            slots: `[num_envs]`, of the caller's handle, which is to all envs.
+            move: of all envs.
             env_ids: `[k]`, whom to send.
             actions: `[k, ...]`, as of `step`.
-            counts, caller: as in `reset`.
             as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
-        with self._flight() as take_off, self._gate.inside(alone=as_they_are):
-            self._enter(slots, counts)
-            self._turns.require_distinct(env_ids)
-            self._send_step(env_ids, actions, take_off, as_they_are=as_they_are)
-            self._turns.take_off(env_ids, self._timeouts.step)
-            self._moved(slots, caller)
+        with self._flight(move):
+            if not as_they_are and self._gate.move(move, actions, env_ids) is not None:
+                return
+            with self._recording(move), self._gate.inside(alone=as_they_are):
+                self._enter(move)
+                self._turns.require_distinct(env_ids)
+                self._send_step(env_ids, actions, as_they_are=as_they_are)
+                self._turns.take_off(env_ids, self._timeouts.step)
+                self._count(move)
 
     def recv(
-        self,
-        slots: NDArray[Any],
-        *,
-        counts: NDArray[Any] | None,
-        caller: str | None,
-        out: Rows | None = None,
-        place: Place | None = None,
-        copy: bool = True,
-        timeout: float | None = None,
-        everything: bool = False,
+        self, move: Move, *, deliver: Deliver = copies, timeout: float | None = None, everything: bool = False
     ) -> Rows:
         """Waits until `batch_size` of the envs in flight are done, and lands them.
 
         Args:
-            slots, counts, caller: as of `send`.
-            out, place: as of `reset`.
-            copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
+            move: of all envs.
+            deliver: as of `reset`; the leaves are `[batch_size, ...]`.
             timeout: seconds after which to raise `NotReadyError`, and leave the envs in flight.
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
-
-        Returns:
-            Each leaf of the time step, `[batch_size, ...]`.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        with self._flight() as take_off:
-            with self._gate.inside(alone=True):  # one recv at a time
-                check = self._enter(slots, counts)
-                if not everything:
-                    self._turns.require_batch()
-                take_off()
-                self._moved(slots, caller)
-            return self._receive(check, out, place=place, copy=copy, give_up=give_up, everything=everything)
+        with self._flight(move) as flight:
+            if deliver is copies and timeout is None and not everything:
+                made = self._gate.move(move, ())
+                if made is not None:
+                    return made.rows if made.waited is None else self._end(flight, made.rows, made.waited)
+            with self._recording(move):
+                with self._gate.inside(alone=True):  # one recv at a time
+                    self._enter(move)
+                    if not everything:
+                        self._turns.require_batch()
+                    self._gate.take_off()
+                    self._count(move)
+                return self._receive(flight, deliver, give_up=give_up, everything=everything)
 
     def infos(self) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks the workers only if there are any."""
@@ -380,43 +321,40 @@ class Pool:
 
     def call(
         self,
-        slots: NDArray[Any],
+        move: Move,
         name: str,
         args: Sequence[Sequence[Any]],
         kwargs: Mapping[str, Any],
         *,
-        counts: NDArray[Any] | None,
-        caller: str | None,
         begun: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls a method of envs, or reads an attribute; an env's error doesn't break us.
 
         Args:
-            slots: `[n]`.
+            move: whose envs.
             name: of the method; wrappers are looked through.
-            args: for each of `slots`.
+            args: for each of them.
             kwargs: for all.
-            counts: as in `reset`.
-            caller: as in `reset`.
             begun: is called when nobody can overtake the call any more.
 
         Returns:
-            One result for each of `slots`.
+            One result for each env.
         """
+        slots = move.slots
         self._turns.require_distinct(slots)
-        with self._gate.inside(alone=True):
+        with self._recording(move), self._gate.inside(alone=True):
             if begun is not None:
                 begun()
-            self._enter(slots, counts)
+            self._enter(move)
             slices = self._ask_each("call", slots, args, name, kwargs)
-            self._moved(slots, caller)
+            self._count(move)
         results = dict(zip(np.sort(slots).tolist(), itertools.chain.from_iterable(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
         self._turns.require_distinct(slots)
-        with self._gate.inside(alone=True):
+        with span(self.recorder, "set_attr"), self._gate.inside(alone=True):
             self._require_usable()
             self._ask_each("set_attr", slots, values, name)
 
@@ -430,9 +368,6 @@ class Pool:
                 self._workers.start_trace(capacity)
             self._gate.start_trace(capacity)
             self.recorder = Recorder(capacity)
-            # These hide the methods of the class, which so cost nothing more while nobody traces.
-            for name, what in _TRACED.items():
-                setattr(self, name, self.recorder.recording(getattr(self, name), what))
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
         """Records no more; also if the pool is broken or closed by now.
@@ -446,8 +381,6 @@ class Pool:
         with self._gate.inside(alone=True, patience=1.0 if hurry else None):
             programs = [self.recorder.take(), self._gate.stop_trace()]
             self.recorder = None
-            for name in _TRACED:
-                delattr(self, name)
             if self.closed:
                 return programs, []
             try:
@@ -472,48 +405,46 @@ class Pool:
     # --- what the calls are made of; only who is inside the gate changes anything --------------
 
     @contextmanager
-    def _flight(self) -> Generator[Callable[[], None]]:
-        """Yields what its block calls, inside the gate, just before it moves envs; lands it in the end.
+    def _flight(self, move: Move) -> Generator[_Flight]:
+        """Lands the move that its block makes.
 
-        From there on Ctrl-C breaks the pool wherever it comes, also between the parts that break it by
-        themselves: envs may be on their way of which nobody knows any more.
+        Once envs are moved, Ctrl-C breaks the pool wherever it comes, also between the parts that break it
+        by themselves: envs may be on their way of which nobody knows any more.
         """
-        taken_off = False
-
-        def take_off() -> None:
-            nonlocal taken_off
-            taken_off = True
-            self._gate.take_off()
-
+        flight = _Flight(move, partial(self._check, interrupts.since_now()))  # before an env can hang
         try:
-            yield take_off
+            yield flight
         except (Exception, GeneratorExit):
             raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
         except BaseException as error:
-            if taken_off:
+            if self._gate.in_flight():
                 self._break(error)
             raise
         finally:
             self._gate.land()
 
-    def _enter(self, slots: NDArray[Any], counts: NDArray[Any] | None) -> Callable[[], None]:
-        """Checks a call before it changes anything; returns what its wait has to call now and then."""
-        check = partial(self._check, interrupts.since_now())  # before an env can hang
+    def _enter(self, move: Move) -> None:
+        """Checks a move before it changes anything."""
         self._require_usable()
-        if counts is None:
+        if move.generation is None:
             self._gate.settle()  # who has a fresh handle has waited for the rows that came before it
         else:
-            self._turns.require_distinct(slots)
-            self._turns.require_fresh(slots, counts, self._gate)
-        return check
+            self._turns.require_distinct(move.slots)
+            self._turns.require_fresh(move.slots, move.generation, self._gate)
 
     def _check(self, interrupt: Callable[[], None]) -> None:
         interrupt()
         self._require_usable()  # another thread may have closed or broken us
 
-    def _moved(self, slots: NDArray[Any], caller: str | None) -> None:
-        if caller is not None:
-            self._gate.moved(slots, caller)
+    def _recording(self, move: Move) -> AbstractContextManager[None]:
+        """Records the move under the name by which it was called or, of faces that count none, the verb's."""
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.span(move.verb.word if move.caller is None else name_mover(move.mover))
+
+    def _count(self, move: Move) -> None:
+        if move.caller is not None:
+            self._gate.moved(move)
 
     def _sets_options(self, options: Options) -> bool:
         """Says whether the workers hold other options than these."""
@@ -521,19 +452,17 @@ class Pool:
 
     def _send_reset(
         self,
-        slots: NDArray[Any],
+        flight: _Flight,
         chosen: NDArray[Any],
         seeds: NDArray[Any] | None,
         options: Options,
-        check: Callable[[], None],
-        take_off: Callable[[], None],
         *,
         in_flight: bool,
     ) -> None:
-        """Sends those `chosen` of `slots`, `[n]`, to be reset with `seeds`, `[n]`."""
+        """Sends those `chosen` of the move's envs, `[n]`, to be reset with `seeds`, `[n]`."""
         sent = self._turns.sent
         if len(chosen) == self.spec.num_envs and len(sent):
-            self._wait(sent, len(sent), self._doing(sent), check)
+            self._wait(flight, sent, len(sent), self._doing(sent))
             self._turns.land(sent)
         elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
             raise EnvIdError(
@@ -544,35 +473,31 @@ class Pool:
             chosen = self._turns.spread
         self._turns.require_landed(chosen)
         self._gate.settle()  # batched envs write rows of others, too, to which the handle may not be
-        self._views.seeds[slots] = NONE if seeds is None else seeds
+        self._views.seeds[flight.move.slots] = NONE if seeds is None else seeds
         if self._sets_options(options):
             self._options = options
             with self._breaking():
                 self._workers.set_options(options, self._timeouts.step)
-        take_off()
-        self._hand_over(RESET, chosen)
+        self._hand_over(Verb.RESET, chosen)
         self._turns.needs_reset[chosen] = False
         if in_flight:
             self._turns.take_off(chosen, self._timeouts.reset)
+        self._count(flight.move)
 
-    def _send_step(
-        self, slots: NDArray[Any], actions: Rows, take_off: Callable[[], None], *, as_they_are: bool = False
-    ) -> None:
+    def _send_step(self, slots: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         self._turns.require_landed(slots)
         self._turns.require_reset(slots, self._gate)
         if as_they_are:
             self._ask_each("give_actions", slots, actions)
         else:
-            self._write_actions(slots, actions)
-        take_off()
-        self._hand_over(STEP, slots)
+            with span(self.recorder, "write actions"):
+                self._views.write_actions(slots, actions)
+        self._hand_over(Verb.STEP, slots)
 
-    def _write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
-        self._views.write_actions(slots, actions)
-
-    def _hand_over(self, operation: int, slots: NDArray[Any]) -> None:
-        with self._breaking():
-            self._workers.send(operation, slots)
+    def _hand_over(self, verb: Verb, slots: NDArray[Any]) -> None:
+        self._gate.take_off()
+        with span(self.recorder, "hand over"), self._breaking():
+            self._workers.send(verb, slots)
 
     def _ask(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
@@ -602,61 +527,65 @@ class Pool:
 
     def _wait(
         self,
+        flight: _Flight,
         slots: NDArray[Any],
         count: int,
-        name: str,
-        check: Callable[[], None],
+        verb: Verb,
         *,
         waited: float = 0,
         give_up: float | None = None,
     ) -> None:
-        timeout = self._timeouts.reset if name == "reset" else self._timeouts.step
-        with self._breaking():
-            check()
-            self._workers.wait(slots, count, Patience(name, timeout, waited, check, give_up))
+        timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
+        with span(self.recorder, "wait for workers"), self._breaking():
+            flight.check()
+            self._workers.wait(slots, count, Patience(verb.word, timeout, waited, flight.check, give_up))
 
-    def _doing(self, slots: NDArray[Any]) -> str:
-        """Names what those in flight are at: the rest of a reset has a reset's time."""
-        return "reset" if self._workers.any_resetting(slots) else "step"
+    def _doing(self, slots: NDArray[Any]) -> Verb:
+        """Says what those in flight are at: the rest of a reset has a reset's time."""
+        return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
 
-    def _end_step(
-        self, slots: NDArray[Any], out: Rows | None, *, place: Place | None = None, copy: bool = True
-    ) -> Rows:
+    def _end(self, flight: _Flight, out: Rows, waited: float) -> Rows:
+        """See `end`."""
+        slots = flight.move.slots
+        with span(self.recorder, "go on"):
+            if flight.move.verb is Verb.RECV:
+                return self._receive(flight, into(out), waited=waited)
+            self._wait(flight, slots, len(slots), Verb.STEP, waited=waited)
+            return self._end_step(slots, into(out))
+
+    def _end_step(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
         if self._ends_need_reset:
             terminated, truncated = self._views.over
             self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
-        return self._read(slots, out, place=place, copy=copy)
+        with span(self.recorder, "copy results"):
+            return self._read(slots, deliver)
 
-    def _read(self, slots: NDArray[Any], out: Rows | None, *, place: Place | None, copy: bool = True) -> Rows:
-        """Returns the rows of `slots`. The caller is in flight, so nobody has them stepped meanwhile."""
-        if place is None:
-            return self._views.read(slots, out, copy=copy)
-        return place(self._views.read(slots, None, copy=False))
+    def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
+        """Delivers the rows of `slots`. The caller is in flight, so nobody has them stepped meanwhile."""
+        return self._views.read(slots, deliver)
 
     def _receive(
         self,
-        check: Callable[[], None],
-        out: Rows | None,
+        flight: _Flight,
+        deliver: Deliver,
         *,
         waited: float = 0,
-        place: Place | None = None,
-        copy: bool = True,
         give_up: float | None = None,
         everything: bool = False,
     ) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
         overdue = self._turns.overdue()
         if len(overdue):  # others may have been ready first ever since
-            self._wait(overdue, len(overdue), self._doing(overdue), check, waited=math.inf)
+            self._wait(flight, overdue, len(overdue), self._doing(overdue), waited=math.inf)
         sent = self._turns.sent
         count = len(sent) if everything else self.spec.batch_size
         sent = sent[: count if self._in_order else None]
-        self._wait(sent, count, self._doing(sent), check, waited=waited, give_up=give_up)
+        self._wait(flight, sent, count, self._doing(sent), waited=waited, give_up=give_up)
         with self._gate.inside():
             slots = sent if self._in_order else self._workers.first_done(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
             self._turns.land(slots)
-        return self._end_step(slots, out, place=place, copy=copy)
+        return self._end_step(slots, deliver)
 
     def _require_usable(self) -> None:
         if os.getpid() != self.closing.process:

@@ -16,8 +16,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from jaxvec import _actions, _seeds, _trace
-from jaxvec._handoff._gate import HOST_RECV, HOST_RESET, HOST_SEND, HOST_STEP
-from jaxvec._memory._views import Place
+from jaxvec._handoff._move import Caller, Move, Verb
+from jaxvec._memory._views import Place, copies, placed, views
 from jaxvec._pool import Pool
 from jaxvec._promise import promise
 from jaxvec._slices._description import Description
@@ -57,7 +57,8 @@ class VectorEnv:
     ) -> None:
         spaces = description.spaces
         self._pool = pool
-        self._place = place
+        self._placed = None if place is None else placed(place)
+        self._deliver = self._placed or copies
         self._slices = slices
         self.spec: PoolSpec = pool.spec
         self.num_envs = pool.spec.num_envs
@@ -103,13 +104,11 @@ class VectorEnv:
             ValueError, TypeError: a bad argument; nothing was reset.
         """
         rows = self._pool.reset(
-            self._pool.all,
+            self._move(Verb.RESET),
             seeds=_seeds.expand(seed, self.num_envs),
             mask=_seeds.check_mask(mask, self.num_envs),
             options=options,
-            counts=None,
-            caller=HOST_RESET,
-            place=self._place,
+            deliver=self._deliver,
         )
         return self.spec.build_timestep(rows)
 
@@ -129,7 +128,7 @@ class VectorEnv:
             PoolBrokenError, PoolClosedError: it was already.
         """
         actions = _actions.check_on_host(self.spec, action, self.num_envs)
-        rows = self._pool.step(self._pool.all, actions, counts=None, caller=HOST_STEP, place=self._place)
+        rows = self._pool.step(self._move(Verb.STEP), actions, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
     def send(self, action: Any, env_id: Any = None) -> None:
@@ -147,7 +146,7 @@ class VectorEnv:
         """
         slots = _actions.check_env_id(env_id, self.num_envs)
         actions = _actions.check_on_host(self.spec, action, len(slots))
-        self._pool.send(self._pool.all, slots, actions, counts=None, caller=HOST_SEND)
+        self._pool.send(self._move(Verb.SEND), slots, actions)
 
     def send_reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
         """Starts a reset of all envs, or of those of `mask`, and does not wait for it; `recv` does.
@@ -162,10 +161,10 @@ class VectorEnv:
             ValueError, TypeError: a bad argument; nothing was reset.
         """
         self._pool.send_reset(
+            self._move(Verb.RESET),
             seeds=_seeds.expand(seed, self.num_envs),
             mask=_seeds.check_mask(mask, self.num_envs),
             options=options,
-            caller=HOST_RESET,
         )
 
     def recv(self, *, timeout: float | None = None, copy: bool = True) -> TimeStep:
@@ -187,9 +186,8 @@ class VectorEnv:
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
         """
-        rows = self._pool.recv(
-            self._pool.all, counts=None, caller=HOST_RECV, place=self._place, copy=copy, timeout=timeout
-        )
+        deliver = self._deliver if copy else self._placed or views
+        rows = self._pool.recv(self._move(Verb.RECV), deliver=deliver, timeout=timeout)
         return self.spec.build_timestep(rows)
 
     def stats(self) -> Stats:
@@ -369,4 +367,7 @@ class VectorEnv:
     ) -> tuple[Any, ...]:
         slots = _actions.check_env_id(indices, self.num_envs)
         each = [args] * len(slots)
-        return tuple(self._pool.call(slots, name, each, kwargs, counts=None, caller=None, begun=begun))
+        return tuple(self._pool.call(Move(Verb.CALL, slots), name, each, kwargs, begun=begun))
+
+    def _move(self, verb: Verb) -> Move:
+        return Move(verb, self._pool.all, caller=Caller.HOST)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxvec._handoff._gate import RECV, RESET, SEND, STEP
+from jaxvec._handoff._move import Verb
 from jaxvec._memory import _pinned
 from jaxvec._native import gate, library
 from jaxvec.callbacks import _arguments, _ffi, _program
@@ -114,23 +114,23 @@ class Gpu:
         token[:, 0], token[:, 1] = self.envs.pool.id, np.arange(n)
         seeds = (seed + np.arange(n)).astype("<i8").view("<u4").reshape(n, 2)
         return self.call(
-            RESET, [token, seeds, np.ones(n, np.bool_)], fresh=True, extra=cloudpickle.dumps(None)
+            Verb.RESET, [token, seeds, np.ones(n, np.bool_)], fresh=True, extra=cloudpickle.dumps(None)
         )
 
     def step(self, token, action):
         """As `reset`."""
-        return self.call(STEP, [token, *self._leaves(action, len(token))])
+        return self.call(Verb.STEP, [token, *self._leaves(action, len(token))])
 
     def send(self, token, action, env_id):
         """As `reset`, without rows."""
-        return self.call(SEND, [token, *self._leaves(action, len(env_id)), env_id.astype(np.int32)])[0]
+        return self.call(Verb.SEND, [token, *self._leaves(action, len(env_id)), env_id.astype(np.int32)])[0]
 
     def _leaves(self, action, rows):
         return [np.asarray(leaf) for leaf in _arguments.check_action(self.envs.spec, action, rows)]
 
     def recv(self, token):
         """As `reset`."""
-        return self.call(RECV, [token])
+        return self.call(Verb.RECV, [token])
 
     def call(self, verb, operands, *, fresh=False, extra=b"", spoil=lambda call: None):
         """Makes a call; returns the token and the rows."""
@@ -141,7 +141,7 @@ class Gpu:
         more = pickle.dumps((extra, (), ()))
         buffer = ctypes.create_string_buffer(more, len(more))
         call = _ffi._Call(
-            verb=_program.VERBS.index(verb),
+            verb=verb,
             fresh=fresh,
             fingerprint=spec.fingerprint,
             extra=ctypes.addressof(buffer),

@@ -450,7 +450,7 @@ def test_a_program_steps_some_envs():
         assert third[0][:, 3].tolist() == [3, 2, 1, 0]
         with pytest.raises(jaxvec.EnvIdError, match="env_id 4 is out of range"):
             step(handle, jnp.zeros(2, int), jnp.array([4, 0]))
-        with pytest.raises(jaxvec.EnvIdError, match="env_id names an env twice"):
+        with pytest.raises(jaxvec.EnvIdError, match="env_id 0 is named twice"):
             step(handle, jnp.zeros(2, int), jnp.array([0, 0]))
         with pytest.raises(jaxvec.EnvIdError, match="integers"):
             step(handle, jnp.zeros(2, int), jnp.zeros(2))

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxvec
 from jaxvec import _pool
+from jaxvec._handoff._move import Verb
 from jaxvec._native import library
 from jaxvec._native.gate import NativeGate
 from jaxvec.callbacks import _ffi
@@ -325,12 +326,12 @@ def test_errors_are_those_of_the_cpu(driver, pool):
     with pytest.raises(jaxvec.StaleHandleError):
         envs.raise_if_failed()
     with pytest.raises(CallError, match="buffers"):
-        gpu.call("jaxvec.step", [second, np.zeros(2, np.float32)])
+        gpu.call(Verb.STEP, [second, np.zeros(2, np.float32)])
     with pytest.raises(CallError, match="buffers"):
-        gpu.call("jaxvec.step", [second])
+        gpu.call(Verb.STEP, [second])
     with pytest.raises(CallError, match="dtype that NumPy does not have"):
         gpu.call(
-            "jaxvec.step", [second, np.zeros(2, np.int32)], spoil=lambda call: forget_dtype(call.operands[1])
+            Verb.STEP, [second, np.zeros(2, np.int32)], spoil=lambda call: forget_dtype(call.operands[1])
         )
     gpu.step(second, np.zeros(2, np.int32))
     assert envs.get_attr("steps") == (2, 2)

@@ -56,7 +56,7 @@ def test_a_pages_examples_run_and_print_what_it_says(needs, source, tmp_path):
     # From a file, so that a traceback shows the line.
     (tmp_path / "example.py").write_text(source)
     done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False
     )
     assert done.returncode == 0, done.stderr
     printed, said = done.stdout.splitlines(), _SAID.findall(source)

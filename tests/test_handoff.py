@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import jaxvec
 from jaxvec._backends import _handoffs
 from jaxvec._handoff import _handoff
+from jaxvec._handoff._move import Verb
 from jaxvec._memory import _layout, _segment
 from jaxvec._native import library
 from jaxvec._spaces import as_jax
@@ -98,7 +99,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     ]
     del down
     for _ in range(rounds):
-        operation = data.draw(st.sampled_from([_handoff.RESET, _handoff.STEP]))
+        operation = data.draw(st.sampled_from([Verb.RESET, Verb.STEP]))
         slots = np.array(data.draw(st.lists(st.integers(0, num_envs - 1), min_size=1, unique=True)))
         parent.send(operation, slots)
         assert parent.unfinished().tolist() == sorted(slots)
@@ -125,7 +126,7 @@ def test_a_worker_takes_what_is_to_be_reset_and_what_is_to_be_stepped_apart(kind
     channel = LoopbackChannel()
     parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=[channel], spin_ns=0)
     worker = _handoffs.worker_end(kind, arrays, worker=0, share=slices[0], channel=channel, spin_ns=0)
-    sent = [(_handoff.RESET, [3, 1]), (_handoff.STEP, [0]), (_handoff.RESET, [4, 2])]
+    sent = [(Verb.RESET, [3, 1]), (Verb.STEP, [0]), (Verb.RESET, [4, 2])]
     for operation, slots in sent:
         parent.send(operation, np.array(slots))
     taken = []
@@ -152,7 +153,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
     cut = data.draw(st.integers(0, num_envs))
     for part in (slots[:cut], slots[cut:]):
         if part.size:
-            ends[0].send(data.draw(st.sampled_from([_handoff.RESET, _handoff.STEP])), part)
+            ends[0].send(data.draw(st.sampled_from([Verb.RESET, Verb.STEP])), part)
     ends[1].pass_on(here["asked",], np.arange(num_envs))
     for worker, share in enumerate(slices):
         told = [

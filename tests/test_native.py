@@ -59,7 +59,7 @@ def build(tmp_path_factory):
                 f"-I{SOURCES}",
                 *SANITIZERS[sanitizer],
             ]
-            subprocess.run(["g++", *flags, "-c", "-o", made, source], check=True, timeout=100)
+            subprocess.run(["g++", *flags, "-c", "-o", made, source], check=True, timeout=290)
         return made
 
     def build(program: str, sanitizer: str) -> Path:
@@ -67,7 +67,7 @@ def build(tmp_path_factory):
         made = objects[0].with_suffix("")
         # The program opens itself as CUDA's driver, so its functions have to be found by name.
         flags = [*SANITIZERS[sanitizer], "-rdynamic"]
-        subprocess.run(["g++", *flags, "-o", made, *objects, "-ldl"], check=True, timeout=100)
+        subprocess.run(["g++", *flags, "-o", made, *objects, "-ldl"], check=True, timeout=290)
         return made
 
     return build
@@ -76,7 +76,7 @@ def build(tmp_path_factory):
 def run(program: Path, **options: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | OPTIONS | options
     return subprocess.run(
-        [program], capture_output=True, text=True, timeout=100, check=False, env=environment
+        [program], capture_output=True, text=True, timeout=290, check=False, env=environment
     )
 
 

@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec import _pool
-from jaxvec._handoff._gate import RECV, RESET, SEND, STEP
+from jaxvec._handoff._move import Verb
 from jaxvec._native import library
 from jaxvec.callbacks import _ffi, _io, _program, _transports
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -267,7 +267,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("backend", ["process", "serial"])
-@pytest.mark.parametrize("verb", [RESET, STEP, SEND, RECV])
+@pytest.mark.parametrize("verb", [Verb.RESET, Verb.STEP, Verb.SEND, Verb.RECV])
 @pytest.mark.parametrize("bad", BAD_CALLS)
 def test_calls_that_no_jaxvec_made_are_refused(native, backend, verb, bad):
     envs = native(CountingEnv, 2, backend=backend)
@@ -275,12 +275,12 @@ def test_calls_that_no_jaxvec_made_are_refused(native, backend, verb, bad):
     results = _program.Call(verb, envs.spec, "ffi").results(2)
     attributes = {
         "fingerprint": np.int64(envs.spec.fingerprint),
-        "verb": np.uint32(_program.VERBS.index(verb)),
+        "verb": np.uint32(verb),
         "fresh": np.bool_(False),
         "extra": np.frombuffer(pickle.dumps((b"N.", (), ())), np.uint8),
     }
     operands = BAD_CALLS[bad](handle.token, jnp.zeros(2, np.int32))
-    if verb == RECV and bad == "no action":
+    if verb == Verb.RECV and bad == "no action":
         operands = [handle.token, handle.token]  # a token is all it takes
     call = jax.ffi.ffi_call("jaxvec_call", results, has_side_effect=True)
     with pytest.raises(RuntimeError, match="operands|buffers|dtype|several pools|twice"):

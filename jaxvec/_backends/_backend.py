@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec._handoff._gate import Gate
+from jaxvec._handoff._move import Verb
 from jaxvec._handoff._turns import Rules
 from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
@@ -55,7 +56,7 @@ class Workers(Protocol):
         """Returns the gate that callers have to pass."""
         ...
 
-    def send(self, operation: int, slots: NDArray[Any]) -> None:
+    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
         """Hands `slots` to their envs."""
         ...
 

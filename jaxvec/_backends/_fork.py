@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -51,6 +52,7 @@ class ForkedWorker:
         """
         self.pid = pid
         self._pidfd = pidfd
+        self._close = weakref.finalize(self, os.close, pidfd)  # also if nobody sees it end
         self._reap = reap
         self._lock = threading.Lock()
         self._reaped = False
@@ -68,7 +70,7 @@ class ForkedWorker:
                         self._exitcode = self._reap(self.pid)
                     finally:
                         self._reaped = True
-                        os.close(self._pidfd)
+                        self._close()
         return self._reaped
 
     def end(self) -> None:

@@ -18,7 +18,7 @@ from jaxvec._backends._backend import Patience
 from jaxvec._backends._plan import Plan
 from jaxvec._errors import EnvError, SpaceMismatchError
 from jaxvec._handoff._gate import Gate, PortableGate
-from jaxvec._handoff._handoff import STEP
+from jaxvec._handoff._move import Verb
 from jaxvec._handoff._turns import Rules
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
@@ -62,8 +62,8 @@ class SerialWorkers:
     def open_gate(self, rules: Rules) -> Gate:
         return PortableGate(len(rules.turns.needs_reset))
 
-    def send(self, operation: int, slots: NDArray[Any]) -> None:
-        move = self._slice.step if operation == STEP else self._slice.reset
+    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
+        move = self._slice.step if operation is Verb.STEP else self._slice.reset
         while slots.size:
             try:
                 move(slots)

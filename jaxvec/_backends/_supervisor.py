@@ -22,7 +22,7 @@ from jaxvec._backends._plan import Plan
 from jaxvec._backends._setup import make_setup
 from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, SpaceMismatchError, WorkerDiedError
 from jaxvec._handoff._channel import WAKE, Channel
-from jaxvec._handoff._handoff import RESET
+from jaxvec._handoff._move import Verb
 from jaxvec._memory._rows import reader
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import interrupts
@@ -33,6 +33,8 @@ from jaxvec._slices._description import Description, compare
 from jaxvec._tracing._recorder import Loss
 
 _logger = logging.getLogger("jaxvec")
+
+_LAST = 10.0  # seconds that a killed worker has to end; one that is stuck in the kernel goes when it can
 
 
 class Supervisor:
@@ -238,7 +240,7 @@ class Supervisor:
             for channel in self.channels:
                 stack.callback(channel.close)
             for process in self._processes:
-                stack.callback(process.wait, timeout=1)  # if it is stuck in the kernel, it goes when it can
+                stack.callback(process.wait, timeout=_LAST)
             # The last is the first. The whole group goes: with a worker that won't end, whatever its envs
             # have started. Only then is it reaped, so its pid can't have been given to another process.
             for process in self._processes:
@@ -254,7 +256,7 @@ class Supervisor:
         marks = self._arrays["running",][:, 0].tolist()
         running = np.array([slot for slot in slots if slot + 1 in marks], np.intp)
         actions = reader(self._attach.spec.action, self._arrays)(running)
-        resetting = self._arrays["asked",][running] % 2 == RESET
+        resetting = self._arrays["asked",][running] % 2 == int(Verb.RESET)
         return ", ".join(
             f"env {slot} (worker {self.worker_of(slot)}) is running"
             + ("" if resets else f", last action {_failures.describe_action(action)}")

@@ -22,7 +22,8 @@ import numpy as np
 from jaxvec._backends import _handoffs
 from jaxvec._backends._messages import Attach, Ready, Recover, Reply, Request, Setup
 from jaxvec._handoff import _channel
-from jaxvec._handoff._handoff import STEP, Work, WorkerHandoff
+from jaxvec._handoff._handoff import Work, WorkerHandoff
+from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._slices import _envs, _failures, _forks
 from jaxvec._slices._description import describe
@@ -109,7 +110,7 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
             with span(recorder, f"answer {message.name}"):
                 channel.send(_answer(env_slice, message))
             continue
-        move = env_slice.step if message.operation == STEP else env_slice.reset
+        move = env_slice.step if message.operation is Verb.STEP else env_slice.reset
         try:
             if attach.spec.first_ready:  # somebody may wait for any of them
                 move(message.slots, end.post_some)

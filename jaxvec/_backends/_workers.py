@@ -25,7 +25,8 @@ from jaxvec._cores import usable_cores
 from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, NotReadyError, WorkerDiedError
 from jaxvec._handoff._channel import WAKE
 from jaxvec._handoff._gate import Gate
-from jaxvec._handoff._handoff import LOOK_AROUND, STEP, ParentHandoff, listen, time_left
+from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff, listen, time_left
+from jaxvec._handoff._move import Verb
 from jaxvec._handoff._turns import Rules
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
@@ -145,9 +146,9 @@ class ProcessWorkers:
         assert self._arrays is not None
         return _handoffs.gate(self._handoff, self._spec, self._arrays, slices=self._shares, rules=rules)
 
-    def send(self, operation: int, slots: NDArray[Any]) -> None:
+    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
         assert self._handoff is not None
-        if operation == STEP and self._objects_out:
+        if operation is Verb.STEP and self._objects_out:
             self._put_objects(slots)
         self._handoff.send(operation, slots)
 

@@ -7,28 +7,29 @@ it waits for them. So calls for different envs, of several devices or threads, o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._handoff._move import Move
 from jaxvec._tracing._recorder import Record
 
-# Who can move a pool. The native gate keeps an index of these.
-MOVERS = (
-    "jaxvec.reset",
-    "jaxvec.step",
-    "jaxvec.send",
-    "jaxvec.recv",
-    "jaxvec.call",
-    "VectorEnv.reset on the host",
-    "VectorEnv.step on the host",
-    "VectorEnv.send on the host",
-    "VectorEnv.recv on the host",
-)
-RESET, STEP, SEND, RECV, CALL, HOST_RESET, HOST_STEP, HOST_SEND, HOST_RECV = MOVERS
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a gate has made of a move.
+
+    Attributes:
+        rows: of the time step.
+        waited: seconds so far, if the envs are not done: then `rows` are empty yet, and the caller in flight.
+    """
+
+    rows: Sequence[NDArray[Any]]
+    waited: float | None = None
 
 
 class Gate(Protocol):
@@ -37,8 +38,8 @@ class Gate(Protocol):
     counts: NDArray[np.uint32]  # [num_envs] how often each env was moved, modulo 2**32, as fresh handles say
 
     @property
-    def mover(self) -> str:
-        """Who moved envs last, of `MOVERS`."""
+    def mover(self) -> int:
+        """Who moved envs last, `Move.mover`."""
         ...
 
     @property
@@ -65,6 +66,22 @@ class Gate(Protocol):
         """
         ...
 
+    def move(
+        self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None
+    ) -> Made | None:
+        """Makes a whole step, send or recv, if it meets with nothing unusual; else does nothing.
+
+        Args:
+            move: a step of some envs or, of all envs, a send or a recv.
+            actions: `[n, ...]` or, of a send, `[k, ...]`.
+            env_ids: `[k]`, whom to send.
+        """
+        ...
+
+    def in_flight(self) -> bool:
+        """Says whether this thread has taken off, and not landed."""
+        ...
+
     def take_off(self) -> None:
         """Says that this thread, which is inside, is about to move envs, and may wait for them."""
         ...
@@ -73,8 +90,8 @@ class Gate(Protocol):
         """Says that this thread waits no more, if it had taken off."""
         ...
 
-    def moved(self, slots: NDArray[Any], mover: str) -> None:
-        """Counts a call that moves the envs of `slots`. The caller is inside."""
+    def moved(self, move: Move) -> None:
+        """Counts a move. The caller is inside."""
         ...
 
     def serve(self) -> None:
@@ -111,7 +128,7 @@ class PortableGate:
 
     def __init__(self, num_envs: int) -> None:
         self.counts = np.zeros(num_envs, np.uint32)
-        self.mover = ""
+        self.mover = 0
         self.served = 0
         self._lock = threading.Lock()  # of what follows; no interrupt can leave it locked
         self._changed = threading.Condition(self._lock)
@@ -144,6 +161,12 @@ class PortableGate:
                     self._inside = None
                     self._changed.notify_all()
 
+    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> None:
+        return None
+
+    def in_flight(self) -> bool:
+        return threading.get_ident() in self._in_flight
+
     def take_off(self) -> None:
         with self._lock:
             self._in_flight.add(threading.get_ident())
@@ -153,9 +176,9 @@ class PortableGate:
             self._in_flight.discard(threading.get_ident())
             self._changed.notify_all()
 
-    def moved(self, slots: NDArray[Any], mover: str) -> None:
-        self.counts[slots] += np.uint32(1)
-        self.mover = mover
+    def moved(self, move: Move) -> None:
+        self.counts[move.slots] += np.uint32(1)
+        self.mover = move.mover
 
     def serve(self) -> None:
         self.served = (self.served + 1) % 2**32

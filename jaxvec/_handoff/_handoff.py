@@ -29,16 +29,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import WAKE, Channel
+from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._segment import Arrays
 
-RESET, STEP = range(2)
 LOOK_AROUND = 0.2  # seconds between looks at processes that died without closing their socket
 
 
 class Work(NamedTuple):
     """Slots of one worker that want the same operation."""
 
-    operation: int
+    operation: Verb
     slots: NDArray[Any]
 
 
@@ -62,7 +62,7 @@ class Supervision(Protocol):
 class ParentHandoff(Protocol):
     """The parent's end, to all workers."""
 
-    def send(self, operation: int, slots: NDArray[Any]) -> None:
+    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
         """Hands `slots` to their workers. The parent must own them. One thread at a time."""
         ...
 
@@ -166,11 +166,11 @@ class Slots:
         self._asked, self._done, self._done_at = arrays["asked",], arrays["done",], arrays["done_at",]
         self._tickets = 0
 
-    def ask(self, operation: int, slots: NDArray[Any]) -> None:
+    def ask(self, operation: Verb, slots: NDArray[Any]) -> None:
         """Makes a request to each of `slots`, which are the workers' from now on."""
         tickets = self._tickets + np.arange(1, len(slots) + 1)
         self._tickets += len(slots)
-        self.pass_on(2 * tickets + operation, slots)
+        self.pass_on(2 * tickets + int(operation), slots)  # NumPy swallows Ctrl-C as it looks at an enum
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """Makes these requests, `[n]`, to `slots`."""
@@ -185,7 +185,7 @@ class Slots:
         mine = mine[asked[mine].argsort()]
         operations = asked[mine] % 2
         same = np.logical_and.accumulate(operations == operations[0])
-        return Work(int(operations[0]), share.start + mine[same])
+        return Work(VERBS[operations[0]], share.start + mine[same])
 
     def finish(self, slots: NDArray[Any]) -> None:
         """Gives `slots` back to the parent."""
@@ -208,7 +208,7 @@ class Slots:
     def any_resetting(self, slots: NDArray[Any]) -> bool:
         """See `ParentHandoff`."""
         asked = self._asked[slots]
-        return bool(((asked != self._done[slots]) & (asked % 2 == RESET)).any())
+        return bool(((asked != self._done[slots]) & (asked % 2 == int(Verb.RESET))).any())
 
     def unfinished(self) -> NDArray[Any]:
         """See `ParentHandoff`."""
@@ -227,7 +227,7 @@ class ParentEnd:
         self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
         self.any_resetting = self._slots.any_resetting
 
-    def send(self, operation: int, slots: NDArray[Any]) -> None:
+    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
         self._slots.ask(operation, slots)
         for worker, _ in self._shares.of(slots):
             self._channels[worker].wake()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from jaxvec._errors import EnvIdError, InFlightError, ResetNeededError, StaleHandleError
 from jaxvec._handoff._gate import Gate
+from jaxvec._handoff._move import name_mover
 
 NEVER = 2**63 - 1  # ns
 
@@ -97,9 +98,9 @@ class Turns:
         stale = int(np.flatnonzero(now != counts)[0])
         raise StaleHandleError(
             f"stale handle: it is from call {counts[stale]} to env {slots[stale]} of pool {self._pool_id}, "
-            f"but the latest is call {now[stale]}, by {gate.mover}. A handle is used once, like a donated "
-            "buffer: pass on the one that the latest call returned. After a call on the host, begin with "
-            "jaxvec.reset(envs); to reset in a program that steps, use jaxvec.reset(handle)"
+            f"but the latest is call {now[stale]}, by {name_mover(gate.mover)}. A handle is used once, like "
+            "a donated buffer: pass on the one that the latest call returned. After a call on the host, "
+            "begin with jaxvec.reset(envs); to reset in a program that steps, use jaxvec.reset(handle)"
         )
 
     def require_landed(self, slots: NDArray[Any]) -> None:

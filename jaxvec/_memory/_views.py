@@ -12,9 +12,9 @@ from jaxvec._memory._segment import Arrays
 from jaxvec._spec import PoolSpec
 
 Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf
-Place = Callable[
-    [Rows], Sequence[Any]
-]  # copies rows to where they are wanted; when it returns, all are there
+Index = slice | NDArray[Any]  # of rows
+Place = Callable[[Rows], Sequence[Any]]  # copies rows to a device; when it returns, all are there
+Deliver = Callable[[Rows, Index], Sequence[Any]]  # gives a caller its rows of the segment's leaves
 
 
 class Views:
@@ -41,26 +41,43 @@ class Views:
         for stored, action in zip(self._actions, actions, strict=True):
             stored[index] = action
 
-    def read(self, slots: NDArray[Any], out: Rows | None, *, copy: bool = True) -> Rows:
-        """Returns the time step of `slots`, which belong to the caller.
-
-        Args:
-            slots: `[n]`.
-            out: where to copy it; to new arrays if `None`.
-            copy: whether rows that are evenly spaced are copied; else they are the segment's, read-only.
-        """
-        index = index_of(slots)
-        if out is not None:
-            for target, array in zip(out, self._results, strict=True):
-                np.copyto(target, array[index])
-            return out
-        rows = [array[index] for array in self._results]
-        if isinstance(index, slice):
-            rows = [array.copy() for array in rows] if copy else [_read_only(array) for array in rows]
-        return rows
+    def read(self, slots: NDArray[Any], deliver: Deliver) -> Any:
+        """Delivers the time step of `slots`, which belong to the caller."""
+        return deliver(self._results, index_of(slots))
 
 
-def index_of(slots: NDArray[Any]) -> slice | NDArray[Any]:
+def copies(leaves: Rows, index: Index) -> Rows:
+    """Delivers new arrays."""
+    copy = isinstance(index, slice)  # else NumPy does
+    return [leaf[index].copy() if copy else leaf[index] for leaf in leaves]
+
+
+def views(leaves: Rows, index: Index) -> Rows:
+    """Delivers rows as they are in the segment, read-only; copies of those that are not evenly spaced."""
+    rows = [leaf[index] for leaf in leaves]
+    if isinstance(index, slice):
+        for row in rows:
+            row.flags.writeable = False
+    return rows
+
+
+def into(out: Rows) -> Deliver:
+    """Delivers into these arrays."""
+
+    def deliver(leaves: Rows, index: Index) -> Rows:
+        for target, leaf in zip(out, leaves, strict=True):
+            np.copyto(target, leaf[index])
+        return out
+
+    return deliver
+
+
+def placed(place: Place) -> Deliver:
+    """Delivers what `place` makes of rows that it may read until it returns."""
+    return lambda leaves, index: place(views(leaves, index))
+
+
+def index_of(slots: NDArray[Any]) -> Index:
     """Returns `slots` as a slice, if they are evenly spaced in ascending order."""
     if not len(slots):
         return slots
@@ -69,8 +86,3 @@ def index_of(slots: NDArray[Any]) -> slice | NDArray[Any]:
     if step < 1 or (slots[1:] - slots[:-1] != step).any():  # quicker than by np.diff
         return slots
     return slice(first, last + 1, step)
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array.flags.writeable = False
-    return array

@@ -63,6 +63,12 @@ EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int32_t alone, int64_t timeou
 EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
 EXPORT void jaxvec_pool_take_off(SharedPool* pool) { (*pool)->take_off(); }
 EXPORT void jaxvec_pool_land(SharedPool* pool) { (*pool)->land(); }
+EXPORT int32_t jaxvec_pool_in_flight(SharedPool* pool) { return (*pool)->in_flight(); }
+EXPORT uint32_t jaxvec_sizeof_request() { return sizeof(jaxvec::Request); }
+EXPORT uint32_t jaxvec_pool_move(SharedPool* pool, jaxvec::Request* request) {
+  jaxvec::HostTarget target;
+  return static_cast<uint32_t>((*pool)->move(*request, target));
+}
 EXPORT void jaxvec_pool_settle(SharedPool* pool) { (*pool)->settle(); }
 
 EXPORT void jaxvec_trace_start(SharedPool* pool, uint32_t capacity) { (*pool)->trace.start(capacity); }

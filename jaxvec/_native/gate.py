@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._gate import MOVERS
+from jaxvec._handoff._gate import Made
 from jaxvec._handoff._handoff import LOOK_AROUND
+from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_mover
 from jaxvec._handoff._turns import Rules
 from jaxvec._native import library
 from jaxvec._native.handoff import NativeParentEnd
@@ -26,7 +29,11 @@ _YEARS = 1 << 60  # ns
 # `Span` and `Part` of trace.h.
 _SPAN = np.dtype([("began", "i8"), ("ended", "i8"), ("thread", "u4"), ("what", "u4")])
 _PARTS = ("write actions", "hand over", "wait for workers", "copy results")
-_NAMES = dict(enumerate(MOVERS)) | dict(enumerate(_PARTS, start=16))
+_MOVERS = [verb + caller for verb in VERBS for caller in Caller]
+_NAMES = {mover: name_mover(mover) for mover in _MOVERS} | dict(enumerate(_PARTS, start=16))
+
+_DONE, _, _UNDER_WAY = range(3)  # `Moved` of pool.h
+_ALIGNMENT = 64  # bytes, of the leaves of results
 
 
 class Array(ctypes.Structure):
@@ -68,6 +75,51 @@ class _Plan(ctypes.Structure):
         ("terminated", ctypes.c_void_p),
         ("truncated", ctypes.c_void_p),
     ]
+
+
+class _Request(ctypes.Structure):
+    """`Request` of pool.h."""
+
+    _fields_ = [
+        ("verb", ctypes.c_uint32),
+        ("mover", ctypes.c_uint32),
+        ("counts", ctypes.c_uint32),
+        ("num_slots", ctypes.c_uint32),
+        ("num_sent", ctypes.c_uint32),
+        ("slots", ctypes.c_void_p),
+        ("generation", ctypes.c_void_p),
+        ("sent", ctypes.c_void_p),
+        ("actions", ctypes.c_void_p),
+        ("results", ctypes.c_void_p),
+        ("waited_ns", ctypes.c_int64),
+    ]
+
+
+class _Results:
+    """New memory for the rows of a time step: one piece, since what is made has its price."""
+
+    def __init__(self, leaves: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], rows: int) -> None:
+        self._shapes = [((rows, *shape), dtype) for shape, dtype in leaves]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
+        *self._offsets, self._size = itertools.accumulate(
+            (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0
+        )
+        self._pointers = ctypes.c_void_p * len(leaves)
+
+    def make(self) -> tuple[list[NDArray[Any]], Any]:
+        """Returns arrays for the leaves, and their addresses."""
+        memory = np.empty(self._size, np.uint8)
+        address = _address(memory)
+        rows = [
+            np.ndarray(shape, dtype, memory, offset)
+            for (shape, dtype), offset in zip(self._shapes, self._offsets, strict=True)
+        ]
+        return rows, self._pointers(*[address + offset for offset in self._offsets])
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]  # half as dear as `array.ctypes.data`
+    return address
 
 
 class NativeGate:
@@ -125,6 +177,9 @@ class NativeGate:
             terminated=terminated,
             truncated=truncated,
         )
+        leaves = [(leaf.shape[1:], leaf.dtype) for leaf in results]
+        self._new_results = cache(partial(_Results, leaves))
+        self._batch_size = batch_size
         self._alive: Any = (handoff, stops, actions, results, nonzero, turns, over)
         self._pool_id = rules.pool_id
         self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
@@ -133,8 +188,8 @@ class NativeGate:
         weakref.finalize(self, self._library.jaxvec_pool_free, self._pool)
 
     @property
-    def mover(self) -> str:
-        return MOVERS[self._state.mover]
+    def mover(self) -> int:
+        return self._state.mover
 
     @property
     def served(self) -> int:
@@ -160,15 +215,41 @@ class NativeGate:
         finally:
             self._library.jaxvec_pool_leave(self._pool)
 
+    def move(
+        self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None
+    ) -> Made | None:
+        request = _Request(verb=move.verb, mover=move.mover, counts=move.caller is not None)
+        num_rows = self._batch_size if move.verb is Verb.RECV else len(move.slots)
+        if move.generation is not None:
+            generation = np.ascontiguousarray(move.generation)
+            request.num_slots = len(move.slots)
+            request.slots, request.generation = _address(move.slots), _address(generation)
+        if env_ids is not None:
+            request.num_sent, request.sent = len(env_ids), _address(env_ids)
+        actions = [np.ascontiguousarray(action) for action in actions]
+        pointers = (ctypes.c_void_p * len(actions))(*map(_address, actions))
+        request.actions = ctypes.addressof(pointers)
+        rows: list[NDArray[Any]] = []
+        if move.verb is not Verb.SEND:
+            rows, addresses = self._new_results(num_rows).make()
+            request.results = ctypes.addressof(addresses)
+        moved = self._library.jaxvec_pool_move(self._pool, ctypes.byref(request))
+        if moved == _DONE:
+            return Made(rows)
+        return Made(rows, request.waited_ns / 1e9) if moved == _UNDER_WAY else None
+
+    def in_flight(self) -> bool:
+        return bool(self._library.jaxvec_pool_in_flight(self._pool))
+
     def take_off(self) -> None:
         self._library.jaxvec_pool_take_off(self._pool)
 
     def land(self) -> None:
         self._library.jaxvec_pool_land(self._pool)
 
-    def moved(self, slots: NDArray[Any], mover: str) -> None:
-        self.counts[slots] += np.uint32(1)
-        self._state.mover = MOVERS.index(mover)
+    def moved(self, move: Move) -> None:
+        self.counts[move.slots] += np.uint32(1)
+        self._state.mover = move.mover
 
     def serve(self) -> None:
         self._state.served += 1
@@ -228,8 +309,12 @@ def _declared() -> ctypes.CDLL:
         jaxvec_pool_take_off=(None, [pointer]),
         jaxvec_pool_land=(None, [pointer]),
         jaxvec_pool_settle=(None, [pointer]),
+        jaxvec_pool_in_flight=(i32, [pointer]),
+        jaxvec_pool_move=(u32, [pointer, pointer]),
+        jaxvec_sizeof_request=(u32, []),
         jaxvec_trace_start=(None, [pointer, u32]),
         jaxvec_trace_stop=(ctypes.c_uint64, [pointer, pointer]),
     )
     library.require_size(_Plan, declared.jaxvec_sizeof_plan())
+    library.require_size(_Request, declared.jaxvec_sizeof_request())
     return declared

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import Channel
 from jaxvec._handoff._handoff import LOOK_AROUND, Shares, Slots, Supervision, Work, time_left
+from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
 
@@ -97,7 +98,7 @@ class NativeParentEnd:
         """Of C++'s part, which lives as long as we do."""
         return ctypes.addressof(self._parent)
 
-    def send(self, operation: int, slots: NDArray[Any]) -> None:
+    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
         """See `ParentHandoff`."""
         for worker, share in self._shares.of(slots):
             self._library.jaxvec_send(self._reference, worker, operation, share.ctypes.data, len(share))
@@ -174,7 +175,7 @@ class NativeWorkerEnd:
             self._reference, ctypes.byref(self._operation), self._slots.ctypes.data, ctypes.byref(self._count)
         )
         count = self._count.value
-        return Work(self._operation.value, self._slots[:count]) if count else self._channel.receive()
+        return Work(VERBS[self._operation.value], self._slots[:count]) if count else self._channel.receive()
 
     def post(self, slots: NDArray[Any]) -> None:
         """Hands finished `slots` back."""

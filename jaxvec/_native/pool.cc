@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <unordered_map>
 
 namespace jaxvec {
@@ -116,125 +117,171 @@ Pool::Pool(const Plan& plan)
       process_(getpid()),
       actions_(leaves(plan.actions, plan.num_actions)),
       results_(leaves(plan.results, plan.num_results)),
-      seen_(plan.parent->board.num_slots) {}
+      all_(plan.parent->board.num_slots),
+      seen_(plan.parent->board.num_slots) {
+  std::iota(all_.begin(), all_.end(), 0);
+}
 
 Moved Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
                    const std::vector<Array>& results, Target& target, int64_t* waited_ns) {
-  // A fork's child has our memory, but not our workers.
-  if (fingerprint != plan_.fingerprint || getpid() != process_) return Moved::kNothingDone;
+  if (fingerprint != plan_.fingerprint || !fits(verb, operands, results)) return Moved::kNothingDone;
+  const int64_t rows = operands[0].dims[0];
+  const auto* token = static_cast<const TokenRow*>(operands[0].data);
+  std::vector<int64_t> slots, sent;
+  std::vector<uint32_t> generation;
+  slots.reserve(rows);
+  generation.reserve(rows);
+  for (int64_t i = 0; i < rows; ++i) {
+    if (token[i].pool != plan_.id) return Moved::kNothingDone;
+    slots.push_back(token[i].env);
+    generation.push_back(token[i].count);
+  }
+  std::vector<const void*> actions;
+  for (size_t i = 1; i < operands.size(); ++i) actions.push_back(operands[i].data);
+  std::vector<void*> leaves;
+  for (size_t i = 1; i < results.size(); ++i) leaves.push_back(results[i].data);
+  Request request{};
+  request.verb = request.mover = verb;
+  request.counts = 1;
+  request.num_slots = static_cast<uint32_t>(rows);
+  request.slots = slots.data();
+  request.generation = generation.data();
+  request.actions = actions.data();
+  request.results = leaves.data();
+  if (verb == kSend) {
+    const auto* ids = static_cast<const int32_t*>(operands.back().data);
+    sent.assign(ids, ids + operands.back().dims[0]);
+    request.sent = sent.data();
+    request.num_sent = static_cast<uint32_t>(sent.size());
+  }
+  auto* next = static_cast<TokenRow*>(results[0].data);
+  for (int64_t i = 0; i < rows; ++i) next[i] = {plan_.id, token[i].env, token[i].count + 1};
+  const Moved moved = move(request, target);
+  *waited_ns = request.waited_ns;
+  if (moved == Moved::kDone) state.served.fetch_add(1, std::memory_order_relaxed);
+  return moved;
+}
+
+// Whether a program's operands and results are those of the verb, as far as their types go.
+bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const {
+  const int64_t num_slots = plan_.parent->board.num_slots;
+  if (operands.empty() || !is_token(operands[0])) return false;
+  const int64_t rows = operands[0].dims[0];
+  if (!is_token_of(results, rows) || (verb != kStep && rows != num_slots)) return false;
   switch (verb) {
     case kStep:
-      return step(operands, results, target, waited_ns);
-    case kSend:
-      return send(operands, results, target);
+      return operands.size() == 1 + actions_.size() && take(actions_, operands, 1, rows) &&
+             results.size() == 1 + results_.size() && take(results_, results, 1, rows);
+    case kSend: {
+      const Array& ids = operands.back();
+      return operands.size() == 2 + actions_.size() && ids.dtype == kIdType && ids.rank == 1 &&
+             ids.dims[0] > 0 && take(actions_, operands, 1, ids.dims[0]) && results.size() == 1;
+    }
     case kRecv:
-      return recv(operands, results, target, waited_ns);
+      return operands.size() == 1 && results.size() == 1 + results_.size() &&
+             take(results_, results, 1, plan_.batch_size);
+    default:
+      return false;
+  }
+}
+
+Moved Pool::move(Request& request, Target& target) {
+  if (getpid() != process_) return Moved::kNothingDone;  // a fork's child has our memory, not our workers
+  if (request.slots != nullptr && request.num_slots == 0) return Moved::kNothingDone;
+  switch (request.verb) {
+    case kStep:
+      return step(request, target);
+    case kSend:
+      return send(request, target);
+    case kRecv:
+      return recv(request, target);
     default:
       return Moved::kNothingDone;
   }
 }
 
-Moved Pool::step(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
-                 int64_t* waited_ns) {
-  const int64_t rows = operands[0].dims[0];
-  if (operands.size() != 1 + actions_.size() || !take(actions_, operands, 1, rows) ||
-      !is_token_of(results, rows) || results.size() != 1 + results_.size() ||
-      !take(results_, results, 1, rows) || !enter(false, 0)) {
-    return Moved::kNothingDone;
-  }
+Moved Pool::step(Request& request, Target& target) {
+  const bool alone = request.slots == nullptr;
+  if (!enter(alone, 0)) return Moved::kNothingDone;
   std::vector<int64_t> slots;
-  if (!open(operands, &slots) || !may_step(slots)) {
+  if (!open(request, &slots) || !may_step(slots)) {
     leave();
     return Moved::kNothingDone;
   }
-  const Recording recording(trace, kStep);
-  hand_over(slots, &operands[1]);
-  count(slots, kStep);
+  const Recording recording(trace, request.mover);
+  hand_over(slots, request.actions);
+  count(slots, request);
   take_off();
   leave();
-  if (await(slots, static_cast<uint32_t>(rows), waited_ns) == Moved::kUnderWay) return Moved::kUnderWay;
-  write_token(slots, results[0]);
-  finish(slots, results, target);
+  if (await(slots, static_cast<uint32_t>(slots.size()), &request.waited_ns) == Moved::kUnderWay) {
+    return Moved::kUnderWay;
+  }
+  finish(slots, request.results, target);
   land();
   return Moved::kDone;
 }
 
-Moved Pool::send(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target) {
-  const uint32_t num_slots = plan_.parent->board.num_slots;
-  const Array& ids = operands.back();
-  const int64_t rows = ids.rank == 1 ? ids.dims[0] : 0;
-  if (operands.size() != 2 + actions_.size() || !is_token_of(operands, num_slots) || ids.dtype != kIdType ||
-      rows == 0 || !take(actions_, operands, 1, rows) || !is_token_of(results, num_slots) ||
-      results.size() != 1 || !enter(false, 0)) {
-    return Moved::kNothingDone;
-  }
-  const auto* id = static_cast<const int32_t*>(ids.data);
-  const std::vector<int64_t> slots(id, id + rows);
+Moved Pool::send(Request& request, Target& target) {
+  if (request.num_sent == 0 || !enter(false, 0)) return Moved::kNothingDone;
+  const std::vector<int64_t> slots(request.sent, request.sent + request.num_sent);
   std::vector<int64_t> all;
-  bool may = open(operands, &all);
+  bool may = open(request, &all);
   ++looks_;
   for (const int64_t slot : slots) may = may && first_met(slot);
   if (!may || !may_step(slots)) {
     leave();
     return Moved::kNothingDone;
   }
-  const Recording recording(trace, kSend);
-  hand_over(slots, &operands[1]);
+  const Recording recording(trace, request.mover);
+  hand_over(slots, request.actions);
   const int64_t due = now_ns() + plan_.step_ns;
   for (const int64_t slot : slots) {
     plan_.in_flight[slot] = 1;
     plan_.due[slot] = due;
     plan_.sent[(*plan_.num_sent)++] = slot;
   }
-  count(all, kSend);
-  write_token(all, results[0]);
+  count(all, request);
   deliver(target);
   leave();
-  state.served.fetch_add(1, std::memory_order_relaxed);
   return Moved::kDone;
 }
 
-Moved Pool::recv(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
-                 int64_t* waited_ns) {
-  const uint32_t num_slots = plan_.parent->board.num_slots;
-  if (operands.size() != 1 || !is_token_of(operands, num_slots) || !is_token_of(results, num_slots) ||
-      results.size() != 1 + results_.size() || !take(results_, results, 1, plan_.batch_size) ||
-      !enter(true, 0)) {  // one recv at a time
-    return Moved::kNothingDone;
-  }
+Moved Pool::recv(Request& request, Target& target) {
+  if (!enter(true, 0)) return Moved::kNothingDone;  // one recv at a time
   std::vector<int64_t> all;
-  if (!open(operands, &all) || *plan_.num_sent < plan_.batch_size || overdue()) {
+  if (!open(request, &all) || *plan_.num_sent < plan_.batch_size || overdue()) {
     leave();
     return Moved::kNothingDone;
   }
-  const Recording recording(trace, kRecv);
+  const Recording recording(trace, request.mover);
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
   const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
-  count(all, kRecv);
+  count(all, request);
   take_off();
   leave();
-  if (await(sent, plan_.batch_size, waited_ns) == Moved::kUnderWay) return Moved::kUnderWay;
+  if (await(sent, plan_.batch_size, &request.waited_ns) == Moved::kUnderWay) return Moved::kUnderWay;
   while (!enter(false, kPatienceNs)) {  // others are inside for short only
   }
   const std::vector<int64_t> slots = land_batch(sent);
-  write_token(all, results[0]);
   leave();
-  finish(slots, results, target);
+  finish(slots, request.results, target);
   land();
   return Moved::kDone;
 }
 
-// Whether the token is one of ours and fresh, and names each of its envs once. The caller is inside.
-bool Pool::open(const std::vector<Array>& operands, std::vector<int64_t>* slots) {
+// Gives the envs that the caller asks for. Returns whether its handle is fresh, and names each of them once;
+// or, of a caller without one, whether it need not wait for copies of others. The caller is inside.
+bool Pool::open(const Request& request, std::vector<int64_t>* slots) {
   if (!state.open) return false;
-  const auto* token = static_cast<const TokenRow*>(operands[0].data);
-  const int64_t rows = operands[0].dims[0];
+  if (request.slots == nullptr) {
+    *slots = all_;
+    return !copying();
+  }
   ++looks_;
-  slots->reserve(rows);
-  for (int64_t i = 0; i < rows; ++i) {
-    const uint32_t env = token[i].env;
-    if (token[i].pool != plan_.id || !first_met(env) || token[i].count != plan_.counts[env]) return false;
-    slots->push_back(env);
+  slots->assign(request.slots, request.slots + request.num_slots);
+  for (uint32_t i = 0; i < request.num_slots; ++i) {
+    const int64_t slot = request.slots[i];
+    if (!first_met(slot) || request.generation[i] != plan_.counts[slot]) return false;
   }
   return true;
 }
@@ -252,10 +299,10 @@ bool Pool::may_step(const std::vector<int64_t>& slots) const {
 }
 
 // Sends the envs, with their actions, to their workers.
-void Pool::hand_over(const std::vector<int64_t>& slots, const Array* actions) {
+void Pool::hand_over(const std::vector<int64_t>& slots, const void* const* actions) {
   {
     const Recording recording(trace, kWriting);
-    for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i].data);
+    for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i]);
   }
   const Recording recording(trace, kHandingOver);
   const int64_t* const stops_end = plan_.stops + plan_.parent->board.num_workers;
@@ -280,9 +327,10 @@ bool Pool::overdue() const {
 }
 
 // From here on nobody else has a handle to the envs.
-void Pool::count(const std::vector<int64_t>& slots, uint32_t mover) {
+void Pool::count(const std::vector<int64_t>& slots, const Request& request) {
+  if (!request.counts) return;
   for (const int64_t slot : slots) ++plan_.counts[slot];
-  state.mover = mover;
+  state.mover = request.mover;
 }
 
 Moved Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
@@ -317,7 +365,7 @@ std::vector<int64_t> Pool::land_batch(std::vector<int64_t> sent) {
 }
 
 // Reads the envs' rows, which nobody else touches until the handle that we return is used.
-void Pool::finish(const std::vector<int64_t>& slots, const std::vector<Array>& results, Target& target) {
+void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Target& target) {
   const Recording recording(trace, kCopying);
   if (plan_.terminated != nullptr) {
     for (const int64_t slot : slots) {
@@ -328,10 +376,9 @@ void Pool::finish(const std::vector<int64_t>& slots, const std::vector<Array>& r
   for (size_t i = 0; i < results_.size(); ++i) {
     runs.clear();
     results_[i].read(slots, &runs);
-    target.put(results[i + 1].data, runs);
+    target.put(results[i], runs);
   }
   deliver(target);
-  state.served.fetch_add(1, std::memory_order_relaxed);
 }
 
 // The caller is inside or in flight, so whoever waits to be alone will know of the copies.
@@ -354,9 +401,9 @@ void Pool::settle() {
   for (const auto& each : copies) each->wait();
 }
 
-void Pool::write_token(const std::vector<int64_t>& slots, const Array& token) const {
-  auto* row = static_cast<TokenRow*>(token.data);
-  for (const int64_t slot : slots) *row++ = {plan_.id, static_cast<uint32_t>(slot), plan_.counts[slot]};
+bool Pool::copying() {
+  const std::lock_guard lock(lock_);
+  return !std::all_of(copies_.begin(), copies_.end(), [](const auto& each) { return each->done(); });
 }
 
 bool Pool::enter(bool alone, int64_t timeout_ns) {
@@ -396,6 +443,11 @@ void Pool::land() {
     in_flight_.erase(mine);
   }
   changed_.notify_all();
+}
+
+bool Pool::in_flight() {
+  const std::lock_guard lock(lock_);
+  return std::find(in_flight_.begin(), in_flight_.end(), this_thread()) != in_flight_.end();
 }
 
 void publish(uint32_t id, std::shared_ptr<Pool> pool) {

@@ -37,13 +37,13 @@ struct TokenRow {
 };
 bool is_token(const Array& array);
 
-// What a program can ask for without Python: indices of _program.py's VERBS. The first two are also what
-// a worker is asked for, `Operation`.
+// What a pool can be asked for without Python: `Verb` of _move.py. The first two are also what a worker is
+// asked for, `Operation`.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
 // What Python reads and writes of a pool, holding its gate.
 struct State {
-  uint32_t mover;                // who moved last: an index of _gate.py's MOVERS
+  uint32_t mover;                // who moved last: `Move.mover` of _move.py
   uint32_t open;                 // 0 when programs must ask Python, which knows why
   std::atomic<uint32_t> served;  // calls of programs that succeeded; outside the gate, too
   // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
@@ -120,10 +120,25 @@ struct Leaf {
   size_t row;  // bytes
 };
 
-enum class Moved {
+enum class Moved : uint32_t {
   kDone = 0,
   kNothingDone,  // for Python to do, from the start
   kUnderWay,     // begun, not finished: for Python to end. The caller is in flight, and must land.
+};
+
+// What is asked of a pool: by a program, or by Python for one of its callers.
+struct Request {
+  uint32_t verb;
+  uint32_t mover;              // for `State`, if the move counts
+  uint32_t counts;             // whether handles to the envs go stale
+  uint32_t num_slots;          // of the caller's handle
+  uint32_t num_sent;           // of a send
+  const int64_t* slots;        // null for all, by a caller who has no handle
+  const uint32_t* generation;  // what `counts` was when the caller got its handle
+  const int64_t* sent;         // whom to send
+  const void* const* actions;  // rows for each leaf
+  void* const* results;        // out: rows of each leaf
+  int64_t waited_ns;           // out, if the move is under way
 };
 
 class Pool {
@@ -135,6 +150,9 @@ class Pool {
   // token. `waited_ns` is set where the call is handed over.
   Moved answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
                const std::vector<Array>& results, Target& target, int64_t* waited_ns);
+
+  // Makes a move, of the same verbs.
+  Moved move(Request& request, Target& target);
 
   // Waits until no copies from the segment are under way. Who has a fresh handle need not, see cuda.cc;
   // everybody else has to before envs write to it again. The caller is inside.
@@ -151,32 +169,33 @@ class Pool {
   // does nothing if it is not in flight.
   void take_off();
   void land();
+  bool in_flight();
 
   State state{};
   Trace trace;
 
  private:
-  Moved step(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
-             int64_t* waited_ns);
-  Moved send(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target);
-  Moved recv(const std::vector<Array>& operands, const std::vector<Array>& results, Target& target,
-             int64_t* waited_ns);
-  bool open(const std::vector<Array>& operands, std::vector<int64_t>* slots);
+  Moved step(Request& request, Target& target);
+  Moved send(Request& request, Target& target);
+  Moved recv(Request& request, Target& target);
+  bool fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const;
+  bool open(const Request& request, std::vector<int64_t>* slots);
   bool first_met(int64_t env);
   bool may_step(const std::vector<int64_t>& slots) const;
-  void hand_over(const std::vector<int64_t>& slots, const Array* actions);
+  bool copying();
+  void hand_over(const std::vector<int64_t>& slots, const void* const* actions);
   bool overdue() const;
-  void count(const std::vector<int64_t>& slots, uint32_t mover);
+  void count(const std::vector<int64_t>& slots, const Request& request);
   Moved await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
   std::vector<int64_t> land_batch(std::vector<int64_t> sent);
-  void finish(const std::vector<int64_t>& slots, const std::vector<Array>& results, Target& target);
+  void finish(const std::vector<int64_t>& slots, void* const* results, Target& target);
   void deliver(Target& target);
-  void write_token(const std::vector<int64_t>& slots, const Array& token) const;
 
   const Plan plan_;
   const int32_t process_;
   const std::vector<Leaf> actions_;
   const std::vector<Leaf> results_;
+  std::vector<int64_t> all_;    // slots
   std::vector<uint32_t> seen_;  // [num_slots] the last look that met with the env
   uint32_t looks_ = 0;
   std::mutex lock_;  // of what follows

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxvec import _pools
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
-from jaxvec._handoff._gate import RESET
+from jaxvec._handoff._move import Verb
 from jaxvec._pool import Pool
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
@@ -117,7 +117,9 @@ class EnvFamily:
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
         spec = _arguments.require_handle(handle, "reset")
-        call = Call(RESET, spec, handle.transport, fresh=True, extra=cloudpickle.dumps(options), elastic=True)
+        call = Call(
+            Verb.RESET, spec, handle.transport, fresh=True, extra=cloudpickle.dumps(options), elastic=True
+        )
         words, mask = _arguments.seed_words(seed, 1), _arguments.check_mask(None, 1)
         token, *rows = _primitive.bind(call, handle.token, words, mask)
         return handle.next(token), _first(spec.build_timestep(rows))

@@ -22,12 +22,12 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
-from jaxvec._handoff._gate import STEP
+from jaxvec._handoff._move import VERBS
 from jaxvec._native import interrupts, library
 from jaxvec._native.gate import Array
 from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
-from jaxvec.callbacks._program import VERBS, Call
+from jaxvec.callbacks._program import Call
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
 _TARGET = "jaxvec_call"
@@ -46,7 +46,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
     return handler(
         *operands,
         fingerprint=np.int64(call.spec.fingerprint),
-        verb=np.uint32(VERBS.index(call.verb)),
+        verb=np.uint32(call.verb),
         fresh=np.bool_(call.fresh),
         extra=np.frombuffer(pickle.dumps((call.extra, call.arguments, call.answers)), np.uint8),
     )
@@ -188,7 +188,7 @@ def _serve(theirs: _Call) -> None:
     _require_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, fresh = _program.pool_id(token), len(token) if theirs.fresh else None
     with (
-        _profile.annotate(VERBS[theirs.verb], "FFI by Python"),
+        _profile.annotate(VERBS[theirs.verb].function, "FFI by Python"),
         _pools.serving(pool_id, theirs.fingerprint, fresh, under_way=theirs.moved == _UNDER_WAY) as pool,
         span(pool.recorder, "FFI by Python"),
     ):
@@ -202,10 +202,9 @@ def _serve(theirs: _Call) -> None:
         if theirs.moved == _DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
         elif theirs.moved == _UNDER_WAY:
-            slots = _program.slots_of(token)
-            stepped = slots if call.verb == STEP else None
-            pool.end(stepped, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
-            out[0][:] = _program.token_of(pool, slots)
+            move = _program.move_of(call, pool, token)
+            pool.end(move, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
+            out[0][:] = _program.token_of(pool, move)
         else:
             interrupt()
             _program.answer(call, pool, operands, out)

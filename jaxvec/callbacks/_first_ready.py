@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvec import _actions
-from jaxvec._handoff._gate import RECV, SEND
+from jaxvec._handoff._move import Verb
 from jaxvec._timestep import TimeStep
 from jaxvec.callbacks import _arguments, _primitive
 from jaxvec.callbacks._handle import Handle
@@ -39,7 +39,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
     _actions.require_ids(ids.dtype, ids.shape)
     actions = _arguments.check_action(spec, action, ids.size)
     (token,) = _primitive.bind(
-        Call(SEND, spec, handle.transport), handle.token, *actions, ids.astype(np.int32)
+        Call(Verb.SEND, spec, handle.transport), handle.token, *actions, ids.astype(np.int32)
     )
     return handle.next(token)
 
@@ -63,5 +63,5 @@ def recv(handle: Handle) -> tuple[Handle, TimeStep]:
         JaxvecError: and all that `step` raises.
     """
     spec = _arguments.require_handle(handle, "recv")
-    token, *rows = _primitive.bind(Call(RECV, spec, handle.transport), handle.token)
+    token, *rows = _primitive.bind(Call(Verb.RECV, spec, handle.transport), handle.token)
     return handle.next(token), spec.build_timestep(rows)

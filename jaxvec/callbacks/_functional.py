@@ -7,7 +7,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from jaxvec._handoff._gate import RESET, STEP
+from jaxvec._handoff._move import Verb
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _arguments, _primitive, _transports
@@ -67,7 +67,7 @@ def reset(
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
         handle, fresh = Handle(token, envs.spec, _transports.choose(envs.transport)), True  # pyright: ignore[reportArgumentType]
     spec = _arguments.require_handle(handle, "reset")
-    call = Call(RESET, spec, handle.transport, fresh=fresh, extra=cloudpickle.dumps(options))
+    call = Call(Verb.RESET, spec, handle.transport, fresh=fresh, extra=cloudpickle.dumps(options))
     if call.whole and mask is not None:
         raise ValueError("mask: a pool with batch_size is reset as a whole; leave mask out")
     token, *rows = _primitive.bind(
@@ -107,5 +107,5 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
     """
     spec = _arguments.require_handle(handle, "step")
     actions = _arguments.check_action(spec, action, handle.num_envs)
-    token, *rows = _primitive.bind(Call(STEP, spec, handle.transport), handle.token, *actions)
+    token, *rows = _primitive.bind(Call(Verb.STEP, spec, handle.transport), handle.token, *actions)
     return handle.next(token), spec.build_timestep(rows)

@@ -20,9 +20,10 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
+from jaxvec._handoff._move import Verb
 from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
-from jaxvec.callbacks._program import READ, Call
+from jaxvec.callbacks._program import Call
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
 
@@ -31,7 +32,7 @@ def call(call: Call, *operands: jax.Array) -> list[jax.Array]:
     """Puts a call into the program that is being traced; see `Call` for operands and results."""
     answer = _Answer(call, len(operands[0]), len(operands[-1]))
     results = call.results(len(operands[0]))
-    if call.verb == READ:
+    if call.verb is Verb.GET_ATTR:
         return jax.pure_callback(answer, results, *_pack(operands))
     return io_callback(answer, results, *_pack(operands), ordered=False)
 
@@ -48,7 +49,7 @@ class _Answer:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
         pool_id, fresh = _program.pool_id(operands[0]), self.rows if self.call.fresh else None
         with (
-            _profile.annotate(self.call.verb, "io_callback"),
+            _profile.annotate(self.call.verb.function, "io_callback"),
             _pools.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
             span(pool.recorder, "io_callback"),
         ):

@@ -21,9 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxvec import _pools
 from jaxvec._errors import EnvIdError
+from jaxvec._handoff._move import Verb
 from jaxvec._native.library import NativeUnavailableError
 from jaxvec.callbacks import _ffi, _io, _profile, _program
-from jaxvec.callbacks._program import READ, Call
+from jaxvec.callbacks._program import Call
 
 _FFI_PLATFORMS = ("cpu", "cuda")  # that the native library has handlers for
 
@@ -47,7 +48,7 @@ def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     fresh = len(arrays[0]) if call.fresh else None
     pool = _pools.find(_program.pool_id(arrays[0]), call.spec.fingerprint, fresh)
     # The results are copies that nobody else holds, so jax may alias them.
-    with _profile.annotate(call.verb, "eager"):
+    with _profile.annotate(call.verb.function, "eager"):
         return jax.device_put(_program.answer(call, pool, arrays))
 
 
@@ -62,15 +63,14 @@ def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
         return jax.core.ShapedArray(struct.shape, np.dtype(struct.dtype), sharding=sharding, **varying)
 
     results = [result(struct) for struct in call.results(token.shape[0])]
-    return results, set() if call.verb == READ else {_EFFECT}
+    return results, set() if call.verb is Verb.GET_ATTR else {_EFFECT}
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -> tuple[list[Any], list[int]]:
     if call.whole:
-        verb = call.verb.rpartition(".")[2]
         raise NotImplementedError(
-            f"vmap of jaxvec.{verb}: a pool with batch_size can't be split over vmapped instances; make the "
-            "pool without batch_size"
+            f"vmap of {call.verb.function}: a pool with batch_size can't be split over vmapped instances; "
+            "make the pool without batch_size"
         )
     lanes = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
@@ -108,7 +108,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
             "XLA shards this program over the devices of several processes, but each process has its own "
             "pools; use jax.shard_map, in which each device steps its own envs"
         )
-    transport = "io_callback" if call.verb == READ else call.transport
+    transport = "io_callback" if call.verb is Verb.GET_ATTR else call.transport
     if transport == "auto":
         transport = "ffi" if platform in _FFI_PLATFORMS and shards == 1 else "io_callback"
     if transport == "ffi" and platform not in _FFI_PLATFORMS:

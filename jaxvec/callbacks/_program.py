@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 
 from jaxvec import _seeds
 from jaxvec._errors import EnvDataError, EnvIdError, StaleHandleError
-from jaxvec._handoff._gate import CALL, MOVERS, RECV, RESET, SEND, STEP
+from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory._rows import InvalidValue, conform
+from jaxvec._memory._views import copies, into
 from jaxvec._pool import Pool
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
-
-READ = "jaxvec.get_attr"
-VERBS = (RESET, STEP, SEND, RECV, CALL)  # that move envs; the FFI handler goes by their index
-assert MOVERS[: len(VERBS)] == VERBS
 
 Array = NDArray[Any]
 Struct = jax.ShapeDtypeStruct
@@ -39,7 +36,7 @@ class Call:
     call `answers`. A read, which moves nothing, has those and no token.
 
     Attributes:
-        verb: of `VERBS`, or `READ`.
+        verb: what is asked for.
         spec: of the pool.
         transport: as `_transports.choose` returned it.
         fresh: of a reset, whether it starts from the pool, with all envs, and not from a handle.
@@ -50,7 +47,7 @@ class Call:
             token has rows; see `_pools.Family`.
     """
 
-    verb: str
+    verb: Verb
     spec: PoolSpec
     transport: str
     fresh: bool = False
@@ -62,30 +59,30 @@ class Call:
     @property
     def whole(self) -> bool:
         """Whether the call is for all envs of the pool, and can't be split."""
-        return self.verb in (SEND, RECV) or (self.verb == RESET and self.spec.first_ready)
+        return self.verb in (Verb.SEND, Verb.RECV) or (self.verb is Verb.RESET and self.spec.first_ready)
 
     def operands(self, rows: int, sent: int) -> list[Struct]:
         """Returns the type of each operand; `rows` are the token's, `sent` those of what is sent."""
         token = _struct((3,), np.uint32, rows)
         match self.verb:
-            case "jaxvec.reset":
+            case Verb.RESET:
                 types = [((2,), np.uint32), ((), np.bool_)]
-            case "jaxvec.step" | "jaxvec.send":
+            case Verb.STEP | Verb.SEND:
                 types = [(leaf.shape, leaf.stored) for leaf in self.spec.action_leaves]
-                types += [((), np.int32)] if self.verb == SEND else []
+                types += [((), np.int32)] if self.verb is Verb.SEND else []
             case _:
                 types = self.arguments
-        return [token, *(_struct(*each, sent if self.verb == SEND else rows) for each in types)]
+        return [token, *(_struct(*each, sent if self.verb is Verb.SEND else rows) for each in types)]
 
     def results(self, rows: int) -> list[Struct]:
         """Returns the type of each result; `rows` are the token's."""
         token = _struct((3,), np.uint32, rows)
         match self.verb:
-            case "jaxvec.send":
+            case Verb.SEND:
                 return [token]
-            case "jaxvec.get_attr":
+            case Verb.GET_ATTR:
                 return [_struct(*each, rows) for each in self.answers]
-            case "jaxvec.call":
+            case Verb.CALL:
                 return [token, *(_struct(*each, rows) for each in self.answers)]
             case _:
                 batch = self.spec.batch_size if self.whole else rows
@@ -102,10 +99,9 @@ class Call:
                 "a handle to them"
             )
         if self.whole and rows != num_envs:
-            verb = self.verb.rpartition(".")[2]
             raise EnvIdError(
-                f"{verb} takes the handle to all {num_envs} envs, not to {rows} of them: a pool with "
-                "batch_size can't be split over vmapped instances or devices"
+                f"{self.verb.word} takes the handle to all {num_envs} envs, not to {rows} of them: a pool "
+                "with batch_size can't be split over vmapped instances or devices"
             )
 
 
@@ -125,42 +121,47 @@ def answer(
     """
     token, *rest = operands
     call.require_rows(len(token), pool.spec.num_envs)
-    if call.verb == READ:
+    if call.verb is Verb.GET_ATTR:
         return ask_envs(call, pool, token, [])
-    slots = pool.all if call.fresh else slots_of(token)
-    counts = None if call.fresh else token[:, 2]
-    rows = None if out is None else out[1:]
+    move = move_of(call, pool, token)
+    deliver = copies if out is None else into(out[1:])
     match call.verb:
-        case "jaxvec.reset":
+        case Verb.RESET:
             words, mask = rest
             seeds = np.ascontiguousarray(words).view(np.int64).reshape(len(words))
             _seeds.check(seeds)
             given = pool.reset(
-                slots,
+                move,
                 seeds=seeds,
                 mask=None if mask.all() else mask,
                 options=cloudpickle.loads(call.extra),
-                counts=counts,
-                caller=RESET,
-                out=rows,
+                deliver=deliver,
             )
-        case "jaxvec.step":
-            given = pool.step(slots, rest, counts=counts, caller=STEP, out=rows)
-        case "jaxvec.send":
+        case Verb.STEP:
+            given = pool.step(move, rest, deliver=deliver)
+        case Verb.SEND:
             *actions, env_ids = rest
-            pool.send(slots, env_ids.astype(np.intp), actions, counts=counts, caller=SEND)
+            pool.send(move, env_ids.astype(np.intp), actions)
             given = []
-        case "jaxvec.recv":
-            given = pool.recv(slots, counts=counts, caller=RECV, out=rows)
+        case Verb.RECV:
+            given = pool.recv(move, deliver=deliver)
         case _:
             given = ask_envs(call, pool, token, rest)
-            for target, values in zip(rows or (), given, strict=rows is not None):
-                target[:] = values
-    next_token = token_of(pool, slots)
+            if out is not None:
+                deliver(given, slice(None))
+    next_token = token_of(pool, move)
     if out is None:
         return [next_token, *given]
     out[0][:] = next_token
     return list(out)
+
+
+def move_of(call: Call, pool: Pool, token: Array) -> Move:
+    """Returns what the call asks of the pool."""
+    if call.fresh:
+        return Move(call.verb, pool.all, caller=Caller.PROGRAM)
+    caller = None if call.verb is Verb.GET_ATTR else Caller.PROGRAM
+    return Move(call.verb, token[:, 1].astype(np.intp), token[:, 2], caller)
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,15 @@ def ask_envs(call: Call, pool: Pool, token: Array, operands: Sequence[Array]) ->
     """
     name, args, skeleton = cloudpickle.loads(call.extra)
     structure = jax.tree.structure(skeleton)
-    slots = slots_of(token)
+    move = move_of(call, pool, token)
 
     def argument(leaf: Any, row: int) -> Any:
         return operands[leaf.index][row] if isinstance(leaf, Operand) else leaf
 
-    each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(slots))]
-    values = pool.call(slots, name, each, {}, counts=token[:, 2], caller=CALL if call.verb == CALL else None)
+    each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(token))]
+    values = pool.call(move, name, each, {})
     columns: list[list[Array]] = [[] for _ in call.answers]
-    for slot, value in zip(slots.tolist(), values, strict=True):
+    for slot, value in zip(move.slots.tolist(), values, strict=True):
         if not columns:
             continue
         leaves, got = jax.tree.flatten(value)
@@ -214,22 +215,20 @@ def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
 
 def pool_id(token: Array) -> int:
     """Returns the id of the pool to whose envs this is a handle."""
-    pools = np.unique(token[:, 0])
-    if len(pools) != 1:
+    pools = token[:, 0]
+    if not len(pools) or (pools != pools[0]).any():
         raise StaleHandleError(
-            f"a handle to envs of several pools ({pools.tolist()}); use one handle for each pool"
+            f"a handle to envs of several pools ({np.unique(pools).tolist()}); use one handle for each pool"
         )
     return int(pools[0])
 
 
-def slots_of(token: Array) -> Array:
-    """Returns the envs that a token names."""
-    return token[:, 1].astype(np.intp)
-
-
-def token_of(pool: Pool, slots: Array) -> Array:
-    """Returns the token of a fresh handle to the pool's envs `slots`."""
-    return np.stack([np.full(len(slots), pool.id), slots, pool.counts(slots)], axis=1).astype(np.uint32)
+def token_of(pool: Pool, move: Move) -> Array:
+    """Returns the token of a fresh handle to the envs that were moved."""
+    token = np.empty((len(move.slots), 3), np.uint32)
+    token[:, 0], token[:, 1] = pool.id, move.slots
+    token[:, 2] = pool.counts(move.slots) if move.generation is None else move.generation + np.uint32(1)
+    return token
 
 
 def _struct(shape: tuple[int, ...], dtype: Any, rows: int) -> Struct:

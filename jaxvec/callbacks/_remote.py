@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec._handoff._gate import CALL
+from jaxvec._handoff._move import Verb
 from jaxvec.callbacks import _arguments, _primitive
 from jaxvec.callbacks._handle import Handle
-from jaxvec.callbacks._program import READ, Call, Operand
+from jaxvec.callbacks._program import Call, Operand
 
 
 def get_attr(handle: Handle, name: str, struct: Any) -> Any:
@@ -40,7 +40,7 @@ def get_attr(handle: Handle, name: str, struct: Any) -> Any:
     spec = _arguments.require_handle(handle, "get_attr")
     leaves, tree = _structs(struct)
     answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
-    call = Call(READ, spec, handle.transport, extra=_extra(name, (), tree), answers=answers)
+    call = Call(Verb.GET_ATTR, spec, handle.transport, extra=_extra(name, (), tree), answers=answers)
     return jax.tree.unflatten(tree, _primitive.bind(call, handle.token))
 
 
@@ -84,7 +84,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
 
     placed = jax.tree.map(operand, args)
     request = Call(
-        CALL,
+        Verb.CALL,
         spec,
         handle.transport,
         extra=_extra(method, placed, tree),

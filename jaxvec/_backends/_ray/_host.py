@@ -30,6 +30,7 @@ from jaxvec._backends._start_method import LocalLauncher, StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff
+from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._segment import Arrays
 
@@ -121,7 +122,7 @@ class Host:
         with suppress(EOFError):  # it is dead, which `run` sees
             seat.channel.send(message, descriptors=descriptors)
 
-    def move(self, operation: int, request: Buffer) -> None:
+    def move(self, operation: Verb, request: Buffer) -> None:
         """Hands slots to their workers."""
         slots = self._waybills.out[operation].unpack(request)
         self._handoff.pass_on(self._asked, slots)  # first: until then they look as if they were done

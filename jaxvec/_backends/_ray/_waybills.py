@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._handoff import RESET, STEP
+from jaxvec._handoff._move import Verb
 from jaxvec._memory._freight import Freight
 from jaxvec._memory._segment import Arrays
 from jaxvec._spec import PoolSpec
@@ -46,8 +46,8 @@ class Waybills:
         self._rows = [*results, *((name,) for name in _WORKERS), ("done",)]
         out = arrays | {("asked",): asked}
         self.out = {
-            STEP: Freight(out, [("asked",), *actions]),
-            RESET: Freight(out, [("asked",), ("seed",)]),
+            Verb.STEP: Freight(out, [("asked",), *actions]),
+            Verb.RESET: Freight(out, [("asked",), ("seed",)]),
         }
         self.back = Freight(
             arrays | {("done",): answered},

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _actions, _seeds
 from jaxvec._errors import EnvIdError
+from jaxvec._handoff._move import Move, Verb
 from jaxvec._memory._views import Rows
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
@@ -104,12 +105,7 @@ class EnvPool(ABC):
             mask = np.zeros(len(self), np.bool_)
             mask[ids] = True
         rows = self._pool.reset(
-            self._pool.all,
-            seeds=self._seeds_of(ids),
-            mask=mask,
-            options=self._reset_options,
-            counts=None,
-            caller=None,
+            self._all(Verb.RESET), seeds=self._seeds_of(ids), mask=mask, options=self._reset_options
         )
         self._seeds[ids] = _seeds.NONE
         if mask is None:
@@ -121,7 +117,7 @@ class EnvPool(ABC):
         """Starts a reset of all envs, and does not wait for it; `recv` does."""
         ids = np.arange(len(self))
         seeds = self._seeds_of(ids)
-        self._pool.send_reset(seeds=seeds, mask=None, options=self._reset_options, caller=None)
+        self._pool.send_reset(self._all(Verb.RESET), seeds=seeds, mask=None, options=self._reset_options)
         self._seeds[ids] = _seeds.NONE
         self._sent.clear()
 
@@ -138,7 +134,7 @@ class EnvPool(ABC):
             self.send(action, env_id)
             return self.recv()
         actions = _actions.check_on_host(self.vector_env.spec, action, len(self))
-        rows = self._pool.step(self._pool.all, actions, counts=None, caller=None)
+        rows = self._pool.step(self._all(Verb.STEP), actions)
         return self._finish(rows, None, reset=False)
 
     def send(self, action: Any, env_id: Any = None) -> None:
@@ -158,7 +154,7 @@ class EnvPool(ABC):
         action, env_id = split(action, env_id)
         ids = self._check_ids(env_id)
         actions = _actions.check_on_host(self.vector_env.spec, action, len(ids))
-        self._pool.send(self._pool.all, ids, actions, counts=None, caller=None)
+        self._pool.send(self._all(Verb.SEND), ids, actions)
         if not self.is_async:
             self._sent += ids.tolist()
 
@@ -178,7 +174,7 @@ class EnvPool(ABC):
         """
         sent = self._sent
         part = 0 < len(sent) < len(self)
-        rows = self._pool.recv(self._pool.all, counts=None, caller=None, everything=part)
+        rows = self._pool.recv(self._all(Verb.RECV), everything=part)
         self._sent = []
         return self._finish(rows, np.array(sent) if sent else None, reset=reset, return_info=return_info)
 
@@ -200,10 +196,14 @@ class EnvPool(ABC):
             EnvError: an env raised.
         """
         ids = self._check_ids(env_ids)
-        frames = self._pool.call(ids, "render", [()] * len(ids), {}, counts=None, caller=None)
+        frames = self._pool.call(Move(Verb.CALL, ids), "render", [()] * len(ids), {})
         if any(frame is None for frame in frames):
             raise RuntimeError('there are no frames; make the pool with render_mode="rgb_array"')
         return np.stack(frames)
+
+    def _all(self, verb: Verb) -> Move:
+        """Moves of these faces leave handles fresh, see `xla`."""
+        return Move(verb, self._pool.all)
 
     def close(self, **kwargs: Any) -> None:
         """Closes the envs and ends the workers; at most five seconds. Twice is fine."""

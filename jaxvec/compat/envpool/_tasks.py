@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 import jaxvec
+from jaxvec._handoff._move import Move, Verb
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat import _atari
 
@@ -67,7 +68,7 @@ class Task:
             return asdict(self.atari)
         threshold, limit = None, None
         if isinstance(self.env, str | EnvSpec):  # gymnasium.make made it, and knows all that was asked of it
-            (spec,) = envs.pool.call(np.arange(1), "spec", [()], {}, counts=None, caller=None)
+            (spec,) = envs.pool.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
         return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
 

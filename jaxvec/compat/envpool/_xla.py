@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvec import _actions
+from jaxvec._handoff._move import Move, Verb
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _first_ready, _functional
@@ -26,7 +27,9 @@ def make(
         envs: the pool.
         convert: from a time step to what users get.
     """
-    handle = Handle(jnp.asarray(token_of(envs.pool, envs.pool.all)), envs.spec, envs.transport)
+    handle = Handle(
+        jnp.asarray(token_of(envs.pool, Move(Verb.RECV, envs.pool.all))), envs.spec, envs.transport
+    )
 
     def recv(handle: Handle) -> tuple[Handle, Any]:
         """Waits for `batch_size` envs of those in flight; see `jaxvec.recv`."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from jaxvec import _seeds, _start, _vector_env
 from jaxvec._actions import check_on_host
 from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
-from jaxvec._handoff._gate import HOST_RECV, HOST_RESET, HOST_SEND
-from jaxvec._memory._views import Rows
+from jaxvec._handoff._move import Caller, Move, Verb
+from jaxvec._memory._views import Rows, copies, views
 from jaxvec._pool import Timeouts
 from jaxvec._spaces import Leaf, Node, as_is, map_leaves
 from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
@@ -117,7 +117,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         pool = self.pool.pool
         each = [args] * self.num_envs
-        return tuple(pool.call(pool.all, name, each, kwargs, counts=None, caller=None, begun=begun))
+        return tuple(pool.call(Move(Verb.CALL, pool.all), name, each, kwargs, begun=begun))
 
     def _send_reset(self, seed: Any, options: dict[str, Any] | None) -> NDArray[np.bool_] | None:
         """Starts a reset; returns the mask of the envs that are reset, `None` for all."""
@@ -131,7 +131,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             options = dict(options)
             mask = _check_mask(options.pop("reset_mask"), self.num_envs)
         seeds = _seeds.expand(seed, self.num_envs)
-        self.pool.pool.send_reset(seeds=seeds, mask=mask, options=options, caller=HOST_RESET)
+        self.pool.pool.send_reset(self._move(Verb.RESET), seeds=seeds, mask=mask, options=options)
         return mask
 
     def _send_step(self, actions: Any) -> None:
@@ -143,13 +143,14 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             given, as_they_are = list(iterate(self.action_space, actions)), True
             if len(given) != self.num_envs:
                 raise
-        pool.send(pool.all, pool.all, given, counts=None, caller=HOST_SEND, as_they_are=as_they_are)
+        pool.send(self._move(Verb.SEND), pool.all, given, as_they_are=as_they_are)
 
     def _recv(self, timeout: float | None = None) -> Rows:
-        pool = self.pool.pool
-        return pool.recv(
-            pool.all, counts=None, caller=HOST_RECV, copy=self.copy, timeout=timeout, everything=True
-        )
+        deliver = copies if self.copy else views
+        return self.pool.pool.recv(self._move(Verb.RECV), deliver=deliver, timeout=timeout, everything=True)
+
+    def _move(self, verb: Verb) -> Move:
+        return Move(verb, self.pool.pool.all, caller=Caller.HOST)
 
     def _after_reset(self, rows: Rows, mask: NDArray[np.bool_] | None) -> tuple[Any, dict[str, Any]]:
         infos: Sequence[dict[str, Any]] = self.pool.infos
