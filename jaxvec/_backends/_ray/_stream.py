@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Buffer: TypeAlias = NDArray[np.uint8]  # rows, see `Freight`
+Buffer: TypeAlias = NDArray[np.uint8]  # rows, see `RowPacker`
 
 
 class Ended(NamedTuple):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._move import Verb
-from jaxvec._memory._freight import Freight
+from jaxvec._memory._row_packer import RowPacker
 from jaxvec._memory._segment import Arrays
 from jaxvec._spec import PoolSpec
 
@@ -46,20 +46,20 @@ class Waybills:
         self._rows = [*results, *((name,) for name in _WORKERS), ("done",)]
         out = arrays | {("asked",): asked}
         self.out = {
-            Verb.STEP: Freight(out, [("asked",), *actions]),
-            Verb.RESET: Freight(out, [("asked",), ("seed",)]),
+            Verb.STEP: RowPacker(out, [("asked",), *actions]),
+            Verb.RESET: RowPacker(out, [("asked",), ("seed",)]),
         }
-        self.back = Freight(
+        self.back = RowPacker(
             arrays | {("done",): answered},
             self._rows,
-            alone=[self._of(name, workers) for name in ("stats", "running")],
+            whole=[self._of(name, workers) for name in ("stats", "running")],
             sparse=dict.fromkeys(final, ("info", "_final_obs")),
         )
 
-    def left_by(self, worker: int) -> Freight:
+    def left_by(self, worker: int) -> RowPacker:
         """Returns what a worker needs at the other end to take the place of one that has gone."""
-        alone = [self._of("stats", range(worker, worker + 1))]
-        return Freight(self._arrays, self._rows, alone=alone)
+        whole = [self._of("stats", range(worker, worker + 1))]
+        return RowPacker(self._arrays, self._rows, whole=whole)
 
     def _of(self, name: str, workers: range) -> NDArray[np.generic]:
         return self._arrays[name,][workers.start : workers.stop]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxvec._memory._freight import Freight
 from jaxvec._memory._layout import ALIGNMENT
+from jaxvec._memory._row_packer import RowPacker
 
 NUM_ENVS = 7
 SHAPES = {("bool",): ((), np.bool_), ("odd",): ((3,), np.uint8), ("wide",): ((2, 5), np.float32)}
@@ -22,12 +22,12 @@ def segment(seed):
     }
     flags = rng.integers(0, 2, NUM_ENVS).astype(bool)
     final = rng.integers(1, 9, (NUM_ENVS, 4)).astype(np.int32) * flags[:, None]
-    return arrays | {FLAG: flags, FINAL: final, ("alone",): rng.integers(0, 99, (2, 3))}
+    return arrays | {FLAG: flags, FINAL: final, ("whole",): rng.integers(0, 99, (2, 3))}
 
 
-def freight(arrays):
+def packer(arrays):
     paths = [FINAL, *SHAPES, FLAG]
-    return Freight(arrays, paths, alone=[arrays["alone",][1]], sparse={FINAL: FLAG})
+    return RowPacker(arrays, paths, whole=[arrays["whole",][1]], sparse={FINAL: FLAG})
 
 
 @settings(deadline=None)
@@ -36,17 +36,17 @@ def test_rows_arrive_and_others_stay(slots, seed):
     there, here = segment(seed), segment(seed + 1)
     before = {path: array.copy() for path, array in here.items()}
     slots = np.array(slots, np.int64)
-    assert freight(here).unpack(freight(there).pack(slots)).tolist() == slots.tolist()
+    assert packer(here).unpack(packer(there).pack(slots)).tolist() == slots.tolist()
     others = np.setdiff1d(np.arange(NUM_ENVS), slots)
     for path in [*SHAPES, FLAG, FINAL]:
         np.testing.assert_array_equal(here[path][slots], there[path][slots])
         np.testing.assert_array_equal(here[path][others], before[path][others])
-    np.testing.assert_array_equal(here["alone",][1], there["alone",][1])
-    np.testing.assert_array_equal(here["alone",][0], before["alone",][0])
+    np.testing.assert_array_equal(here["whole",][1], there["whole",][1])
+    np.testing.assert_array_equal(here["whole",][0], before["whole",][0])
 
 
 @pytest.mark.parametrize("ended", [0, 1, NUM_ENVS])
 def test_a_sparse_array_takes_room_for_the_rows_that_are_flagged(ended):
     arrays = {FLAG: np.arange(NUM_ENVS) < ended, FINAL: np.zeros((NUM_ENVS, 4096), np.uint8)}
-    sent = Freight(arrays, [FLAG, FINAL], sparse={FINAL: FLAG}).pack(np.arange(NUM_ENVS))
+    sent = RowPacker(arrays, [FLAG, FINAL], sparse={FINAL: FLAG}).pack(np.arange(NUM_ENVS))
     assert len(sent) == 3 * ALIGNMENT + ended * 4096  # how many, which, and their flags
