@@ -108,7 +108,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
         for w in data.draw(st.permutations(owners)):
             work = workers[w].receive()
             first, stop = slices[w]
-            assert work.operation == operation
+            assert work.verb == operation
             assert work.slots.tolist() == [slot for slot in slots if first <= slot < stop]
             for half in np.array_split(work.slots, data.draw(st.integers(1, 2))):
                 if half.size:
@@ -132,7 +132,7 @@ def test_a_worker_takes_what_is_to_be_reset_and_what_is_to_be_stepped_apart(kind
     taken = []
     while not worker.idle():
         work = worker.receive()
-        taken.append((work.operation, work.slots.tolist()))
+        taken.append((work.verb, work.slots.tolist()))
         worker.post(work.slots.copy())
     assert taken == sent
 
@@ -164,7 +164,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
         ]
         while not told[0].idle():
             made, passed = (end.receive() for end in told)
-            assert (made.operation, made.slots.tolist()) == (passed.operation, passed.slots.tolist())
+            assert (made.verb, made.slots.tolist()) == (passed.verb, passed.slots.tolist())
             for end, work in zip(told, (made, passed), strict=True):
                 end.post(work.slots.copy())
     assert not ends[0].unfinished().size

@@ -31,7 +31,7 @@ from test_model import PoolMachine
 
 import jaxvec
 from jaxvec._backends import _fork
-from jaxvec._backends._ray import _dispatch, _launcher, _link, _node
+from jaxvec._backends._ray import _actor_link, _launcher, _nodes, _shipper
 from jaxvec.testing import CountingEnv, NestedEnv
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "jaxvec[ray]"')
@@ -224,10 +224,10 @@ def test_a_trace_shows_what_actors_do(make_on_ray, tmp_path):
 def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatch):
     """There is but one machine here, so what is told wrongly has to be seen in the trace."""
     hour = 3600 * 10**9
-    resident = _launcher._resident
+    actor_class = _launcher._actor_class
 
     def telling_an_hour_more():
-        class Ahead(resident()):
+        class Ahead(actor_class()):
             def clock(self):
                 return super().clock() + hour
 
@@ -246,7 +246,7 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
 
     minute = 60 * 10**9
     assert (np.abs(steps(make_on_ray(CountingEnv, 4))) < minute).all()
-    monkeypatch.setattr(_launcher, "_resident", telling_an_hour_more)
+    monkeypatch.setattr(_launcher, "_actor_class", telling_an_hour_more)
     assert (np.abs(steps(make_on_ray(CountingEnv, 4)) + hour) < minute).all()
 
 
@@ -340,9 +340,9 @@ def test_actors_have_as_many_workers_as_asked(make_on_ray):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkeypatch, handoff):
     posted = []
-    post = _dispatch.Dispatch.post
+    post = _shipper.Shipper.post
     monkeypatch.setattr(
-        _dispatch.Dispatch, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
+        _shipper.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
     )
     envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=IN_PAIRS, handoff=handoff, step_timeout=None)
     envs.reset()
@@ -460,14 +460,14 @@ def test_learners_on_many_hosts_train_alike_on_envs_here_and_on_the_cluster(clus
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypatch, tmp_path, handoff):
     shipped = []
-    do = _link.Link._do
+    do = _actor_link.ActorLink._do
 
     def note(self, name, *args):
         if name == "move":
             shipped.append(args)
         return do(self, name, *args)
 
-    monkeypatch.setattr(_link.Link, "_do", note)
+    monkeypatch.setattr(_actor_link.ActorLink, "_do", note)
     gate = tmp_path / "gate"
     envs = make_on_ray(lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, handoff=handoff)
     first = envs.reset()
@@ -642,13 +642,13 @@ def test_a_node_that_dies_while_an_actor_starts_on_it_is_no_fault(
 ):
     where = tmp_path / "where"
 
-    class Held(_launcher._resident()):
+    class Held(_launcher._actor_class()):
         def __init__(self):
             if not where.exists():  # the first never gets there
                 where.write_text(ray.get_runtime_context().get_node_id())
                 threading.Event().wait()
 
-    monkeypatch.setattr(_launcher, "_resident", lambda: Held)
+    monkeypatch.setattr(_launcher, "_actor_class", lambda: Held)
     options = {"backend": ON_STAGE, "num_workers": 1, "on_fault": "restart"}
     made = disasters.Background(lambda: make_on_ray(CountingEnv, 2, **options))
     wait_until(lambda: where.exists() and where.read_text())
@@ -697,7 +697,7 @@ def test_a_node_without_jaxvec_is_named(make_on_ray, tmp_path):
 
 @pytest.mark.parametrize("what", ["jaxvec", "Python"])
 def test_a_node_with_another_version_is_named(make_on_ray, monkeypatch, what):
-    monkeypatch.setattr(_node, "identity", lambda: {what: "0.0.1"})
+    monkeypatch.setattr(_nodes, "identity", lambda: {what: "0.0.1"})
     with pytest.raises(
         jaxvec.WorkerDiedError, match=rf"on node .* has {what} .*, but this process has 0\.0\.1"
     ):

@@ -56,7 +56,7 @@ class Workers(Protocol):
         """Returns the gate that callers have to pass."""
         ...
 
-    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Hands `slots` to their envs."""
         ...
 

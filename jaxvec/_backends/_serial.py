@@ -62,8 +62,8 @@ class SerialWorkers:
     def open_gate(self, rules: Rules) -> Gate:
         return PortableGate(len(rules.turns.needs_reset))
 
-    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
-        move = self._slice.step if operation is Verb.STEP else self._slice.reset
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
+        move = self._slice.step if verb is Verb.STEP else self._slice.reset
         while slots.size:
             try:
                 move(slots)

@@ -110,7 +110,7 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
             with span(recorder, f"answer {message.name}"):
                 channel.send(_answer(env_slice, message))
             continue
-        move = env_slice.step if message.operation is Verb.STEP else env_slice.reset
+        move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
         try:
             if attach.spec.first_ready:  # somebody may wait for any of them
                 move(message.slots, end.post_some)

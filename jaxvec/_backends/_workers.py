@@ -146,11 +146,11 @@ class ProcessWorkers:
         assert self._arrays is not None
         return _handoffs.gate(self._handoff, self._spec, self._arrays, slices=self._shares, rules=rules)
 
-    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         assert self._handoff is not None
-        if operation is Verb.STEP and self._objects_out:
+        if verb is Verb.STEP and self._objects_out:
             self._put_objects(slots)
-        self._handoff.send(operation, slots)
+        self._handoff.send(verb, slots)
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
         assert self._handoff is not None

@@ -38,7 +38,7 @@ LOOK_AROUND = 0.2  # seconds between looks at processes that died without closin
 class Work(NamedTuple):
     """Slots of one worker that want the same operation."""
 
-    operation: Verb
+    verb: Verb
     slots: NDArray[Any]
 
 
@@ -62,7 +62,7 @@ class Supervision(Protocol):
 class ParentHandoff(Protocol):
     """The parent's end, to all workers."""
 
-    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Hands `slots` to their workers. The parent must own them. One thread at a time."""
         ...
 
@@ -166,11 +166,11 @@ class Slots:
         self._asked, self._done, self._done_at = arrays["asked",], arrays["done",], arrays["done_at",]
         self._tickets = 0
 
-    def ask(self, operation: Verb, slots: NDArray[Any]) -> None:
+    def ask(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Makes a request to each of `slots`, which are the workers' from now on."""
         tickets = self._tickets + np.arange(1, len(slots) + 1)
         self._tickets += len(slots)
-        self.pass_on(2 * tickets + int(operation), slots)  # NumPy swallows Ctrl-C as it looks at an enum
+        self.pass_on(2 * tickets + int(verb), slots)  # NumPy swallows Ctrl-C as it looks at an enum
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """Makes these requests, `[n]`, to `slots`."""
@@ -227,8 +227,8 @@ class ParentEnd:
         self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
         self.any_resetting = self._slots.any_resetting
 
-    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
-        self._slots.ask(operation, slots)
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
+        self._slots.ask(verb, slots)
         for worker, _ in self._shares.of(slots):
             self._channels[worker].wake()
 

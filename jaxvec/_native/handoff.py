@@ -98,10 +98,10 @@ class NativeParentEnd:
         """Of C++'s part, which lives as long as we do."""
         return ctypes.addressof(self._parent)
 
-    def send(self, operation: Verb, slots: NDArray[Any]) -> None:
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """See `ParentHandoff`."""
         for worker, share in self._shares.of(slots):
-            self._library.jaxvec_send(self._reference, worker, operation, share.ctypes.data, len(share))
+            self._library.jaxvec_send(self._reference, worker, verb, share.ctypes.data, len(share))
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """See `ParentHandoff`."""

@@ -1,8 +1,8 @@
 """Connects to a Ray cluster and starts actors there, each with a link here. Ray is imported here, and late.
 
 The pool, its supervisor and both transports know nothing of Ray. An actor is the parent of worker processes
-on its node (`_host.py`); a link in this process (`_link.py`) takes slots in their place and passes on
-what they are told. So a lost actor is workers that died, and they are replaced as such.
+on its node (`_actor_host.py`); a link in this process (`_actor_link.py`) takes slots in their place and
+passes on what they are told. So a lost actor is workers that died, and they are replaced as such.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any
 
 from jaxvec._backends._launcher import Slices
-from jaxvec._backends._ray._head import Head
-from jaxvec._backends._ray._link import Link
-from jaxvec._backends._ray._worker import RemoteWorker
+from jaxvec._backends._ray._actor_link import ActorLink, RemoteWorker
+from jaxvec._backends._ray._nodes import HeadMonitor
 from jaxvec._backends._start_method import StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
@@ -149,9 +148,9 @@ class RayLauncher:
         self._num_workers = num_workers
         self._method = method
         self._group = group
-        self._links: dict[int, Link] = {}  # by actor; the latest
-        self._lives: Counter[int] = Counter()  # of each worker
-        self._head = Head(ray.get_runtime_context().gcs_address, self._lose)
+        self._links: dict[int, ActorLink] = {}  # by actor; the latest
+        self._incarnations: Counter[int] = Counter()  # of each worker
+        self._head = HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
 
     def shares(self, slices: Slices) -> Slices:
         # The first worker of each actor has the bell for all.
@@ -168,7 +167,7 @@ class RayLauncher:
         members = self._members(worker)
         link = self._links.get(members[0])
         if link is None or link.lost:
-            link = self._links[members[0]] = Link(
+            link = self._links[members[0]] = ActorLink(
                 self._ray,
                 partial(self._start_actor, members),
                 workers=members,
@@ -176,8 +175,8 @@ class RayLauncher:
                 predecessor=link,
             )
         ours, theirs = _channel.pair()
-        self._lives[worker] += 1
-        return link.seat(worker, self._lives[worker], _channel.adopt(theirs)), ours
+        self._incarnations[worker] += 1
+        return link.launch(worker, self._incarnations[worker], _channel.adopt(theirs)), ours
 
     def close(self) -> None:
         self._head.close()
@@ -211,7 +210,7 @@ class RayLauncher:
             options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=workers[0] // self._options.workers_per_actor
             )
-        return self._ray.remote(**options)(_resident()).remote()
+        return self._ray.remote(**options)(_actor_class()).remote()
 
     def _lose(self, why: str) -> None:
         for link in list(self._links.values()):
@@ -223,7 +222,7 @@ def _room(have: Mapping[str, float], wanted: Mapping[str, float]) -> int:
     return min(int(have.get(name, 0) // amount) for name, amount in wanted.items() if amount > 0)
 
 
-def _resident() -> type:
+def _actor_class() -> type:
     """Returns the actor's class. It travels by value: a node that lacks jaxvec is to say so itself."""
 
     class JaxvecWorkers:
@@ -239,7 +238,7 @@ def _resident() -> type:
             }
             try:
                 said["jaxvec"] = importlib.import_module("jaxvec").__version__
-                self._module = importlib.import_module("jaxvec._backends._ray._host")
+                self._module = importlib.import_module("jaxvec._backends._ray._actor_host")
             except Exception as error:
                 said["error"] = f"{type(error).__name__}: {error}"
             return said
@@ -249,8 +248,8 @@ def _resident() -> type:
 
             return time.monotonic_ns()
 
-        def settle(self, workers: range, method: Any) -> None:
-            self._host = self._module.Host(workers, method)
+        def init(self, workers: range, method: Any) -> None:
+            self._host = self._module.ActorHost(workers, method)
 
         def do(self, name: str, *args: Any) -> None:
             try:

@@ -1,8 +1,8 @@
-"""The pool's link to a Ray actor, from its start to its end, and what is said between them.
+"""This process's end of a Ray actor, from its start to its end, and of the workers in it.
 
-To the pool's supervisor each worker there is a process with a control socket, as local ones are. Three
-threads serve an actor: one relays what workers are told; one takes slots and ships them (`_dispatch.py`);
-one hears what comes back. None holds the GIL while it waits.
+To the pool's supervisor each of these workers is a process with a control socket, as local ones are. Three
+threads serve an actor: one relays what workers are told; one ships slots (`_shipper.py`); one receives what
+comes back. None holds the GIL while it waits.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from functools import partial
 from typing import Any
 
 from jaxvec._backends._messages import Attach, Reply
-from jaxvec._backends._ray import _node
-from jaxvec._backends._ray._dispatch import Dispatch
-from jaxvec._backends._ray._node import Lost
-from jaxvec._backends._ray._stream import Buffer, Ended, Failed, Said
-from jaxvec._backends._ray._worker import RemoteWorker
+from jaxvec._backends._ray import _nodes
+from jaxvec._backends._ray._nodes import ActorLostError
+from jaxvec._backends._ray._shipper import Shipper
+from jaxvec._backends._ray._wire_format import HostFailure, Payload, ProcessEnd, WorkerMessage
 from jaxvec._backends._start_method import StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
@@ -31,7 +30,56 @@ from jaxvec._slices._failures import Report
 _ACKNOWLEDGED = 3.0  # seconds within which an actor has to end one of its processes, or is lost
 
 
-class Link:
+class RemoteWorker:
+    """A worker process in an actor; see `Process`."""
+
+    def __init__(self, link: ActorLink, worker: int, incarnation: int, channel: Channel) -> None:
+        """Names a process that is about to start.
+
+        Args:
+            link: to the actor.
+            worker: in whose place it is.
+            incarnation: how many were there before.
+            channel: the worker's end of its control socket.
+        """
+        self.worker = worker
+        self.incarnation = incarnation
+        self.channel = channel
+        self._link = link
+        self._gone = threading.Event()
+        self._ended = ProcessEnd(None, "ended")
+
+    @property
+    def place(self) -> str:
+        return f"on {self._link.node}"
+
+    @property
+    def ahead(self) -> int:
+        return self._link.ahead
+
+    def ended(self) -> bool:
+        return self._gone.is_set()
+
+    def wait(self, timeout: float) -> bool:
+        return self._gone.wait(timeout)
+
+    def end(self) -> None:
+        if not self._gone.is_set():
+            self._link.end(self)
+
+    def ending(self) -> tuple[int | None, str]:
+        self._gone.wait(timeout=1)
+        return self._ended.exitcode, f"{self.place} {self._ended.ending}"
+
+    def mark_ended(self, ended: ProcessEnd) -> None:
+        """Notes its end, the first that is heard of; the supervisor hears by an end of file."""
+        if not self._gone.is_set():
+            self._ended = ended
+            self._gone.set()
+        self.channel.break_off()
+
+
+class ActorLink:
     """An actor with some neighbouring workers.
 
     Attributes:
@@ -47,7 +95,7 @@ class Link:
         *,
         workers: range,
         method: StartMethod,
-        predecessor: Link | None,
+        predecessor: ActorLink | None,
     ) -> None:
         """Begins to serve.
 
@@ -67,43 +115,40 @@ class Link:
         self._method = method
         self._predecessor = predecessor
         self._actor: Any = None
-        self._dispatch: Dispatch | None = None  # once a worker attaches
-        self._remotes: list[RemoteWorker] = []
+        self._shipper: Shipper | None = None  # once a worker attaches
+        self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
         self._newcomers: queue.SimpleQueue[RemoteWorker] = queue.SimpleQueue()
-        self._call, ear = _channel.pair()  # wakes the thread that relays
-        self._ear = _channel.adopt(ear)
+        self._wake_writer, reader = _channel.pair()  # wakes the thread that relays
+        self._wake_reader = _channel.adopt(reader)
         self._losing = threading.Lock()  # who has it may write rows, unless we are lost
-        self._taker: threading.Thread | None = None
-        self._hearer: threading.Thread | None = None
+        self._receiver: threading.Thread | None = None
         self._relayer = _start(self._run)
 
     # --- what supervisor and launcher do with it, from any thread -----------------------------------
 
-    def seat(self, worker: int, life: int, channel: Channel) -> RemoteWorker:
+    def launch(self, worker: int, incarnation: int, channel: Channel) -> RemoteWorker:
         """Starts a worker process; see `RemoteWorker`."""
-        remote = RemoteWorker(self, worker, life, channel)
+        remote = RemoteWorker(self, worker, incarnation, channel)
         with self._losing:
-            self._remotes.append(remote)
+            self._remotes[worker, incarnation] = remote
             if self.lost:
-                remote.note(Ended(None, "ended"))
+                remote.mark_ended(ProcessEnd(None, "ended"))
                 channel.close()
                 return remote
-        self._newcomers.put(remote)
-        self._call.wake()
+            self._newcomers.put(remote)
+            self._wake_writer.wake()  # under the lock, too: `_run` closes it there, once we are lost
         return remote
 
     def end(self, remote: RemoteWorker) -> None:
         """Ends a worker process; the actor with all others, if it does not do so in time."""
-        acknowledged = False
         if self._actor is not None and not self.lost:
             with suppress(Exception):
-                asked = self._do("end", remote.worker, remote.life)
+                asked = self._do("end", remote.worker, remote.incarnation)
                 done, _ = self._ray.wait([asked], timeout=_ACKNOWLEDGED)
-                acknowledged = bool(done)
-        if acknowledged:
-            remote.note(Ended(None, "was ended"))
-        else:
-            self.lose("did not answer")
+                if done:
+                    remote.mark_ended(ProcessEnd(None, "was ended"))
+                    return
+        self.lose("did not answer")
 
     def lose(self, why: str, *, reachable: bool = True) -> None:
         """Ends the actor and all its workers. Whoever takes their place finds no row written by us then.
@@ -116,9 +161,9 @@ class Link:
             if self.lost:
                 return
             self.lost = True
-            for remote in self._remotes:
-                remote.note(Ended(None, why))
-        self._call.break_off()
+            for remote in self._remotes.values():
+                remote.mark_ended(ProcessEnd(None, why))
+        self._wake_writer.break_off()
         # Without a head this would wait for it, and with Ray shut down start another.
         if self._actor is not None and reachable and self._ray.is_initialized():
             _start(self._kill).join(timeout=1)  # the head may be gone, and we not know of it yet
@@ -126,7 +171,7 @@ class Link:
     def close(self, timeout: float) -> None:
         """Ends all there is, within about so many seconds; a lost node may hold up the last of it."""
         self.lose("was ended")
-        for thread in (self._relayer, self._hearer):
+        for thread in (self._relayer, self._receiver):
             if thread is not None:
                 thread.join(timeout)
 
@@ -138,20 +183,20 @@ class Link:
                 self._predecessor._relayer.join()
                 self._predecessor = None
             self._find_place()
-            self.ahead = _node.ahead(lambda: self._ray.get(self._actor.clock.remote()))
-            self._ray.get(self._actor.settle.remote(self._workers, self._method))
-            self._hearer = _start(self._hear_all)
-            self._relay()
+            self.ahead = _nodes.clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
+            self._ray.get(self._actor.init.remote(self._workers, self._method))
+            self._receiver = _start(self._receive_all)
+            self._relay_all()
         except BaseException as error:  # whatever it is, the pool is to hear of it
             self._fail(error)
         finally:
-            if self._dispatch is not None and self._taker is not None:
-                self._dispatch.stop()
-                self._taker.join()
-                self._dispatch.close()
+            if self._shipper is not None:
+                self._shipper.close()
             with self._losing:
-                for channel in (self._call, self._ear, *(remote.channel for remote in self._remotes)):
-                    channel.close()
+                self._wake_writer.close()
+                self._wake_reader.close()
+                for remote in self._remotes.values():
+                    remote.channel.close()
 
     def _find_place(self) -> None:
         """Starts the actor; another, if the node dies before it is there.
@@ -160,102 +205,96 @@ class Link:
         node would fail once more then, and nothing new has happened to it.
         """
         while True:
-            dead = _node.dead(self._ray)
+            dead = _nodes.dead_nodes(self._ray)
             self._actor = self._make_actor()
             if self.lost:  # nobody could end it before
                 self._kill()
-                raise Lost("was ended")
+                raise ActorLostError("was ended")
             try:  # retried: until Ray knows that it is dead, it says "unavailable", and misses no node
                 said = self._ray.get(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
-                if self.lost or not _node.dead(self._ray) - dead:
+                if self.lost or not _nodes.dead_nodes(self._ray) - dead:
                     raise
             else:
                 break
         self.node = said["node"]
-        _node.require_alike(said)
+        _nodes.require_alike(said)
 
-    def _relay(self) -> None:
+    def _relay_all(self) -> None:
         poll = select.poll()
-        poll.register(self._ear, select.POLLIN)
-        telling: dict[int, RemoteWorker] = {}
+        poll.register(self._wake_reader, select.POLLIN)
+        by_fd: dict[int, RemoteWorker] = {}
         while not self.lost:
             for fd, _ in poll.poll():
-                if fd in telling:
-                    if not self._pass_on(telling[fd]):
+                if fd in by_fd:
+                    if not self._relay(by_fd[fd]):
                         poll.unregister(fd)
-                        del telling[fd]
+                        del by_fd[fd]
                     continue
                 with suppress(EOFError):
-                    self._ear.receive()
+                    self._wake_reader.receive()
                 while not self._newcomers.empty():
                     remote = self._newcomers.get()
-                    telling[remote.channel.fileno()] = remote
+                    by_fd[remote.channel.fileno()] = remote
                     poll.register(remote.channel, select.POLLIN)
-                    self._do("launch", remote.worker, remote.life)
+                    self._do("launch", remote.worker, remote.incarnation)
 
-    def _pass_on(self, remote: RemoteWorker) -> bool:
+    def _relay(self, remote: RemoteWorker) -> bool:
         """Passes on what a worker is told; says whether more may come."""
         try:
             message = remote.channel.receive()
         except EOFError:  # the pool closes, or another takes the place
             message = None
-        tell = partial(self._do, "tell", remote.worker, remote.life, message)
+        tell = partial(self._do, "tell", remote.worker, remote.incarnation, message)
         if isinstance(message, Attach):
             segment = remote.channel.descriptors.pop()
-            if self._dispatch is None:
-                self._dispatch = Dispatch(message, segment, self._workers, partial(self._do, "move"))
-                self._taker = _start(self._take)
+            if self._shipper is None:
+                move = partial(self._do, "move")
+                self._shipper = Shipper(message, segment, self._workers, move=move, fail=self._fail)
             os.close(segment)
-            self._dispatch.serve(remote.worker, remote.channel, tell, replaces=message.replaces is not None)
+            self._shipper.serve(remote.worker, remote.channel, tell, replaces=message.replaces is not None)
         elif message is not WAKE:
-            if self._dispatch is not None:
-                self._dispatch.ship()
+            if self._shipper is not None:
+                self._shipper.ship()
             tell()
-        elif self._dispatch is not None:
-            self._dispatch.wake()
+        elif self._shipper is not None:
+            self._shipper.wake()
         return message is not None
 
-    def _take(self) -> None:
-        assert self._dispatch is not None
-        try:
-            self._dispatch.take()
-        except BaseException as error:
-            self._fail(error)
+    # --- the thread that receives what comes back ---------------------------------------------------
 
-    # --- the thread that hears what comes back -----------------------------------------------------
-
-    def _hear_all(self) -> None:
+    def _receive_all(self) -> None:
         try:
             stream = self._actor.run.options(concurrency_group="stream", num_returns="streaming").remote()
             for reference in stream:
-                came: Buffer | Said | Failed = self._ray.get(reference)
-                if isinstance(came, Failed):
-                    raise Lost(came.why)
-                if isinstance(came, Said):
-                    self._hear(came)
+                came: Payload | WorkerMessage | HostFailure = self._ray.get(reference)
+                if isinstance(came, HostFailure):
+                    raise ActorLostError(came.why)
+                if isinstance(came, WorkerMessage):
+                    self._receive(came)
                     continue
-                assert self._dispatch is not None
+                assert self._shipper is not None
                 with self._losing:
                     if not self.lost:
-                        self._dispatch.post(came)
+                        self._shipper.post(came)
         except BaseException as error:
             self._fail(error)
 
-    def _hear(self, said: Said) -> None:
-        remote = next(r for r in self._remotes if (r.worker, r.life) == (said.worker, said.life))
+    def _receive(self, said: WorkerMessage) -> None:
+        """Passes on what a worker says."""
+        remote = self._remotes[said.worker, said.incarnation]
         message = said.message
-        if isinstance(message, Ended):
-            remote.note(message)
+        if isinstance(message, ProcessEnd):
+            remote.mark_ended(message)
             return
         if isinstance(message, Report):
-            message = _node.on_node(message, self.node)
+            message = _nodes.on_node(message, self.node)
         elif isinstance(message, Reply) and message.failure is not None:
-            message = replace(message, failure=_node.on_node(message.failure, self.node))
+            message = replace(message, failure=_nodes.on_node(message.failure, self.node))
         with suppress(EOFError, OSError):  # the supervisor has done with it
             remote.channel.send(message)
-        if isinstance(message, Report) and self._dispatch is not None:
-            self._dispatch.alarm(remote.worker)
+        if isinstance(message, Report) and self._shipper is not None:
+            self._shipper.alarm(remote.worker)
 
     # --- all threads' ------------------------------------------------------------------------------
 
@@ -263,10 +302,10 @@ class Link:
         return self._actor.do.remote(name, *args)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, Lost):
+        if isinstance(error, ActorLostError):
             self.lose(str(error))
         elif isinstance(error, self._ray.exceptions.RayError):
-            self.lose(_node.describe(error))
+            self.lose(_nodes.describe_loss(error))
         else:
             self.lose(f"failed: {type(error).__name__}: {error}")
 

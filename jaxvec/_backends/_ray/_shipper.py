@@ -1,4 +1,4 @@
-"""The pool's end of the slots that workers in a Ray actor hold: ships what is asked, writes what comes back.
+"""Ships slots that the pool asks for to their Ray actor, and writes the rows that come back.
 
 A slot belongs to its worker while `done` differs from `asked`, see `_handoff.py`. To know what is shipped
 already, there is another `done` here, in which that counts as done: so several requests can be on their way.
@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxvec._backends import _handoffs
 from jaxvec._backends._messages import Attach
-from jaxvec._backends._ray._stream import Buffer
-from jaxvec._backends._ray._waybills import Waybills
+from jaxvec._backends._ray._wire_format import Payload, WireFormat
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
 from jaxvec._handoff._handoff import Shares, Slots, WorkerHandoff
@@ -24,109 +23,124 @@ from jaxvec._memory import _segment
 from jaxvec._memory._segment import Arrays
 
 
-class Dispatch:
-    """One thread is in `take`, one calls `post`, and one the rest; but `stop` is for any."""
+class Shipper:
+    """The workers' end of the hand-off, for those of one actor.
+
+    A thread of its own ships; one other calls `post` and `alarm`, and one the rest.
+    """
 
     def __init__(
-        self, attach: Attach, segment: int, workers: range, move: Callable[[int, Buffer], Any]
+        self,
+        attach: Attach,
+        segment: int,
+        workers: range,
+        *,
+        move: Callable[[int, Payload], Any],
+        fail: Callable[[BaseException], None],
     ) -> None:
-        """Maps the segment.
+        """Maps the segment, and begins to ship.
 
         Args:
             attach: the first that a worker is sent.
             segment: its descriptor, which stays the caller's.
             workers: of the actor; the first one's bell is rung for all.
             move: has the actor move slots.
+            fail: is told what the thread fails of, if it does.
         """
         self._arrays = _segment.attach(segment, attach.layout)
         self._kind = attach.handoff
         self._slices = attach.layout.slices
         self._shares = Shares(self._slices)
         self._move = move
+        self._fail = fail
         self._answered = np.zeros_like(self._arrays["done",])  # the requests that rows answer
-        self._waybills = Waybills(
+        self._wire = WireFormat(
             attach.spec, self._arrays, workers, asked=self._arrays["asked",], answered=self._answered
         )
-        self._serves = np.zeros(len(self._answered), np.bool_)  # slots whose worker does
+        self._serving = np.zeros(len(self._answered), np.bool_)  # slots whose worker is attached
         self._shipped = self._arrays["done",].copy()
-        self._shipping = threading.Lock()  # what is packed first goes first
-        self._bell, ear = _channel.pair()
-        self._ear = _channel.adopt(ear)
+        self._order = threading.Lock()  # what is packed first goes first
+        self._wake_writer, reader = _channel.pair()
+        self._wake_reader = _channel.adopt(reader)
         share = self._slices[workers[0]][0], self._slices[workers[-1]][1]
         shipped = self._arrays | {("done",): self._shipped}
         self._share, self._marks = slice(*share), Slots(shipped)
-        self._taking = self._end_of(workers[0], share, shipped, self._ear)
+        self._taking = self._worker_end(workers[0], share, shipped, self._wake_reader)
         self._posting: dict[int, WorkerHandoff] = {}  # by worker
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def serve(
-        self, worker: int, channel: Channel, tell: Callable[[Buffer | None], Any], *, replaces: bool
+        self, worker: int, channel: Channel, tell: Callable[[Payload | None], Any], *, replaces: bool
     ) -> None:
-        """Lets a worker serve; in the place of one that is gone with its actor, with the rows that it left.
+        """Ships a worker's slots from now on.
 
         Args:
             worker: its index.
             channel: the worker's end of its control socket.
-            tell: lets the actor know, with the rows that were left, if there are any.
+            tell: lets the actor know, with what the worker inherits from one that was lost with its actor.
             replaces: whether another has served before.
         """
         share = self._slices[worker]
-        self._posting[worker] = self._end_of(worker, share, self._arrays, channel)
-        mine = np.arange(*share)
-        with self._shipping:
-            if self._serves[mine].all():  # the actor has its rows, and what it was asked for
+        self._posting[worker] = self._worker_end(worker, share, self._arrays, channel)
+        slots = np.arange(*share)
+        with self._order:
+            if self._serving[slots].all():  # the actor has its rows, and what it was asked for
                 tell(None)
                 return
-            tell(self._waybills.left_by(worker).pack(mine) if replaces else None)
-            self._serves[mine] = True
-            self._shipped[mine] = self._arrays["done",][mine]
-        self._bell.send("look again")
+            tell(self._wire.inheritance(worker).pack(slots) if replaces else None)
+            self._serving[slots] = True
+            self._shipped[slots] = self._arrays["done",][slots]
+        self._wake_writer.send("look again")
         self._taking.stir()
-
-    def take(self) -> None:
-        """Ships slots as they are asked for, until `stop`."""
-        with suppress(EOFError):
-            while True:
-                self._taking.receive()
-                self.ship()
 
     def ship(self) -> None:
         """Ships what has been asked for by now, lest what a worker is told next be there first."""
-        with self._shipping:
+        with self._order:
             while (work := self._marks.requested(self._share)) is not None:
                 self._shipped[work.slots] = self._arrays["asked",][work.slots]
-                slots = np.sort(work.slots[self._serves[work.slots]])  # `serve` sees to the others
+                slots = np.sort(work.slots[self._serving[work.slots]])  # `serve` sees to the others
                 if slots.size:
-                    self._move(work.operation, self._waybills.out[work.operation].pack(slots))
-
-    def post(self, rows: Buffer) -> None:
-        """Writes rows, and hands those back that answer what was asked."""
-        slots = self._waybills.back.unpack(rows)
-        asked, done = self._arrays["asked",][slots], self._arrays["done",][slots]
-        finished = slots[(self._answered[slots] == asked) & (done != asked)]
-        for worker, share in self._shares.of(finished):
-            with suppress(OSError):  # its socket is closed; the slots are done all the same
-                self._posting[worker].post(share)
+                    self._move(work.verb, self._wire.requests[work.verb].pack(slots))
 
     def wake(self) -> None:
         """Passes on that something was asked for."""
-        self._bell.wake()
+        self._wake_writer.wake()
+
+    def post(self, rows: Payload) -> None:
+        """Writes rows, and hands those back that answer what was asked."""
+        slots = self._wire.results.unpack(rows)
+        asked, done = self._arrays["asked",][slots], self._arrays["done",][slots]
+        finished = slots[(self._answered[slots] == asked) & (done != asked)]
+        for worker, part in self._shares.of(finished):
+            with suppress(OSError):  # its socket is closed; the slots are done all the same
+                self._posting[worker].post(part)
 
     def alarm(self, worker: int) -> None:
         """Makes the pool look at its control sockets at once."""
         if worker in self._posting:
             self._posting[worker].alarm()
 
-    def stop(self) -> None:
-        """Ends `take`; from any thread."""
-        self._bell.break_off()
-        self._taking.stir()
-
     def close(self) -> None:
-        """Closes what wakes `take`, which has ended."""
-        self._bell.close()
-        self._ear.close()
+        """Ends the thread."""
+        self._wake_writer.break_off()
+        self._taking.stir()
+        self._thread.join()
+        self._wake_writer.close()
+        self._wake_reader.close()
 
-    def _end_of(self, worker: int, share: tuple[int, int], arrays: Arrays, channel: Channel) -> WorkerHandoff:
+    def _run(self) -> None:
+        try:
+            with suppress(EOFError):  # `close`
+                while True:
+                    self._taking.receive()
+                    self.ship()
+        except BaseException as error:
+            self._fail(error)
+
+    def _worker_end(
+        self, worker: int, share: tuple[int, int], arrays: Arrays, channel: Channel
+    ) -> WorkerHandoff:
         knocks = int(arrays["knocks",][worker, 0])
         return _handoffs.worker_end(
             self._kind, arrays, worker=worker, share=share, channel=channel, spin_ns=0, knocks=knocks
