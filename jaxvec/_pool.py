@@ -35,6 +35,7 @@ from jaxvec._errors import (
     PoolClosedError,
     StaleHandleError,
 )
+from jaxvec._handoff._gate import Made
 from jaxvec._handoff._move import Move, Verb, name_mover
 from jaxvec._handoff._turns import Rules, Turns
 from jaxvec._memory import _pinned, _segment
@@ -63,10 +64,10 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A move under way; `check` raises what has to end its waits early."""
+    """A move under way; `interrupt` raises if Ctrl-C came since it began."""
 
     move: Move
-    check: Callable[[], None]
+    interrupt: Callable[[], None]
 
 
 class Pool:
@@ -243,7 +244,7 @@ class Pool:
             if deliver is copies:
                 made = self._gate.move(move, actions)
                 if made is not None:
-                    return made.rows if made.waited is None else self._end(flight, made.rows, made.waited)
+                    return self._finish(flight, made)
             with self._recording(move):
                 with self._gate.inside(alone=move.generation is None):
                     self._enter(move)
@@ -264,7 +265,7 @@ class Pool:
             interrupt: raises if Ctrl-C came since the call began.
             out: where to copy the leaves of the time step.
         """
-        self._end(_Flight(move, partial(self._check, interrupt)), out, waited)
+        self._end(_Flight(move, interrupt), out, waited)
 
     def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
@@ -301,7 +302,7 @@ class Pool:
             if deliver is copies and timeout is None and not everything:
                 made = self._gate.move(move, ())
                 if made is not None:
-                    return made.rows if made.waited is None else self._end(flight, made.rows, made.waited)
+                    return self._finish(flight, made)
             with self._recording(move):
                 with self._gate.inside(alone=True):  # one recv at a time
                     self._enter(move)
@@ -411,7 +412,7 @@ class Pool:
         Once envs are moved, Ctrl-C breaks the pool wherever it comes, also between the parts that break it
         by themselves: envs may be on their way of which nobody knows any more.
         """
-        flight = _Flight(move, partial(self._check, interrupts.since_now()))  # before an env can hang
+        flight = _Flight(move, interrupts.since_now())  # before an env can hang
         try:
             yield flight
         except (Exception, GeneratorExit):
@@ -432,8 +433,9 @@ class Pool:
             self._turns.require_distinct(move.slots)
             self._turns.require_fresh(move.slots, move.generation, self._gate)
 
-    def _check(self, interrupt: Callable[[], None]) -> None:
-        interrupt()
+    def _check(self, flight: _Flight) -> None:
+        """Raises what has to end a wait early."""
+        flight.interrupt()
         self._require_usable()  # another thread may have closed or broken us
 
     def _recording(self, move: Move) -> AbstractContextManager[None]:
@@ -537,12 +539,20 @@ class Pool:
     ) -> None:
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
         with span(self.recorder, "wait for workers"), self._breaking():
-            flight.check()
-            self._workers.wait(slots, count, Patience(verb.word, timeout, waited, flight.check, give_up))
+            check = partial(self._check, flight)
+            check()
+            self._workers.wait(slots, count, Patience(verb.word, timeout, waited, check, give_up))
 
     def _doing(self, slots: NDArray[Any]) -> Verb:
         """Says what those in flight are at: the rest of a reset has a reset's time."""
         return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
+
+    def _finish(self, flight: _Flight, made: Made) -> Rows:
+        """Ends what the gate has made, if that took longer, and returns the rows."""
+        if made.waited is not None:
+            return self._end(flight, made.rows, made.waited)
+        flight.interrupt()  # the steps of a program may all be so quick that no wait hears of it
+        return made.rows
 
     def _end(self, flight: _Flight, out: Rows, waited: float) -> Rows:
         """See `end`."""

@@ -221,11 +221,13 @@ class NativeGate:
         request = _Request(verb=move.verb, mover=move.mover, counts=move.caller is not None)
         num_rows = self._batch_size if move.verb is Verb.RECV else len(move.slots)
         if move.generation is not None:
-            generation = np.ascontiguousarray(move.generation)
-            request.num_slots = len(move.slots)
-            request.slots, request.generation = _address(move.slots), _address(generation)
+            slots = np.ascontiguousarray(move.slots, np.int64)
+            generation = np.ascontiguousarray(move.generation, np.uint32)
+            request.num_slots = len(slots)
+            request.slots, request.generation = _address(slots), _address(generation)
         if env_ids is not None:
-            request.num_sent, request.sent = len(env_ids), _address(env_ids)
+            sent = np.ascontiguousarray(env_ids, np.int64)
+            request.num_sent, request.sent = len(sent), _address(sent)
         actions = [np.ascontiguousarray(action) for action in actions]
         pointers = (ctypes.c_void_p * len(actions))(*map(_address, actions))
         request.actions = ctypes.addressof(pointers)
