@@ -77,7 +77,7 @@ def test_a_fork_is_refused_in_every_call(way):
         out, err = script.communicate(timeout=200)
     finally:
         end(script)
-    refused = [line for line in out.splitlines() if "PoolClosedError" in line and "was forked" in line]
+    refused = [line for line in out.splitlines() if "PoolClosedError" in line and "is a fork of it" in line]
     assert [line.split()[0] for line in refused] == ["step", "reset", "call"], out + err
     assert "raise nothing" in out
     assert out.splitlines()[-1] == "[[0.0, 0.0], [0.0, 0.0]]"

@@ -168,7 +168,7 @@ def test_an_image_of_an_env_that_waits_is_not_overwritten(make):
         ({"spare_envs": -1}, "spare_envs must be an integer of at least 0"),
         ({"spare_envs": True}, "spare_envs must be an integer of at least 0"),
         ({"spare_envs": 1, "backend": "serial"}, "spare_envs needs worker processes"),
-        ({"spare_envs": 1, "autoreset_mode": "DISABLED"}, "without autoreset"),
+        ({"spare_envs": 1, "autoreset_mode": "DISABLED"}, "needs autoreset"),
     ],
 )
 def test_spare_envs_that_can_not_be_are_refused(arguments, match):

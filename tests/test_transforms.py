@@ -57,7 +57,7 @@ def hand_offs(monkeypatch):
     answer = _program.answer
 
     def counting(call, *args, **kwargs):
-        calls.append(call.verb)
+        calls.append(call.verb.function)
         return answer(call, *args, **kwargs)
 
     monkeypatch.setattr(_program, "answer", counting)
