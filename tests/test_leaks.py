@@ -66,7 +66,8 @@ def test_nothing_is_left_of_a_killed_parent(way, when):
 
 @pytest.mark.parametrize("way", WAYS[::5], ids=str, indirect=True)
 def test_what_envs_have_started_dies_with_a_killed_parent(way):
-    script = run_script(r'os.write(1, b"%d\n" % __import__("subprocess").Popen(["sleep", "100"]).pid)', FORKS, way)
+    step = r'os.write(1, b"%d\n" % __import__("subprocess").Popen(["sleep", "100"]).pid)'
+    script = run_script(step, FORKS, way)
     try:
         pids = read_pids(script)
         pids += [int(script.stdout.readline()) for _ in range(2)]
