@@ -44,6 +44,7 @@ from jaxvec._memory._views import Deliver, Rows, Views, copies, into
 from jaxvec._native import interrupts
 from jaxvec._options import Options
 from jaxvec._seeds import NONE
+from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._tracing._recorder import Record, Recorder, span
@@ -501,7 +502,7 @@ class Pool:
         with span(self.recorder, "hand over"), self._breaking():
             self._workers.send(verb, slots)
 
-    def _ask(self, name: str, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
+    def _ask(self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
         with self._breaking():
             answers = self._workers.request(name, arguments, timeout=self._timeouts.step)
@@ -510,11 +511,11 @@ class Pool:
                 raise answer
         return answers
 
-    def _ask_each(self, name: str, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
+    def _ask_each(self, name: Asked, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
         """Makes a request of some envs.
 
         Args:
-            name: of a method of `EnvSlice` that takes slots, a value for each of them, and `more`.
+            name: of a method of `Slice` that takes slots, a value for each of them, and `more`.
             slots: `[n]`, distinct.
             values: for each of `slots`.
             *more: for all.

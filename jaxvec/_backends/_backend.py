@@ -16,6 +16,7 @@ from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._slices._description import Description
+from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record
 
@@ -94,9 +95,9 @@ class Workers(Protocol):
         ...
 
     def request(
-        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
+        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
-        """Calls the method `name` of each `EnvSlice`, or reads an attribute.
+        """Calls the method `name` of each `Slice`, or reads an attribute.
 
         Args:
             name: of the method.

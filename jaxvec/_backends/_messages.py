@@ -12,6 +12,7 @@ from jaxvec._memory._layout import Layout
 from jaxvec._options import Options
 from jaxvec._slices._failures import Report
 from jaxvec._slices._kind import Kind
+from jaxvec._slices._slice import Asked
 from jaxvec._spaces import Path
 from jaxvec._spec import PoolSpec
 
@@ -69,9 +70,9 @@ class Recover:
 
 @dataclass(frozen=True)
 class Request:
-    """Parent: call this method of `EnvSlice`, or read this attribute."""
+    """Parent: call this method of your `Slice`, or read this attribute."""
 
-    name: str
+    name: Asked
     args: tuple[Any, ...] = ()
 
 

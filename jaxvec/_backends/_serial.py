@@ -28,6 +28,7 @@ from jaxvec._restart import Budget
 from jaxvec._slices import _envs, _failures
 from jaxvec._slices._description import describe
 from jaxvec._slices._envs import EnvFailure
+from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record
 
@@ -85,7 +86,7 @@ class SerialWorkers:
         self._slice.set_options(options)
 
     def request(
-        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
+        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
         attribute = getattr(self._slice, name)
         try:

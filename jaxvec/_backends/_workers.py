@@ -35,6 +35,7 @@ from jaxvec._native import interrupts
 from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._slices import _failures
+from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Loss, Record
 
@@ -175,7 +176,7 @@ class ProcessWorkers:
         self.request("set_options", lambda *share: (_options.share(options, *share),), timeout=timeout)
 
     def request(
-        self, name: str, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
+        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
         wait = self._wait(name, timeout)
         self._settle(wait)

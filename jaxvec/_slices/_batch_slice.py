@@ -19,10 +19,11 @@ from jaxvec._memory._rows import InvalidValue
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._seeds import NONE
-from jaxvec._slices._envs import BatchedEnv, EnvFailure
+from jaxvec._slices._envs import BatchedEnv, EnvFailure, Failing
 from jaxvec._slices._info_rows import one_of
+from jaxvec._slices._results import split_reset, wrong_step
 from jaxvec._slices._slice import Done
-from jaxvec._spaces import DictNode, Leaf, Node, build, format_path, leaves, map_leaves
+from jaxvec._spaces import DictNode, Leaf, Node, Path, build, format_path, leaves, map_leaves
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
 
@@ -83,9 +84,7 @@ class BatchSlice:
                 options = {**(options or {}), "reset_mask": chosen}
             with self._failing(which, "reset"):
                 result: Any = self._movers[which].reset(seed=_as_seed(seeds), options=options)
-                if not isinstance(result, tuple) or len(result) != 2:
-                    raise InvalidValue("reset must return (obs, info)")
-                obs, info = result
+                obs, info = split_reset(result)
                 reset = rows.start + np.flatnonzero(chosen)
                 self._write(self._spec.obs, obs, rows)
             mine = reset - self.first
@@ -110,7 +109,7 @@ class BatchSlice:
             with self._failing(which, "step", actions):
                 result: Any = self._movers[which].step(actions)
                 if not isinstance(result, tuple) or len(result) != 5:
-                    raise InvalidValue("step must return (obs, reward, terminated, truncated, info)")
+                    raise wrong_step(result)
                 obs, reward, terminated, truncated, info = result
                 self._write(self._spec.obs, obs, rows)
                 self._write(self._spec.reward, reward, rows)
@@ -135,6 +134,18 @@ class BatchSlice:
     def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
         """Is not asked for: a failure ends the pool."""
         raise failure
+
+    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
+        """Is not asked for: batched envs take arrays."""
+        raise NotImplementedError
+
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[Path, NDArray[Any]]) -> None:
+        """Is not asked for: batched envs have no leaves of Python objects."""
+        raise NotImplementedError
+
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[Path]) -> dict[Path, NDArray[Any]]:
+        """Is not asked for, as `put_objects`."""
+        raise NotImplementedError
 
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
@@ -161,10 +172,8 @@ class BatchSlice:
         for slot, mine in zip(slots, args, strict=True):
             which, row = divmod(slot - self.first, self._size)
             if which not in answers:
-                try:
+                with Failing(slot, name):
                     answers[which] = self._ask(self._instances[which], name, mine, kwargs)
-                except BaseException as error:
-                    raise EnvFailure(slot, name) from error
             results.append(answers[which][row])
         return results
 
@@ -172,10 +181,8 @@ class BatchSlice:
         """Sets attribute `name` of the instances that hold `slots`; all of one get one value."""
         for slot, value in zip(slots, values, strict=True):
             instance = self._instances[(slot - self.first) // self._size]
-            try:
+            with Failing(slot, f"set_attr({name!r})"):
                 setattr(instance.unwrapped, name, value)
-            except BaseException as error:
-                raise EnvFailure(slot, f"set_attr({name!r})") from error
 
     def _actions(self, rows: slice) -> Any:
         return build(self._spec.action, lambda leaf: self._arrays[leaf.path][rows].astype(leaf.dtype))
@@ -212,8 +219,8 @@ class BatchSlice:
                 raise
             done = done + list(range(start, start + self._size))
 
-    def _failing(self, which: int, operation: str, action: Any = None) -> _Failing:
-        return _Failing(self.first + which * self._size, operation, action)
+    def _failing(self, which: int, operation: str, action: Any = None) -> Failing:
+        return Failing(self.first + which * self._size, operation, action)
 
     def _common_options(self, rows: slice) -> dict[str, Any] | None:
         if self._options is None:
@@ -287,20 +294,6 @@ class BatchSlice:
             write = self._write_row[child.path]
             for row in np.flatnonzero(has).tolist():
                 write(rows.start + row, _row(child, info[key], row))
-
-
-class _Failing:
-    """Makes of what ends the block the failure of an instance, by the name of its first env."""
-
-    def __init__(self, env_id: int, operation: str, action: Any) -> None:
-        self._failure = EnvFailure(env_id, operation, action)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            raise self._failure from error
 
 
 def _as_seed(seeds: NDArray[np.int64]) -> Any:

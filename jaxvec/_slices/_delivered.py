@@ -30,20 +30,15 @@ from jaxvec._spec import PoolSpec
 class Delivered:
     """Of the envs of a slice, which go by their index there."""
 
-    def __init__(self, spec: PoolSpec, arrays: Arrays, first: int, count: int) -> None:
-        """Prepares to keep the rows `first` to `first + count - 1` of the segment's arrays."""
-        share = slice(first, first + count)
-        self._rows = {leaf.path: arrays[leaf.path][share] for leaf in spec.kept_leaves}
+    def __init__(self, spec: PoolSpec, rows: Arrays) -> None:
+        """Prepares to keep the envs' rows of the segment's arrays."""
+        self._rows = {leaf.path: rows[leaf.path] for leaf in spec.kept_leaves}
         self._kept = {
-            leaf.path: np.empty(count, object) if leaf.is_object else arrays["kept", *leaf.path][share]
+            leaf.path: np.empty_like(rows[leaf.path]) if leaf.is_object else rows["kept", *leaf.path]
             for leaf in spec.kept_leaves
         }
-        self._terminated, self._truncated = (
-            arrays[leaf.path][share] for leaf in (spec.terminated, spec.truncated)
-        )
-        self._over, self._for, self._asked = (
-            arrays[name,][share] for name in ("kept_over", "kept_for", "asked")
-        )
+        self._terminated, self._truncated = rows["terminated",], rows["truncated",]
+        self._over, self._for, self._asked = (rows[name,] for name in ("kept_over", "kept_for", "asked"))
         self._read_obs = _rows.reader(spec.obs, self._kept)
         self._zero: Any = np.zeros(spec.reward.shape) if spec.reward.shape else 0.0
 

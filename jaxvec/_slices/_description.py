@@ -9,7 +9,7 @@ from typing import Any
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
-from jaxvec._slices._envs import BatchedEnv, Env, EnvFailure
+from jaxvec._slices._envs import BatchedEnv, Env, Failing
 from jaxvec._slices._info_rows import one_of
 from jaxvec._spec import EnvSpaces
 
@@ -38,10 +38,8 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
     Raises:
         EnvFailure: the reset raised.
     """
-    try:
+    with Failing(first, "reset"):
         info = _first_info(envs[0]) if learn_info else None
-    except BaseException as error:
-        raise EnvFailure(first, "reset") from error
     spaces = _spaces(envs[0])
     mismatches = (
         compare(spaces, first, _spaces(env), env_id, equal=equal_spaces)

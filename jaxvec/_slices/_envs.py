@@ -29,6 +29,20 @@ class EnvFailure(Exception):
         self.done: list[int] = []
 
 
+class Failing:
+    """Makes of what ends the block the failure of an env."""
+
+    def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
+        self._what = env_id, operation, action
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            raise EnvFailure(*self._what) from error
+
+
 def build(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list[Any]:
     """Builds the envs `first`, `first + 1`, …; closes those built if one fails.
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
 from jaxvec._options import Options
 from jaxvec._slices._envs import EnvFailure
+from jaxvec._spaces import Path
 from jaxvec._tracing._recorder import Record, Recorder
 
 # Is told the first of some neighbouring slots, and how many: their rows are complete.
 Done = Callable[[int, int], None]
+
+# What a pool asks of all slices by name, while none of their envs is in flight.
+Asked: TypeAlias = Literal[
+    "infos",
+    "call",
+    "set_attr",
+    "set_options",
+    "start_trace",
+    "stop_trace",
+    "give_actions",
+    "put_objects",
+    "get_objects",
+]
 
 
 class Slice(Protocol):
@@ -61,6 +75,18 @@ class Slice(Protocol):
 
     def set_options(self, options: Options) -> None:
         """Sets the options that resets from outside pass to each env from now on."""
+        ...
+
+    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
+        """Takes the actions of the next step, in place of those in the segment."""
+        ...
+
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[Path, NDArray[Any]]) -> None:
+        """Takes over leaves of Python objects, which are not in the segment, from the parent."""
+        ...
+
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[Path]) -> dict[Path, NDArray[Any]]:
+        """Returns leaves of Python objects."""
         ...
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:

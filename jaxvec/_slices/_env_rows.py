@@ -1,0 +1,77 @@
+"""The rows of a slice's envs, as far as they are the envs' own: actions out, observations and infos in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._memory import _rows
+from jaxvec._memory._segment import Arrays
+from jaxvec._slices._info_rows import DeclaredInfo, FinalStep
+from jaxvec._spec import PoolSpec
+
+
+class EnvRows:
+    """Of the envs of a slice, which go by their index there.
+
+    Attributes:
+        write_obs: writes one observation, by index.
+        gathers: whether `write_each` is quicker than `write_obs` for each.
+        final: of episodes that have ended.
+        infos: the raw info of each env's last call.
+        given: the next actions, by index, if they are not in the segment.
+        objects: leaves of Python objects.
+    """
+
+    def __init__(self, spec: PoolSpec, rows: Arrays, *, left: bool) -> None:
+        """Prepares to read and write.
+
+        Args:
+            spec: of the pool.
+            rows: the envs' rows of the segment's arrays.
+            left: whether another slice has left them.
+        """
+        count = len(rows["has_info",])
+        self._read_actions = _rows.reader(spec.action, rows)
+        self._read_obs = _rows.reader(spec.obs, rows)
+        self.write_obs = _rows.writer(spec.obs, rows)
+        self._gather_obs = _rows.gatherer(spec.obs, rows)
+        self.gathers = self._gather_obs is not None
+        self.final = FinalStep(spec, rows, range(count) if left else ())
+        self._declared = DeclaredInfo(spec.declared, rows)
+        self._has_info = rows["has_info",]
+        self._has_info[:] = False
+        self.infos: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
+        self.given: dict[int, Any] | None = None
+
+    def actions(self, indices: NDArray[Any]) -> list[Any]:
+        """Returns the next action of each of these envs, once."""
+        given, self.given = self.given, None
+        if given is None:
+            return list(self._read_actions(indices))
+        return [given[index] for index in indices.tolist()]
+
+    def obs(self, index: int) -> Any:
+        """Returns a copy of the observation that is in the row."""
+        (obs,) = self._read_obs(np.array([index]))
+        return obs
+
+    def write_each(self, indices: list[int], observations: list[Any]) -> dict[int, BaseException]:
+        """Writes the observations of these envs; returns what is wrong with those that it can't write."""
+        wrong: dict[int, BaseException] = {}
+        if self._gather_obs is None or not self._gather_obs(indices, observations):
+            for index, obs in zip(indices, observations, strict=True):
+                try:
+                    self.write_obs(index, obs)
+                except BaseException as error:
+                    wrong[index] = error
+        return wrong
+
+    def write_info(self, index: int, info: dict[str, Any]) -> None:
+        """Writes what is declared of a raw info, and keeps all of it."""
+        self._declared.write(index, info)
+        self.infos[index] = info
+        self._has_info[index] = bool(info)

@@ -1,0 +1,115 @@
+"""How far each env's episode is, and what its row says of that, after steps, ends, faults and resets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from jaxvec._memory import _rows
+from jaxvec._memory._segment import Arrays
+
+# What an env has to do when it is asked for a step. All but the first are rare; those after `MARKED` come in
+# place of stepping the env.
+PLAYING = 0  # steps
+MARKED = 1  # steps, and clears what its row says of the end of the episode before
+ENDED = 2  # resets: next-step autoreset
+IDLE = 3  # nothing, until it is reset from outside
+LOST = 4  # ends its episode, which a fault has cut
+UNRESET = 5  # resets within the step: its row already says that an episode ended
+
+
+class Episodes:
+    """Of the envs of a slice, which go by their index there.
+
+    An ordinary step is no method, as its call would be felt: who steps adds the reward to `returns` and 1 to
+    `lengths`, and writes all three into the row.
+
+    Attributes:
+        state: what each env has to do when it is asked for a step.
+        returns, lengths: of the episodes that run; returns in float64, whatever the rows store.
+        row_rewards, row_returns, row_lengths: what the rows say.
+    """
+
+    def __init__(
+        self, rows: Arrays, autoreset_mode: AutoresetMode, *, idle: bool = False, lost: bool = False
+    ) -> None:
+        """Begins with episodes that have not begun.
+
+        Args:
+            rows: arrays `[n, ...]`, of which these fields are written: reward, flags and statistics.
+            autoreset_mode: what happens when an episode ends.
+            idle: whether an env whose episode has ended takes no steps until it is reset.
+            lost: whether a fault has cut the episodes that others have begun in these rows.
+        """
+        count, *shape = rows["reward",].shape
+        self._zero: Any = np.zeros(shape) if shape else 0.0
+        self.state = [LOST if lost else PLAYING] * count
+        self.returns: list[Any] = [self._zero] * count
+        self.lengths = [0] * count
+        self.row_rewards, self._terminated, self._truncated = (
+            _rows.scalars(rows[name,]) for name in ("reward", "terminated", "truncated")
+        )
+        self.row_returns, self.row_lengths = (
+            _rows.scalars(rows["info", name]) for name in ("episode_return", "episode_length")
+        )
+        self._fault, self._idle = (
+            _rows.scalars(rows.get(("info", name), np.zeros(count, np.bool_))) for name in ("fault", "idle")
+        )
+        after = {AutoresetMode.SAME_STEP: UNRESET, AutoresetMode.NEXT_STEP: ENDED}
+        self._over = after.get(autoreset_mode, IDLE if idle else MARKED)
+
+    def begin(self, index: int) -> None:
+        """Takes a reset in a call or a step of its own: the row holds no reward and a new episode."""
+        self._write(index, False, False, fault=False)
+        self._idle[index] = False
+        self.row_rewards[index] = self.row_returns[index] = self._zero
+        self.row_lengths[index] = 0
+        self._restart(index, PLAYING)
+
+    def mark(self, index: int, terminated: bool, truncated: bool) -> bool:
+        """Takes the flags of a step, if one is set or the row has some; says whether its episode is over."""
+        over = terminated or truncated
+        self._write(index, terminated, truncated, fault=False)
+        self.state[index] = self._over if over else PLAYING
+        return over
+
+    def reset_in_step(self, index: int) -> None:
+        """Takes the reset after an episode's last step: the row goes on to say how that ended."""
+        self._restart(index, MARKED)
+
+    def idle(self, index: int) -> None:
+        """Takes a step that an env was asked for and did not take; the row goes on as it is."""
+        self.row_rewards[index] = self._zero
+        self._idle[index] = True
+
+    def lose(self, index: int) -> None:
+        """Takes a fault in a step."""
+        self.state[index] = LOST
+
+    def cut(self, index: int, delivered: tuple[Any, int], *, over: bool) -> bool:
+        """Ends an episode that is lost.
+
+        Args:
+            index: of the env.
+            delivered: return and length of the episode, as its row said before the fault.
+            over: whether that row ended an episode.
+
+        Returns:
+            Whether there was one: after an end, only same-step autoreset has begun another.
+        """
+        if over and self._over in (ENDED, IDLE):
+            self.state[index] = self._over
+            return False
+        self.row_rewards[index] = self._zero
+        self.row_returns[index], self.row_lengths[index] = delivered
+        self._write(index, False, True, fault=True)
+        self.state[index] = self._over
+        return True
+
+    def _restart(self, index: int, state: int) -> None:
+        self.state[index], self.returns[index], self.lengths[index] = state, self._zero, 0
+
+    def _write(self, index: int, terminated: bool, truncated: bool, *, fault: bool) -> None:
+        self._terminated[index], self._truncated[index], self._fault[index] = terminated, truncated, fault

@@ -1,0 +1,132 @@
+"""The env of each slot: reset with its seed, and replaced by a spare one or by one that is built anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic_ns
+from typing import Any
+
+from jaxvec import _seeds, _stats
+from jaxvec._memory._segment import Arrays
+from jaxvec._seeds import NONE
+from jaxvec._slices import _envs, _forks
+from jaxvec._slices._envs import Env, EnvFn
+from jaxvec._slices._forks import forked
+from jaxvec._slices._membership import checker
+from jaxvec._slices._results import require_dict, split_reset
+from jaxvec._slices._spares import Spares
+
+
+class SlotEnvs:
+    """Of a slice, by the slots' index there.
+
+    Attributes:
+        envs: that hold the slots now.
+        called: `envs`, or what stands for each while its steps and resets are recorded.
+        spares: more envs, to take turns with these.
+        require_member: raises unless an observation is a member of its space; `None` for no check.
+    """
+
+    def __init__(
+        self,
+        envs: list[Env],
+        env_fns: Sequence[EnvFn],
+        spares: Spares,
+        *,
+        first: int,
+        rows: Arrays,
+        stats: memoryview,
+        strict: bool,
+        rebuilt: bool,
+    ) -> None:
+        """Takes new envs; `rebuilt` are those that follow others, which are gone. See `EnvSlice`."""
+        self.envs = envs
+        self.called: list[Any] = envs
+        self.spares = spares
+        self._env_fns = env_fns
+        self._first = first
+        self._seeds, self._last_seeds, self._rebuilds = (
+            rows[name,] for name in ("seed", "last_seed", "rebuilds")
+        )
+        self._stats = stats
+        self.require_member = checker(envs[0].observation_space, ("obs",)) if strict else None
+        self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
+        if not rebuilt:
+            self._last_seeds[:] = NONE
+            return
+        for index in range(len(envs)):
+            self._note_rebuilt(index)
+        if 0 in self._new_seeds:
+            spares.reseed(self._new_seeds[0])
+        spares.used = True
+
+    def reset(self, index: int, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        """Resets an env as the parent asks, with the seed in the segment; returns observation and info."""
+        seed = None if self._seeds[index] == NONE else int(self._seeds[index])
+        result = self._reset(index, seed, options)
+        if seed is not None and index == 0:
+            self.spares.reseed(seed)
+        self.spares.used = True
+        return result
+
+    def autoreset(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Resets an env whose episode is over, or has a spare one take its slot."""
+        if not self.spares:
+            return self._reset(index, None, None)
+        spare = self.spares.swap(self.envs[index], self._new_seeds.pop(index, None))
+        self.envs[index] = spare.env
+        if spare.result is None:
+            return self._check(self._call(self.called[index], self._first + index, spare.seed))
+        return self._check(spare.result)
+
+    def prepare(self) -> None:
+        """Resets a spare env in advance."""
+        self.spares.prepare(lambda env, seed: self._call(env, self._first, seed))
+
+    def rebuild(self, index: int) -> None:
+        """Closes an env, and builds another in its place.
+
+        Raises:
+            EnvFailure: the constructor raised.
+        """
+        with suppress(BaseException):
+            self.envs[index].close()
+        (self.envs[index],) = _envs.build([self._env_fns[index]], self._first + index)
+        self._note_rebuilt(index)
+
+    def _reset(
+        self, index: int, seed: int | None, options: dict[str, Any] | None
+    ) -> tuple[Any, dict[str, Any]]:
+        if seed is None:
+            seed = self._new_seeds.get(index)
+        else:
+            self._last_seeds[index] = seed
+        result = self._call(self.called[index], self._first + index, seed, options)
+        self._new_seeds.pop(index, None)
+        return self._check(result)
+
+    def _call(self, env: Any, env_id: int, seed: int | None, options: dict[str, Any] | None = None) -> Any:
+        """Calls `reset`, and counts it and its time."""
+        began = monotonic_ns()
+        try:
+            result = env.reset(seed=seed, options=options)
+        finally:
+            if forked:
+                _forks.end(env_id, "reset")
+            self._stats[_stats.RESET_NS] += monotonic_ns() - began
+        self._stats[_stats.RESETS] += 1
+        return result
+
+    def _check(self, result: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = split_reset(result)
+        if self.require_member is not None:
+            self.require_member(obs)
+        return obs, require_dict("reset", info)
+
+    def _note_rebuilt(self, index: int) -> None:
+        """Gives an env that was built anew its next seed, if the one before it was seeded."""
+        self._rebuilds[index] += 1
+        seed, count = int(self._last_seeds[index]), int(self._rebuilds[index])
+        if seed != NONE:
+            self._new_seeds[index] = _seeds.derive(seed, 0, count)
