@@ -29,8 +29,9 @@ class Closing:
     def __init__(self, workers: Workers, gate: Gate) -> None:
         self._workers = workers
         self._gate = gate
-        self.process = os.getpid()
-        self.closed = self.ended = False
+        self.process: int = os.getpid()
+        self.closed: bool = False
+        self.ended: bool = False
         self._closing = False
         self.hurry = False
         self.pinned: Pinned | None = None

@@ -108,8 +108,8 @@ class Pool:
         self._views = Views(spec, arrays)
         self._segment = _segment.whole(arrays, layout)
         self._pinning_tried = False
-        self.id = next(_ids)
-        self.all = np.arange(spec.num_envs)
+        self.id: int = next(_ids)
+        self.all: NDArray[np.int_] = np.arange(spec.num_envs)
         self._turns = Turns(self.id, spec.num_envs, spec.batch_size, together)
         self._options: Options = None  # that the workers hold
         if not resets_required:
@@ -122,7 +122,7 @@ class Pool:
         self._ends_need_reset = resets_required and disabled and not spec.has_idle
         over = self._views.over if self._ends_need_reset else None
         self._gate = workers.open_gate(Rules(self.id, self._turns, in_order, over, timeouts.step))
-        self.closing = Closing(workers, self._gate)
+        self.closing: Closing = Closing(workers, self._gate)
 
     @property
     def closed(self) -> bool:

@@ -61,17 +61,17 @@ class VectorEnv:
         self._deliver = self._placed or copies
         self._slices = slices
         self.spec: PoolSpec = pool.spec
-        self.num_envs = pool.spec.num_envs
-        self.batch_size = pool.spec.batch_size
-        self.num_workers = len(slices)
+        self.num_envs: int = pool.spec.num_envs
+        self.batch_size: int = pool.spec.batch_size
+        self.num_workers: int = len(slices)
         self.single_observation_space: Space[Any] = spaces.observation
         self.single_action_space: Space[Any] = spaces.action
         self.observation_space: Space[Any] = batch_space(spaces.observation, self.num_envs)
         self.action_space: Space[Any] = batch_space(spaces.action, self.num_envs)
-        self.reward_space = spaces.reward
+        self.reward_space: Space[Any] | None = spaces.reward
         self.autoreset_mode = autoreset_mode
-        self.metadata = {**description.metadata, "autoreset_mode": autoreset_mode}
-        self.render_mode = description.render_mode
+        self.metadata: dict[str, Any] = {**description.metadata, "autoreset_mode": autoreset_mode}
+        self.render_mode: str | None = description.render_mode
         self.transport = transport
         # At garbage collection or at the interpreter's exit, if not before.
         weakref.finalize(self, pool.closing.close)

@@ -37,10 +37,10 @@ class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
     """
 
     def __init__(self, episode_length: int | None = None, *, truncate: bool = False) -> None:
-        self.observation_space = spaces.Box(-1, 2**31 - 1, (4,), np.int32)
-        self.action_space = spaces.Discrete(1_000)
-        self.resets = 0
-        self.steps = 0
+        self.observation_space: gymnasium.Space[Any] = spaces.Box(-1, 2**31 - 1, (4,), np.int32)
+        self.action_space: gymnasium.Space[Any] = spaces.Discrete(1_000)
+        self.resets: int = 0
+        self.steps: int = 0
         self._length = episode_length
         self._truncate = truncate
         self._episode_steps = 0
@@ -103,8 +103,8 @@ class NestedEnv(gymnasium.Env[Any, Any]):
             ),
             "keys": spaces.MultiDiscrete([3, 4], start=[1, -1]),
         }
-        self.action_space = spaces.Dict(echoed)
-        self.observation_space = spaces.Dict(
+        self.action_space: gymnasium.Space[Any] = spaces.Dict(echoed)
+        self.observation_space: gymnasium.Space[Any] = spaces.Dict(
             {
                 "last": spaces.Dict(echoed),
                 "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),

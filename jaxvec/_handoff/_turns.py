@@ -39,14 +39,15 @@ class Turns:
         self._pool_id = pool_id
         self._num_envs = num_envs
         self._batch_size = batch_size
-        self.needs_reset = np.ones(num_envs, np.bool_)
-        self.in_flight = np.zeros(num_envs, np.bool_)
-        self.sent_words = np.zeros(num_envs, np.int64)
-        self.num_sent = np.zeros(1, np.uint32)
-        self.due = np.zeros(num_envs, np.int64)
+        self.needs_reset: NDArray[np.bool_] = np.ones(num_envs, np.bool_)
+        self.in_flight: NDArray[np.bool_] = np.zeros(num_envs, np.bool_)
+        self.sent_words: NDArray[np.int64] = np.zeros(num_envs, np.int64)
+        self.num_sent: NDArray[np.uint32] = np.zeros(1, np.uint32)
+        self.due: NDArray[np.int64] = np.zeros(num_envs, np.int64)
         batches = -(-num_envs // batch_size)
         groups = np.arange(num_envs).reshape(-1, together)
-        self.spread = np.concatenate([groups[first::batches] for first in range(batches)]).reshape(-1)
+        spread = np.concatenate([groups[first::batches] for first in range(batches)])
+        self.spread: NDArray[np.int_] = spread.reshape(-1)
 
     @property
     def sent(self) -> NDArray[Any]:

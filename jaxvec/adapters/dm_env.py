@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
+from gymnasium import Space
 from gymnasium.error import ResetNeeded
 
 try:
     import dm_env
     from dm_env import specs
-except ImportError as error:
-    raise ImportError("jaxvec.adapters.dm_env needs dm_env: pip install 'jaxvec[dm-env]'") from error
+except ImportError as _error:
+    raise ImportError("jaxvec.adapters.dm_env needs dm_env: pip install 'jaxvec[dm-env]'") from _error
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec.adapters._adapter import Adapter
@@ -65,17 +66,17 @@ class DmEnv(Adapter):
             TypeError, ValueError: a bad argument.
         """
         self._env_fn, self._seed_name = (None, None) if isinstance(env, dm_env.Environment) else _factory(env)
-        self.adapted = _checked(self._env_fn() if self._env_fn else env)
+        self.adapted: Any = _checked(self._env_fn() if self._env_fn else env)
         self._observation_spec = self.adapted.observation_spec()
-        self.observation_space = to_space(self._observation_spec, ("observation_spec",))
+        self.observation_space: Space[Any] = to_space(self._observation_spec, ("observation_spec",))
         self._action_spec = self.adapted.action_spec()
-        self.action_space = to_space(self._action_spec, ("action_spec",))
+        self.action_space: Space[Any] = to_space(self._action_spec, ("action_spec",))
         reward, discount = (
             _single(name, getattr(self.adapted, name)()) for name in ("reward_spec", "discount_spec")
         )
         self._scalar_reward = reward.shape == ()
         if not self._scalar_reward:
-            self.reward_space = to_space(reward, ("reward_spec",))
+            self.reward_space: Space[Any] = to_space(reward, ("reward_spec",))
         self._no_discount = np.ones(discount.shape, discount.dtype)
 
         render_modes = [] if getattr(self.adapted, "physics", None) is None else ["rgb_array"]
@@ -84,11 +85,11 @@ class DmEnv(Adapter):
                 f'render_mode must be None or, for an env with a physics, "rgb_array"; not {render_mode!r} '
                 f"for {type(self.adapted).__name__}"
             )
-        self.metadata = {"render_modes": render_modes}
+        self.metadata: dict[str, Any] = {"render_modes": render_modes}
         control_timestep = getattr(self.adapted, "control_timestep", None)
         if control_timestep is not None:  # dm_control's seconds
             self.metadata["render_fps"] = round(1 / control_timestep())
-        self.render_mode = render_mode
+        self.render_mode: str | None = render_mode
         self._render_kwargs = dict(render_kwargs or {})
 
     def reset(

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from typing import Any, final
 
 import numpy as np
-from gymnasium import spaces
+from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 from numpy.typing import NDArray
 
 try:
     from pettingzoo import AECEnv, ParallelEnv
     from pettingzoo.utils.conversions import aec_to_parallel
-except ImportError as error:
+except ImportError as _error:
     raise ImportError(
         "jaxvec.adapters.pettingzoo needs pettingzoo: pip install 'jaxvec[pettingzoo]'"
-    ) from error
+    ) from _error
 
 from jaxvec._spaces import Node, as_is, build, walk
 from jaxvec.adapters._adapter import Adapter
@@ -61,13 +61,15 @@ class PettingZooEnv(Adapter):
                 f"{type(env).__name__} has no possible_agents, so its observations and rewards have no fixed "
                 "shape; list all agents there that there can be, in a wrapper"
             )
-        self.adapted = env
+        self.adapted: Any = env
         self._agents: tuple[Any, ...] = tuple(env.possible_agents)
-        self.observation_space = spaces.Dict({agent: env.observation_space(agent) for agent in self._agents})
-        self.action_space = spaces.Dict({agent: env.action_space(agent) for agent in self._agents})
-        self.reward_space = spaces.Box(-np.inf, np.inf, (len(self._agents),), np.float64)
-        self.metadata = dict(getattr(env, "metadata", {}))
-        self.render_mode = getattr(env, "render_mode", None)
+        observations = {agent: env.observation_space(agent) for agent in self._agents}
+        self.observation_space: Space[Any] = spaces.Dict(observations)
+        actions = {agent: env.action_space(agent) for agent in self._agents}
+        self.action_space: Space[Any] = spaces.Dict(actions)
+        self.reward_space: Space[Any] = spaces.Box(-np.inf, np.inf, (len(self._agents),), np.float64)
+        self.metadata: dict[str, Any] = dict(getattr(env, "metadata", {}))
+        self.render_mode: str | None = getattr(env, "render_mode", None)
         self._nodes: dict[Any, Node] = {}  # of observation spaces, to make zeros of
         # Of who took part in this episode: whether it was termination that ended theirs.
         self._fates: dict[Any, bool] = {}

@@ -68,10 +68,10 @@ class EnvFamily:
             return make(env, num_envs, num_workers=workers, **kwargs)
 
         self._start: Callable[[int], VectorEnv] = start
-        self.first = start(1)
+        self.first: VectorEnv = start(1)
         self._pools = {1: self.first}
         self._starting = threading.Lock()  # one thread at a time; `close` does not wait for it
-        self.closed = False
+        self.closed: bool = False
         _pools.publish_family(self.first.pool.id, self)
 
     @property

@@ -56,17 +56,17 @@ class GymVectorEnv:
         """Makes the face of `envs`, which it owns; `seed` is for the first reset."""
         self._envs = envs
         self._seed: int | None = seed
-        self.num_envs = envs.num_envs
+        self.num_envs: int = envs.num_envs
         self.observation_space: Space[Any] = envs.single_observation_space
         self.action_space: Space[Any] = envs.single_action_space
-        self.single_observation_space = self.observation_space
-        self.single_action_space = self.action_space
+        self.single_observation_space: Space[Any] = self.observation_space
+        self.single_action_space: Space[Any] = self.action_space
         self.is_vector_env = True
         limit: int | None = None
         with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
             limit = getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
         config = SimpleNamespace(max_episode_steps=limit or _NO_LIMIT, num_envs=envs.num_envs, seed=seed)
-        self.spec = SimpleNamespace(config=config)
+        self.spec: SimpleNamespace = SimpleNamespace(config=config)
 
     def reset(self) -> Any:
         """Resets all envs, the first time with their seeds, and returns their observations."""

@@ -50,9 +50,9 @@ class EnvFactory:
         for name in {"autoreset_mode", "batch_size", "num_envs"} & kwargs.keys():
             raise TypeError(f"{name} can't be set here: Stoix's actors step as many envs as they ask for")
         self.task_id = task_id
-        self.seed = init_seed
+        self.seed: int = init_seed
         self.apply_wrapper_fn = apply_wrapper_fn
-        self.lock = threading.Lock()  # of the seed
+        self.lock: threading.Lock = threading.Lock()  # of the seed
         self.kwargs = kwargs
         theirs = sys.modules.get("stoix.utils.env_factory")
         if theirs is not None:  # its systems ask whether they got one
@@ -86,7 +86,7 @@ class StoaVectorEnv:
     def __init__(self, envs: VectorEnv, *, seed: int) -> None:
         """Makes the face of `envs`, which it owns; `seed` is for the first reset, if that is given none."""
         self.env = envs
-        self.num_envs = envs.num_envs
+        self.num_envs: int = envs.num_envs
         self._seed: int | None = seed
         stoa = _stoa()
         self._new = stoa.TimeStep

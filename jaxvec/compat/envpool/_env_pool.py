@@ -55,7 +55,7 @@ class EnvPool(ABC):
         """
         self.vector_env = vector_env
         self.spec: Any = spec
-        self.num_envs = vector_env.num_envs
+        self.num_envs: int = vector_env.num_envs
         self.observation_space: Any = spec.observation_space
         self.action_space: Any = spec.action_space
         self.single_observation_space: Any = spec.observation_space

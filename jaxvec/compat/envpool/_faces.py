@@ -33,8 +33,8 @@ class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # p
     def __init__(self, vector_env: VectorEnv, spec: EnvSpec, **kwargs: Any) -> None:
         """Makes the face of a pool; see `EnvPool`."""
         super().__init__(vector_env, spec, **kwargs)
-        self.metadata = vector_env.metadata
-        self.render_mode = vector_env.render_mode
+        self.metadata: dict[str, Any] = vector_env.metadata
+        self.render_mode: str | None = vector_env.render_mode
 
     def reset(
         self,

@@ -49,16 +49,16 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.env_fns = env_fns
         self.copy = copy
         self.observation_mode = observation_mode
-        self.autoreset_mode = AutoresetMode(autoreset_mode)
-        self.pool = self._start(env_fns, options)
+        self.autoreset_mode: AutoresetMode = AutoresetMode(autoreset_mode)
+        self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
         try:
-            self.num_envs = self.pool.num_envs
-            self.metadata = self.pool.metadata
-            self.render_mode = self.pool.render_mode
-            self.single_action_space = self.pool.single_action_space
-            self.action_space = self.pool.action_space
-            self.single_observation_space = self.pool.single_observation_space
-            self.observation_space = self.pool.observation_space
+            self.num_envs: int = self.pool.num_envs
+            self.metadata: dict[str, Any] = self.pool.metadata
+            self.render_mode: str | None = self.pool.render_mode
+            self.single_action_space: Space[Any] = self.pool.single_action_space
+            self.action_space: Space[Any] = self.pool.action_space
+            self.single_observation_space: Space[Any] = self.pool.single_observation_space
+            self.observation_space: Space[Any] = self.pool.observation_space
             if observation_mode == "different":
                 self.observation_space = batch_differing_spaces(list(self.pool.call("observation_space")))
             elif isinstance(observation_mode, tuple):

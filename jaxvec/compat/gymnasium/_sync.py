@@ -30,7 +30,7 @@ class SyncVectorEnv(PooledVectorEnv):
         **options: Any,
     ) -> None:
         """Builds the envs; see `AsyncVectorEnv` for the arguments."""
-        self.envs = [env_fn() for env_fn in env_fns]
+        self.envs: list[gymnasium.Env[Any, Any]] = [env_fn() for env_fn in env_fns]
         super().__init__(
             [partial(_the_same, env) for env in self.envs],
             copy=copy,
