@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 import jaxvec
-from jaxvec._backends import _fork, _handoffs, _lifeline, _start_method
+from jaxvec._backends import _fork, _handoffs, _lifeline, _start_method, _supervisor
 from jaxvec._cores import usable_cores
 from jaxvec.callbacks import _transports
 
@@ -158,6 +158,20 @@ def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
             break
         time.sleep(0.05)  # a killed process is reaped a moment later
     assert not more, f"left behind: {more}; before: {before}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_save_coverage() -> None:
+    """Where coverage is measured, lets workers end by themselves, and so save it, before they are killed."""
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        dismiss = _supervisor.Supervisor._dismiss
+
+        def dismiss_and_wait(self: _supervisor.Supervisor, deadline: float) -> None:
+            dismiss(self, deadline)
+            for process in self._processes:
+                process.wait(max(0, deadline - time.monotonic()))
+
+        _supervisor.Supervisor._dismiss = dismiss_and_wait
 
 
 @pytest.fixture(params=["process", "serial"])
