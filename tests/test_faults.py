@@ -364,6 +364,8 @@ def test_a_reset_has_its_own_time_also_where_recv_waits_for_it(drive):
 def test_a_stopped_worker_is_named_by_the_timeout(drive):
     driver = drive(CountingEnv, step_timeout=1.0)
     driver.reset()
+    running = driver.envs.pool._workers._arrays["running",]
+    wait_until(lambda: not running.any())  # a row is here a moment before its worker is done with it
     driver.workers[1].suspend()
     with pytest.raises(
         jaxvec.EnvTimeoutError,
