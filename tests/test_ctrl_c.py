@@ -240,7 +240,9 @@ def test_an_interrupt_anywhere_before_the_wait_leaves_no_env_of_which_nobody_kno
                 driver.step()
             pool.close(timeout=0)
             driver = None
-    assert broken > 5
+    # Where C++ sends, Python comes to no point at which envs are on their way but between two calls.
+    sent_by_cpp = way.handoff == "native" and way.first_ready and verb == "step"
+    assert (broken, n > 25) == (0, True) if sent_by_cpp else broken > 5
 
 
 # --- In a notebook ----------------------------------------------------------------------------
