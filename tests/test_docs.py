@@ -9,6 +9,7 @@ that of all blocks with the same needs, and `<!-- not run: why -->` leaves it ou
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -55,8 +56,10 @@ def test_a_pages_examples_run_and_print_what_it_says(needs, source, tmp_path):
         pytest.skip(f"{' and '.join(missing)}: not installed")
     # From a file, so that a traceback shows the line.
     (tmp_path / "example.py").write_text(source)
+    alone = os.environ | {"RAY_ADDRESS": "local"}  # not the cluster that another test breaks meanwhile
+    words = [sys.executable, "example.py"]
     done = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False
+        words, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=290, check=False
     )
     assert done.returncode == 0, done.stderr
     printed, said = done.stdout.splitlines(), _SAID.findall(source)
