@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import traceback
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from disasters import wait_until_dead
 from gymnasium import spaces
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -363,7 +365,7 @@ class PoolMachine(RuleBasedStateMachine):
         ]
         self.worker_of = {env_id: worker for worker in self.workers for env_id in worker.slots}
         self.num_envs = num_envs
-        self.started = self.closed = False
+        self.started = self.killed = self.closed = False
         self.checks = 0
         self.sent: dict[int, Row] = {}  # what is to come of those in flight, in the order of their requests
         self.rows: dict[int, Row] = {}  # what came last
@@ -428,7 +430,7 @@ class PoolMachine(RuleBasedStateMachine):
     @usable
     @rule(seed=st.none() | st.integers(0, 9))
     def reset(self, seed):
-        if self.started and self.spare_envs:
+        if self.spare_envs and (self.started or self.killed):
             seed = None  # else resets in advance are void, of which nobody knows how many there were
         self.started = True
         order = range(self.num_envs)
@@ -497,8 +499,11 @@ class PoolMachine(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(self.workers) - 1))
         if number in self.dead | self.perhaps_dead:
             return
-        psutil.Process(self.envs.pool._workers.supervisor._processes[number].pid).kill()
+        worker = psutil.Process(self.envs.pool._workers.supervisor._processes[number].pid)
+        worker.kill()
+        wait_until_dead(worker)  # it may run on for a moment where the machine is busy
         self.workers[number].die()
+        self.killed = True
         self.dead.add(number)
 
     @idle
@@ -536,6 +541,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.envs.stats().total.faults >= delivered - under_way
 
     def teardown(self):
+        traceback.print_exc()  # of a failure, which Hypothesis does not tell where it comes only now and then
         if self.envs is not None:
             self.envs.close()
         if self.folder is not None:
