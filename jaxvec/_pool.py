@@ -36,7 +36,7 @@ from jaxvec._errors import (
     StaleHandleError,
 )
 from jaxvec._handoff._gate import Made
-from jaxvec._handoff._move import Move, Verb, name_mover
+from jaxvec._handoff._move import Caller, Move, Verb, name_mover
 from jaxvec._handoff._turns import Rules, Turns
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
@@ -143,6 +143,10 @@ class Pool:
     def counts(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
         """Returns what a fresh handle to `slots` says."""
         return self._gate.counts[slots]
+
+    def move_all(self, verb: Verb, caller: Caller | None = None) -> Move:
+        """Returns a move of all envs, by a caller who has no handle."""
+        return Move(verb, self.all, caller=caller)
 
     def require_spec(self, fingerprint: int) -> None:
         """Raises `StaleHandleError` if a handle made for a spec of this fingerprint can't be ours."""

@@ -69,16 +69,13 @@ def keep(pool_id: int, error: BaseException, *, under_way: bool) -> None:
 
 
 @contextmanager
-def serving(
-    pool_id: int, fingerprint: int, fresh: int | None = None, *, under_way: bool = False
-) -> Generator[Pool]:
+def serving(pool_id: int, fingerprint: int, fresh: int | None = None) -> Generator[Pool]:
     """Yields the pool that a compiled program's call names.
 
     The pool keeps an error of the block, because JAX passes only its text on to the user.
 
     Args:
         pool_id, fingerprint, fresh: as of `find`.
-        under_way: whether the call has moved its envs already; then an error breaks the pool.
     """
     pool = _pools.get(pool_id)
     try:
@@ -86,6 +83,6 @@ def serving(
         yield pool
     except BaseException as error:
         if pool is not None:
-            pool.keep(error, under_way=under_way)
+            pool.keep(error, under_way=False)
         raise
     pool.served()

@@ -104,7 +104,7 @@ class VectorEnv:
             ValueError, TypeError: a bad argument; nothing was reset.
         """
         rows = self._pool.reset(
-            self._move(Verb.RESET),
+            self._pool.move_all(Verb.RESET, Caller.HOST),
             seeds=_seeds.expand(seed, self.num_envs),
             mask=_seeds.check_mask(mask, self.num_envs),
             options=options,
@@ -128,7 +128,7 @@ class VectorEnv:
             PoolBrokenError, PoolClosedError: it was already.
         """
         actions = _actions.check_on_host(self.spec, action, self.num_envs)
-        rows = self._pool.step(self._move(Verb.STEP), actions, deliver=self._deliver)
+        rows = self._pool.step(self._pool.move_all(Verb.STEP, Caller.HOST), actions, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
     def send(self, action: Any, env_id: Any = None) -> None:
@@ -146,7 +146,7 @@ class VectorEnv:
         """
         slots = _actions.check_env_id(env_id, self.num_envs)
         actions = _actions.check_on_host(self.spec, action, len(slots))
-        self._pool.send(self._move(Verb.SEND), slots, actions)
+        self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
     def send_reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
         """Starts a reset of all envs, or of those of `mask`, and does not wait for it; `recv` does.
@@ -161,7 +161,7 @@ class VectorEnv:
             ValueError, TypeError: a bad argument; nothing was reset.
         """
         self._pool.send_reset(
-            self._move(Verb.RESET),
+            self._pool.move_all(Verb.RESET, Caller.HOST),
             seeds=_seeds.expand(seed, self.num_envs),
             mask=_seeds.check_mask(mask, self.num_envs),
             options=options,
@@ -187,7 +187,7 @@ class VectorEnv:
             PoolBrokenError, PoolClosedError: it was already.
         """
         deliver = self._deliver if copy else self._placed or views
-        rows = self._pool.recv(self._move(Verb.RECV), deliver=deliver, timeout=timeout)
+        rows = self._pool.recv(self._pool.move_all(Verb.RECV, Caller.HOST), deliver=deliver, timeout=timeout)
         return self.spec.build_timestep(rows)
 
     def stats(self) -> Stats:
@@ -368,6 +368,3 @@ class VectorEnv:
         slots = _actions.check_env_id(indices, self.num_envs)
         each = [args] * len(slots)
         return tuple(self._pool.call(Move(Verb.CALL, slots), name, each, kwargs, begun=begun))
-
-    def _move(self, verb: Verb) -> Move:
-        return Move(verb, self._pool.all, caller=Caller.HOST)

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import psutil
 import pytest
 from disasters import WAYS, wait_until
 from scripts import STEPPING, end, gone, read_pids, run_script
@@ -372,32 +372,30 @@ def test_a_handler_of_another_signal_runs_while_a_program_does(nap):
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
-class Short(CountingEnv):
-    """Takes longer than a program waits without Python, once that is cut to a millisecond."""
-
-    def step(self, action):
-        time.sleep(0.003)
-        return super().step(action)
-
-
 class Stopped(BaseException):
     """What the handler of a signal raises, as `SystemExit`."""
 
 
 @contextmanager
-def stopped_at(line):
-    """Raises `Stopped` at the so-manieth line of `_ffi`; yields those that came, it the last."""
+def stopped_at(line, worker):
+    """Raises `Stopped` at the so-manieth line of `_ffi`; yields those that came, it the last.
+
+    Until the first, the worker is suspended: so a step can't be done before Python is asked.
+    """
     lines = []
 
     def trace(frame, event, _):
         if frame.f_code.co_filename != _ffi.__file__:
             return None
+        if not lines:
+            worker.resume()
         lines.append((frame.f_code.co_name, frame.f_lineno, event))
         if len(lines) == line:
             sys.settrace(None)
             raise Stopped
         return trace
 
+    worker.suspend()
     sys.settrace(trace)
     try:
         yield lines
@@ -409,26 +407,26 @@ def stopped_at(line):
 @pytest.mark.parametrize("verb", [jaxvec.reset, jaxvec.step], ids=["reset", "step"])
 def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatch, verb):
     """A step is under way then, and the pool broken by it; a reset has not begun, or has ended."""
-    monkeypatch.setattr("jaxvec._native.gate._WAIT", 1_000_000)
+    monkeypatch.setattr("jaxvec._native.gate._WAIT", 1_000_000)  # ns, after which Python is asked
     program = jax.jit(verb)
-    with jaxvec.make(Short, 2, num_workers=1) as envs:
+    with jaxvec.make(CountingEnv, 2, num_workers=1) as envs:
         handle, _ = jaxvec.reset(envs)
         operands = () if verb is jaxvec.reset else (jnp.zeros(2, int),)
         program(handle, *operands)  # compiles
-    line, lines = 1, []
-    while not lines or len(lines) == line:  # if none came, the envs were quicker than the wait
-        line += 3 * bool(lines)
-        with jaxvec.make(Short, 2, num_workers=1) as envs:
+    for line in itertools.count(1, 3):
+        with jaxvec.make(CountingEnv, 2, num_workers=1) as envs:
             handle, _ = jaxvec.reset(envs)
+            worker = psutil.Process(envs.pool._workers.supervisor._processes[0].pid)
             error = None
-            with stopped_at(line) as lines:
+            with stopped_at(line, worker) as lines:
                 try:
                     jax.block_until_ready(program(handle, *operands))
                 except jax.errors.JaxRuntimeError as raised:
                     error = raised
-            if len(lines) == line:
-                assert "Stopped" in str(error), lines
-                assert isinstance(envs.pool.take_program_error(), Stopped), lines
-                expected = Stopped if verb is jaxvec.step else None | Stopped
-                assert isinstance(envs.pool.broken_by, expected), lines
+            if len(lines) < line:
+                break
+            assert "Stopped" in str(error), lines
+            assert isinstance(envs.pool.take_program_error(), Stopped), lines
+            expected = Stopped if verb is jaxvec.step else None | Stopped
+            assert isinstance(envs.pool.broken_by, expected), lines
     assert line > 50

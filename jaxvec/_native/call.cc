@@ -9,6 +9,12 @@ namespace {
 
 std::atomic<const Python*> python{nullptr};
 
+// The number of the pool that the first operand names; 0, which none has, if it is no token.
+uint32_t named_by(const Array* operands, size_t count) {
+  if (count == 0 || !is_token(operands[0])) return 0;
+  return static_cast<const TokenRow*>(operands[0].data)->pool;
+}
+
 constexpr int kTries = 100;
 
 void keep_exception(const Python& python, Call& call) {
@@ -46,16 +52,14 @@ void ask(const Python& python, Call& call) {
 void set_python(const Python* answering) { python.store(answering); }
 
 std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands) {
-  if (operands.empty() || !is_token(operands[0])) return nullptr;
-  return find(static_cast<const TokenRow*>(operands[0].data)->pool);
+  return find(named_by(operands.data(), operands.size()));
 }
 
 std::string ask_python(Call& call, Moved moved, Pool* pool) {
   const Python* answering = python.load();
   std::string error;
   call.moved = static_cast<uint32_t>(moved);
-  const bool has_token = call.num_operands > 0 && is_token(call.operands[0]);
-  call.pool = has_token ? static_cast<const TokenRow*>(call.operands[0].data)->pool : 0;
+  call.pool = named_by(call.operands, call.num_operands);
   call.error = &error;
   if (answering == nullptr) {
     error = "the Python interpreter has ended";

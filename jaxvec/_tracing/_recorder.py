@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
 from threading import get_native_id
 from time import monotonic_ns
-from typing import Any, NamedTuple, ParamSpec, TypeVar
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+from typing import Any, NamedTuple
 
 _NOTHING = nullcontext()
 
@@ -80,16 +76,6 @@ class Recorder:
             yield
         finally:
             self.add(what, began)
-
-    def recording(self, call: Callable[_P, _R], what: str) -> Callable[_P, _R]:
-        """Returns what does the same and records it, under the name of its `caller=` if it is given one."""
-
-        @wraps(call)
-        def recorded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self.span(str(kwargs.get("caller") or what)):
-                return call(*args, **kwargs)
-
-        return recorded
 
     def take(self) -> Record:
         """Returns what was recorded; the end of it."""

@@ -189,7 +189,7 @@ def _serve(theirs: _Call) -> None:
     pool_id, fresh = _program.pool_id(token), len(token) if theirs.fresh else None
     with (
         _profile.annotate(VERBS[theirs.verb].function, "FFI by Python"),
-        _pools.serving(pool_id, theirs.fingerprint, fresh, under_way=theirs.moved == _UNDER_WAY) as pool,
+        _pools.serving(pool_id, theirs.fingerprint, fresh) as pool,
         span(pool.recorder, "FFI by Python"),
     ):
         if theirs.on_device:

@@ -121,9 +121,9 @@ def answer(
     """
     token, *rest = operands
     call.require_rows(len(token), pool.spec.num_envs)
-    if call.verb is Verb.GET_ATTR:
-        return ask_envs(call, pool, token, [])
     move = move_of(call, pool, token)
+    if call.verb is Verb.GET_ATTR:
+        return ask_envs(call, pool, move, [])
     deliver = copies if out is None else into(out[1:])
     match call.verb:
         case Verb.RESET:
@@ -146,7 +146,7 @@ def answer(
         case Verb.RECV:
             given = pool.recv(move, deliver=deliver)
         case _:
-            given = ask_envs(call, pool, token, rest)
+            given = ask_envs(call, pool, move, rest)
             if out is not None:
                 deliver(given, slice(None))
     next_token = token_of(pool, move)
@@ -159,7 +159,7 @@ def answer(
 def move_of(call: Call, pool: Pool, token: Array) -> Move:
     """Returns what the call asks of the pool."""
     if call.fresh:
-        return Move(call.verb, pool.all, caller=Caller.PROGRAM)
+        return pool.move_all(call.verb, Caller.PROGRAM)
     caller = None if call.verb is Verb.GET_ATTR else Caller.PROGRAM
     return Move(call.verb, token[:, 1].astype(np.intp), token[:, 2], caller)
 
@@ -171,13 +171,13 @@ class Operand:
     index: int
 
 
-def ask_envs(call: Call, pool: Pool, token: Array, operands: Sequence[Array]) -> list[Array]:
-    """Calls a method of each env that the token names, or reads an attribute.
+def ask_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> list[Array]:
+    """Calls a method of each env of the move, or reads an attribute.
 
     Args:
         call: whose `extra` holds the name, the arguments, and the structure of the result.
-        pool: that the token names.
-        token: of the handle.
+        pool: that the handle names.
+        move: that the call is.
         operands: `[n, ...]` arrays to put into the arguments.
 
     Returns:
@@ -185,12 +185,11 @@ def ask_envs(call: Call, pool: Pool, token: Array, operands: Sequence[Array]) ->
     """
     name, args, skeleton = cloudpickle.loads(call.extra)
     structure = jax.tree.structure(skeleton)
-    move = move_of(call, pool, token)
 
     def argument(leaf: Any, row: int) -> Any:
         return operands[leaf.index][row] if isinstance(leaf, Operand) else leaf
 
-    each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(token))]
+    each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(move.slots))]
     values = pool.call(move, name, each, {})
     columns: list[list[Array]] = [[] for _ in call.answers]
     for slot, value in zip(move.slots.tolist(), values, strict=True):

@@ -105,7 +105,7 @@ class EnvPool(ABC):
             mask = np.zeros(len(self), np.bool_)
             mask[ids] = True
         rows = self._pool.reset(
-            self._all(Verb.RESET), seeds=self._seeds_of(ids), mask=mask, options=self._reset_options
+            self._pool.move_all(Verb.RESET), seeds=self._seeds_of(ids), mask=mask, options=self._reset_options
         )
         self._seeds[ids] = _seeds.NONE
         if mask is None:
@@ -117,7 +117,9 @@ class EnvPool(ABC):
         """Starts a reset of all envs, and does not wait for it; `recv` does."""
         ids = np.arange(len(self))
         seeds = self._seeds_of(ids)
-        self._pool.send_reset(self._all(Verb.RESET), seeds=seeds, mask=None, options=self._reset_options)
+        self._pool.send_reset(
+            self._pool.move_all(Verb.RESET), seeds=seeds, mask=None, options=self._reset_options
+        )
         self._seeds[ids] = _seeds.NONE
         self._sent.clear()
 
@@ -134,7 +136,7 @@ class EnvPool(ABC):
             self.send(action, env_id)
             return self.recv()
         actions = _actions.check_on_host(self.vector_env.spec, action, len(self))
-        rows = self._pool.step(self._all(Verb.STEP), actions)
+        rows = self._pool.step(self._pool.move_all(Verb.STEP), actions)
         return self._finish(rows, None, reset=False)
 
     def send(self, action: Any, env_id: Any = None) -> None:
@@ -154,7 +156,7 @@ class EnvPool(ABC):
         action, env_id = split(action, env_id)
         ids = self._check_ids(env_id)
         actions = _actions.check_on_host(self.vector_env.spec, action, len(ids))
-        self._pool.send(self._all(Verb.SEND), ids, actions)
+        self._pool.send(self._pool.move_all(Verb.SEND), ids, actions)
         if not self.is_async:
             self._sent += ids.tolist()
 
@@ -174,7 +176,7 @@ class EnvPool(ABC):
         """
         sent = self._sent
         part = 0 < len(sent) < len(self)
-        rows = self._pool.recv(self._all(Verb.RECV), everything=part)
+        rows = self._pool.recv(self._pool.move_all(Verb.RECV), everything=part)
         self._sent = []
         return self._finish(rows, np.array(sent) if sent else None, reset=reset, return_info=return_info)
 
@@ -200,10 +202,6 @@ class EnvPool(ABC):
         if any(frame is None for frame in frames):
             raise RuntimeError('there are no frames; make the pool with render_mode="rgb_array"')
         return np.stack(frames)
-
-    def _all(self, verb: Verb) -> Move:
-        """Moves of these faces leave handles fresh, see `xla`."""
-        return Move(verb, self._pool.all)
 
     def close(self, **kwargs: Any) -> None:
         """Closes the envs and ends the workers; at most five seconds. Twice is fine."""

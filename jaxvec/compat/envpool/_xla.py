@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvec import _actions
-from jaxvec._handoff._move import Move, Verb
+from jaxvec._handoff._move import Verb
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _first_ready, _functional
@@ -28,7 +28,7 @@ def make(
         convert: from a time step to what users get.
     """
     handle = Handle(
-        jnp.asarray(token_of(envs.pool, Move(Verb.RECV, envs.pool.all))), envs.spec, envs.transport
+        jnp.asarray(token_of(envs.pool, envs.pool.move_all(Verb.RECV))), envs.spec, envs.transport
     )
 
     def recv(handle: Handle) -> tuple[Handle, Any]:

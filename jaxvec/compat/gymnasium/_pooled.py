@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jaxvec import _seeds, _start, _vector_env
 from jaxvec._actions import check_on_host
 from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
-from jaxvec._handoff._move import Caller, Move, Verb
+from jaxvec._handoff._move import Caller, Verb
 from jaxvec._memory._views import Rows, copies, views
 from jaxvec._pool import Timeouts
 from jaxvec._spaces import Leaf, Node, as_is, map_leaves
@@ -117,7 +117,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         pool = self.pool.pool
         each = [args] * self.num_envs
-        return tuple(pool.call(Move(Verb.CALL, pool.all), name, each, kwargs, begun=begun))
+        return tuple(pool.call(pool.move_all(Verb.CALL), name, each, kwargs, begun=begun))
 
     def _send_reset(self, seed: Any, options: dict[str, Any] | None) -> NDArray[np.bool_] | None:
         """Starts a reset; returns the mask of the envs that are reset, `None` for all."""
@@ -131,7 +131,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             options = dict(options)
             mask = _check_mask(options.pop("reset_mask"), self.num_envs)
         seeds = _seeds.expand(seed, self.num_envs)
-        self.pool.pool.send_reset(self._move(Verb.RESET), seeds=seeds, mask=mask, options=options)
+        pool = self.pool.pool
+        pool.send_reset(pool.move_all(Verb.RESET, Caller.HOST), seeds=seeds, mask=mask, options=options)
         return mask
 
     def _send_step(self, actions: Any) -> None:
@@ -143,14 +144,12 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             given, as_they_are = list(iterate(self.action_space, actions)), True
             if len(given) != self.num_envs:
                 raise
-        pool.send(self._move(Verb.SEND), pool.all, given, as_they_are=as_they_are)
+        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, given, as_they_are=as_they_are)
 
     def _recv(self, timeout: float | None = None) -> Rows:
-        deliver = copies if self.copy else views
-        return self.pool.pool.recv(self._move(Verb.RECV), deliver=deliver, timeout=timeout, everything=True)
-
-    def _move(self, verb: Verb) -> Move:
-        return Move(verb, self.pool.pool.all, caller=Caller.HOST)
+        pool, deliver = self.pool.pool, copies if self.copy else views
+        move = pool.move_all(Verb.RECV, Caller.HOST)
+        return pool.recv(move, deliver=deliver, timeout=timeout, everything=True)
 
     def _after_reset(self, rows: Rows, mask: NDArray[np.bool_] | None) -> tuple[Any, dict[str, Any]]:
         infos: Sequence[dict[str, Any]] = self.pool.infos
