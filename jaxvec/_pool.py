@@ -546,7 +546,7 @@ class Pool:
         with span(self.recorder, "wait for workers"), self._breaking():
             check = partial(self._check, flight)
             check()
-            self._workers.wait(slots, count, Patience(verb.word, timeout, waited, check, give_up))
+            self._workers.wait(slots, count, Patience(verb.word, timeout, check, waited, give_up))
 
     def _doing(self, slots: NDArray[Any]) -> Verb:
         """Says what those in flight are at: the rest of a reset has a reset's time."""

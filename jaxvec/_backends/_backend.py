@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gymnasium.vector import AutoresetMode
@@ -27,16 +28,25 @@ class Patience:
 
     Attributes:
         name: of the operation, for errors.
-        timeout: seconds that it may take, of which `waited` are gone; `None` for ever.
+        timeout: seconds that it may take; `None` for ever.
         check: called now and then; raises what should end the wait.
+        waited: seconds of `timeout` that were gone when it began.
         give_up: when the caller has waited long enough, of `time.monotonic()`; `None` for never.
+        began: when the wait began, of `time.monotonic()`.
     """
 
     name: str
     timeout: float | None
-    waited: float
     check: Callable[[], None]
+    waited: float = 0
     give_up: float | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def late(self, grace: float) -> float | None:
+        """Returns when the operation is late: not before it had all its time since `grace`."""
+        if self.timeout is None:
+            return None
+        return max(self.began + max(self.timeout - self.waited, 0), grace + self.timeout)
 
 
 class Workers(Protocol):

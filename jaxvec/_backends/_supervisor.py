@@ -1,4 +1,4 @@
-"""Starts, watches, replaces and ends worker processes; every way in which one can fail is a typed error."""
+"""Starts, asks, watches, replaces and ends worker processes; whatever fails there is a typed error."""
 
 from __future__ import annotations
 
@@ -8,32 +8,40 @@ import os
 import pickle
 import select
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from jaxvec import _options
+from jaxvec._backends._backend import Patience
+from jaxvec._backends._diagnosis import Diagnosis
 from jaxvec._backends._launcher import Launcher, Process
-from jaxvec._backends._messages import Attach, Ready, Recover, Replacement, Setup
+from jaxvec._backends._messages import Attach, Ready, Recover, Replacement, Reply, Request
 from jaxvec._backends._plan import Plan
 from jaxvec._backends._setup import make_setup
-from jaxvec._errors import EnvError, EnvTimeoutError, JaxvecError, SpaceMismatchError, WorkerDiedError
+from jaxvec._errors import (
+    EnvError,
+    EnvTimeoutError,
+    JaxvecError,
+    NotReadyError,
+    SpaceMismatchError,
+    WorkerDiedError,
+)
 from jaxvec._handoff._channel import WAKE, Channel
-from jaxvec._handoff._move import Verb
-from jaxvec._memory._rows import reader
+from jaxvec._handoff._handoff import LOOK_AROUND, time_left
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import interrupts
 from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._slices import _failures
 from jaxvec._slices._description import Description, compare
-from jaxvec._tracing._recorder import Loss
+from jaxvec._slices._slice import Asked
+from jaxvec._tracing._recorder import Loss, Record
 
 _logger = logging.getLogger("jaxvec")
 
+_HURRY = 1.0  # seconds that the workers of a broken pool have to answer
 _LAST = 10.0  # seconds that a killed worker has to end; one that is stuck in the kernel goes when it can
 
 
@@ -50,7 +58,7 @@ class Supervisor:
     """
 
     def __init__(self, plan: Plan, budget: Budget, launcher: Launcher) -> None:
-        """Starts the workers, which wait for what `setup` makes, and closes `launcher` in the end."""
+        """Starts the workers, which wait for `build`, and closes `launcher` in the end."""
         interrupts.watch()
         self._plan = plan
         self._budget = budget
@@ -68,7 +76,7 @@ class Supervisor:
         self._grace = -math.inf  # until when nobody is late, in time.monotonic() seconds
         self._attach: Attach | None = None  # to a worker's place; None until the workers serve
         self._description: Description | None = None
-        self._arrays: Arrays | None = None
+        self._diagnosis = Diagnosis(plan.slices)
         self._segment = -1
         try:
             for worker in range(len(plan.slices)):
@@ -81,62 +89,70 @@ class Supervisor:
             self.close(timeout=0)
             raise
 
-    def setup(self, worker: int, *, learn_info: bool) -> Setup:
-        """Makes the message that tells a worker what to build."""
-        return make_setup(self._plan, worker, learn_info=learn_info)
-
-    def send_attach(self, message: Attach, segment: int, arrays: Arrays, deadline: float | None) -> None:
-        """Gives every worker the segment, whose descriptor is ours from now on; raises as `send`.
-
-        Args:
-            message: as worker 0 gets it.
-            segment: the descriptor.
-            arrays: our own view of it.
-            deadline: in `time.monotonic()` seconds.
-        """
-        self._segment, self._arrays, self._attach = segment, arrays, message
+    def build(self, *, learn_info: bool) -> Description:
+        """Lets the workers build their envs, and returns what all of them say of these; raises as `look`."""
+        patience = self._patience("constructor", self._plan.start_timeout)
         for worker in range(len(self._processes)):
-            self.send(worker, replace(message, worker=worker), deadline=deadline, descriptors=[segment])
-
-    def send(
-        self, worker: int, message: Any, *, deadline: float | None, descriptors: Sequence[int] = ()
-    ) -> None:
-        """Sends a message.
-
-        Raises:
-            WorkerDiedError: the worker is dead.
-            TimeoutError: it did not take the message by `deadline`.
-        """
-        try:
-            self._tell(worker, message, deadline, descriptors)
-        except EOFError as error:
-            raise self._died(worker) from error
-
-    def agree(self, ready: Sequence[Ready]) -> Description:
-        """Returns worker 0's description, which all others must equal."""
-        descriptions: list[Description] = [pickle.loads(said.description) for said in ready]
+            self._send(worker, make_setup(self._plan, worker, learn_info=learn_info), patience)
+        descriptions = [pickle.loads(said.description) for said in self._gather(patience)]
         self._description = descriptions[0]
         for worker, description in enumerate(descriptions):
             self._require_equal(worker, description)
         return descriptions[0]
 
-    def extend(self, deadline: float | None, timeout: float | None) -> float | None:
-        """Returns a deadline that leaves time for what is gone on from, and then `timeout` seconds."""
-        if deadline is None or timeout is None:
-            return None
-        return max(deadline, self._grace + timeout)
+    def attach(self, message: Attach, segment: int, arrays: Arrays) -> None:
+        """Gives every worker the segment, whose descriptor is ours from now on; raises as `look`.
 
-    def look(self, seconds: float, deadline: float | None) -> list[tuple[int, Any]]:
+        Args:
+            message: as worker 0 gets it.
+            segment: the descriptor.
+            arrays: our own view of it.
+        """
+        patience = self._patience("attach", self._plan.start_timeout)
+        self._segment, self._attach = segment, message
+        self._diagnosis.attach(message.spec, arrays)
+        for worker in range(len(self._processes)):
+            self._send(worker, replace(message, worker=worker), patience, [segment])
+        self._gather(patience)
+
+    def ask(
+        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], timeout: float | None
+    ) -> list[Any]:
+        """Calls a method of each slice; see `Workers.request`."""
+        patience = self._patience(name, timeout)
+        while starting := sorted(self.starting):  # only once they serve can they be asked
+            self.look(LOOK_AROUND, patience)
+            if self.time_left(patience) <= 0:
+                self.expire(patience, starting)
+        for worker, share in enumerate(self._plan.slices):
+            self._send(worker, Request(name, arguments(*share)), patience)
+        return [self._open(worker, name, reply) for worker, reply in enumerate(self._gather(patience))]
+
+    def salvage(self) -> list[Record | JaxvecError]:
+        """Asks each worker for its record, when some may be dead, or hang, and none is replaced any more."""
+        workers = range(len(self._processes))
+        deadline = time.monotonic() + _HURRY
+        for worker in set(workers) - self.starting:
+            with suppress(EOFError, TimeoutError):  # then it does not answer either
+                self._tell(worker, Request("stop_trace"), deadline)
+        return [self._salvage_from(worker, deadline) for worker in workers]
+
+    def time_left(self, patience: Patience) -> float:
+        """Returns the seconds until an operation is late, or its caller has waited long enough."""
+        return min(time_left(patience.late(self._grace)), time_left(patience.give_up))
+
+    def look(self, seconds: float, patience: Patience) -> list[tuple[int, Any]]:
         """Waits for wakes and messages, for at most `seconds`, and returns them with their workers.
 
         Every wait of the parent comes by here, so a worker's death or an env's failure ends it, or is
-        gone on from; the error stands for the message of a worker that was replaced. It sleeps in
+        recovered from; the error stands for the message of a worker that was replaced. It sleeps in
         `poll`, without the GIL, and lets signal handlers run.
 
         Raises:
-            EnvError, WorkerDiedError: it can't be gone on from.
-            TimeoutError: a message came in part, but not whole by `deadline`.
+            EnvError, WorkerDiedError: it can't be recovered from.
         """
+        patience.check()
+        deadline = patience.late(self._grace)
         heard: list[tuple[int, Any]] = []
         for fd, _ in self._poll.poll(0 if self._news else seconds * 1000):
             worker = self._by_fd[fd]
@@ -150,6 +166,8 @@ class Supervisor:
                     heard.append((worker, message))
             except EOFError:
                 self.replace(worker, self._died(worker))
+            except TimeoutError:  # it came in part: the caller sees that no time is left
+                return []
         if not heard and not self._news:
             # An env may have forked a process that keeps a dead worker's socket open.
             for worker, process in enumerate(self._processes):
@@ -158,22 +176,24 @@ class Supervisor:
         news, self._news = self._news, []
         return news + heard
 
-    def hear(self, worker: int, deadline: float) -> Any:
-        """Waits for a wake or a message of one worker, whatever it is.
+    def expire(
+        self, patience: Patience, late: Sequence[int], unfinished: Sequence[int] | None = None
+    ) -> None:
+        """Raises what took too long, unless the workers that hold it up can be replaced.
 
-        Raises:
-            WorkerDiedError: the worker is dead.
-            TimeoutError: nothing came by `deadline`.
+        Args:
+            patience: that is over.
+            late: the workers.
+            unfinished: those of their slots that are waited for; `None` if it is for their answers.
         """
-        channel = self.channels[worker]
-        poll = select.poll()
-        poll.register(channel, select.POLLIN)
-        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-            raise TimeoutError
-        try:
-            return channel.receive(deadline)
-        except EOFError as error:
-            raise self._died(worker) from error
+        if patience.give_up is not None and time.monotonic() >= patience.give_up:
+            raise NotReadyError(
+                f"{patience.name}: not ready within the timeout; the envs are still in flight, so call it "
+                "again to go on waiting"
+            )
+        error = self._diagnosis.late(patience.name, patience.timeout, late, self._processes, unfinished)
+        for worker in late:
+            self.replace(worker, error)
 
     def replace(self, worker: int, error: JaxvecError) -> None:
         """Ends a worker and starts another in its place, if the pool goes on; else raises `error`.
@@ -181,7 +201,7 @@ class Supervisor:
         The new one builds its envs while others work. What its place is asked for in the meantime, it
         finds in the segment.
         """
-        if self._arrays is None:
+        if self._diagnosis.arrays is None:
             raise error
         self._budget.spend(worker, error)
         self._news.append((worker, error))
@@ -201,7 +221,7 @@ class Supervisor:
         deadline = None if timeout is None else time.monotonic() + timeout
         self._grace = math.inf if deadline is None else deadline
         with suppress(EOFError):  # the next look will tell
-            self._tell(worker, self.setup(worker, learn_info=False), deadline)
+            self._tell(worker, make_setup(self._plan, worker, learn_info=False), deadline)
 
     def _launch(self, worker: int) -> tuple[Process, Channel]:
         try:
@@ -209,8 +229,7 @@ class Supervisor:
         except ConnectionError:
             raise
         except OSError as error:
-            env_ids = tuple(range(*self._plan.slices[worker]))
-            who = f"worker {worker} ({name_envs(env_ids)})"
+            env_ids, who = tuple(range(*self._plan.slices[worker])), self._diagnosis.name(worker)
             if isinstance(error, TimeoutError):
                 limit = f"start_timeout, {self._plan.start_timeout} s"
                 raise EnvTimeoutError(
@@ -246,30 +265,7 @@ class Supervisor:
             for process in self._processes:
                 stack.callback(process.end)
             self._processes, self.channels, self._by_fd = [], [], {}
-            self._segment, self._arrays, self.knock = -1, None, _no_knock
-
-    def running(self, slots: Iterable[int]) -> str:
-        """Says which of `slots` are inside their env's code now, and with what action."""
-        if self._arrays is None:
-            return ""
-        assert self._attach is not None
-        marks = self._arrays["running",][:, 0].tolist()
-        running = np.array([slot for slot in slots if slot + 1 in marks], np.intp)
-        actions = reader(self._attach.spec.action, self._arrays)(running)
-        resetting = self._arrays["asked",][running] % 2 == int(Verb.RESET)
-        return ", ".join(
-            f"env {slot} (worker {self.worker_of(slot)}) is running"
-            + ("" if resets else f", last action {_failures.describe_action(action)}")
-            for slot, action, resets in zip(running.tolist(), actions, resetting, strict=True)
-        )
-
-    def silent(self, workers: Iterable[int]) -> str:
-        """Says which of `workers`, who are late, are elsewhere, and where."""
-        return ", ".join(
-            f"worker {worker} {place} has not answered"
-            for worker in workers
-            if (place := self._processes[worker].place)
-        )
+            self._segment, self._diagnosis.arrays, self.knock = -1, None, _no_knock
 
     def ahead(self, worker: int) -> int:
         """Returns how far a worker's monotonic clock is ahead of ours, in ns."""
@@ -277,11 +273,73 @@ class Supervisor:
 
     def worker_of(self, slot: int) -> int:
         """Returns the worker that holds a slot."""
-        return next(w for w, (first, stop) in enumerate(self._plan.slices) if first <= slot < stop)
+        return self._diagnosis.worker_of(slot)
+
+    def _patience(self, name: str, timeout: float | None) -> Patience:
+        return Patience(name, timeout, interrupts.since_now())
+
+    def _send(self, worker: int, message: Any, patience: Patience, descriptors: Sequence[int] = ()) -> None:
+        try:
+            self._tell(worker, message, patience.late(self._grace), descriptors)
+        except EOFError:
+            self.replace(worker, self._died(worker))
+        except TimeoutError:  # its buffer is full: it does not read
+            self.expire(patience, [worker])
+
+    def _gather(self, patience: Patience) -> list[Any]:
+        """Waits for one message from each worker, or the error of one that was replaced instead."""
+        workers = range(len(self._processes))
+        messages: dict[int, Any] = {}
+        while missing := [worker for worker in workers if worker not in messages]:
+            heard = self.look(min(self.time_left(patience), LOOK_AROUND), patience)
+            # Who waits for envs in flight looks at their slots before it listens for wakes.
+            messages.update((worker, message) for worker, message in heard if message is not WAKE)
+            if not heard and self.time_left(patience) <= 0:  # what was seen may have moved it
+                self.expire(patience, missing)
+        return [messages[worker] for worker in workers]
+
+    def _open(self, worker: int, name: str, reply: Reply | JaxvecError) -> Any:
+        if isinstance(reply, JaxvecError):
+            return reply
+        if reply.failure is not None:
+            return _failures.to_error(reply.failure, worker=worker)
+        try:
+            return pickle.loads(reply.result)
+        except Exception as error:
+            first, _ = self._plan.slices[worker]
+            failure = EnvError(
+                f"worker {worker} answered {name}, but the answer can't be unpickled here: {error}",
+                env_id=first,
+                worker=worker,
+                operation=name,
+            )
+            failure.__cause__ = error
+            return failure
+
+    def _salvage_from(self, worker: int, deadline: float) -> Record | JaxvecError:
+        deadline = max(deadline, time.monotonic() + _HURRY / 10)  # others may have used it up
+        channel = self.channels[worker]
+        try:
+            while channel.readable(deadline):
+                said = channel.receive(deadline)
+                if isinstance(said, Reply) and said.failure is None:
+                    answer = pickle.loads(said.result)
+                    if isinstance(answer, Record):  # not a wake, a report, or an answer to another question
+                        return answer
+        except EOFError:
+            return self._died(worker)
+        except TimeoutError:
+            pass
+        return EnvTimeoutError(
+            f"worker {worker} did not answer after the pool broke",
+            env_ids=tuple(range(*self._plan.slices[worker])),
+        )
 
     def _recover(self, worker: int, error: EnvError, deadline: float | None) -> None:
         """Lets a worker go on after a failure of its env, if the pool goes on; else raises `error`."""
-        if worker in self.starting or self._arrays is None:  # it could not build the env, and has ended
+        if (
+            worker in self.starting or self._diagnosis.arrays is None
+        ):  # it could not build the env, and has ended
             self.replace(worker, error)
             return
         self._budget.spend(worker, error)
@@ -293,15 +351,16 @@ class Supervisor:
         """Answers a worker that takes another's place: its envs are built, or it serves by now."""
         if isinstance(message, Ready):
             self._require_equal(worker, pickle.loads(message.description))
+            arrays = self._diagnosis.arrays
             assert self._attach is not None
-            assert self._arrays is not None
+            assert arrays is not None
             share = slice(*self._plan.slices[worker])
             kept = self._attach.spec.kept_leaves
             replaces = Replacement(
                 _options.share(self.options, *self._plan.slices[worker]),
                 self.trace,
-                int(self._arrays["knocks",][worker, 0]),
-                {leaf.path: self._arrays[leaf.path][share] for leaf in kept if leaf.is_object},
+                int(arrays["knocks",][worker, 0]),
+                {leaf.path: arrays[leaf.path][share] for leaf in kept if leaf.is_object},
             )
             attach = replace(self._attach, worker=worker, replaces=replaces)
             self._tell(worker, attach, deadline, [self._segment])
@@ -326,16 +385,7 @@ class Supervisor:
             raise SpaceMismatchError(mismatch)
 
     def _died(self, worker: int) -> WorkerDiedError:
-        exitcode, ending = self._processes[worker].ending()
-        first, stop = self._plan.slices[worker]
-        doing = self.running(range(first, stop))
-        return WorkerDiedError(
-            f"worker {worker} ({name_envs(range(first, stop))}) {ending} while "
-            f"{doing or 'idle or starting'}; its standard error may tell more",
-            worker=worker,
-            env_ids=tuple(range(first, stop)),
-            exitcode=exitcode,
-        )
+        return self._diagnosis.died(worker, self._processes[worker])
 
     def _dismiss(self, deadline: float) -> None:
         """Waits until every worker has closed its envs and its end; logs envs whose `close` failed."""
@@ -356,15 +406,6 @@ class Supervisor:
                     continue
                 if isinstance(message, _failures.Report) and message.operation == "close":
                     _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
-
-
-def name_envs(env_ids: Sequence[int]) -> str:
-    """Returns the ids in words."""
-    if len(env_ids) == 1:
-        return f"env {env_ids[0]}"
-    if len(env_ids) > 2 and list(env_ids) == list(range(env_ids[0], env_ids[-1] + 1)):
-        return f"envs {env_ids[0]} to {env_ids[-1]}"
-    return f"envs {', '.join(map(str, env_ids))}"
 
 
 def _no_knock(worker: int) -> None:

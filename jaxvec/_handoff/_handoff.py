@@ -22,7 +22,8 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,23 +43,6 @@ class Work(NamedTuple):
     slots: NDArray[Any]
 
 
-class Supervision(Protocol):
-    """What watches the workers while the parent waits for slots."""
-
-    @property
-    def deadline(self) -> float | None:
-        """In seconds of `time.monotonic()`; `None` for never. It may move."""
-        ...
-
-    def look(self, seconds: float) -> Sequence[tuple[int, Any]]:
-        """Waits for at most `seconds`; returns workers with what came of them, raises if one failed."""
-        ...
-
-    def expire(self) -> None:
-        """Raises the error of a deadline that has passed, or moves it and mends what is late."""
-        ...
-
-
 class ParentHandoff(Protocol):
     """The parent's end, to all workers."""
 
@@ -70,8 +54,25 @@ class ParentHandoff(Protocol):
         """Hands `slots` to their workers with requests that another hand-off made, `[num_envs]`."""
         ...
 
-    def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
-        """Waits until `count` of `slots` are the parent's. Any number of threads at a time."""
+    def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
+        """Waits for `count` of `slots`, for at most `seconds`. Any number of threads at a time.
+
+        Returns:
+            Whether they are the parent's, and nothing else is to be seen to. If not, the caller looks at
+            the control sockets, while it is `listening`, and waits again.
+        """
+        ...
+
+    def listening(self, slots: NDArray[Any], count: int, seconds: float) -> AbstractContextManager[float]:
+        """Lets one thread at a time look at the control sockets.
+
+        Returns:
+            How long it may sleep there for `count` of `slots`, of `seconds`.
+        """
+        ...
+
+    def is_done(self, slots: NDArray[Any], count: int) -> bool:
+        """Says whether `count` of `slots` are the parent's."""
         ...
 
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
@@ -196,6 +197,10 @@ class Slots:
         """Says which of `slots` are the parent's."""
         return self._done[slots] == self._asked[slots]
 
+    def is_done(self, slots: NDArray[Any], count: int) -> bool:
+        """See `ParentHandoff`."""
+        return bool(np.count_nonzero(self.done(slots)) >= count)
+
     def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         """See `ParentHandoff`."""
         done = slots[self.done(slots)]
@@ -225,7 +230,7 @@ class ParentEnd:
         self._listening = threading.Lock()
         self._looked = -math.inf
         self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
-        self.any_resetting = self._slots.any_resetting
+        self.any_resetting, self.is_done = self._slots.any_resetting, self._slots.is_done
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         self._slots.ask(verb, slots)
@@ -237,19 +242,16 @@ class ParentEnd:
         for worker, _ in self._shares.of(slots):
             self._channels[worker].wake()
 
-    def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
+    def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         if time.monotonic() - self._looked > LOOK_AROUND:  # also where nobody ever has to wait
             self._looked = time.monotonic()
-            with self._listening:
-                supervision.look(0)
-        while np.count_nonzero(self._slots.done(slots)) < count:
-            with self._listening:  # who listens takes the wakes of all, so the others look again after it
-                if np.count_nonzero(self._slots.done(slots)) < count:
-                    heard = supervision.look(min(time_left(supervision.deadline), LOOK_AROUND))
-                    # The slots count, not the wakes: a worker can be stopped between the two.
-                    late = not heard and time_left(supervision.deadline) <= 0
-                    if late and np.count_nonzero(self._slots.done(slots)) < count:
-                        supervision.expire()
+            return False
+        return self.is_done(slots, count)
+
+    @contextmanager
+    def listening(self, slots: NDArray[Any], count: int, seconds: float) -> Generator[float]:
+        with self._listening:  # who listens takes the wakes of all, so the others look again after it
+            yield 0 if self.is_done(slots, count) else seconds
 
     def knock(self, worker: int) -> None:
         pass  # the worker waits at its socket
@@ -303,16 +305,6 @@ class WorkerEnd:
     def verdict(self) -> Any:
         message, self._heard = self._heard or self._channel.receive_message(), None
         return message
-
-
-def listen(supervision: Supervision) -> Sequence[tuple[int, Any]]:
-    """Waits for wakes, messages or replaced workers, at least one, and returns what `look` does."""
-    while True:
-        heard = supervision.look(min(time_left(supervision.deadline), LOOK_AROUND))
-        if heard:
-            return heard
-        if time_left(supervision.deadline) <= 0:  # what was seen may have moved it
-            supervision.expire()
 
 
 def time_left(deadline: float | None) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import Channel
-from jaxvec._handoff._handoff import LOOK_AROUND, Shares, Slots, Supervision, Work, time_left
+from jaxvec._handoff._handoff import Shares, Slots, Work
 from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
@@ -91,7 +93,7 @@ class NativeParentEnd:
         self._shares = Shares(slices)
         self._listening = threading.Lock()
         self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
-        self.any_resetting = self._slots.any_resetting
+        self.any_resetting, self.is_done = self._slots.any_resetting, self._slots.is_done
 
     @property
     def address(self) -> int:
@@ -111,21 +113,19 @@ class NativeParentEnd:
                 self._reference, worker, theirs.ctypes.data, share.ctypes.data, len(share)
             )
 
-    def wait(self, slots: NDArray[Any], count: int, supervision: Supervision) -> None:
+    def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
+        """See `ParentHandoff`. After an interrupt, Python's signal handlers run once it returns."""
+        outcome: int = self._library.jaxvec_wait(
+            self._reference, slots.ctypes.data, len(slots), count, int(seconds * 1e9)
+        )
+        return outcome == _DONE
+
+    @contextmanager
+    def listening(self, slots: NDArray[Any], count: int, seconds: float) -> Generator[float]:
         """See `ParentHandoff`."""
-        while True:
-            timeout = int(min(time_left(supervision.deadline), LOOK_AROUND) * 1e9)
-            outcome = self._library.jaxvec_wait(
-                self._reference, slots.ctypes.data, len(slots), count, timeout
-            )
-            if outcome == _DONE:
-                return
-            # Raises what has happened. After an interrupt, Python's signal handlers have run by now.
-            with self._listening:
-                self._library.jaxvec_note_alarms(self._reference)  # first: another may be rung meanwhile
-                supervision.look(0)
-            if time_left(supervision.deadline) <= 0:  # what was seen may have moved it
-                supervision.expire()
+        with self._listening:
+            self._library.jaxvec_note_alarms(self._reference)  # first: another may be rung meanwhile
+            yield 0  # it sleeps in `wait`
 
     def knock(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""

@@ -28,7 +28,7 @@ from jaxvec._backends._ray._wire_format import HostFailure, Payload, ProcessEnd,
 from jaxvec._backends._start_method import LocalLauncher, StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
-from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff
+from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff, time_left
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._segment import Arrays
@@ -71,7 +71,6 @@ class ActorHost:
         self._arrays: Arrays | None = None
         self._requests: list[NDArray[np.int64]] = []  # whose slots have not all gone out
         self._messages: list[WorkerMessage | HostFailure] = []  # to go out
-        self.deadline: float | None = None  # see `Supervision`
 
     def launch(self, worker: int, incarnation: int) -> None:
         """Starts a process in a worker's place; the one before it has been ended."""
@@ -165,7 +164,7 @@ class ActorHost:
         with self._lock:
             requests = list(self._requests)
         if self._arrays is None or not requests:
-            self.look(None)
+            self._look(None)
             return
         done = [self._done(slots) for slots in requests]
         if any(map(self._is_due, done)):
@@ -173,12 +172,15 @@ class ActorHost:
         missing = np.concatenate(requests)[~np.concatenate(done)]
         # Who waits for one request is woken once; among several, each may be the first to be done.
         count = missing.size if len(requests) == 1 and not self._first_ready else 1
-        self.deadline = time.monotonic() + LOOK_AROUND
-        self._handoff.wait(missing, count, self)
+        deadline = time.monotonic() + LOOK_AROUND
+        while not self._handoff.wait(missing, count, time_left(deadline)):
+            with self._handoff.listening(missing, count, time_left(deadline)) as seconds:
+                self._look(seconds)
+            if time_left(deadline) <= 0 and not self._handoff.is_done(missing, count):
+                raise TimeoutError
 
-    def look(self, seconds: float | None) -> list[tuple[int, Any]]:
-        """See `Supervision`. Raises `_Interrupted` if `run` has to do something."""
-        wakes: list[tuple[int, Any]] = []
+    def _look(self, seconds: float | None) -> None:
+        """Waits for messages and wakes. Raises `_Interrupted` if `run` has to do something."""
         woken = False
         for fd, _ in self._poll.poll(None if seconds is None else seconds * 1000):
             if fd == self._wake_reader.fileno():
@@ -195,17 +197,10 @@ class ActorHost:
                 except EOFError:
                     self._vacate(worker)
                     continue
-                if message is WAKE:
-                    wakes.append((worker, WAKE))
-                else:
+                if message is not WAKE:
                     self._messages.append(WorkerMessage(worker, worker_slot.incarnation, message))
         if woken or self._messages:
             raise _Interrupted
-        return wakes
-
-    def expire(self) -> None:
-        """See `Supervision`."""
-        raise TimeoutError
 
     def _take_finished(self, *, partly: bool) -> NDArray[np.int64]:
         """Returns the slots that are to go out: those of whole requests, or `partly` of others, too."""

@@ -1,0 +1,112 @@
+"""What can be told of workers that died or are late, in the errors' words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxvec._backends._launcher import Process, Slices
+from jaxvec._errors import EnvTimeoutError, WorkerDiedError
+from jaxvec._handoff._move import Verb
+from jaxvec._memory._rows import reader
+from jaxvec._memory._segment import Arrays
+from jaxvec._slices import _failures
+from jaxvec._spec import PoolSpec
+
+
+class Diagnosis:
+    """Looks at the segment to say what workers are at.
+
+    Attributes:
+        arrays: of the segment; `None` until the workers serve, and once they are ended.
+    """
+
+    def __init__(self, slices: Slices) -> None:
+        self._slices = slices
+        self.arrays: Arrays | None = None
+
+    def attach(self, spec: PoolSpec, arrays: Arrays) -> None:
+        """Makes the segment known."""
+        self._action, self.arrays = spec.action, arrays
+
+    def name(self, worker: int) -> str:
+        """Returns a worker and its envs in words."""
+        return f"worker {worker} ({name_envs(range(*self._slices[worker]))})"
+
+    def worker_of(self, slot: int) -> int:
+        """Returns the worker that holds a slot."""
+        return next(w for w, (first, stop) in enumerate(self._slices) if first <= slot < stop)
+
+    def running(self, slots: Iterable[int]) -> str:
+        """Says which of `slots` are inside their env's code now, and with what action."""
+        if self.arrays is None:
+            return ""
+        marks = self.arrays["running",][:, 0].tolist()
+        running = np.array([slot for slot in slots if slot + 1 in marks], np.intp)
+        actions = reader(self._action, self.arrays)(running)
+        resetting = self.arrays["asked",][running] % 2 == int(Verb.RESET)
+        return ", ".join(
+            f"env {slot} (worker {self.worker_of(slot)}) is running"
+            + ("" if resets else f", last action {_failures.describe_action(action)}")
+            for slot, action, resets in zip(running.tolist(), actions, resetting, strict=True)
+        )
+
+    def died(self, worker: int, process: Process) -> WorkerDiedError:
+        """Returns the error of a worker that has ended."""
+        exitcode, ending = process.ending()
+        env_ids = tuple(range(*self._slices[worker]))
+        doing = self.running(env_ids) or "idle or starting"
+        return WorkerDiedError(
+            f"{self.name(worker)} {ending} while {doing}; its standard error may tell more",
+            worker=worker,
+            env_ids=env_ids,
+            exitcode=exitcode,
+        )
+
+    def late(
+        self,
+        name: str,
+        timeout: float | None,
+        workers: Sequence[int],
+        processes: Sequence[Process],
+        unfinished: Sequence[int] | None,
+    ) -> EnvTimeoutError:
+        """Returns the error of an operation that took too long.
+
+        Args:
+            name: of the operation.
+            timeout: that it had, in seconds.
+            workers: that hold it up.
+            processes: of all workers.
+            unfinished: those of their slots that it waits for; `None` if it waits for their answers.
+        """
+        elsewhere = _silent(workers, processes)
+        if unfinished is None:
+            env_ids = tuple(slot for worker in workers for slot in range(*self._slices[worker]))
+            doing = f"the workers of {name_envs(env_ids)} have not answered" + (
+                elsewhere and f": {elsewhere}"
+            )
+        else:
+            env_ids = tuple(unfinished)
+            running = self.running(env_ids) or elsewhere or "no env is running"
+            doing = f"{running}; unfinished: {name_envs(env_ids)}"
+        return EnvTimeoutError(f"{name} timed out after {timeout} s: {doing}", env_ids=env_ids)
+
+
+def _silent(workers: Iterable[int], processes: Sequence[Process]) -> str:
+    """Says which of `workers`, who are late, are on other machines, and where."""
+    return ", ".join(
+        f"worker {worker} {place} has not answered"
+        for worker in workers
+        if (place := processes[worker].place)
+    )
+
+
+def name_envs(env_ids: Sequence[int]) -> str:
+    """Returns the ids in words."""
+    if len(env_ids) == 1:
+        return f"env {env_ids[0]}"
+    if len(env_ids) > 2 and list(env_ids) == list(range(env_ids[0], env_ids[-1] + 1)):
+        return f"envs {env_ids[0]} to {env_ids[-1]}"
+    return f"envs {', '.join(map(str, env_ids))}"
