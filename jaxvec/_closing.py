@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from jaxvec._backends._backend import Workers
-from jaxvec._handoff._gate import Gate
+from jaxvec._handoff._engine import Engine
 from jaxvec._memory._pinned import Pinned
 
 _PATIENCE = 1.0  # seconds for others to be done with a pool whose workers are gone
@@ -26,9 +26,9 @@ class Closing:
         pinned: the segment, if it is page-locked; it must not be while it is unmapped.
     """
 
-    def __init__(self, workers: Workers, gate: Gate) -> None:
+    def __init__(self, workers: Workers, engine: Engine) -> None:
         self._workers = workers
-        self._gate = gate
+        self._engine = engine
         self.process: int = os.getpid()
         self.closed: bool = False
         self.ended: bool = False
@@ -42,8 +42,8 @@ class Closing:
             return
         self.closed = self._closing = True
         try:
-            self._gate.bar()
-            with self._gate.inside(alone=True, if_busy=self._workers.kill, patience=_PATIENCE):
+            self._engine.bar()
+            with self._engine.inside(alone=True, if_busy=self._workers.kill, patience=_PATIENCE):
                 self._end(min(timeout, 1.0) if self.hurry else timeout)
         finally:
             self._closing = False
@@ -52,8 +52,8 @@ class Closing:
         try:
             self._workers.close(timeout)
         finally:  # Ctrl-C ends their time, and nothing else
-            self._gate.settle()
+            self._engine.settle()
             if self.pinned is not None:
                 self.pinned.close()
-            self._gate.close()
+            self._engine.close()
             self.ended = True  # last: who sees it may drop the memory

@@ -3,7 +3,7 @@
 Decides who may move which envs now, and keeps rows whole. Which processes do the work is its workers'
 affair, and what the data means is its callers'.
 
-A caller says by a `Move` what it asks for, and of which envs. Where there is C++ for it, the gate makes the
+A caller says by a `Move` what it asks for, and of which envs. Where there is C++ for it, the engine makes the
 whole move at once; what is here is for all that is not ordinary, and for where there is none.
 """
 
@@ -35,14 +35,15 @@ from jaxvec._errors import (
     PoolClosedError,
     StaleHandleError,
 )
-from jaxvec._handoff._gate import Made
+from jaxvec._handoff._engine import Made, Rules, Status
 from jaxvec._handoff._move import Caller, Move, Verb, name_mover
-from jaxvec._handoff._turns import Rules, Turns
+from jaxvec._handoff._turns import Turns
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._memory._views import Deliver, Rows, Views, copies, into
 from jaxvec._native import interrupts
 from jaxvec._options import Options
+from jaxvec._refusals import refusal
 from jaxvec._seeds import NONE
 from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
@@ -50,6 +51,8 @@ from jaxvec._stats import Stats
 from jaxvec._tracing._recorder import Record, Recorder, span
 
 _logger = logging.getLogger("jaxvec")
+
+_MADE = (Status.DONE, Status.UNDER_WAY)
 
 _ids = itertools.count(1)  # handles name their pool by number, see _pools.py
 
@@ -110,19 +113,20 @@ class Pool:
         self._pinning_tried = False
         self.id: int = next(_ids)
         self.all: NDArray[np.int_] = np.arange(spec.num_envs)
-        self._turns = Turns(self.id, spec.num_envs, spec.batch_size, together)
+        self._turns = Turns(spec.num_envs, spec.batch_size, together)
         self._options: Options = None  # that the workers hold
         if not resets_required:
             self._turns.needs_reset[:] = False
 
         self.recorder: Recorder | None = None  # of hand-offs, while they are recorded
         self._broken_by: BaseException | None = None
-        self._program_error: tuple[int, BaseException] | None = None  # and what the gate had served
+        self._program_error: tuple[int, BaseException] | None = None  # and what the engine had served
         disabled = autoreset_mode is AutoresetMode.DISABLED
         self._ends_need_reset = resets_required and disabled and not spec.has_idle
         over = self._views.over if self._ends_need_reset else None
-        self._gate = workers.open_gate(Rules(self.id, self._turns, in_order, over, timeouts.step))
-        self.closing: Closing = Closing(workers, self._gate)
+        self._rules = Rules(self.id, self._turns, in_order, over, timeouts.step)
+        self._engine = workers.open_engine(self._rules)
+        self.closing: Closing = Closing(workers, self._engine)
 
     @property
     def closed(self) -> bool:
@@ -135,14 +139,14 @@ class Pool:
 
     def stats(self) -> Stats:
         """Returns what the workers have done so far; also of a broken pool."""
-        with self._gate.inside():
+        with self._engine.inside():
             if self.closed:
                 raise PoolClosedError(f"pool {self.id} is closed; read its stats before you close it")
             return _stats.read(self._views.stats, self._workers.restarts)
 
     def counts(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
         """Returns what a fresh handle to `slots` says."""
-        return self._gate.counts[slots]
+        return self._engine.counts[slots]
 
     def move_all(self, verb: Verb, caller: Caller | None = None) -> Move:
         """Returns a move of all envs, by a caller who has no handle."""
@@ -163,7 +167,7 @@ class Pool:
         """
         if self._pinning_tried:
             return
-        with self._gate.inside():
+        with self._engine.inside():
             if self._pinning_tried or self.closed:
                 return
             self._pinning_tried = True
@@ -171,7 +175,7 @@ class Pool:
                 self.closing.pinned = _pinned.pin(self._segment)
             except _pinned.PinningError as error:
                 _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
-            self._gate.admit_devices()
+            self._engine.admit_devices()
 
     def keep(self, error: BaseException, *, under_way: bool) -> None:
         """Keeps the error of a program's call for `take_program_error`.
@@ -182,16 +186,16 @@ class Pool:
         """
         if under_way and not self.closed:
             self._break(error)
-        self._program_error = self._gate.served, error
+        self._program_error = self._engine.served, error
 
     def served(self) -> None:
         """Counts a program's call that succeeded; it makes an earlier error old news."""
-        self._gate.serve()
+        self._engine.serve()
 
     def take_program_error(self) -> BaseException | None:
         """Returns the error of the last program that failed in this pool, once."""
         failure, self._program_error = self._program_error, None
-        if failure is None or failure[0] != self._gate.served:  # another has succeeded since
+        if failure is None or failure[0] != self._engine.served:  # another has succeeded since
             return None
         return failure[1]
 
@@ -219,7 +223,7 @@ class Pool:
         chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
         with self._flight(move) as flight, self._recording(move):
-            with self._gate.inside(alone=move.generation is None or self._sets_options(options)):
+            with self._engine.inside(alone=move.generation is None or self._sets_options(options)):
                 self._enter(move)
                 self._send_reset(flight, chosen, seeds, options, in_flight=self.spec.first_ready)
             if self.spec.first_ready:
@@ -233,7 +237,7 @@ class Pool:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
         chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
-        with self._flight(move) as flight, self._recording(move), self._gate.inside(alone=True):
+        with self._flight(move) as flight, self._recording(move), self._engine.inside(alone=True):
             self._enter(move)
             self._send_reset(flight, chosen, seeds, options, in_flight=True)
 
@@ -247,11 +251,11 @@ class Pool:
         """
         with self._flight(move) as flight:
             if deliver is copies:
-                made = self._gate.move(move, actions)
-                if made is not None:
+                made = self._engine.move(move, actions)
+                if made.status in _MADE:
                     return self._finish(flight, made)
             with self._recording(move):
-                with self._gate.inside(alone=move.generation is None):
+                with self._engine.inside(alone=move.generation is None):
                     self._enter(move)
                     self._send_step(move.slots, actions)
                     self._count(move)
@@ -282,11 +286,10 @@ class Pool:
             as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
         with self._flight(move):
-            if not as_they_are and self._gate.move(move, actions, env_ids) is not None:
+            if not as_they_are and self._engine.move(move, actions, env_ids).status is Status.DONE:
                 return
-            with self._recording(move), self._gate.inside(alone=as_they_are):
+            with self._recording(move), self._engine.inside(alone=as_they_are):
                 self._enter(move)
-                self._turns.require_distinct(env_ids)
                 self._send_step(env_ids, actions, as_they_are=as_they_are)
                 self._turns.take_off(env_ids, self._timeouts.step)
                 self._count(move)
@@ -305,21 +308,21 @@ class Pool:
         give_up = None if timeout is None else time.monotonic() + timeout
         with self._flight(move) as flight:
             if deliver is copies and timeout is None and not everything:
-                made = self._gate.move(move, ())
-                if made is not None:
+                made = self._engine.move(move, ())
+                if made.status in _MADE:
                     return self._finish(flight, made)
             with self._recording(move):
-                with self._gate.inside(alone=True):  # one recv at a time
+                with self._engine.inside(alone=True):  # one recv at a time
                     self._enter(move)
-                    if not everything:
-                        self._turns.require_batch()
-                    self._gate.take_off()
+                    if not everything and self._turns.num_sent[0] < self.spec.batch_size:
+                        self._require(Status.TOO_FEW, move.slots)
+                    self._engine.take_off()
                     self._count(move)
                 return self._receive(flight, deliver, give_up=give_up, everything=everything)
 
     def infos(self) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks the workers only if there are any."""
-        with self._gate.inside(alone=True):
+        with self._engine.inside(alone=True):
             self._require_usable()
             if not self._views.has_info.any():
                 return [{} for _ in self.all]
@@ -347,8 +350,7 @@ class Pool:
             One result for each env.
         """
         slots = move.slots
-        self._turns.require_distinct(slots)
-        with self._recording(move), self._gate.inside(alone=True):
+        with self._recording(move), self._engine.inside(alone=True):
             if begun is not None:
                 begun()
             self._enter(move)
@@ -359,20 +361,20 @@ class Pool:
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
-        self._turns.require_distinct(slots)
-        with span(self.recorder, "set_attr"), self._gate.inside(alone=True):
+        with span(self.recorder, "set_attr"), self._engine.inside(alone=True):
             self._require_usable()
+            self._require(self._engine.check_handle(Move(Verb.CALL, slots)), slots)
             self._ask_each("set_attr", slots, values, name)
 
     def start_trace(self, capacity: int) -> None:
         """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
-        with self._gate.inside(alone=True):
+        with self._engine.inside(alone=True):
             self._require_usable()
             if self.recorder is not None:
                 raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
             with self._breaking():
                 self._workers.start_trace(capacity)
-            self._gate.start_trace(capacity)
+            self._engine.start_trace(capacity)
             self.recorder = Recorder(capacity)
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
@@ -384,8 +386,8 @@ class Pool:
         """
         assert self.recorder is not None
         hurry = self.closed or self._broken_by is not None
-        with self._gate.inside(alone=True, patience=1.0 if hurry else None):
-            programs = [self.recorder.take(), self._gate.stop_trace()]
+        with self._engine.inside(alone=True, patience=1.0 if hurry else None):
+            programs = [self.recorder.take(), self._engine.stop_trace()]
             self.recorder = None
             if self.closed:
                 return programs, []
@@ -408,7 +410,7 @@ class Pool:
                 for name in ("_views", "_segment"):  # and with them the memory: nobody else has views of it
                     vars(self).pop(name, None)
 
-    # --- what the calls are made of; only who is inside the gate changes anything --------------
+    # --- what the calls are made of; only who is inside the engine changes anything --------------
 
     @contextmanager
     def _flight(self, move: Move) -> Generator[_Flight]:
@@ -423,20 +425,18 @@ class Pool:
         except (Exception, GeneratorExit):
             raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
         except BaseException as error:
-            if self._gate.in_flight():
+            if self._engine.in_flight():
                 self._break(error)
             raise
         finally:
-            self._gate.land()
+            self._engine.land()
 
     def _enter(self, move: Move) -> None:
         """Checks a move before it changes anything."""
         self._require_usable()
+        self._require(self._engine.check_handle(move), move.slots, move.generation)
         if move.generation is None:
-            self._gate.settle()  # who has a fresh handle has waited for the rows that came before it
-        else:
-            self._turns.require_distinct(move.slots)
-            self._turns.require_fresh(move.slots, move.generation, self._gate)
+            self._engine.settle()  # who has a fresh handle has waited for the rows that came before it
 
     def _check(self, flight: _Flight) -> None:
         """Raises what has to end a wait early."""
@@ -451,7 +451,7 @@ class Pool:
 
     def _count(self, move: Move) -> None:
         if move.caller is not None:
-            self._gate.moved(move)
+            self._engine.moved(move)
 
     def _sets_options(self, options: Options) -> bool:
         """Says whether the workers hold other options than these."""
@@ -478,8 +478,8 @@ class Pool:
             )
         if self.spec.first_ready:
             chosen = self._turns.spread
-        self._turns.require_landed(chosen)
-        self._gate.settle()  # batched envs write rows of others, too, to which the handle may not be
+        self._require(self._engine.check_envs(chosen, stepped=False), chosen)
+        self._engine.settle()  # batched envs write rows of others, too, to which the handle may not be
         self._views.seeds[flight.move.slots] = NONE if seeds is None else seeds
         if self._sets_options(options):
             self._options = options
@@ -492,8 +492,7 @@ class Pool:
         self._count(flight.move)
 
     def _send_step(self, slots: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
-        self._turns.require_landed(slots)
-        self._turns.require_reset(slots, self._gate)
+        self._require(self._engine.check_envs(slots, stepped=True), slots)
         if as_they_are:
             self._ask_each("give_actions", slots, actions)
         else:
@@ -502,7 +501,7 @@ class Pool:
         self._hand_over(Verb.STEP, slots)
 
     def _hand_over(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._gate.take_off()
+        self._engine.take_off()
         with span(self.recorder, "hand over"), self._breaking():
             self._workers.send(verb, slots)
 
@@ -553,8 +552,8 @@ class Pool:
         return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
 
     def _finish(self, flight: _Flight, made: Made) -> Rows:
-        """Ends what the gate has made, if that took longer, and returns the rows."""
-        if made.waited is not None:
+        """Ends what the engine has made, if that took longer, and returns the rows."""
+        if made.status is Status.UNDER_WAY:
             return self._end(flight, made.rows, made.waited)
         flight.interrupt()  # the steps of a program may all be so quick that no wait hears of it
         return made.rows
@@ -596,11 +595,25 @@ class Pool:
         count = len(sent) if everything else self.spec.batch_size
         sent = sent[: count if self._in_order else None]
         self._wait(flight, sent, count, self._doing(sent), waited=waited, give_up=give_up)
-        with self._gate.inside():
+        with self._engine.inside():
             slots = sent if self._in_order else self._workers.first_done(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
             self._turns.land(slots)
         return self._end_step(slots, deliver)
+
+    def _require(
+        self, status: Status, env_ids: NDArray[Any], generation: NDArray[np.uint32] | None = None
+    ) -> None:
+        """Raises the error of what the engine refuses, asked about these envs, or a handle to them."""
+        if status is not Status.DONE:
+            raise refusal(
+                status,
+                env_ids,
+                generation,
+                engine=self._engine,
+                rules=self._rules,
+                batch_size=self.spec.batch_size,
+            )
 
     def _require_usable(self) -> None:
         if os.getpid() != self.closing.process:
@@ -633,4 +646,4 @@ class Pool:
         if self._broken_by is None:
             self._broken_by = error
             self.closing.hurry = True
-            self._gate.bar()
+            self._engine.bar()

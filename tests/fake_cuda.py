@@ -16,7 +16,7 @@ import pytest
 
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _pinned
-from jaxvec._native import gate, library
+from jaxvec._native import engine, library
 from jaxvec.callbacks import _arguments, _ffi, _program
 
 SOURCES = Path(__file__).resolve().parent / "native"
@@ -146,8 +146,8 @@ class Gpu:
             fingerprint=spec.fingerprint,
             extra=ctypes.addressof(buffer),
             num_extra=len(more),
-            operands=gate._arrays(operands, itertools.repeat(None, len(operands))),
-            results=gate._arrays(results, itertools.repeat(None, len(results))),
+            operands=engine._arrays(operands, itertools.repeat(None, len(operands))),
+            results=engine._arrays(results, itertools.repeat(None, len(results))),
             num_operands=len(operands),
             num_results=len(results),
             interrupts=self._native.jaxvec_interrupts(),

@@ -65,7 +65,7 @@ def rollout(env, key, lanes, length):
 
 def hand_offs(env, lanes):
     """Returns how many calls of compiled programs the pool has served."""
-    return env.pools[lanes].pool._gate.served
+    return env.pools[lanes].pool._engine.served
 
 
 # --- one env ----------------------------------------------------------------------------------

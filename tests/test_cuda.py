@@ -26,7 +26,7 @@ import jaxvec
 from jaxvec import _pool
 from jaxvec._handoff._move import Verb
 from jaxvec._native import library
-from jaxvec._native.gate import NativeGate
+from jaxvec._native.engine import CEngine
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -264,7 +264,7 @@ def test_else_they_would_be_overwritten(driver, pool, monkeypatch):
     gpu = Gpu(driver, envs)
     token, _ = gpu.reset(seed=0)
     _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
-    monkeypatch.setattr(NativeGate, "settle", lambda self: None)
+    monkeypatch.setattr(CEngine, "settle", lambda self: None)
     HOST["step"](envs)
     gpu.wait()
     assert images(rows, envs) == [2] * 3

@@ -15,7 +15,7 @@ from disasters import PATIENCE, failing, in_two_ways, wait_until, wait_until_dea
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec._native import gate, library
+from jaxvec._native import engine, library
 from jaxvec._tracing import _shares, _timeline
 from jaxvec._tracing._recorder import Record, Span
 from jaxvec.callbacks._trace_run import trace_run
@@ -176,7 +176,7 @@ def test_the_earliest_events_are_dropped_and_counted(make, transport, tmp_path, 
     if transport == "ffi" and library.reason_unavailable():
         pytest.skip(library.reason_unavailable())
     # A program that has waited so long asks Python, which has spans of its own; so not in one run alone.
-    monkeypatch.setattr(gate, "_WAIT", PATIENCE * 10**9)
+    monkeypatch.setattr(engine, "_WAIT", PATIENCE * 10**9)
     envs = make(CountingEnv, 2, num_workers=1, transport=transport)
     full = run(envs, tmp_path / "full.json", 50)
     timeline = run(envs, tmp_path / "pool.json", 50, max_events=10)

@@ -158,7 +158,7 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     monkeypatch.setattr(_pool.Pool, "end", None)
     ours = program(handles[0])
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
-    assert envs.pool._gate.counts.tolist() == [21] * 3
+    assert envs.pool._engine.counts.tolist() == [21] * 3
 
 
 @pytest.mark.parametrize("order", ["ready", "sent"])
@@ -336,7 +336,7 @@ def test_a_program_returns_when_its_steps_are_done(make):
     x = jnp.ones((2, 256))
     for n in range(1, 4):
         handle, x = program(handle, x)
-        assert envs.pool._gate.counts.tolist() == [1 + 300 * n] * 2
+        assert envs.pool._engine.counts.tolist() == [1 + 300 * n] * 2
 
 
 def test_close_ends_a_program_in_another_thread(make):
@@ -354,7 +354,7 @@ def test_close_ends_a_program_in_another_thread(make):
 
     thread = threading.Thread(target=run)
     thread.start()
-    while envs.pool._gate.counts[0] < 100:
+    while envs.pool._engine.counts[0] < 100:
         began.wait(0.01)
     envs.close()
     thread.join(20)

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec._handoff._gate import Gate
+from jaxvec._handoff._engine import Engine, Rules
 from jaxvec._handoff._move import Verb
-from jaxvec._handoff._turns import Rules
 from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
@@ -63,8 +62,8 @@ class Workers(Protocol):
         """Creates the segment, lets the envs write there, and returns its arrays."""
         ...
 
-    def open_gate(self, rules: Rules) -> Gate:
-        """Returns the gate that callers have to pass."""
+    def open_engine(self, rules: Rules) -> Engine:
+        """Returns the engine, which decides who may move the envs."""
         ...
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Chooses between the hand-offs, by name, and the gate that goes with each."""
+"""Chooses between the hand-offs, by name, and the engine that goes with each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import Channel
-from jaxvec._handoff._gate import Gate, PortableGate
+from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
-from jaxvec._handoff._turns import Rules
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
-from jaxvec._native.gate import NativeGate
+from jaxvec._native.engine import CEngine
 from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
@@ -80,18 +79,18 @@ def worker_end(
     return WorkerEnd(arrays, share, channel)
 
 
-def gate(
+def engine(
     end: ParentHandoff,
     spec: PoolSpec,
     arrays: Arrays,
     *,
     slices: tuple[tuple[int, int], ...],
     rules: Rules,
-) -> Gate:
-    """Makes the gate of a pool with this hand-off."""
+) -> Engine:
+    """Makes the engine of a pool with this hand-off."""
     if not isinstance(end, NativeParentEnd) or spec.object_leaves:
-        return PortableGate(spec.num_envs)
-    return NativeGate(
+        return PyEngine(rules.turns)
+    return CEngine(
         end,
         rules,
         fingerprint=spec.fingerprint,

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._plan import Plan
 from jaxvec._errors import EnvError, SpaceMismatchError
-from jaxvec._handoff._gate import Gate, PortableGate
+from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._move import Verb
-from jaxvec._handoff._turns import Rules
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
@@ -60,8 +59,8 @@ class SerialWorkers:
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
         return arrays
 
-    def open_gate(self, rules: Rules) -> Gate:
-        return PortableGate(len(rules.turns.needs_reset))
+    def open_engine(self, rules: Rules) -> Engine:
+        return PyEngine(rules.turns)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         move = self._slice.step if verb is Verb.STEP else self._slice.reset

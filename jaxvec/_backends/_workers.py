@@ -21,10 +21,9 @@ from jaxvec._backends._plan import Plan
 from jaxvec._backends._supervisor import Supervisor
 from jaxvec._cores import usable_cores
 from jaxvec._errors import JaxvecError
-from jaxvec._handoff._gate import Gate
+from jaxvec._handoff._engine import Engine, Rules
 from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff
 from jaxvec._handoff._move import Verb
-from jaxvec._handoff._turns import Rules
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
@@ -89,10 +88,10 @@ class ProcessWorkers:
             self.supervisor.knock = self._handoff.knock
         return arrays
 
-    def open_gate(self, rules: Rules) -> Gate:
+    def open_engine(self, rules: Rules) -> Engine:
         assert self._handoff is not None
         assert self._arrays is not None
-        return _handoffs.gate(self._handoff, self._spec, self._arrays, slices=self._shares, rules=rules)
+        return _handoffs.engine(self._handoff, self._spec, self._arrays, slices=self._shares, rules=rules)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         assert self._handoff is not None

@@ -1,1 +1,1 @@
-"""Who may touch a slot now: between processes the hand-off, between threads the gate."""
+"""Who may touch a slot now: between processes the hand-off, between threads the engine."""

@@ -33,7 +33,7 @@ from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._segment import Arrays
 
-LOOK_AROUND = 0.2  # seconds between looks at processes that died without closing their socket
+LOOK_AROUND = 0.05  # seconds between looks for workers that died, which wake nobody
 
 
 class Work(NamedTuple):

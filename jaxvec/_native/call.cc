@@ -55,10 +55,10 @@ std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands) {
   return find(named_by(operands.data(), operands.size()));
 }
 
-std::string ask_python(Call& call, Moved moved, Pool* pool) {
+std::string ask_python(Call& call, Status status, Pool* pool) {
   const Python* answering = python.load();
   std::string error;
-  call.moved = static_cast<uint32_t>(moved);
+  call.status = static_cast<uint32_t>(status);
   call.pool = named_by(call.operands, call.num_operands);
   call.error = &error;
   if (answering == nullptr) {
@@ -66,7 +66,7 @@ std::string ask_python(Call& call, Moved moved, Pool* pool) {
   } else {
     ask(*answering, call);
   }
-  if (moved == Moved::kUnderWay) pool->land();
+  if (status == Status::kUnderWay) pool->land();
   return error;
 }
 
@@ -80,13 +80,13 @@ std::string answer_on_host(Call& call) {
   const std::vector<Array> operands(call.operands, call.operands + call.num_operands);
   const std::vector<Array> results(call.results, call.results + call.num_results);
   const std::shared_ptr<Pool> pool = pool_of(operands);
-  Moved moved = Moved::kNothingDone;
+  Status status = Status::kElsewhere;
   if (pool != nullptr) {
     HostTarget target;
-    moved = pool->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
+    status = pool->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
   }
-  if (moved == Moved::kDone && !interrupted()) return "";
-  return ask_python(call, moved, pool.get());
+  if (status == Status::kDone && !interrupted()) return "";
+  return ask_python(call, status, pool.get());
 }
 
 }  // namespace jaxvec

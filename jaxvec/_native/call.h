@@ -12,7 +12,7 @@ namespace jaxvec {
 
 struct Call {
   uint32_t verb;         // of _program.py's VERBS
-  uint32_t moved;        // how far it has come, of `Moved`
+  uint32_t status;       // how far it has come, of `Status`
   uint32_t fresh;        // of a reset: it starts from the pool, not from a handle
   uint32_t num_extra;    // bytes
   int64_t fingerprint;   // of the specification that the program was made for
@@ -48,9 +48,9 @@ void set_python(const Python* python);
 // The pool that a call is for; null if it is closed, or not with the native hand-off.
 std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands);
 
-// Has Python answer a call, or end it where `moved` says that the pool has begun. Returns the error's
+// Has Python answer a call, or end it where `status` says that the pool has begun. Returns the error's
 // text, or an empty one.
-std::string ask_python(Call& call, Moved moved, Pool* pool);
+std::string ask_python(Call& call, Status status, Pool* pool);
 
 // Whether a signal came since somebody asked: Ctrl-C, or another that is handled. A program whose steps are
 // quick never waits for long, but has to end, too; Python decides whether it is for this thread to hear.

@@ -323,20 +323,20 @@ std::string answer_on_cuda(Call& call, void* stream) {
   CudaTarget target(calls, stream, staging, on_device.empty() ? nullptr : &on_device[0],
                     results.empty() ? nullptr : results[0].data);
   const std::shared_ptr<Pool> pool = pool_of(operands);
-  Moved moved = Moved::kNothingDone;
+  Status status = Status::kElsewhere;
   // A pool's first call is Python's, which page-locks the segment.
   if (pool != nullptr && pool->state.devices.load(std::memory_order_acquire)) {
-    moved = pool->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
+    status = pool->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
   }
-  if (moved != Moved::kDone || interrupted()) {
-    if (moved != Moved::kDone) {  // then Python fills in the results
+  if (status != Status::kDone || interrupted()) {
+    if (status != Status::kDone) {  // then Python fills in the results
       for (size_t i = 1; i < results.size(); ++i) results[i].data = staging->take(bytes_of(results[i]));
     }
     call.on_device = 1;
     call.operands = operands.data();
     call.results = results.data();
-    error = ask_python(call, moved, pool.get());
-    if (error.empty() && moved != Moved::kDone) {
+    error = ask_python(call, status, pool.get());
+    if (error.empty() && status != Status::kDone) {
       for (size_t i = 1; i < results.size(); ++i) {
         target.put(on_device[i].data, {{results[i].data, bytes_of(results[i])}});
       }

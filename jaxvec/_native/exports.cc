@@ -8,10 +8,6 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// Sizes of the structs that Python mirrors, so that a mismatch is found when the library is loaded.
-EXPORT uint32_t jaxvec_sizeof_parent() { return sizeof(jaxvec::Parent); }
-EXPORT uint32_t jaxvec_sizeof_worker() { return sizeof(jaxvec::Worker); }
-
 EXPORT void jaxvec_send(jaxvec::Parent* parent, uint32_t worker, uint32_t operation, const int64_t* slots,
                         uint32_t count) {
   jaxvec::send(*parent, worker, operation, slots, count);
@@ -41,10 +37,6 @@ EXPORT void jaxvec_note_alarms(jaxvec::Parent* parent) { jaxvec::note_alarms(*pa
 
 EXPORT void jaxvec_ring(jaxvec::Board* board) { jaxvec::ring(*board); }
 
-EXPORT uint32_t jaxvec_sizeof_plan() { return sizeof(jaxvec::Plan); }
-EXPORT uint32_t jaxvec_sizeof_call() { return sizeof(jaxvec::Call); }
-EXPORT uint32_t jaxvec_sizeof_python() { return sizeof(jaxvec::Python); }
-
 // Pools. Python's object holds one share of the pool; programs that run hold others.
 using SharedPool = std::shared_ptr<jaxvec::Pool>;
 
@@ -64,10 +56,17 @@ EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
 EXPORT void jaxvec_pool_take_off(SharedPool* pool) { (*pool)->take_off(); }
 EXPORT void jaxvec_pool_land(SharedPool* pool) { (*pool)->land(); }
 EXPORT int32_t jaxvec_pool_in_flight(SharedPool* pool) { return (*pool)->in_flight(); }
-EXPORT uint32_t jaxvec_sizeof_request() { return sizeof(jaxvec::Request); }
 EXPORT uint32_t jaxvec_pool_move(SharedPool* pool, jaxvec::Request* request) {
   jaxvec::HostTarget target;
   return static_cast<uint32_t>((*pool)->move(*request, target));
+}
+EXPORT uint32_t jaxvec_pool_check_handle(SharedPool* pool, const int64_t* slots, const uint32_t* generation,
+                                         uint32_t count) {
+  return static_cast<uint32_t>((*pool)->check_handle(slots, generation, count));
+}
+EXPORT uint32_t jaxvec_pool_check_envs(SharedPool* pool, const int64_t* slots, uint32_t count,
+                                       int32_t stepped) {
+  return static_cast<uint32_t>((*pool)->check_envs(slots, count, stepped));
 }
 EXPORT void jaxvec_pool_settle(SharedPool* pool) { (*pool)->settle(); }
 

@@ -22,9 +22,6 @@ int64_t now_ns() {
 
 namespace {
 
-// A dead worker can't ring the alarm; its socket tells. So the parent looks there this often.
-constexpr int64_t kLookAroundNs = 50'000'000;
-
 // Workers wait for each other and for the parent's turn; the parent waits for whole steps, and should
 // leave its core to a worker soon.
 constexpr int64_t kParentSpinNs = 50'000;
@@ -79,7 +76,7 @@ bool alarmed(const Parent& parent) {
 bool anything_else(Parent& parent) {
   if (alarmed(parent)) return true;
   const int64_t now = now_ns();
-  if (now - parent.looked_ns.load(std::memory_order_relaxed) < kLookAroundNs) return false;
+  if (now - parent.looked_ns.load(std::memory_order_relaxed) < parent.board.look_around_ns) return false;
   parent.looked_ns.store(now, std::memory_order_relaxed);
   return any_readable(parent);
 }
@@ -179,7 +176,7 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
     if (board.finished->word.load(std::memory_order_seq_cst) != finished) continue;
     const int64_t left = deadline - now_ns();
     if (left <= 0) return any_readable(parent) ? kLookAround : kTimeout;
-    const int64_t nap = std::min(left, kLookAroundNs);
+    const int64_t nap = std::min<int64_t>(left, board.look_around_ns);
     const timespec timeout = {nap / 1'000'000'000, nap % 1'000'000'000};
     const int error = futex_wait(*board.finished, finished, &timeout);
     if (error == EINTR) return kInterrupted;

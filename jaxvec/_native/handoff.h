@@ -23,6 +23,7 @@ struct Board {
   uint32_t num_slots;
   uint32_t num_workers;
   uint32_t spin_ns;               // how long to look again before sleeping; 0 where cores are scarce
+  uint32_t look_around_ns;        // how long the parent sleeps at most: a dead worker can't ring the alarm
   std::atomic<int64_t>* asked;    // [num_slots] parent writes: the latest request, 2 * ticket + operation
   std::atomic<int64_t>* done;     // [num_slots] worker writes: the request it finished last
   std::atomic<int64_t>* done_at;  // [num_slots] worker writes: when, in ns of the monotonic clock

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import Channel
-from jaxvec._handoff._handoff import Shares, Slots, Work
+from jaxvec._handoff._handoff import LOOK_AROUND, Shares, Slots, Work
 from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
@@ -24,7 +24,7 @@ _DONE = 0
 class _Board(ctypes.Structure):
     """`Board` of handoff.h."""
 
-    _numbers = ("num_slots", "num_workers", "spin_ns")
+    _numbers = ("num_slots", "num_workers", "spin_ns", "look_around_ns")
     _words = (
         "asked",
         "done",
@@ -44,6 +44,7 @@ class _Board(ctypes.Structure):
         self.num_slots = arrays["asked",].size
         self.num_workers = len(arrays["bell",])
         self.spin_ns = spin_ns
+        self.look_around_ns = int(LOOK_AROUND * 1e9)
         for word in self._words:
             setattr(self, word, arrays[word,].ctypes.data)
 
@@ -204,8 +205,6 @@ class NativeWorkerEnd:
 def _declared() -> ctypes.CDLL:
     u32, i64, pointer = ctypes.c_uint32, ctypes.c_int64, ctypes.c_void_p
     declared = library.declare(
-        jaxvec_sizeof_parent=(u32, []),
-        jaxvec_sizeof_worker=(u32, []),
         jaxvec_send=(None, [pointer, u32, u32, pointer, u32]),
         jaxvec_pass_on=(None, [pointer, u32, pointer, pointer, u32]),
         jaxvec_knock=(None, [pointer, u32]),
@@ -215,6 +214,5 @@ def _declared() -> ctypes.CDLL:
         jaxvec_note_alarms=(None, [pointer]),
         jaxvec_ring=(None, [pointer]),
     )
-    library.require_size(_Parent, declared.jaxvec_sizeof_parent())
-    library.require_size(_Worker, declared.jaxvec_sizeof_worker())
+    library.require_records(_Board, _Parent, _Worker)
     return declared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,32 @@ def declare(**functions: tuple[Any, Sequence[Any]]) -> ctypes.CDLL:
     return library
 
 
-def require_size(structure: type[ctypes.Structure], size: int) -> None:
-    """Raises `NativeUnavailableError` if C++ thinks that `structure` has another size."""
-    if ctypes.sizeof(structure) != size:
+def require_records(*mirrors: type[ctypes.Structure]) -> None:
+    """Raises `NativeUnavailableError` if a field is not where C++ has it; it goes by names, but for a `_`."""
+    for mirror in mirrors:
+        words: list[Any] = [ctypes.sizeof(mirror)]
+        for name, *_ in mirror._fields_:
+            field = getattr(mirror, name)
+            words += [name, field.offset, field.size]
+        _require(mirror.__name__.lstrip("_"), words)
+
+
+def require_values(numbers: type[IntEnum], *names: str) -> None:
+    """Raises `NativeUnavailableError` if a name has another number in C++; without `names`, any of all."""
+    members = [numbers[name] for name in names] if names else numbers
+    _require(numbers.__name__, [word for each in members for word in (each.name, int(each))])
+
+
+def _require(name: str, words: Sequence[Any]) -> None:
+    if [name, *map(str, words)] not in _records():
         raise _other_version()
+
+
+@cache
+def _records() -> list[list[str]]:
+    """Returns the lines of records.cc, in words."""
+    text: bytes = declare(jaxvec_records=(ctypes.c_char_p, [])).jaxvec_records()
+    return [line.split() for line in text.decode().splitlines()]
 
 
 def _other_version() -> NativeUnavailableError:

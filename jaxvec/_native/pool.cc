@@ -8,6 +8,7 @@
 #include <cstring>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 namespace jaxvec {
 namespace {
@@ -122,9 +123,9 @@ Pool::Pool(const Plan& plan)
   std::iota(all_.begin(), all_.end(), 0);
 }
 
-Moved Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
-                   const std::vector<Array>& results, Target& target, int64_t* waited_ns) {
-  if (fingerprint != plan_.fingerprint || !fits(verb, operands, results)) return Moved::kNothingDone;
+Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
+                    const std::vector<Array>& results, Target& target, int64_t* waited_ns) {
+  if (fingerprint != plan_.fingerprint || !fits(verb, operands, results)) return Status::kElsewhere;
   const int64_t rows = operands[0].dims[0];
   const auto* token = static_cast<const TokenRow*>(operands[0].data);
   std::vector<int64_t> slots, sent;
@@ -132,7 +133,7 @@ Moved Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>&
   slots.reserve(rows);
   generation.reserve(rows);
   for (int64_t i = 0; i < rows; ++i) {
-    if (token[i].pool != plan_.id) return Moved::kNothingDone;
+    if (token[i].pool != plan_.id) return Status::kElsewhere;
     slots.push_back(token[i].env);
     generation.push_back(token[i].count);
   }
@@ -156,10 +157,10 @@ Moved Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>&
   }
   auto* next = static_cast<TokenRow*>(results[0].data);
   for (int64_t i = 0; i < rows; ++i) next[i] = {plan_.id, token[i].env, token[i].count + 1};
-  const Moved moved = move(request, target);
+  const Status status = move(request, target);
   *waited_ns = request.waited_ns;
-  if (moved == Moved::kDone) state.served.fetch_add(1, std::memory_order_relaxed);
-  return moved;
+  if (status == Status::kDone) state.served.fetch_add(1, std::memory_order_relaxed);
+  return status;
 }
 
 // Whether a program's operands and results are those of the verb, as far as their types go.
@@ -185,9 +186,9 @@ bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::ve
   }
 }
 
-Moved Pool::move(Request& request, Target& target) {
-  if (getpid() != process_) return Moved::kNothingDone;  // a fork's child has our memory, not our workers
-  if (request.slots != nullptr && request.num_slots == 0) return Moved::kNothingDone;
+Status Pool::move(Request& request, Target& target) {
+  if (getpid() != process_) return Status::kElsewhere;  // a fork's child has our memory, not our workers
+  if (request.slots != nullptr && request.num_slots == 0) return Status::kElsewhere;
   switch (request.verb) {
     case kStep:
       return step(request, target);
@@ -196,43 +197,45 @@ Moved Pool::move(Request& request, Target& target) {
     case kRecv:
       return recv(request, target);
     default:
-      return Moved::kNothingDone;
+      return Status::kElsewhere;
   }
 }
 
-Moved Pool::step(Request& request, Target& target) {
+Status Pool::step(Request& request, Target& target) {
   const bool alone = request.slots == nullptr;
-  if (!enter(alone, 0)) return Moved::kNothingDone;
+  if (!enter(alone, 0)) return Status::kBusy;
   std::vector<int64_t> slots;
-  if (!open(request, &slots) || !may_step(slots)) {
+  Status status = admit(request, &slots);
+  if (status == Status::kDone) status = check_envs(slots.data(), static_cast<uint32_t>(slots.size()), true);
+  if (status != Status::kDone) {
     leave();
-    return Moved::kNothingDone;
+    return status;
   }
   const Recording recording(trace, request.mover);
   hand_over(slots, request.actions);
   count(slots, request);
   take_off();
   leave();
-  if (await(slots, static_cast<uint32_t>(slots.size()), &request.waited_ns) == Moved::kUnderWay) {
-    return Moved::kUnderWay;
+  if (await(slots, static_cast<uint32_t>(slots.size()), &request.waited_ns) == Status::kUnderWay) {
+    return Status::kUnderWay;
   }
   finish(slots, request.results, target);
   land();
-  return Moved::kDone;
+  return Status::kDone;
 }
 
-Moved Pool::send(Request& request, Target& target) {
-  if (request.num_sent == 0 || !enter(false, 0)) return Moved::kNothingDone;
-  const std::vector<int64_t> slots(request.sent, request.sent + request.num_sent);
+Status Pool::send(Request& request, Target& target) {
+  if (request.num_sent == 0) return Status::kElsewhere;
+  if (!enter(false, 0)) return Status::kBusy;
   std::vector<int64_t> all;
-  bool may = open(request, &all);
-  ++looks_;
-  for (const int64_t slot : slots) may = may && first_met(slot);
-  if (!may || !may_step(slots)) {
+  Status status = admit(request, &all);
+  if (status == Status::kDone) status = check_envs(request.sent, request.num_sent, true);
+  if (status != Status::kDone) {
     leave();
-    return Moved::kNothingDone;
+    return status;
   }
   const Recording recording(trace, request.mover);
+  const std::vector<int64_t> slots(request.sent, request.sent + request.num_sent);
   hand_over(slots, request.actions);
   const int64_t due = now_ns() + plan_.step_ns;
   for (const int64_t slot : slots) {
@@ -243,15 +246,18 @@ Moved Pool::send(Request& request, Target& target) {
   count(all, request);
   deliver(target);
   leave();
-  return Moved::kDone;
+  return Status::kDone;
 }
 
-Moved Pool::recv(Request& request, Target& target) {
-  if (!enter(true, 0)) return Moved::kNothingDone;  // one recv at a time
+Status Pool::recv(Request& request, Target& target) {
+  if (!enter(true, 0)) return Status::kBusy;  // one recv at a time
   std::vector<int64_t> all;
-  if (!open(request, &all) || *plan_.num_sent < plan_.batch_size || overdue()) {
+  Status status = admit(request, &all);
+  if (status == Status::kDone && *plan_.num_sent < plan_.batch_size) status = Status::kTooFew;
+  if (status == Status::kDone && overdue()) status = Status::kLate;
+  if (status != Status::kDone) {
     leave();
-    return Moved::kNothingDone;
+    return status;
   }
   const Recording recording(trace, request.mover);
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
@@ -259,43 +265,58 @@ Moved Pool::recv(Request& request, Target& target) {
   count(all, request);
   take_off();
   leave();
-  if (await(sent, plan_.batch_size, &request.waited_ns) == Moved::kUnderWay) return Moved::kUnderWay;
+  if (await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
   while (!enter(false, kPatienceNs)) {  // others are inside for short only
   }
   const std::vector<int64_t> slots = land_batch(sent);
   leave();
   finish(slots, request.results, target);
   land();
-  return Moved::kDone;
+  return Status::kDone;
 }
 
-// Gives the envs that the caller asks for. Returns whether its handle is fresh, and names each of them once;
-// or, of a caller without one, whether it need not wait for copies of others. The caller is inside.
-bool Pool::open(const Request& request, std::vector<int64_t>* slots) {
-  if (!state.open) return false;
+// Gives the envs that a caller may move: of its handle, if that is fresh; or all, of a caller without one,
+// who has to wait for others' copies. The caller is inside.
+Status Pool::admit(const Request& request, std::vector<int64_t>* slots) {
+  if (!state.open) return Status::kBarred;
   if (request.slots == nullptr) {
     *slots = all_;
-    return !copying();
+    return copying() ? Status::kCopying : Status::kDone;
+  }
+  slots->assign(request.slots, request.slots + request.num_slots);
+  return check_handle(request.slots, request.generation, request.num_slots);
+}
+
+Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint32_t count) {
+  const Status met = meet(slots, count);
+  if (met != Status::kDone || generation == nullptr) return met;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (generation[i] != plan_.counts[slots[i]]) return Status::kStale;
+  }
+  return Status::kDone;
+}
+
+Status Pool::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
+  const Status met = meet(slots, count);
+  if (met != Status::kDone) return met;
+  const auto any = [&](const uint8_t* flags) {
+    return std::any_of(slots, slots + count, [flags](int64_t slot) { return flags[slot]; });
+  };
+  if (any(plan_.in_flight)) return Status::kInFlight;
+  return stepped && any(plan_.needs_reset) ? Status::kNeedsReset : Status::kDone;
+}
+
+// Says whether there are such envs, and none is named twice.
+Status Pool::meet(const int64_t* slots, uint32_t count) {
+  const auto num_slots = static_cast<int64_t>(seen_.size());
+  if (std::any_of(slots, slots + count, [=](int64_t slot) { return slot < 0 || slot >= num_slots; })) {
+    return Status::kNoSuchEnv;
   }
   ++looks_;
-  slots->assign(request.slots, request.slots + request.num_slots);
-  for (uint32_t i = 0; i < request.num_slots; ++i) {
-    const int64_t slot = request.slots[i];
-    if (!first_met(slot) || request.generation[i] != plan_.counts[slot]) return false;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (std::exchange(seen_[slots[i]], looks_) == looks_) return Status::kNamedTwice;
   }
-  return true;
-}
-
-// Whether there is such an env, and this look has not met it yet.
-bool Pool::first_met(int64_t env) {
-  if (env < 0 || env >= static_cast<int64_t>(seen_.size()) || seen_[env] == looks_) return false;
-  seen_[env] = looks_;
-  return true;
-}
-
-bool Pool::may_step(const std::vector<int64_t>& slots) const {
-  return std::none_of(slots.begin(), slots.end(),
-                      [this](int64_t slot) { return plan_.in_flight[slot] || plan_.needs_reset[slot]; });
+  return Status::kDone;
 }
 
 // Sends the envs, with their actions, to their workers.
@@ -333,13 +354,13 @@ void Pool::count(const std::vector<int64_t>& slots, const Request& request) {
   state.mover = request.mover;
 }
 
-Moved Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
+Status Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
   const Recording recording(trace, kWaiting);
   const auto start = std::chrono::steady_clock::now();
   const auto num_slots = static_cast<uint32_t>(slots.size());
-  if (wait(*plan_.parent, slots.data(), num_slots, count, plan_.wait_ns) == kDone) return Moved::kDone;
+  if (wait(*plan_.parent, slots.data(), num_slots, count, plan_.wait_ns) == kDone) return Status::kDone;
   *waited_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
-  return Moved::kUnderWay;
+  return Status::kUnderWay;
 }
 
 // Takes a batch of those sent out of flight and returns it, in the order in which `recv` returns it.

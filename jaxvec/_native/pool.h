@@ -1,12 +1,12 @@
 // A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
 //
-// Whoever changes the pool is inside its gate, one thread at a time, and for a short while only: a step
+// Whoever changes the pool is inside it, one thread at a time, and for a short while only: a step
 // is inside when it sends its envs, and outside, in flight, while it waits for them. So programs on
 // several devices, or in several threads, step envs of their own at the same time.
 //
 // Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
-// fails or is slow) is Python's business: `step` says so and has changed nothing, or it hands over in
-// the middle of its wait. So all supervision, and every error's text, is in one place (_pool.py).
+// fails or is slow) is Python's business: a move says what it is and has changed nothing, or it hands over
+// in the middle of its wait. So all supervision, and every error's text, is in one place (_pool.py).
 #pragma once
 
 #include <atomic>
@@ -41,11 +41,11 @@ bool is_token(const Array& array);
 // asked for, `Operation`.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
-// What Python reads and writes of a pool, holding its gate.
+// What Python reads and writes of a pool, being inside.
 struct State {
   uint32_t mover;                // who moved last: `Move.mover` of _move.py
   uint32_t open;                 // 0 when programs must ask Python, which knows why
-  std::atomic<uint32_t> served;  // calls of programs that succeeded; outside the gate, too
+  std::atomic<uint32_t> served;  // calls of programs that succeeded; outside, too
   // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
   std::atomic<uint32_t> devices;
 };
@@ -120,10 +120,21 @@ struct Leaf {
   size_t row;  // bytes
 };
 
-enum class Moved : uint32_t {
+// What came of a move, or would: `Status` of _engine.py. But for the first two, nothing was done.
+enum class Status : uint32_t {
   kDone = 0,
-  kNothingDone,  // for Python to do, from the start
-  kUnderWay,     // begun, not finished: for Python to end. The caller is in flight, and must land.
+  kUnderWay,   // begun, not finished: for Python to end. The caller is in flight, and must land.
+  kElsewhere,  // not for this code: another verb, a program made for other envs, the child of a fork
+  kBarred,     // the pool is closed or broken
+  kBusy,       // others are inside, or in flight where the caller has to be alone
+  kCopying,    // a GPU copies from the segment yet
+  kNoSuchEnv,
+  kNamedTwice,
+  kStale,     // the envs were moved since the caller got its handle
+  kInFlight,  // an env was sent, and not received
+  kNeedsReset,
+  kTooFew,  // envs are in flight for a `recv`
+  kLate,    // is an env in flight, which others' being ready hides
 };
 
 // What is asked of a pool: by a program, or by Python for one of its callers.
@@ -148,11 +159,16 @@ class Pool {
   // Answers a program's call, of the verbs kStep, kSend and kRecv; operands and results are as in
   // _program.py's `Call`, and in this process's memory but for what `target` puts, all results after the
   // token. `waited_ns` is set where the call is handed over.
-  Moved answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
-               const std::vector<Array>& results, Target& target, int64_t* waited_ns);
+  Status answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
+                const std::vector<Array>& results, Target& target, int64_t* waited_ns);
 
   // Makes a move, of the same verbs.
-  Moved move(Request& request, Target& target);
+  Status move(Request& request, Target& target);
+
+  // Says whether a caller may ask for these envs, with the handle it has, if any: kDone if so; inside.
+  Status check_handle(const int64_t* slots, const uint32_t* generation, uint32_t count);
+  // Says whether these envs, which may be anybody's, can be moved, and stepped if they are to be.
+  Status check_envs(const int64_t* slots, uint32_t count, bool stepped);
 
   // Waits until no copies from the segment are under way. Who has a fresh handle need not, see cuda.cc;
   // everybody else has to before envs write to it again. The caller is inside.
@@ -175,18 +191,17 @@ class Pool {
   Trace trace;
 
  private:
-  Moved step(Request& request, Target& target);
-  Moved send(Request& request, Target& target);
-  Moved recv(Request& request, Target& target);
+  Status step(Request& request, Target& target);
+  Status send(Request& request, Target& target);
+  Status recv(Request& request, Target& target);
   bool fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const;
-  bool open(const Request& request, std::vector<int64_t>* slots);
-  bool first_met(int64_t env);
-  bool may_step(const std::vector<int64_t>& slots) const;
+  Status admit(const Request& request, std::vector<int64_t>* slots);
+  Status meet(const int64_t* slots, uint32_t count);
   bool copying();
   void hand_over(const std::vector<int64_t>& slots, const void* const* actions);
   bool overdue() const;
   void count(const std::vector<int64_t>& slots, const Request& request);
-  Moved await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
+  Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
   std::vector<int64_t> land_batch(std::vector<int64_t> sent);
   void finish(const std::vector<int64_t>& slots, void* const* results, Target& target);
   void deliver(Target& target);
@@ -206,7 +221,7 @@ class Pool {
 };
 
 // Compiled programs name a pool by its id, so they hold no pointer and serve many pools. A program
-// that runs keeps the pool's object alive, though its memory is Python's, behind the gate and `open`.
+// that runs keeps the pool's object alive, though its memory is Python's, behind `enter` and `open`.
 void publish(uint32_t id, std::shared_ptr<Pool> pool);
 void withdraw(uint32_t id);
 std::shared_ptr<Pool> find(uint32_t id);

@@ -22,17 +22,16 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
+from jaxvec._handoff._engine import Status
 from jaxvec._handoff._move import VERBS
 from jaxvec._native import interrupts, library
-from jaxvec._native.gate import Array
+from jaxvec._native.engine import Array
 from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
 from jaxvec.callbacks._program import Call
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
 _TARGET = "jaxvec_call"
-
-_DONE, _, _UNDER_WAY = range(3)  # `Moved` of pool.h
 
 
 def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax.Array]:
@@ -62,13 +61,10 @@ def reason_unavailable() -> str | None:
     try:
         native = library.declare(
             jaxvec_ffi_version=(ctypes.c_uint32, []),
-            jaxvec_sizeof_call=(ctypes.c_uint32, []),
-            jaxvec_sizeof_python=(ctypes.c_uint32, []),
             jaxvec_set_python=(None, [ctypes.c_void_p]),
             jaxvec_fail=(None, [ctypes.c_void_p, ctypes.c_char_p]),
         )
-        library.require_size(_Call, native.jaxvec_sizeof_call())
-        library.require_size(_Python, native.jaxvec_sizeof_python())
+        library.require_records(_Call, _Python)
     except library.NativeUnavailableError as error:
         return str(error)
     ours, theirs = native.jaxvec_ffi_version(), _runtime_version()
@@ -108,7 +104,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         ("verb", ctypes.c_uint32),
-        ("moved", ctypes.c_uint32),
+        ("status", ctypes.c_uint32),
         ("fresh", ctypes.c_uint32),
         ("num_extra", ctypes.c_uint32),
         ("fingerprint", ctypes.c_int64),
@@ -156,7 +152,7 @@ def _answer(address: int) -> None:
 
 def _fail(call: _Call, error: BaseException) -> None:
     """Ends a call by an error: also by Ctrl-C or `sys.exit` of a signal's handler. May be done twice."""
-    _pools.keep(call.pool, error, under_way=call.moved == _UNDER_WAY)
+    _pools.keep(call.pool, error, under_way=call.status == Status.UNDER_WAY)
     text = f"{type(error).__name__}: {error}".encode(errors="replace")
     library.load().jaxvec_fail(ctypes.addressof(call), text)
 
@@ -199,9 +195,9 @@ def _serve(theirs: _Call) -> None:
         _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _require_types(out, call.results(len(token)))
         interrupt = partial(interrupts.raise_since, theirs.interrupts)
-        if theirs.moved == _DONE:  # asked because of a signal only; the pool is not broken by it
+        if theirs.status == Status.DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
-        elif theirs.moved == _UNDER_WAY:
+        elif theirs.status == Status.UNDER_WAY:
             move = _program.move_of(call, pool, token)
             pool.end(move, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
             out[0][:] = _program.token_of(pool, move)

@@ -193,11 +193,11 @@ Setup* asked;
 std::atomic<uint32_t> handed_over{0}, told{0}, tries{0};
 
 void answer(Call* call) {
-  if (call->moved == uint32_t(Moved::kDone)) {  // of an interrupt
+  if (call->status == uint32_t(Status::kDone)) {  // of an interrupt
     ++told;
     return;
   }
-  if (call->moved == uint32_t(Moved::kNothingDone)) {
+  if (call->status != uint32_t(Status::kUnderWay)) {
     *call->error = "refused";
     return;
   }

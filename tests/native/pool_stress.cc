@@ -126,10 +126,7 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
     int64_t waited_ns = 0;
     LateTarget target;
     switch (pool->answer(kStep, kFingerprint, operands, results, target, &waited_ns)) {
-      case Moved::kNothingDone:
-        ++shared.refused;
-        continue;
-      case Moved::kUnderWay:
+      case Status::kUnderWay:
         check(waited_ns > 0, "a wait without time");
         ++shared.handed_over;
         end_step(shared, slots);
@@ -138,7 +135,7 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
         pool->land();
         pool->land();  // does nothing
         break;
-      case Moved::kDone:
+      case Status::kDone:
         if (step % 3 != 0) std::this_thread::yield();
         target.copies->wait();  // the token comes after the rows
         for (int64_t i = 0; i < count; ++i) {
@@ -148,6 +145,9 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
           shared.renew(slots[i], next_token[i].count);
         }
         break;
+      default:
+        ++shared.refused;
+        continue;
     }
     shared.steps += uint32_t(count);
     ++shared.by_programs;
@@ -280,11 +280,11 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
     operands.insert(operands.begin(), {token.data(), token_dims, 2, kU32, nullptr});
     results.insert(results.begin(), {next_token.data(), token_dims, 2, kU32, nullptr});
     int64_t waited_ns = 0;
-    Moved moved;
+    Status status;
     HostTarget target;
-    do moved = pool.answer(verb, kFingerprint, operands, results, target, &waited_ns);
-    while (moved == Moved::kNothingDone);  // the host is inside
-    check(moved == Moved::kDone, "a wait that did not end");
+    do status = pool.answer(verb, kFingerprint, operands, results, target, &waited_ns);
+    while (status == Status::kBusy);  // the host is inside
+    check(status == Status::kDone, "a wait that did not end");
     token = next_token;
   };
   for (uint32_t turn = 1; turn < 3000; ++turn) {

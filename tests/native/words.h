@@ -31,6 +31,7 @@ struct Words {
     return {uint32_t(asked.size()),
             uint32_t(bell.size()),
             spin_ns,
+            50'000'000,
             asked.data(),
             done.data(),
             done_at.data(),

@@ -1,7 +1,10 @@
-"""Lets one thread at a time change a pool, and counts the calls that moved its envs.
+"""Decides which calls may move which envs, lets one thread at a time do so, and counts the moves.
 
-A call is inside the gate while it checks its handle and sends its envs, and outside, in flight, while
+A call is inside the engine while it checks its handle and sends its envs, and outside, in flight, while
 it waits for them. So calls for different envs, of several devices or threads, overlap.
+
+An engine answers with a `Status`; what error that is, and what it says, is the pool's affair. There are two:
+`PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`.
 """
 
 from __future__ import annotations
@@ -10,30 +13,74 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._move import Move
+from jaxvec._handoff._turns import Turns
 from jaxvec._tracing._recorder import Record
+
+
+class Status(IntEnum):
+    """What came of a move, or would; pool.h has the same. But for the first two, nothing was done."""
+
+    DONE = 0
+    UNDER_WAY = 1  # begun, not finished; the caller is in flight
+    ELSEWHERE = 2  # not a move that the engine makes as a whole
+    BARRED = 3  # the pool is closed or broken
+    BUSY = 4  # others are inside, or in flight where the caller has to be alone
+    COPYING = 5  # a GPU copies from the segment yet
+    NO_SUCH_ENV = 6
+    NAMED_TWICE = 7
+    STALE = 8  # the envs were moved since the caller got its handle
+    IN_FLIGHT = 9  # an env was sent, and not received
+    NEEDS_RESET = 10
+    TOO_FEW = 11  # envs are in flight for a `recv`
+    LATE = 12  # is an env in flight, which others' being ready hides
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a pool's engine goes by.
+
+    Attributes:
+        pool_id: what a program's call must name.
+        turns: of the pool.
+        in_order: whether `recv` returns envs in the order in which they were sent.
+        over: terminated and truncated, if a step sets `needs_reset` by them.
+        timeout: seconds of a step, `None` for ever; a program that waits so long asks Python.
+    """
+
+    pool_id: int
+    turns: Turns
+    in_order: bool
+    over: Sequence[NDArray[np.bool_]] | None
+    timeout: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a gate has made of a move.
+    """What an engine has made of a move.
 
     Attributes:
-        rows: of the time step.
-        waited: seconds so far, if the envs are not done: then `rows` are empty yet, and the caller in flight.
+        status: what came of it.
+        rows: of the time step; empty yet if it is `UNDER_WAY`.
+        waited: seconds so far, in that case.
     """
 
-    rows: Sequence[NDArray[Any]]
-    waited: float | None = None
+    status: Status
+    rows: Sequence[NDArray[Any]] = ()
+    waited: float = 0
 
 
-class Gate(Protocol):
-    """What the pool asks of its gate."""
+_NOTHING = Made(Status.ELSEWHERE)
+
+
+class Engine(Protocol):
+    """What the pool asks of its engine."""
 
     counts: NDArray[np.uint32]  # [num_envs] how often each env was moved, modulo 2**32, as fresh handles say
 
@@ -66,9 +113,7 @@ class Gate(Protocol):
         """
         ...
 
-    def move(
-        self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None
-    ) -> Made | None:
+    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
         """Makes a whole step, send or recv, if it meets with nothing unusual; else does nothing.
 
         Args:
@@ -76,6 +121,14 @@ class Gate(Protocol):
             actions: `[n, ...]` or, of a send, `[k, ...]`.
             env_ids: `[k]`, whom to send.
         """
+        ...
+
+    def check_handle(self, move: Move) -> Status:
+        """Says whether a caller may ask for these envs, with the handle it has: `DONE` if so; inside."""
+        ...
+
+    def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
+        """Says whether these envs can be moved, and stepped if they are to be; inside, too."""
         ...
 
     def in_flight(self) -> bool:
@@ -123,11 +176,12 @@ class Gate(Protocol):
         ...
 
 
-class PortableGate:
-    """The gate of a pool that all callers reach through Python."""
+class PyEngine:
+    """See `Engine`."""
 
-    def __init__(self, num_envs: int) -> None:
-        self.counts = np.zeros(num_envs, np.uint32)
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.counts = np.zeros(len(turns.needs_reset), np.uint32)
         self.mover = 0
         self.served = 0
         self._lock = threading.Lock()  # of what follows; no interrupt can leave it locked
@@ -161,8 +215,29 @@ class PortableGate:
                     self._inside = None
                     self._changed.notify_all()
 
-    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> None:
-        return None
+    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
+        return _NOTHING  # the pool makes it, step by step
+
+    def check_handle(self, move: Move) -> Status:
+        met = self._meet(move.slots)
+        if met is not Status.DONE or move.generation is None:
+            return met
+        fresh = np.array_equal(self.counts[move.slots], move.generation)
+        return Status.DONE if fresh else Status.STALE
+
+    def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
+        met = self._meet(env_ids)
+        if met is not Status.DONE:
+            return met
+        if self._turns.in_flight[env_ids].any():
+            return Status.IN_FLIGHT
+        return Status.NEEDS_RESET if stepped and self._turns.needs_reset[env_ids].any() else Status.DONE
+
+    def _meet(self, env_ids: NDArray[Any]) -> Status:
+        """Says whether there are such envs, and none is named twice."""
+        if ((env_ids < 0) | (env_ids >= len(self.counts))).any():
+            return Status.NO_SUCH_ENV
+        return Status.NAMED_TWICE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
 
     def in_flight(self) -> bool:
         return threading.get_ident() in self._in_flight

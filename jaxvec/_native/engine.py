@@ -1,4 +1,4 @@
-"""The gate of a pool that compiled programs step without Python. Twin of `pool.cc`."""
+"""The engine of a pool that compiled programs step without Python. Twin of `pool.cc`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._gate import Made
-from jaxvec._handoff._handoff import LOOK_AROUND
+from jaxvec._handoff._engine import Made, Rules, Status
 from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_mover
-from jaxvec._handoff._turns import Rules
+from jaxvec._handoff._turns import FOREVER
 from jaxvec._native import library
 from jaxvec._native.handoff import NativeParentEnd
 from jaxvec._tracing._recorder import Record, Span
 
-_WAIT = int(LOOK_AROUND * 1e9)  # nanoseconds between looks at Python's signals
-_YEARS = 1 << 60  # ns
+_WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
 
-# `Span` and `Part` of trace.h.
-_SPAN = np.dtype([("began", "i8"), ("ended", "i8"), ("thread", "u4"), ("what", "u4")])
+_STATUSES = tuple(Status)
 _PARTS = ("write actions", "hand over", "wait for workers", "copy results")
 _MOVERS = [verb + caller for verb in VERBS for caller in Caller]
 _NAMES = {mover: name_mover(mover) for mover in _MOVERS} | dict(enumerate(_PARTS, start=16))
 
-_DONE, _, _UNDER_WAY = range(3)  # `Moved` of pool.h
 _ALIGNMENT = 64  # bytes, of the leaves of results
 
 
@@ -95,6 +91,17 @@ class _Request(ctypes.Structure):
     ]
 
 
+class _Span(ctypes.Structure):
+    """`Span` of trace.h."""
+
+    _fields_ = [
+        ("began", ctypes.c_int64),
+        ("ended", ctypes.c_int64),
+        ("thread", ctypes.c_uint32),
+        ("what", ctypes.c_uint32),
+    ]
+
+
 class _Results:
     """New memory for the rows of a time step: one piece, since what is made has its price."""
 
@@ -117,13 +124,17 @@ class _Results:
         return rows, self._pointers(*[address + offset for offset in self._offsets])
 
 
+def _words(array: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.ascontiguousarray(array, dtype)
+
+
 def _address(array: NDArray[Any]) -> int:
     address: int = array.__array_interface__["data"][0]  # half as dear as `array.ctypes.data`
     return address
 
 
-class NativeGate:
-    """See `Gate`. It also steps, sends and receives: compiled programs find it by the pool's id."""
+class CEngine:
+    """See `Engine`. Compiled programs find it by the pool's id."""
 
     def __init__(
         self,
@@ -137,7 +148,7 @@ class NativeGate:
         nonzero: Sequence[NDArray[np.bool_] | None],
         batch_size: int,
     ) -> None:
-        """Opens the gate.
+        """Opens the engine.
 
         Args:
             handoff: the pool's.
@@ -154,7 +165,7 @@ class NativeGate:
         self.counts = np.zeros(len(turns.needs_reset), np.uint32)
         stops = np.array([stop for _, stop in slices])
         terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
-        timeout_ns = _YEARS if rules.timeout is None else int(rules.timeout * 1e9)
+        timeout_ns = FOREVER if rules.timeout is None else int(rules.timeout * 1e9)
         plan = _Plan(
             id=rules.pool_id,
             batch_size=batch_size,
@@ -215,18 +226,15 @@ class NativeGate:
         finally:
             self._library.jaxvec_pool_leave(self._pool)
 
-    def move(
-        self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None
-    ) -> Made | None:
+    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
         request = _Request(verb=move.verb, mover=move.mover, counts=move.caller is not None)
         num_rows = self._batch_size if move.verb is Verb.RECV else len(move.slots)
         if move.generation is not None:
-            slots = np.ascontiguousarray(move.slots, np.int64)
-            generation = np.ascontiguousarray(move.generation, np.uint32)
+            slots, generation = _words(move.slots, np.int64), _words(move.generation, np.uint32)
             request.num_slots = len(slots)
             request.slots, request.generation = _address(slots), _address(generation)
         if env_ids is not None:
-            sent = np.ascontiguousarray(env_ids, np.int64)
+            sent = _words(env_ids, np.int64)
             request.num_sent, request.sent = len(sent), _address(sent)
         actions = [np.ascontiguousarray(action) for action in actions]
         pointers = (ctypes.c_void_p * len(actions))(*map(_address, actions))
@@ -236,9 +244,21 @@ class NativeGate:
             rows, addresses = self._new_results(num_rows).make()
             request.results = ctypes.addressof(addresses)
         moved = self._library.jaxvec_pool_move(self._pool, ctypes.byref(request))
-        if moved == _DONE:
-            return Made(rows)
-        return Made(rows, request.waited_ns / 1e9) if moved == _UNDER_WAY else None
+        return Made(_STATUSES[moved], rows, request.waited_ns / 1e9)
+
+    def check_handle(self, move: Move) -> Status:
+        slots = _words(move.slots, np.int64)
+        generation = None if move.generation is None else _words(move.generation, np.uint32)
+        counts = None if generation is None else _address(generation)
+        return _STATUSES[
+            self._library.jaxvec_pool_check_handle(self._pool, _address(slots), counts, len(slots))
+        ]
+
+    def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
+        slots = _words(env_ids, np.int64)
+        return _STATUSES[
+            self._library.jaxvec_pool_check_envs(self._pool, _address(slots), len(slots), stepped)
+        ]
 
     def in_flight(self) -> bool:
         return bool(self._library.jaxvec_pool_in_flight(self._pool))
@@ -270,11 +290,10 @@ class NativeGate:
         self._library.jaxvec_trace_start(self._pool, capacity)
 
     def stop_trace(self) -> Record:
-        rows = np.empty(self._capacity, _SPAN)
-        count = self._library.jaxvec_trace_stop(self._pool, rows.ctypes.data)
-        began, ended, thread, what = (rows[name][:count].tolist() for name in _SPAN.names or ())
-        spans = map(Span, map(_NAMES.__getitem__, what), began, ended, thread)
-        return Record(list(spans), max(count - self._capacity, 0))
+        spans = (_Span * self._capacity)()
+        count = self._library.jaxvec_trace_stop(self._pool, spans)
+        found = [Span(_NAMES[span.what], span.began, span.ended, span.thread) for span in spans[:count]]
+        return Record(found, max(count - self._capacity, 0))
 
     def close(self) -> None:
         self.bar()
@@ -301,7 +320,6 @@ def _arrays(arrays: Sequence[NDArray[Any]], nonzero: Sequence[NDArray[np.bool_] 
 def _declared() -> ctypes.CDLL:
     pointer, i64, i32, u32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32
     declared = library.declare(
-        jaxvec_sizeof_plan=(u32, []),
         jaxvec_pool_open=(pointer, [pointer]),
         jaxvec_pool_withdraw=(None, [u32]),
         jaxvec_pool_free=(None, [pointer]),
@@ -313,10 +331,12 @@ def _declared() -> ctypes.CDLL:
         jaxvec_pool_settle=(None, [pointer]),
         jaxvec_pool_in_flight=(i32, [pointer]),
         jaxvec_pool_move=(u32, [pointer, pointer]),
-        jaxvec_sizeof_request=(u32, []),
+        jaxvec_pool_check_handle=(u32, [pointer, pointer, pointer, u32]),
+        jaxvec_pool_check_envs=(u32, [pointer, pointer, u32, i32]),
         jaxvec_trace_start=(None, [pointer, u32]),
         jaxvec_trace_stop=(ctypes.c_uint64, [pointer, pointer]),
     )
-    library.require_size(_Plan, declared.jaxvec_sizeof_plan())
-    library.require_size(_Request, declared.jaxvec_sizeof_request())
+    library.require_records(Array, _State, _Plan, _Request, _Span)
+    library.require_values(Status)
+    library.require_values(Verb, "RESET", "STEP", "SEND", "RECV")
     return declared

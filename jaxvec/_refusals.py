@@ -1,0 +1,76 @@
+"""What an engine refuses, in the errors' words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._errors import EnvIdError, InFlightError, JaxvecError, ResetNeededError, StaleHandleError
+from jaxvec._handoff._engine import Engine, Rules, Status
+from jaxvec._handoff._move import name_mover
+
+
+def refusal(
+    status: Status,
+    env_ids: NDArray[Any],
+    generation: NDArray[np.uint32] | None,
+    *,
+    engine: Engine,
+    rules: Rules,
+    batch_size: int,
+) -> JaxvecError:
+    """Returns the error of a call that the engine refused. The caller is inside, so nothing changes.
+
+    Args:
+        status: that the engine answered with.
+        env_ids: `[n]` that it was asked about.
+        generation: `[n]` of the caller's handle to them, if it was asked about that.
+        engine: of the pool.
+        rules: that it goes by.
+        batch_size: of the pool.
+    """
+    turns, num_envs = rules.turns, len(engine.counts)
+    match status:
+        case Status.NO_SUCH_ENV:
+            foreign = env_ids[(env_ids < 0) | (env_ids >= num_envs)]
+            return EnvIdError(
+                f"env_id {foreign[0]} is out of range for pool {rules.pool_id} of {num_envs} envs "
+                f"(0 to {num_envs - 1}); nothing was stepped"
+            )
+        case Status.NAMED_TWICE:
+            return EnvIdError(
+                f"env_id {np.bincount(env_ids).argmax()} is named twice; nothing was stepped. Under vmap, "
+                "give each instance a handle to envs of its own"
+            )
+        case Status.STALE:
+            now = engine.counts[env_ids]
+            stale = int(np.flatnonzero(now != generation)[0])
+            assert generation is not None
+            return StaleHandleError(
+                f"stale handle: it is from call {generation[stale]} to env {env_ids[stale]} of pool "
+                f"{rules.pool_id}, but the latest is call {now[stale]}, by {name_mover(engine.mover)}. A "
+                "handle is used once, like a donated buffer: pass on the one that the latest call returned. "
+                "After a call on the host, begin with jaxvec.reset(envs); to reset in a program that steps, "
+                "use jaxvec.reset(handle)"
+            )
+        case Status.IN_FLIGHT:
+            return InFlightError(
+                f"envs {env_ids[turns.in_flight[env_ids]].tolist()} are in flight: they were sent, and recv "
+                "has not returned them yet; call recv first. Nothing was stepped"
+            )
+        case Status.NEEDS_RESET:
+            waiting = env_ids[turns.needs_reset[env_ids]].tolist()
+            fresh = not engine.counts.any()
+            why = "have not been reset" if fresh else "have ended their episode or never been reset"
+            return ResetNeededError(
+                f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
+                "reset(..., mask=terminated | truncated)). Nothing was stepped"
+            )
+        case Status.TOO_FEW:
+            return InFlightError(
+                f"recv returns {batch_size} envs, but only {turns.num_sent[0]} are in flight; send more first"
+            )
+        case _:
+            raise AssertionError(f"{status!r} is nothing that a caller is told")

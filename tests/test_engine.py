@@ -1,0 +1,366 @@
+"""A pool over either engine, with threads in place of workers, against a model of who may move what."""
+
+from __future__ import annotations
+
+import select
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import jaxvec
+from jaxvec._backends import _handoffs
+from jaxvec._handoff import _channel
+from jaxvec._handoff._channel import WAKE
+from jaxvec._handoff._handoff import LOOK_AROUND, Work
+from jaxvec._handoff._move import Caller, Move, Verb
+from jaxvec._memory import _layout, _segment
+from jaxvec._native import library
+from jaxvec._pool import Pool, Timeouts
+from jaxvec._spaces import as_jax
+from jaxvec._spec import EnvSpaces, make_spec
+
+END, DIE = 7, 8  # actions: the episode ends; the worker does
+
+KINDS = ["portable"] if library.reason_unavailable() else ["portable", "native"]
+
+
+class Threads:
+    """Workers that are threads: see `Workers`. An env counts its moves, and tells the last action."""
+
+    restarts = (0,)
+
+    def __init__(self, kind, slices):
+        self._kind, self._slices = kind, slices
+        self._threads = []
+
+    def attach(self, layout, spec, autoreset_mode):
+        self._spec, self._arrays = spec, _segment.private(layout)
+        self._channels, theirs = zip(*(_channel.pair() for _ in self._slices), strict=True)
+        self._poll = select.poll()
+        for channel in self._channels:
+            self._poll.register(channel, select.POLLIN)
+        self._end = _handoffs.parent_end(
+            self._kind, self._arrays, slices=self._slices, channels=list(self._channels), spin_ns=0
+        )
+        self.any_resetting, self.first_done = self._end.any_resetting, self._end.first_done
+        self.send = self._end.send
+        for worker, (share, descriptor) in enumerate(zip(self._slices, theirs, strict=True)):
+            channel = _channel.adopt(descriptor)
+            end = _handoffs.worker_end(
+                self._kind, self._arrays, worker=worker, share=share, channel=channel, spin_ns=0
+            )
+            self._threads.append(threading.Thread(target=self._serve, args=(end, channel), daemon=True))
+            self._threads[-1].start()
+        return self._arrays
+
+    def open_engine(self, rules):
+        return _handoffs.engine(self._end, self._spec, self._arrays, slices=self._slices, rules=rules)
+
+    def wait(self, slots, count, patience):
+        while not self._end.wait(slots, count, LOOK_AROUND):
+            with self._end.listening(slots, count, LOOK_AROUND) as seconds:
+                patience.check()
+                for fd, _ in self._poll.poll(seconds * 1000):
+                    channel = next(each for each in self._channels if each.fileno() == fd)
+                    try:
+                        assert channel.receive() is WAKE
+                    except EOFError:
+                        raise jaxvec.WorkerDiedError("died", worker=0, env_ids=(), exitcode=None) from None
+
+    def close(self, timeout):
+        for worker, channel in enumerate(self._channels):
+            channel.shut()
+            self._end.knock(worker)
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        for channel in self._channels:
+            channel.close()
+
+    def kill(self):
+        """Nobody is busy when a pool is closed here."""
+
+    def _serve(self, end, channel):
+        with suppress(EOFError):
+            while True:
+                work = end.receive()
+                assert isinstance(work, Work)
+                for slot in work.slots.tolist():
+                    action = -1 if work.verb is Verb.RESET else int(self._arrays["action",][slot])
+                    if action == DIE:
+                        channel.close()
+                        return
+                    moves = self._arrays["obs",][slot, 0] + 1
+                    for leaf, value in zip(self._spec.timestep_leaves, row(slot, moves, action), strict=True):
+                        self._arrays[leaf.path][slot] = value
+                    end.post(np.array([slot]))
+        channel.close()
+
+
+def row(slot, moves, action) -> list[Any]:
+    """Returns all fields of an env's row."""
+    return [[moves, action], action / 2, action == END, False, slot, moves + 0.5, moves]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Foretells every row, every refusal, and how often each env was moved."""
+
+    pool = None
+
+    @initialize(
+        kind=st.sampled_from(KINDS),
+        num_envs=st.integers(2, 5),
+        num_workers=st.integers(1, 3),
+        first_ready=st.booleans(),
+        in_order=st.booleans(),
+    )
+    def make(self, kind, num_envs, num_workers, first_ready, in_order):
+        self.num_envs, self.in_order = num_envs, in_order
+        self.batch_size = num_envs - 1 if first_ready else num_envs
+        spec = make_spec(
+            EnvSpaces(spaces.Box(-1, 10**6, (2,), np.int64), spaces.Discrete(9), None),
+            num_envs=num_envs,
+            batch_size=self.batch_size,
+            autoreset_mode=AutoresetMode.DISABLED,
+            final_obs=False,
+            declared={},
+            policy=as_jax,
+        )
+        slices = _layout.split(num_envs, min(num_workers, num_envs))
+        self.pool = Pool(
+            Threads(kind, slices),
+            spec,
+            slices=slices,
+            together=1,
+            autoreset_mode=AutoresetMode.DISABLED,
+            in_order=in_order,
+            timeouts=Timeouts(None, 60.0, 60.0),
+            resets_required=True,
+        )
+        self.first_ready = spec.first_ready
+        self.counts = np.zeros(num_envs, int)
+        self.rows = [row(slot, 0, 0) for slot in range(num_envs)]
+        self.needs_reset = set(range(num_envs))
+        self.sent: list[int] = []
+        self.broken = False
+
+    # --- the model ---------------------------------------------------------------------------------
+
+    def moved(self, slots, actions):
+        """Foretells what comes of a move of these envs, `-1` for a reset."""
+        for slot, action in zip(slots, actions, strict=True):
+            self.rows[slot] = row(slot, self.rows[slot][0][0] + 1, action)
+            self.needs_reset.discard(slot)
+            if action == END:
+                self.needs_reset.add(slot)
+
+    def refused(self, slots, stepped):
+        """Foretells the error of a move of envs that are the caller's."""
+        if any(slot in self.sent for slot in slots):
+            return jaxvec.InFlightError
+        return jaxvec.ResetNeededError if stepped and self.needs_reset.intersection(slots) else None
+
+    def check(self, found, slots):
+        expected = zip(*(self.rows[slot] for slot in slots), strict=True)
+        for leaf, one, other in zip(self.pool.spec.timestep_leaves, found, expected, strict=True):
+            np.testing.assert_array_equal(one, np.array(other), err_msg=str(leaf.path))
+
+    def handle(self, verb, slots):
+        """Returns a move by a fresh handle."""
+        slots = np.array(slots)
+        return Move(verb, slots, self.counts[slots].astype(np.uint32), Caller.PROGRAM)
+
+    def stored(self, actions):
+        """Returns actions as the pool takes them."""
+        return [np.array(actions, self.pool.spec.action_leaves[0].stored)]
+
+    def all(self, verb, by_handle):
+        if by_handle:
+            return self.handle(verb, range(self.num_envs))
+        return self.pool.move_all(verb, Caller.HOST)
+
+    # --- what is done to the pool --------------------------------------------------------------------
+
+    works = precondition(lambda self: not self.broken)
+    synchronous = precondition(lambda self: not self.broken and not self.first_ready)
+    asynchronous = precondition(lambda self: not self.broken and self.first_ready)
+
+    @works
+    @rule(by_handle=st.booleans())
+    def reset(self, by_handle):
+        slots = list(range(self.num_envs))
+        found = self.pool.reset(self.all(Verb.RESET, by_handle), seeds=None, mask=None, options=None)
+        self.sent = []
+        self.moved(slots, [-1] * self.num_envs)
+        self.counts += 1
+        if self.first_ready:
+            self.land(found)
+        else:
+            self.check(found, slots)
+
+    def land(self, found):
+        """Takes what was received out of flight."""
+        if not self.sent:  # a reset has sent all
+            self.sent = self.pool._turns.spread.tolist()
+        ids = found[4].tolist()
+        assert len(ids) == self.batch_size
+        assert ids == self.sent[: len(ids)] if self.in_order else set(ids) <= set(self.sent)
+        self.check(found, ids)
+        self.sent = [slot for slot in self.sent if slot not in ids]
+
+    @synchronous
+    @precondition(lambda self: bool(self.counts.all()))
+    @rule(data=st.data())
+    def reset_some(self, data):
+        slots = data.draw(st.lists(st.integers(0, self.num_envs - 1), min_size=1, unique=True))
+        mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))))
+        found = self.pool.reset(self.handle(Verb.RESET, slots), seeds=None, mask=mask, options=None)
+        chosen = [slot for slot, resets in zip(slots, mask, strict=True) if resets]
+        self.moved(chosen, [-1] * len(chosen))
+        self.counts[slots] += 1
+        self.check(found, slots)
+
+    @synchronous
+    @rule(data=st.data(), fault=st.sampled_from([None] * 6 + ["stale", "twice", "foreign"]))
+    def step(self, data, fault):
+        slots = data.draw(st.lists(st.integers(0, self.num_envs - 1), min_size=1, unique=True))
+        actions = data.draw(st.lists(st.integers(0, END), min_size=len(slots), max_size=len(slots)))
+        move = self.handle(Verb.STEP, slots)
+        error = self.refused(slots, stepped=True)
+        if fault == "stale":
+            move.generation[data.draw(st.integers(0, len(slots) - 1))] += 1
+            error = jaxvec.StaleHandleError
+        if fault == "twice" and len(slots) > 1:
+            move.slots[0], error = slots[-1], jaxvec.EnvIdError
+        if fault == "foreign":
+            move.slots[0] = data.draw(st.sampled_from([-1, self.num_envs, 2**40]))
+            error = jaxvec.EnvIdError
+        if error is not None:
+            with pytest.raises(error):
+                self.pool.step(move, self.stored(actions))
+            return
+        found = self.pool.step(move, self.stored(actions))
+        self.moved(slots, actions)
+        self.counts[slots] += 1
+        self.check(found, slots)
+
+    @synchronous
+    @rule(actions=st.data())
+    def step_all_on_the_host(self, actions):
+        slots = range(self.num_envs)
+        actions = actions.draw(st.lists(st.integers(0, END), min_size=self.num_envs, max_size=self.num_envs))
+        move = self.pool.move_all(Verb.STEP, Caller.HOST)
+        error = self.refused(slots, stepped=True)
+        if error is not None:
+            with pytest.raises(error):
+                self.pool.step(move, self.stored(actions))
+            return
+        found = self.pool.step(move, self.stored(actions))
+        self.moved(slots, actions)
+        self.counts += 1
+        self.check(found, slots)
+
+    @synchronous
+    @precondition(lambda self: not self.needs_reset)
+    @rule(cut=st.integers(1, 4), times=st.integers(1, 4))
+    def two_threads_step_envs_of_their_own(self, cut, times):
+        parts = [
+            part for part in np.split(np.arange(self.num_envs), [min(cut, self.num_envs - 1)]) if part.size
+        ]
+        before = self.counts.copy()
+
+        def drive(part):
+            for turn in range(times):
+                generation = (before[part] + turn).astype(np.uint32)
+                found = self.pool.step(
+                    Move(Verb.STEP, part, generation, Caller.PROGRAM), self.stored(part % END)
+                )
+            return found
+
+        with ThreadPoolExecutor(len(parts)) as threads:
+            last = list(threads.map(drive, parts))
+        for part, found in zip(parts, last, strict=True):
+            for _ in range(times):
+                self.moved(part.tolist(), (part % END).tolist())
+            self.counts[part] += times
+            self.check(found, part.tolist())
+
+    @asynchronous
+    @rule(data=st.data(), by_handle=st.booleans(), twice=st.sampled_from([False] * 5 + [True]))
+    def send(self, data, by_handle, twice):
+        slots = data.draw(st.lists(st.integers(0, self.num_envs - 1), min_size=1, unique=True))
+        actions = data.draw(st.lists(st.integers(0, END), min_size=len(slots), max_size=len(slots)))
+        move, error = self.all(Verb.SEND, by_handle), self.refused(slots, stepped=True)
+        if twice and len(slots) > 1:
+            slots[0], error = slots[-1], jaxvec.EnvIdError
+        if error is not None:
+            with pytest.raises(error):
+                self.pool.send(move, np.array(slots), self.stored(actions))
+            return
+        self.pool.send(move, np.array(slots), self.stored(actions))
+        self.moved(slots, actions)
+        self.sent += slots
+        self.counts += 1
+
+    @asynchronous
+    @rule(by_handle=st.booleans())
+    def recv(self, by_handle):
+        move = self.all(Verb.RECV, by_handle)
+        if len(self.sent) < self.batch_size:
+            with pytest.raises(jaxvec.InFlightError):
+                self.pool.recv(move)
+            return
+        found = self.pool.recv(move)
+        self.counts += 1
+        self.land(found)
+
+    @works
+    @precondition(lambda self: self.counts.sum() > 20)
+    @rule(slot=st.integers(0, 1), by_handle=st.booleans())
+    def a_worker_dies(self, slot, by_handle):
+        self.reset(by_handle=False)  # else which envs may be sent depends on who was ready first
+        if self.first_ready:
+            self.check(self.pool.recv(self.all(Verb.RECV, by_handle), everything=True), range(self.num_envs))
+            self.sent = []
+            self.counts += 1
+        self.broken = True
+        with pytest.raises(jaxvec.WorkerDiedError):
+            if self.first_ready:
+                self.pool.send(self.all(Verb.SEND, by_handle), np.array([slot]), self.stored([DIE]))
+                self.pool.recv(self.all(Verb.RECV, False), everything=True)
+            else:
+                self.pool.step(self.handle(Verb.STEP, [slot]), self.stored([DIE]))
+
+    @precondition(lambda self: self.broken)
+    @rule()
+    def use_what_is_broken(self):
+        for move in (self.handle(Verb.STEP, [0]), self.pool.move_all(Verb.STEP, Caller.HOST)):
+            with pytest.raises(jaxvec.PoolBrokenError, match="failed with WorkerDiedError"):
+                self.pool.step(move, self.stored([0] * len(move.slots)))
+
+    @invariant()
+    def counts_are_as_foretold(self):
+        if self.pool is not None and not self.broken:
+            assert self.pool.counts(self.pool.all).tolist() == self.counts.tolist()
+            assert self.pool._turns.sent.tolist() == self.sent
+
+    def teardown(self):
+        if self.pool is not None:
+            self.pool.close()
+            with pytest.raises(jaxvec.PoolClosedError):
+                self.pool.step(self.handle(Verb.STEP, [0]), self.stored([0]))
+
+
+EngineMachine.TestCase.settings = settings(
+    stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEngine = EngineMachine.TestCase
