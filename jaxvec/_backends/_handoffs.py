@@ -88,7 +88,7 @@ def engine(
     rules: Rules,
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
-    if not isinstance(end, NativeParentEnd) or spec.object_leaves:
+    if end.address is None or spec.object_leaves:
         return PyEngine(rules.turns)
     return CEngine(
         end,

@@ -46,6 +46,11 @@ class Work(NamedTuple):
 class ParentHandoff(Protocol):
     """The parent's end, to all workers."""
 
+    @property
+    def address(self) -> int | None:
+        """Of C++'s part, if there is one; it lives as long as we do."""
+        ...
+
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Hands `slots` to their workers. The parent must own them. One thread at a time."""
         ...
@@ -222,6 +227,8 @@ class Slots:
 
 class ParentEnd:
     """The portable `ParentHandoff`."""
+
+    address = None
 
     def __init__(self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
         self._slots = Slots(arrays)

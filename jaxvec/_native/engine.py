@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._engine import Made, Rules, Status
+from jaxvec._handoff._handoff import ParentHandoff
 from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_mover
 from jaxvec._handoff._turns import FOREVER
 from jaxvec._native import library
-from jaxvec._native.handoff import NativeParentEnd
 from jaxvec._tracing._recorder import Record, Span
 
 _WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
@@ -138,7 +138,7 @@ class CEngine:
 
     def __init__(
         self,
-        handoff: NativeParentEnd,
+        handoff: ParentHandoff,
         rules: Rules,
         *,
         fingerprint: int,
@@ -151,7 +151,7 @@ class CEngine:
         """Opens the engine.
 
         Args:
-            handoff: the pool's.
+            handoff: the pool's, with C++'s part.
             rules: of the pool.
             fingerprint: of its specification, which a program's call must name, too.
             slices: `(first, stop)` of each worker's slots.

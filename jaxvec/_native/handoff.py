@@ -98,7 +98,7 @@ class NativeParentEnd:
 
     @property
     def address(self) -> int:
-        """Of C++'s part, which lives as long as we do."""
+        """See `ParentHandoff`."""
         return ctypes.addressof(self._parent)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
