@@ -244,6 +244,17 @@ class EngineMachine(RuleBasedStateMachine):
         if fault == "foreign":
             move.slots[0] = data.draw(st.sampled_from([-1, self.num_envs, 2**40]))
             error = jaxvec.EnvIdError
+        self.step_or_be_refused(move, slots, actions, error)
+
+    @synchronous
+    @rule(data=st.data())
+    def step_all_on_the_host(self, data):
+        slots = list(range(self.num_envs))
+        actions = data.draw(st.lists(st.integers(0, END), min_size=self.num_envs, max_size=self.num_envs))
+        move = self.pool.move_all(Verb.STEP, Caller.HOST)
+        self.step_or_be_refused(move, slots, actions, self.refused(slots, stepped=True))
+
+    def step_or_be_refused(self, move, slots, actions, error):
         if error is not None:
             with pytest.raises(error):
                 self.pool.step(move, self.stored(actions))
@@ -251,22 +262,6 @@ class EngineMachine(RuleBasedStateMachine):
         found = self.pool.step(move, self.stored(actions))
         self.moved(slots, actions)
         self.counts[slots] += 1
-        self.check(found, slots)
-
-    @synchronous
-    @rule(actions=st.data())
-    def step_all_on_the_host(self, actions):
-        slots = range(self.num_envs)
-        actions = actions.draw(st.lists(st.integers(0, END), min_size=self.num_envs, max_size=self.num_envs))
-        move = self.pool.move_all(Verb.STEP, Caller.HOST)
-        error = self.refused(slots, stepped=True)
-        if error is not None:
-            with pytest.raises(error):
-                self.pool.step(move, self.stored(actions))
-            return
-        found = self.pool.step(move, self.stored(actions))
-        self.moved(slots, actions)
-        self.counts += 1
         self.check(found, slots)
 
     @synchronous
