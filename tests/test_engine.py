@@ -23,6 +23,7 @@ from jaxvec._handoff._channel import WAKE
 from jaxvec._handoff._handoff import LOOK_AROUND, Work
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory import _layout, _segment
+from jaxvec._memory._marks import Marks
 from jaxvec._native import library
 from jaxvec._pool import Pool, Timeouts
 from jaxvec._spaces import as_jax
@@ -48,15 +49,16 @@ class Threads:
         self._poll = select.poll()
         for channel in self._channels:
             self._poll.register(channel, select.POLLIN)
+        marks = Marks.of(self._arrays)
         self._end = _handoffs.parent_end(
-            self._kind, self._arrays, slices=self._slices, channels=list(self._channels), spin_ns=0
+            self._kind, marks, slices=self._slices, channels=list(self._channels), spin_ns=0
         )
         self.any_resetting, self.first_done = self._end.any_resetting, self._end.first_done
         self.send = self._end.send
         for worker, (share, descriptor) in enumerate(zip(self._slices, theirs, strict=True)):
             channel = _channel.adopt(descriptor)
             end = _handoffs.worker_end(
-                self._kind, self._arrays, worker=worker, share=share, channel=channel, spin_ns=0
+                self._kind, marks, worker=worker, share=share, channel=channel, spin_ns=0
             )
             self._threads.append(threading.Thread(target=self._serve, args=(end, channel), daemon=True))
             self._threads[-1].start()

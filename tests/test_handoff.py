@@ -16,6 +16,7 @@ from jaxvec._backends import _handoffs
 from jaxvec._handoff import _handoff
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _layout, _segment
+from jaxvec._memory._marks import Marks
 from jaxvec._native import library
 from jaxvec._spaces import as_jax
 from jaxvec._spec import EnvSpaces, make_spec
@@ -33,7 +34,7 @@ KINDS = [
 
 
 def board(num_envs, num_workers):
-    """Returns the arrays of a pool, and its slices."""
+    """Returns the marks of a pool, and its slices."""
     spaces = EnvSpaces(gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2), None)
     spec = make_spec(
         spaces,
@@ -44,7 +45,7 @@ def board(num_envs, num_workers):
         policy=as_jax,
     )
     layout = _layout.make_layout(spec, _layout.split(spec.num_envs, num_workers))
-    return _segment.private(layout), layout.slices
+    return Marks.of(_segment.private(layout)), layout.slices
 
 
 class LoopbackChannel:
@@ -72,11 +73,11 @@ class LoopbackChannel:
 def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, rounds):
     """Both ends in one process, in any order of workers that a schedule could bring about."""
     num_workers = data.draw(st.integers(1, num_envs))
-    arrays, slices = board(num_envs, num_workers)
+    marks, slices = board(num_envs, num_workers)
     down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
-    parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=up, spin_ns=0)
+    parent = _handoffs.parent_end(kind, marks, slices=slices, channels=up, spin_ns=0)
     workers = [
-        _handoffs.worker_end(kind, arrays, worker=w, share=slices[w], channel=channel, spin_ns=0)
+        _handoffs.worker_end(kind, marks, worker=w, share=slices[w], channel=channel, spin_ns=0)
         for w, channel in enumerate(up)
     ]
     del down
@@ -106,10 +107,10 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_takes_what_is_to_be_reset_and_what_is_to_be_stepped_apart(kind):
-    arrays, slices = board(5, 1)
+    marks, slices = board(5, 1)
     channel = LoopbackChannel()
-    parent = _handoffs.parent_end(kind, arrays, slices=slices, channels=[channel], spin_ns=0)
-    worker = _handoffs.worker_end(kind, arrays, worker=0, share=slices[0], channel=channel, spin_ns=0)
+    parent = _handoffs.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
+    worker = _handoffs.worker_end(kind, marks, worker=0, share=slices[0], channel=channel, spin_ns=0)
     sent = [(Verb.RESET, [3, 1]), (Verb.STEP, [0]), (Verb.RESET, [4, 2])]
     for operation, slots in sent:
         parent.send(operation, np.array(slots))
@@ -129,22 +130,22 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
     (here, slices), (there, _) = (board(num_envs, num_workers) for _ in range(2))
     ends = [
         _handoffs.parent_end(
-            kind, arrays, slices=slices, channels=[LoopbackChannel() for _ in slices], spin_ns=0
+            kind, marks, slices=slices, channels=[LoopbackChannel() for _ in slices], spin_ns=0
         )
-        for arrays in (here, there)
+        for marks in (here, there)
     ]
     slots = np.array(data.draw(st.permutations(range(num_envs))))
     cut = data.draw(st.integers(0, num_envs))
     for part in (slots[:cut], slots[cut:]):
         if part.size:
             ends[0].send(data.draw(st.sampled_from([Verb.RESET, Verb.STEP])), part)
-    ends[1].pass_on(here["asked",], np.arange(num_envs))
+    ends[1].pass_on(here.asked, np.arange(num_envs))
     for worker, share in enumerate(slices):
         told = [
             _handoffs.worker_end(
-                kind, arrays, worker=worker, share=share, channel=LoopbackChannel(), spin_ns=0
+                kind, marks, worker=worker, share=share, channel=LoopbackChannel(), spin_ns=0
             )
-            for arrays in (here, there)
+            for marks in (here, there)
         ]
         while not told[0].idle():
             made, passed = (end.receive() for end in told)

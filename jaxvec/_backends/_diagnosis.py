@@ -9,6 +9,7 @@ import numpy as np
 from jaxvec._backends._launcher import Process, Slices
 from jaxvec._errors import EnvTimeoutError, WorkerDiedError
 from jaxvec._handoff._move import Verb
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._rows import reader
 from jaxvec._memory._segment import Arrays
 from jaxvec._slices import _failures
@@ -30,6 +31,10 @@ class Diagnosis:
         """Makes the segment known."""
         self._action, self.arrays = spec.action, arrays
 
+    def forget(self) -> None:
+        """Lets the segment go: the workers are ended."""
+        self.arrays = None
+
     def name(self, worker: int) -> str:
         """Returns a worker and its envs in words."""
         return f"worker {worker} ({name_envs(range(*self._slices[worker]))})"
@@ -42,10 +47,11 @@ class Diagnosis:
         """Says which of `slots` are inside their env's code now, and with what action."""
         if self.arrays is None:
             return ""
-        marks = self.arrays["running",][:, 0].tolist()
-        running = np.array([slot for slot in slots if slot + 1 in marks], np.intp)
+        marks = Marks.of(self.arrays)
+        inside = marks.running[:, 0].tolist()
+        running = np.array([slot for slot in slots if slot + 1 in inside], np.intp)
         actions = reader(self._action, self.arrays)(running)
-        resetting = self.arrays["asked",][running] % 2 == int(Verb.RESET)
+        resetting = marks.asked[running] % 2 == int(Verb.RESET)
         return ", ".join(
             f"env {slot} (worker {self.worker_of(slot)}) is running"
             + ("" if resets else f", last action {_failures.describe_action(action)}")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from jaxvec._handoff._channel import Channel
 from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import library
 from jaxvec._native.engine import CEngine
@@ -45,17 +46,17 @@ def choose(kind: str) -> str:
 
 
 def parent_end(
-    kind: str, arrays: Arrays, *, slices: tuple[tuple[int, int], ...], channels: list[Channel], spin_ns: int
+    kind: str, marks: Marks, *, slices: tuple[tuple[int, int], ...], channels: list[Channel], spin_ns: int
 ) -> ParentHandoff:
     """Makes the parent's end."""
     if kind == "native":
-        return NativeParentEnd(arrays, slices, channels, spin_ns=spin_ns)
-    return ParentEnd(arrays, slices, channels)
+        return NativeParentEnd(marks, slices, channels, spin_ns=spin_ns)
+    return ParentEnd(marks, slices, channels)
 
 
 def worker_end(
     kind: str,
-    arrays: Arrays,
+    marks: Marks,
     *,
     worker: int,
     share: tuple[int, int],
@@ -67,7 +68,7 @@ def worker_end(
 
     Args:
         kind: `"native"` or `"portable"`.
-        arrays: the segment.
+        marks: in the segment.
         worker: its index.
         share: `(first, stop)`, its slots.
         channel: its control socket.
@@ -75,8 +76,8 @@ def worker_end(
         knocks: how often the worker in whose place it is was told of messages.
     """
     if kind == "native":
-        return NativeWorkerEnd(arrays, worker, share, channel, spin_ns=spin_ns, knocks=knocks)
-    return WorkerEnd(arrays, share, channel)
+        return NativeWorkerEnd(marks, worker, share, channel, spin_ns=spin_ns, knocks=knocks)
+    return WorkerEnd(marks, share, channel)
 
 
 def engine(

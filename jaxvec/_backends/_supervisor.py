@@ -30,6 +30,7 @@ from jaxvec._errors import (
 )
 from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._handoff._handoff import LOOK_AROUND, time_left
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._native import interrupts
 from jaxvec._options import Options
@@ -265,7 +266,8 @@ class Supervisor:
             for process in self._processes:
                 stack.callback(process.end)
             self._processes, self.channels, self._by_fd = [], [], {}
-            self._segment, self._diagnosis.arrays, self.knock = -1, None, _no_knock
+            self._diagnosis.forget()
+            self._segment, self.knock = -1, _no_knock
 
     def ahead(self, worker: int) -> int:
         """Returns how far a worker's monotonic clock is ahead of ours, in ns."""
@@ -359,7 +361,7 @@ class Supervisor:
             replaces = Replacement(
                 _options.share(self.options, *self._plan.slices[worker]),
                 self.trace,
-                int(arrays["knocks",][worker, 0]),
+                int(Marks.of(arrays).knocks[worker, 0]),
                 {leaf.path: arrays[leaf.path][share] for leaf in kept if leaf.is_object},
             )
             attach = replace(self._attach, worker=worker, replaces=replaces)

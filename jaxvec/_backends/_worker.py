@@ -25,6 +25,7 @@ from jaxvec._handoff import _channel
 from jaxvec._handoff._handoff import Work, WorkerHandoff
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
+from jaxvec._memory._marks import Marks
 from jaxvec._slices import _envs, _failures, _forks
 from jaxvec._slices._description import describe
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn
@@ -88,7 +89,7 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
             env_slice.start_trace(replaces.trace)
     end = _handoffs.worker_end(
         attach.handoff,
-        arrays,
+        Marks.of(arrays),
         worker=attach.worker,
         share=share,
         channel=channel,

@@ -26,6 +26,7 @@ from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._restart import Budget
@@ -82,7 +83,11 @@ class ProcessWorkers:
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self._shares = self._launcher.shares(self._slices)
         self._handoff = _handoffs.parent_end(
-            self._kind, arrays, slices=self._shares, channels=self.supervisor.channels, spin_ns=spin_ns
+            self._kind,
+            Marks.of(arrays),
+            slices=self._shares,
+            channels=self.supervisor.channels,
+            spin_ns=spin_ns,
         )
         if not self._launcher.at_sockets:
             self.supervisor.knock = self._handoff.knock

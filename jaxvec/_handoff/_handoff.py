@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._handoff._move import VERBS, Verb
-from jaxvec._memory._segment import Arrays
+from jaxvec._memory._marks import Marks
 
 LOOK_AROUND = 0.05  # seconds between looks for workers that died, which wake nobody
 
@@ -168,8 +168,8 @@ class Shares:
 class Slots:
     """Who owns which slot, by the words that both hand-offs share."""
 
-    def __init__(self, arrays: Arrays) -> None:
-        self._asked, self._done, self._done_at = arrays["asked",], arrays["done",], arrays["done_at",]
+    def __init__(self, marks: Marks) -> None:
+        self._asked, self._done, self._done_at = marks.asked, marks.done, marks.done_at
         self._tickets = 0
 
     def ask(self, verb: Verb, slots: NDArray[Any]) -> None:
@@ -230,8 +230,8 @@ class ParentEnd:
 
     address = None
 
-    def __init__(self, arrays: Arrays, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
-        self._slots = Slots(arrays)
+    def __init__(self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
+        self._slots = Slots(marks)
         self._shares = Shares(slices)
         self._channels = channels
         self._listening = threading.Lock()
@@ -273,8 +273,8 @@ class ParentEnd:
 class WorkerEnd:
     """The portable `WorkerHandoff`."""
 
-    def __init__(self, arrays: Arrays, share: tuple[int, int], channel: Channel) -> None:
-        self._slots = Slots(arrays)
+    def __init__(self, marks: Marks, share: tuple[int, int], channel: Channel) -> None:
+        self._slots = Slots(marks)
         self._share = slice(*share)
         self._channel = channel
         self._heard: Any = None  # a message, on the way to `receive`

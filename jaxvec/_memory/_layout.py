@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxvec._memory import _marks
 from jaxvec._spaces import Path
 from jaxvec._spec import PoolSpec
 
@@ -86,23 +87,7 @@ def _arrays(
         yield ("kept_over",), (n,), np.dtype(np.bool_)  # whether that row ended an episode
         yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `asked`
     yield ("stats",), (len(slices), ALIGNMENT // 8), np.dtype(np.int64)  # see _stats
-    # Hand-off, see _handoff.py and _native/handoff.h. A slot is an env's row.
-    workers = len(slices)
-    line = (ALIGNMENT // 4,)  # one word that has a cache line to itself
-    for name, shape, dtype in (
-        ("running", (workers, *line), np.uint32),  # worker writes: 1 + the slot whose env runs, or 0
-        ("asked", (n,), np.int64),  # parent writes: the latest request, 2 * ticket + operation
-        ("done", (n,), np.int64),  # worker writes: the request it finished last
-        ("done_at", (n,), np.int64),  # worker writes: when, in ns of the monotonic clock
-        # native only; handoff.h says who writes
-        ("bell", (workers, *line), np.uint32),
-        ("knocks", (workers, *line), np.uint32),
-        ("asleep", (workers, *line), np.uint32),
-        ("finished", line, np.uint32),
-        ("target", line, np.uint32),
-        ("alarm", line, np.uint32),
-    ):
-        yield (name,), shape, np.dtype(dtype)
+    yield from _marks.shapes(n, len(slices))
 
 
 def align(offset: int) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jaxvec._handoff._channel import Channel
 from jaxvec._handoff._handoff import LOOK_AROUND, Shares, Slots, Work
 from jaxvec._handoff._move import VERBS, Verb
-from jaxvec._memory._segment import Arrays
+from jaxvec._memory._marks import Marks
 from jaxvec._native import library
 
 _DONE = 0
@@ -38,19 +38,19 @@ class _Board(ctypes.Structure):
     )
     _fields_ = [(name, ctypes.c_uint32) for name in _numbers] + [(name, ctypes.c_void_p) for name in _words]
 
-    def __init__(self, arrays: Arrays, spin_ns: int) -> None:
+    def __init__(self, marks: Marks, spin_ns: int) -> None:
         super().__init__()
-        self._arrays = arrays  # keeps the segment mapped for as long as C++ has its addresses
-        self.num_slots = arrays["asked",].size
-        self.num_workers = len(arrays["bell",])
+        self._marks: Marks | None = marks  # keeps the segment mapped for as long as C++ has its addresses
+        self.num_slots = marks.asked.size
+        self.num_workers = len(marks.bell)
         self.spin_ns = spin_ns
         self.look_around_ns = int(LOOK_AROUND * 1e9)
         for word in self._words:
-            setattr(self, word, arrays[word,].ctypes.data)
+            setattr(self, word, getattr(marks, word).ctypes.data)
 
     def forget(self) -> None:
         """Lets the segment go; nobody may use the words any more."""
-        self._arrays = {}
+        self._marks = None
 
 
 class _Parent(ctypes.Structure):
@@ -79,15 +79,15 @@ class NativeParentEnd:
 
     def __init__(
         self,
-        arrays: Arrays,
+        marks: Marks,
         slices: tuple[tuple[int, int], ...],
         channels: list[Channel],
         *,
         spin_ns: int,
     ) -> None:
         self._library = _declared()
-        self._slots = Slots(arrays)
-        self._board = _Board(arrays, spin_ns)
+        self._slots = Slots(marks)
+        self._board = _Board(marks, spin_ns)
         self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
         self._parent = _Parent(self._board, self._sockets)
         self._reference = ctypes.byref(self._parent)
@@ -147,7 +147,7 @@ class NativeWorkerEnd:
 
     def __init__(
         self,
-        arrays: Arrays,
+        marks: Marks,
         worker: int,
         share: tuple[int, int],
         channel: Channel,
@@ -156,19 +156,19 @@ class NativeWorkerEnd:
         knocks: int,
     ) -> None:
         self._library = _declared()
-        self._board = _Board(arrays, spin_ns)
+        self._board = _Board(marks, spin_ns)
         self._worker = _Worker(self._board, worker, *share, knocks)
         self._reference = ctypes.byref(self._worker)
         self._channel = channel
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
-        self._share, self._marks = slice(*share), Slots(arrays)
+        self._share, self._own = slice(*share), Slots(marks)
         self._slots = np.empty(share[1] - share[0], np.int64)
         self._all = np.arange(*share, dtype=np.int64)
         self._slot_0 = self._all.ctypes.data - 8 * share[0]  # where slot 0 would be, among all of ours
 
     def idle(self) -> bool:
         """See `WorkerHandoff`."""
-        return self._marks.requested(self._share) is None and not self._channel.readable()
+        return self._own.requested(self._share) is None and not self._channel.readable()
 
     def receive(self) -> Any:
         """Waits for the parent, then returns `Work`, or the message that came instead."""

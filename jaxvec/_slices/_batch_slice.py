@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._memory import _rows
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._rows import InvalidValue
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
@@ -54,7 +55,7 @@ class BatchSlice:
         self._spec = spec
         self._mode = autoreset_mode
         self._arrays = arrays
-        self._running = memoryview(arrays["running",][worker])
+        self._running = memoryview(Marks.of(arrays).running[worker])
         self._stats = memoryview(arrays["stats",][worker])
         count = len(instances) * size
         self._returns = np.zeros((count, *spec.reward.shape))

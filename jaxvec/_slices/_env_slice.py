@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _stats
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._slices import _forks
@@ -69,7 +70,7 @@ class EnvSlice:
         rows = {path: array[first : first + len(envs)] for path, array in arrays.items()}
         self.first = first
         self.recorder: Recorder | None = None
-        self._running = memoryview(arrays["running",][worker])
+        self._running = memoryview(Marks.of(arrays).running[worker])
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
         self._episodes = Episodes(rows, autoreset_mode, idle=idle, lost=left)

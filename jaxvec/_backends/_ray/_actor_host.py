@@ -31,6 +31,7 @@ from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff, time_left
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 
 
@@ -149,7 +150,7 @@ class ActorHost:
                 messages, self._messages = self._messages, []
             if self._arrays is not None:
                 slots = self._take_finished(partly=late or bool(messages))
-                running = self._arrays["running",][self._workers.start : self._workers.stop, 0]
+                running = self._marks.running[self._workers.start : self._workers.stop, 0]
                 if slots.size or ((late or messages) and not np.array_equal(shown, running)):
                     shown = running.copy()
                     yield self._wire.results.pack(slots)
@@ -220,8 +221,7 @@ class ActorHost:
         return (instances[:, None] * self._envs_per_instance + np.arange(self._envs_per_instance)).ravel()
 
     def _done(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        assert self._arrays is not None
-        return self._arrays["done",][slots] == self._arrays["asked",][slots]
+        return self._marks.done[slots] == self._marks.asked[slots]
 
     def _is_due(self, done: NDArray[np.bool_]) -> bool:
         """Says whether slots of a request should go out; somebody may wait for any of a first-ready pool."""
@@ -251,9 +251,10 @@ class ActorHost:
         if self._arrays is None:
             self._segment = _segment.create(attach.layout, sparse=True)
             arrays = _segment.attach(self._segment, attach.layout)
-            self._asked = np.zeros_like(arrays["asked",])  # what the pool asked for, to be passed on
+            self._marks = Marks.of(arrays)
+            self._asked = np.zeros_like(self._marks.asked)  # what the pool asked for, to be passed on
             self._wire = WireFormat(
-                attach.spec, arrays, self._workers, asked=self._asked, answered=arrays["done",]
+                attach.spec, arrays, self._workers, asked=self._asked, answered=self._marks.done
             )
             self._first_ready = attach.spec.first_ready
             elsewhere, self._elsewhere = _channel.nobody()
@@ -261,13 +262,13 @@ class ActorHost:
             for worker, worker_slot in self._worker_slots.items():
                 channels[worker] = worker_slot.channel
             self._handoff: ParentHandoff = _handoffs.parent_end(
-                kind, arrays, slices=attach.layout.slices, channels=channels, spin_ns=0
+                kind, self._marks, slices=attach.layout.slices, channels=channels, spin_ns=0
             )
             self._arrays = arrays
         if inherited is not None:
             slots = self._wire.inheritance(attach.worker).unpack(inherited)
-            self._arrays["asked",][slots] = self._arrays["done",][slots]
+            self._marks.asked[slots] = self._marks.done[slots]
         replaces = attach.replaces
         if replaces is not None:
-            replaces = replace(replaces, knocks=int(self._arrays["knocks",][attach.worker, 0]))
+            replaces = replace(replaces, knocks=int(self._marks.knocks[attach.worker, 0]))
         return replace(attach, handoff=kind, spin_ns=0, replaces=replaces)

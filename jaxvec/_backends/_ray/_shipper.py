@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
 from jaxvec._handoff._handoff import Shares, Slots, WorkerHandoff
 from jaxvec._memory import _segment
-from jaxvec._memory._segment import Arrays
+from jaxvec._memory._marks import Marks
 
 
 class Shipper:
@@ -53,18 +54,19 @@ class Shipper:
         self._shares = Shares(self._slices)
         self._move = move
         self._fail = fail
-        self._answered = np.zeros_like(self._arrays["done",])  # the requests that rows answer
+        self._marks = Marks.of(self._arrays)
+        self._answered = np.zeros_like(self._marks.done)  # the requests that rows answer
         self._wire = WireFormat(
-            attach.spec, self._arrays, workers, asked=self._arrays["asked",], answered=self._answered
+            attach.spec, self._arrays, workers, asked=self._marks.asked, answered=self._answered
         )
         self._serving = np.zeros(len(self._answered), np.bool_)  # slots whose worker is attached
-        self._shipped = self._arrays["done",].copy()
+        self._shipped = self._marks.done.copy()
         self._order = threading.Lock()  # what is packed first goes first
         self._wake_writer, reader = _channel.pair()
         self._wake_reader = _channel.adopt(reader)
         share = self._slices[workers[0]][0], self._slices[workers[-1]][1]
-        shipped = self._arrays | {("done",): self._shipped}
-        self._share, self._marks = slice(*share), Slots(shipped)
+        shipped = replace(self._marks, done=self._shipped)
+        self._share, self._to_ship = slice(*share), Slots(shipped)
         self._taking = self._worker_end(workers[0], share, shipped, self._wake_reader)
         self._posting: dict[int, WorkerHandoff] = {}  # by worker
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -82,7 +84,7 @@ class Shipper:
             replaces: whether another has served before.
         """
         share = self._slices[worker]
-        self._posting[worker] = self._worker_end(worker, share, self._arrays, channel)
+        self._posting[worker] = self._worker_end(worker, share, self._marks, channel)
         slots = np.arange(*share)
         with self._order:
             if self._serving[slots].all():  # the actor has its rows, and what it was asked for
@@ -90,15 +92,15 @@ class Shipper:
                 return
             tell(self._wire.inheritance(worker).pack(slots) if replaces else None)
             self._serving[slots] = True
-            self._shipped[slots] = self._arrays["done",][slots]
+            self._shipped[slots] = self._marks.done[slots]
         self._wake_writer.send("look again")
         self._taking.stir()
 
     def ship(self) -> None:
         """Ships what has been asked for by now, lest what a worker is told next be there first."""
         with self._order:
-            while (work := self._marks.requested(self._share)) is not None:
-                self._shipped[work.slots] = self._arrays["asked",][work.slots]
+            while (work := self._to_ship.requested(self._share)) is not None:
+                self._shipped[work.slots] = self._marks.asked[work.slots]
                 slots = np.sort(work.slots[self._serving[work.slots]])  # `serve` sees to the others
                 if slots.size:
                     self._move(work.verb, self._wire.requests[work.verb].pack(slots))
@@ -110,7 +112,7 @@ class Shipper:
     def post(self, rows: Payload) -> None:
         """Writes rows, and hands those back that answer what was asked."""
         slots = self._wire.results.unpack(rows)
-        asked, done = self._arrays["asked",][slots], self._arrays["done",][slots]
+        asked, done = self._marks.asked[slots], self._marks.done[slots]
         finished = slots[(self._answered[slots] == asked) & (done != asked)]
         for worker, part in self._shares.of(finished):
             with suppress(OSError):  # its socket is closed; the slots are done all the same
@@ -139,9 +141,9 @@ class Shipper:
             self._fail(error)
 
     def _worker_end(
-        self, worker: int, share: tuple[int, int], arrays: Arrays, channel: Channel
+        self, worker: int, share: tuple[int, int], marks: Marks, channel: Channel
     ) -> WorkerHandoff:
-        knocks = int(arrays["knocks",][worker, 0])
+        knocks = int(marks.knocks[worker, 0])
         return _handoffs.worker_end(
-            self._kind, arrays, worker=worker, share=share, channel=channel, spin_ns=0, knocks=knocks
+            self._kind, marks, worker=worker, share=share, channel=channel, spin_ns=0, knocks=knocks
         )
