@@ -19,6 +19,7 @@ from hypothesis import settings
 import jaxvec
 from jaxvec._backends import _fork, _handoffs, _lifeline, _start_method, _supervisor
 from jaxvec._cores import usable_cores
+from jaxvec._native import engine
 from jaxvec.callbacks import _transports
 
 pytest.register_assert_rewrite("disasters", "scripts")
@@ -101,6 +102,12 @@ def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoes `--handoff`, `--transport` and `--start-method` for one test."""
     for module, choose in _FREE.items():
         monkeypatch.setattr(module, "choose", choose)
+
+
+@pytest.fixture
+def patient_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets programs wait without Python for longer than even a busy machine takes for a step."""
+    monkeypatch.setattr(engine, "_WAIT", disasters.PATIENCE * 10**9)
 
 
 @pytest.fixture(scope="session", autouse=True)

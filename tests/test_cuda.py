@@ -65,6 +65,7 @@ def as_timestep(envs, rows):
 # --- The same data as on the CPU --------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
 def test_steps_are_those_of_the_cpu_and_need_no_python(driver, pool, make, monkeypatch, env, autoreset_mode):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from disasters import PATIENCE, failing, in_two_ways, wait_until, wait_until_dead
+from disasters import failing, in_two_ways, wait_until, wait_until_dead
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec._native import engine, library
+from jaxvec._native import library
 from jaxvec._tracing import _shares, _timeline
 from jaxvec._tracing._recorder import Record, Span
 from jaxvec.callbacks._trace_run import trace_run
@@ -171,12 +171,11 @@ def test_the_env_that_has_taken_a_slot_is_the_one_that_is_stepped_and_traced(mak
     assert Timeline(tmp_path / "pool.json").count("step env 0") == 6
 
 
+@pytest.mark.usefixtures("patient_programs")  # else Python is asked, which has spans of its own
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
-def test_the_earliest_events_are_dropped_and_counted(make, transport, tmp_path, monkeypatch):
+def test_the_earliest_events_are_dropped_and_counted(make, transport, tmp_path):
     if transport == "ffi" and library.reason_unavailable():
         pytest.skip(library.reason_unavailable())
-    # A program that has waited so long asks Python, which has spans of its own; so not in one run alone.
-    monkeypatch.setattr(engine, "_WAIT", PATIENCE * 10**9)
     envs = make(CountingEnv, 2, num_workers=1, transport=transport)
     full = run(envs, tmp_path / "full.json", 50)
     timeline = run(envs, tmp_path / "pool.json", 50, max_events=10)

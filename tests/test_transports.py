@@ -144,6 +144,7 @@ class ImageEnv(CountingEnv):
         return np.full((30, 40), self.steps % 256, np.uint8)
 
 
+@pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
 def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, autoreset_mode):
@@ -161,6 +162,7 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     assert envs.pool._engine.counts.tolist() == [21] * 3
 
 
+@pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("order", ["ready", "sent"])
 @pytest.mark.parametrize("batch_size", [2, 6])
 def test_first_ready_batches_without_trouble_need_no_python(native, monkeypatch, order, batch_size):
@@ -209,6 +211,7 @@ def dict_of(sample):
     return jax.tree.map(np.asarray, sample)
 
 
+@pytest.mark.usefixtures("patient_programs")
 def test_a_step_without_trouble_under_disabled_asks_for_resets(native, monkeypatch):
     ends = [partial(CountingEnv, 2, truncate=truncate) for truncate in (False, True)]
     envs = native(ends, 2, autoreset_mode="DISABLED")
