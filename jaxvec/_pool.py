@@ -124,8 +124,7 @@ class Pool:
         disabled = autoreset_mode is AutoresetMode.DISABLED
         self._ends_need_reset = resets_required and disabled and not spec.has_idle
         over = self._views.over if self._ends_need_reset else None
-        self._rules = Rules(self.id, self._turns, in_order, over, timeouts.step)
-        self._engine = workers.open_engine(self._rules)
+        self._engine = workers.open_engine(Rules(self.id, self._turns, in_order, over, timeouts.step))
         self.closing: Closing = Closing(workers, self._engine)
 
     @property
@@ -611,7 +610,8 @@ class Pool:
                 env_ids,
                 generation,
                 engine=self._engine,
-                rules=self._rules,
+                turns=self._turns,
+                pool_id=self.id,
                 batch_size=self.spec.batch_size,
             )
 

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import EnvIdError, InFlightError, JaxvecError, ResetNeededError, StaleHandleError
-from jaxvec._handoff._engine import Engine, Rules, Status
+from jaxvec._handoff._engine import Engine, Status
 from jaxvec._handoff._move import name_mover
+from jaxvec._handoff._turns import Turns
 
 
 def refusal(
@@ -18,7 +19,8 @@ def refusal(
     generation: NDArray[np.uint32] | None,
     *,
     engine: Engine,
-    rules: Rules,
+    turns: Turns,
+    pool_id: int,
     batch_size: int,
 ) -> JaxvecError:
     """Returns the error of a call that the engine refused. The caller is inside, so nothing changes.
@@ -28,15 +30,14 @@ def refusal(
         env_ids: `[n]` that it was asked about.
         generation: `[n]` of the caller's handle to them, if it was asked about that.
         engine: of the pool.
-        rules: that it goes by.
-        batch_size: of the pool.
+        turns, pool_id, batch_size: of the pool, too.
     """
-    turns, num_envs = rules.turns, len(engine.counts)
+    num_envs = len(engine.counts)
     match status:
         case Status.NO_SUCH_ENV:
             foreign = env_ids[(env_ids < 0) | (env_ids >= num_envs)]
             return EnvIdError(
-                f"env_id {foreign[0]} is out of range for pool {rules.pool_id} of {num_envs} envs "
+                f"env_id {foreign[0]} is out of range for pool {pool_id} of {num_envs} envs "
                 f"(0 to {num_envs - 1}); nothing was stepped"
             )
         case Status.NAMED_TWICE:
@@ -50,7 +51,7 @@ def refusal(
             assert generation is not None
             return StaleHandleError(
                 f"stale handle: it is from call {generation[stale]} to env {env_ids[stale]} of pool "
-                f"{rules.pool_id}, but the latest is call {now[stale]}, by {name_mover(engine.mover)}. A "
+                f"{pool_id}, but the latest is call {now[stale]}, by {name_mover(engine.mover)}. A "
                 "handle is used once, like a donated buffer: pass on the one that the latest call returned. "
                 "After a call on the host, begin with jaxvec.reset(envs); to reset in a program that steps, "
                 "use jaxvec.reset(handle)"
