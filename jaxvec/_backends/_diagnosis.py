@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jaxvec._backends._backend import Patience
 from jaxvec._backends._launcher import Process, Slices
 from jaxvec._errors import EnvTimeoutError, WorkerDiedError
 from jaxvec._handoff._move import Verb
@@ -72,8 +73,7 @@ class Diagnosis:
 
     def late(
         self,
-        name: str,
-        timeout: float | None,
+        patience: Patience,
         workers: Sequence[int],
         processes: Sequence[Process],
         unfinished: Sequence[int] | None,
@@ -81,8 +81,7 @@ class Diagnosis:
         """Returns the error of an operation that took too long.
 
         Args:
-            name: of the operation.
-            timeout: that it had, in seconds.
+            patience: of the operation.
             workers: that hold it up.
             processes: of all workers.
             unfinished: those of their slots that it waits for; `None` if it waits for their answers.
@@ -97,7 +96,9 @@ class Diagnosis:
             env_ids = tuple(unfinished)
             running = self.running(env_ids) or elsewhere or "no env is running"
             doing = f"{running}; unfinished: {name_envs(env_ids)}"
-        return EnvTimeoutError(f"{name} timed out after {timeout} s: {doing}", env_ids=env_ids)
+        return EnvTimeoutError(
+            f"{patience.name} timed out after {patience.timeout} s: {doing}", env_ids=env_ids
+        )
 
 
 def _silent(workers: Iterable[int], processes: Sequence[Process]) -> str:

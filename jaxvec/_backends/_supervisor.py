@@ -192,7 +192,7 @@ class Supervisor:
                 f"{patience.name}: not ready within the timeout; the envs are still in flight, so call it "
                 "again to go on waiting"
             )
-        error = self._diagnosis.late(patience.name, patience.timeout, late, self._processes, unfinished)
+        error = self._diagnosis.late(patience, late, self._processes, unfinished)
         for worker in late:
             self.replace(worker, error)
 

@@ -243,8 +243,8 @@ class CEngine:
         if move.verb is not Verb.SEND:
             rows, addresses = self._new_results(num_rows).make()
             request.results = ctypes.addressof(addresses)
-        moved = self._library.jaxvec_pool_move(self._pool, ctypes.byref(request))
-        return Made(_STATUSES[moved], rows, request.waited_ns / 1e9)
+        status = self._library.jaxvec_pool_move(self._pool, ctypes.byref(request))
+        return Made(_STATUSES[status], rows, request.waited_ns / 1e9)
 
     def check_handle(self, move: Move) -> Status:
         slots = _words(move.slots, np.int64)
@@ -290,10 +290,11 @@ class CEngine:
         self._library.jaxvec_trace_start(self._pool, capacity)
 
     def stop_trace(self) -> Record:
-        spans = (_Span * self._capacity)()
-        count = self._library.jaxvec_trace_stop(self._pool, spans)
-        found = [Span(_NAMES[span.what], span.began, span.ended, span.thread) for span in spans[:count]]
-        return Record(found, max(count - self._capacity, 0))
+        rows = np.empty(self._capacity, _Span)
+        count = self._library.jaxvec_trace_stop(self._pool, rows.ctypes.data)
+        began, ended, thread, what = (rows[name][:count].tolist() for name in rows.dtype.names or ())
+        spans = map(Span, map(_NAMES.__getitem__, what), began, ended, thread)
+        return Record(list(spans), max(count - self._capacity, 0))
 
     def close(self) -> None:
         self.bar()

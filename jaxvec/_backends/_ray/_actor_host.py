@@ -28,11 +28,13 @@ from jaxvec._backends._ray._wire_format import HostFailure, Payload, ProcessEnd,
 from jaxvec._backends._start_method import LocalLauncher, StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
-from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff, time_left
+from jaxvec._handoff._handoff import ParentHandoff, time_left
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
+
+_WHOLE = 0.2  # seconds for a request, after which what is done of it is sent
 
 
 class _Interrupted(Exception):
@@ -173,7 +175,7 @@ class ActorHost:
         missing = np.concatenate(requests)[~np.concatenate(done)]
         # Who waits for one request is woken once; among several, each may be the first to be done.
         count = missing.size if len(requests) == 1 and not self._first_ready else 1
-        deadline = time.monotonic() + LOOK_AROUND
+        deadline = time.monotonic() + _WHOLE
         while not self._handoff.wait(missing, count, time_left(deadline)):
             with self._handoff.listening(missing, count, time_left(deadline)) as seconds:
                 self._look(seconds)
