@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -69,8 +70,9 @@ def program(envs: jaxvec.VectorEnv, device: jax.Device) -> Turn:
     """A scan on the device."""
     state = [jaxvec.reset(envs)[0]]
 
-    @jax.jit
-    def run(handle: Any, steps: Any) -> Any:
+    # Of a length that is not known, XLA would have the host look at each step whether there is another one.
+    @partial(jax.jit, static_argnums=1)
+    def run(handle: Any, steps: int) -> Any:
         def body(_: Any, carry: Any) -> Any:
             handle, seen = carry
             handle, timestep = jaxvec.step(handle, jnp.broadcast_to(seen > 1 << 30, (NUM_ENVS,)).astype(int))
@@ -136,10 +138,11 @@ def measure(size: int, device: jax.Device, rounds: int, seconds: float) -> dict[
         times: dict[str, list[float]] = {name: [] for name in turns}
         counts: dict[str, int] = {}
         for name, turn in turns.items():
-            turn(3)
+            turn(5)
             start = time.perf_counter()
             turn(5)
             counts[name] = max(int(5 * seconds / (time.perf_counter() - start)), 5)
+            turn(counts[name])  # compiles
         for _ in range(rounds):
             for name, turn in turns.items():
                 start = time.perf_counter()

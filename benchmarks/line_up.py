@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks import peers
-from benchmarks.systems import System, bare_loops, jaxvec_host, jaxvec_scan
+from benchmarks.systems import System, bare_loops, jaxvec_host, jaxvec_scan, jaxvec_sync
 
 
 def systems(pufferlib_python: str | None) -> dict[str, System]:
@@ -17,8 +17,11 @@ def systems(pufferlib_python: str | None) -> dict[str, System]:
     }
     return {
         "bare env.step loops, one per core": bare_loops,
+        "bare loops that meet after each step": partial(bare_loops, meet=True),
+        "bare loops over env.unwrapped": partial(bare_loops, unwrapped=True),
         **ours,
         "jaxvec, Python loop": jaxvec_host,
+        "jaxvec's SyncVectorEnv for Gymnasium": jaxvec_sync,
         "Gymnasium SyncVectorEnv": peers.gymnasium_sync,
         "Gymnasium AsyncVectorEnv (spawn)": peers.gymnasium_async,
         "AsyncVectorEnv by io_callback in scan": peers.gymnasium_async_in_jit,

@@ -74,6 +74,9 @@ class Load:
         return [partial(gymnasium.make, self.env_id)] * number  # pyright: ignore[reportReturnType]
 
 
+_CLASSIC = {"Acrobot": "Acrobot-v1", "MountainCar": "MountainCar-v0"}
+
+
 def _mixed(index: int) -> EnvFn:
     return partial(BusyEnv, 1000 if index % 8 == 0 else 100)
 
@@ -83,6 +86,7 @@ LOADS = {
     for load in (
         *(Load(f"no-op x {n}", n, make=lambda _: partial(BusyEnv, 0)) for n in (8, 64, 512)),
         *(Load(f"CartPole x {n}", n, env_id="CartPole-v1") for n in (8, 64, 256, 1024)),
+        *(Load(f"{name} x 256", 256, env_id=env_id) for name, env_id in _CLASSIC.items()),
         Load("image x 64", 64, make=lambda _: ImageEnv),
         Load("nested Dict x 64", 64, make=lambda _: NestedEnv),
         Load("busy 100 us x 64", 64, make=lambda _: partial(BusyEnv, 100)),

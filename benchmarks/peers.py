@@ -33,7 +33,7 @@ def gymnasium_sync(load: Load) -> Generator[Run]:
 
 @contextmanager
 def _async(load: Load) -> Generator[Any]:
-    _require_few(load)
+    _check_few(load)
     # Its own default would fork a process that has JAX's threads.
     envs = AsyncVectorEnv(load.env_fns(), context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
     with _closing(envs):
@@ -174,6 +174,6 @@ def _two_each(load: Load) -> gymnasium.Space[Any]:
     return gymnasium.spaces.MultiDiscrete([2] * load.num_envs)
 
 
-def _require_few(load: Load) -> None:
+def _check_few(load: Load) -> None:
     if load.num_envs > MAX_PROCESSES:
         raise NotRun(f"starts a process per env; not measured above {MAX_PROCESSES}")

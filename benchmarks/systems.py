@@ -7,18 +7,21 @@ All step the same Python envs with random actions, drawn in advance. One that ca
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from gymnasium.vector import AutoresetMode
 
 import jaxvec
 from benchmarks.loads import EnvFn, Load
 from jaxvec._cores import usable_cores
 from jaxvec._memory._layout import split
+from jaxvec.compat.gymnasium import SyncVectorEnv
 
 Run = Callable[[int], None]  # takes that many steps of every env
 System = Callable[[Load], Any]
@@ -91,15 +94,35 @@ def jaxvec_host(load: Load) -> Generator[Run]:
 
 
 @contextmanager
-def bare_loops(load: Load) -> Generator[Run]:
-    """Steps an equal share of the envs in a process per core, with nothing between env and loop."""
+def jaxvec_sync(load: Load) -> Generator[Run]:
+    """Steps `jaxvec.compat.gymnasium.SyncVectorEnv` in a Python loop."""
+    with closing(SyncVectorEnv(load.env_fns(), autoreset_mode=AutoresetMode.SAME_STEP)) as envs:
+        envs.reset(seed=0)
+        yield loop(envs.step, draw(envs.action_space))
+
+
+@contextmanager
+def bare_loops(load: Load, *, meet: bool = False, unwrapped: bool = False) -> Generator[Run]:
+    """Steps an equal share of the envs in a process per core, with nothing between env and loop.
+
+    Args:
+        load: the envs.
+        meet: whether the processes wait for each other after each step, as those of a vector env do.
+        unwrapped: whether to leave out the wrappers, with their time limit.
+    """
     context = multiprocessing.get_context("spawn")
     pipes: list[Any] = []
     processes: list[Any] = []
-    for first, stop in split(load.num_envs, min(usable_cores(), load.num_envs)):
+    slices = split(load.num_envs, min(usable_cores(), load.num_envs))
+    bells = [context.Pipe(duplex=False) for _ in slices] if meet else []
+    for number, (first, stop) in enumerate(slices):
         ours, theirs = context.Pipe()
         env_fns = load.env_fns()[first:stop]
-        process = context.Process(target=_bare_loop, args=(env_fns, theirs), daemon=True)
+        bell = bells[number][0] if meet else None
+        others = [ring for other, (_, ring) in enumerate(bells) if other != number]
+        process = context.Process(
+            target=_bare_loop, args=(env_fns, theirs, bell, others, unwrapped), daemon=True
+        )
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -121,8 +144,10 @@ def bare_loops(load: Load) -> Generator[Run]:
             process.join(10)
 
 
-def _bare_loop(env_fns: list[EnvFn], pipe: Any) -> None:
+def _bare_loop(env_fns: list[EnvFn], pipe: Any, bell: Any, others: list[Any], unwrapped: bool) -> None:
     envs = [env_fn() for env_fn in env_fns]
+    if unwrapped:
+        envs = [env.unwrapped for env in envs]
     for i, env in enumerate(envs):
         env.reset(seed=i)
         env.action_space.seed(i)
@@ -137,4 +162,9 @@ def _bare_loop(env_fns: list[EnvFn], pipe: Any) -> None:
                 _, _, terminated, truncated, _ = env.step(action)
                 if terminated or truncated:
                     env.reset()
+            for other in others:
+                os.write(other.fileno(), b".")
+            missing = len(others)
+            while missing:
+                missing -= len(os.read(bell.fileno(), missing))
         pipe.send(None)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from jaxvec._errors import (
     ActionError,
+    EnvAttributeError,
     EnvDataError,
     EnvError,
     EnvIdError,
     EnvTimeoutError,
     InFlightError,
     JaxvecError,
+    NotPicklableError,
     NotReadyError,
     PoolBrokenError,
     PoolClosedError,
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActionError",
+    "EnvAttributeError",
     "EnvDataError",
     "EnvError",
     "EnvIdError",
@@ -49,6 +52,7 @@ __all__ = [
     "Handle",
     "InFlightError",
     "JaxvecError",
+    "NotPicklableError",
     "NotReadyError",
     "PoolBrokenError",
     "PoolClosedError",

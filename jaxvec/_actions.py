@@ -95,11 +95,42 @@ def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:
     if env_id is None:
         return np.arange(num_envs)
     array = np.asarray(env_id)
-    require_ids(array.dtype, array.shape)
+    check_ids(array.dtype, array.shape)
     return array.astype(np.intp)
 
 
-def require_ids(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
+    """Returns `[k]` distinct env ids, all for `None`; raises `EnvIdError` for what is not some.
+
+    Args:
+        indices: an integer or some, negative ones counted from the end.
+        num_envs: of the pool.
+    """
+    if indices is None:
+        return np.arange(num_envs)
+    expected = "indices: expected an integer or a list of them, got"
+    try:
+        array = np.asarray(indices)
+    except ValueError as error:
+        raise EnvIdError(f"{expected} a ragged sequence") from error
+    if not array.size and array.ndim == 1:
+        return np.zeros(0, np.intp)
+    if array.ndim > 1 or array.dtype.kind not in "iu":
+        raise EnvIdError(f"{expected} {array.dtype} of shape {array.shape}")
+    array = np.atleast_1d(array)
+    wrong = array[(array < -num_envs) | (array >= num_envs)]
+    if wrong.size:
+        raise EnvIdError(
+            f"indices: {wrong[0]} is out of range for {num_envs} envs: {-num_envs} to {num_envs - 1}"
+        )
+    slots = array.astype(np.intp) % num_envs
+    counts = np.bincount(slots)
+    if counts.max() > 1:
+        raise EnvIdError(f"indices: env {counts.argmax()} is named twice")
+    return slots
+
+
+def check_ids(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     """Raises `EnvIdError` if an array of this dtype and shape can't hold env ids."""
     if len(shape) != 1 or dtype.kind not in "iu":
         raise EnvIdError(f"env_id must be integers of shape [k], got {dtype} of shape {shape}")

@@ -12,6 +12,7 @@ from jaxvec._backends._backend import Workers
 from jaxvec._handoff._engine import Engine
 from jaxvec._memory._pinned import Pinned
 
+_HURRY = 1.0  # seconds for the envs of a broken pool
 _PATIENCE = 1.0  # seconds for others to be done with a pool whose workers are gone
 
 
@@ -36,23 +37,23 @@ class Closing:
         self.hurry = False
         self.pinned: Pinned | None = None
 
-    def close(self, timeout: float = 5.0) -> None:
+    def close(self, timeout: float | None = 5.0) -> None:
         """Closes, see `Pool.close`; goes on where Ctrl-C ended another call, and returns if one is at it."""
         if self.ended or self._closing or os.getpid() != self.process:
             return
         self.closed = self._closing = True
         try:
             self._engine.bar()
-            with self._engine.inside(alone=True, if_busy=self._workers.kill, patience=_PATIENCE):
-                self._end(min(timeout, 1.0) if self.hurry else timeout)
+            with self._engine.exclusive(if_busy=self._workers.kill, patience=_PATIENCE):
+                self._end(min(_HURRY if timeout is None else timeout, _HURRY) if self.hurry else timeout)
         finally:
             self._closing = False
 
-    def _end(self, timeout: float) -> None:
+    def _end(self, timeout: float | None) -> None:
         try:
-            self._workers.close(timeout)
+            self._workers.close(timeout, tell=not self.hurry)  # whose envs fail or hang was told
         finally:  # Ctrl-C ends their time, and nothing else
-            self._engine.settle()
+            self._engine.wait_for_copies()
             if self.pinned is not None:
                 self.pinned.close()
             self._engine.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ActionError",
+    "EnvAttributeError",
     "EnvDataError",
     "EnvError",
     "EnvIdError",
     "EnvTimeoutError",
     "InFlightError",
     "JaxvecError",
+    "NotPicklableError",
     "NotReadyError",
     "PoolBrokenError",
     "PoolClosedError",
@@ -23,6 +27,18 @@ __all__ = [
 
 class JaxvecError(Exception):
     """Base of all errors that jaxvec raises on purpose."""
+
+    def __reduce__(self) -> Any:
+        # Programs run in others' processes, too, such as trials of Ray's Tune, and their errors travel: by
+        # default `__init__` would be called with `args`, which is not all that it takes.
+        return _make_again, (type(self), self.args, self.__dict__)
+
+
+def _make_again(kind: type[JaxvecError], args: tuple[Any, ...], attributes: dict[str, Any]) -> JaxvecError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    return error
 
 
 # --- the caller's mistakes: nothing was stepped, the pool stays usable -----------------------
@@ -46,6 +62,10 @@ class ResetNeededError(JaxvecError, RuntimeError):
 
 class EnvIdError(JaxvecError, ValueError):
     """A call names an env twice, or an env that the pool does not have."""
+
+
+class NotPicklableError(JaxvecError, TypeError):
+    """A function, value or option that is for the envs can't be pickled, and so not sent to their workers."""
 
 
 class InFlightError(JaxvecError, RuntimeError):
@@ -100,6 +120,10 @@ class EnvError(JaxvecError, RuntimeError):
 
 class EnvDataError(EnvError):
     """An env returned data of the wrong structure, shape or dtype; names env and leaf."""
+
+
+class EnvAttributeError(EnvError, AttributeError):
+    """An env has no attribute of the name that was asked for, or it can't be set."""
 
 
 class WorkerDiedError(JaxvecError, RuntimeError):

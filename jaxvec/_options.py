@@ -44,6 +44,6 @@ def expand(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
     return tuple(each)
 
 
-def share(options: Options, first: int, stop: int) -> Options:
+def select(options: Options, first: int, stop: int) -> Options:
     """Returns the options of the envs `first` to `stop - 1`."""
     return None if options is None else options[first:stop]

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _options, _stats
@@ -30,14 +29,15 @@ from jaxvec._closing import Closing
 from jaxvec._errors import (
     EnvIdError,
     JaxvecError,
+    NotPicklableError,
     NotReadyError,
     PoolBrokenError,
     PoolClosedError,
     StaleHandleError,
 )
+from jaxvec._handoff._admission import Admission
 from jaxvec._handoff._engine import Made, Rules, Status
-from jaxvec._handoff._move import Caller, Move, Verb, name_mover
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._move import Caller, Move, Verb, name_caller
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._memory._views import Deliver, Rows, Views, copies, into
@@ -46,7 +46,7 @@ from jaxvec._options import Options
 from jaxvec._refusals import refusal
 from jaxvec._seeds import NONE
 from jaxvec._slices._slice import Asked
-from jaxvec._spec import PoolSpec
+from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._tracing._recorder import Record, Recorder, span
 
@@ -67,7 +67,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _Pending:
     """A move under way; `interrupt` raises if Ctrl-C came since it began."""
 
     move: Move
@@ -75,7 +75,11 @@ class _Flight:
 
 
 class Pool:
-    """The envs, their memory, and who may step them now."""
+    """The envs, their memory, and who may step them now.
+
+    Attributes:
+        errors_late: whether a program's error may be one that its caller never hears.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,6 @@ class Pool:
         *,
         slices: tuple[tuple[int, int], ...],
         together: int,
-        autoreset_mode: AutoresetMode,
         in_order: bool,
         timeouts: Timeouts,
         resets_required: bool,
@@ -96,7 +99,6 @@ class Pool:
             spec: of the envs.
             slices: `(first, stop)` of each worker's envs.
             together: how many neighbours are one batched env, which moves as a whole; 1 for none.
-            autoreset_mode: of the envs.
             in_order: whether `recv` returns envs in the order in which they were sent.
             timeouts: of the operations.
             resets_required: whether envs that were never reset, or have ended their episode without
@@ -107,24 +109,24 @@ class Pool:
         self._in_order = in_order
         self._timeouts = timeouts
         layout = make_layout(spec, slices)
-        arrays = workers.attach(layout, spec, autoreset_mode)
+        arrays = workers.attach(layout, spec)
         self._views = Views(spec, arrays)
         self._segment = _segment.whole(arrays, layout)
         self._pinning_tried = False
         self.id: int = next(_ids)
         self.all: NDArray[np.int_] = np.arange(spec.num_envs)
-        self._turns = Turns(spec.num_envs, spec.batch_size, together)
+        self._admission = Admission(spec.num_envs, spec.batch_size, together)
         self._options: Options = None  # that the workers hold
         if not resets_required:
-            self._turns.needs_reset[:] = False
+            self._admission.needs_reset[:] = False
 
         self.recorder: Recorder | None = None  # of hand-offs, while they are recorded
         self._broken_by: BaseException | None = None
         self._program_error: tuple[int, BaseException] | None = None  # and what the engine had served
-        disabled = autoreset_mode is AutoresetMode.DISABLED
-        self._ends_need_reset = resets_required and disabled and not spec.has_idle
+        self.errors_late: bool = False
+        self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         over = self._views.over if self._ends_need_reset else None
-        self._engine = workers.open_engine(Rules(self.id, self._turns, in_order, over, timeouts.step))
+        self._engine = workers.open_engine(Rules(self.id, self._admission, in_order, over, timeouts.step))
         self.closing: Closing = Closing(workers, self._engine)
 
     @property
@@ -136,22 +138,27 @@ class Pool:
         """What broke the pool, if anything did."""
         return self._broken_by
 
+    @property
+    def has_info(self) -> NDArray[np.bool_]:
+        """Of each env, whether the raw info of its last reset or step says anything; until its next."""
+        return self._views.has_info
+
     def stats(self) -> Stats:
         """Returns what the workers have done so far; also of a broken pool."""
-        with self._engine.inside():
+        with self._engine.shared():
             if self.closed:
                 raise PoolClosedError(f"pool {self.id} is closed; read its stats before you close it")
             return _stats.read(self._views.stats, self._workers.restarts)
 
-    def counts(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
+    def generation(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
         """Returns what a fresh handle to `slots` says."""
-        return self._engine.counts[slots]
+        return self._engine.generation[slots]
 
     def move_all(self, verb: Verb, caller: Caller | None = None) -> Move:
         """Returns a move of all envs, by a caller who has no handle."""
         return Move(verb, self.all, caller=caller)
 
-    def require_spec(self, fingerprint: int) -> None:
+    def check_spec(self, fingerprint: int) -> None:
         """Raises `StaleHandleError` if a handle made for a spec of this fingerprint can't be ours."""
         if fingerprint != self.spec.fingerprint:
             raise StaleHandleError(
@@ -166,7 +173,7 @@ class Pool:
         """
         if self._pinning_tried:
             return
-        with self._engine.inside():
+        with self._engine.shared():
             if self._pinning_tried or self.closed:
                 return
             self._pinning_tried = True
@@ -221,13 +228,13 @@ class Pool:
         """
         chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
-        with self._flight(move) as flight, self._recording(move):
-            with self._engine.inside(alone=move.generation is None or self._sets_options(options)):
+        with self._pending(move) as pending, self._recording(move):
+            with self._locked(exclusive=move.generation is None or self._sets_options(options)):
                 self._enter(move)
-                self._send_reset(flight, chosen, seeds, options, in_flight=self.spec.first_ready)
+                self._send_reset(pending, chosen, seeds, options, in_flight=self.spec.first_ready)
             if self.spec.first_ready:
-                return self._receive(flight, deliver)
-            self._wait(flight, chosen, len(chosen), Verb.RESET)
+                return self._receive(pending, deliver)
+            self._wait(pending, chosen, len(chosen), Verb.RESET)
             return self._read(move.slots, deliver)
 
     def send_reset(
@@ -236,9 +243,9 @@ class Pool:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
         chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
-        with self._flight(move) as flight, self._recording(move), self._engine.inside(alone=True):
+        with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
             self._enter(move)
-            self._send_reset(flight, chosen, seeds, options, in_flight=True)
+            self._send_reset(pending, chosen, seeds, options, in_flight=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
         """Steps envs once.
@@ -248,21 +255,21 @@ class Pool:
             actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
             deliver: as in `reset`.
         """
-        with self._flight(move) as flight:
+        with self._pending(move) as pending:
             if deliver is copies:
                 made = self._engine.move(move, actions)
                 if made.status in _MADE:
-                    return self._finish(flight, made)
+                    return self._finish(pending, made)
             with self._recording(move):
-                with self._engine.inside(alone=move.generation is None):
+                with self._locked(exclusive=move.generation is None):
                     self._enter(move)
                     self._send_step(move.slots, actions)
-                    self._count(move)
-                self._wait(flight, move.slots, len(move.slots), Verb.STEP)
+                    self._advance(move)
+                self._wait(pending, move.slots, len(move.slots), Verb.STEP)
                 return self._end_step(move.slots, deliver)
 
     def end(self, move: Move, *, waited: float, interrupt: Callable[[], None], out: Rows) -> None:
-        """Waits for a step or a `recv` that was begun, and ends it. The caller is in flight.
+        """Waits for a step or a `recv` that was begun, and ends it. The caller keeps the lock shared.
 
         A compiled program's call that was begun without Python comes here when its wait meets with
         anything unusual.
@@ -273,7 +280,7 @@ class Pool:
             interrupt: raises if Ctrl-C came since the call began.
             out: where to copy the leaves of the time step.
         """
-        self._end(_Flight(move, interrupt), out, waited)
+        self._end(_Pending(move, interrupt), out, waited)
 
     def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
@@ -284,19 +291,19 @@ class Pool:
             actions: `[k, ...]`, as of `step`.
             as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
-        with self._flight(move):
+        with self._pending(move):
             if not as_they_are and self._engine.move(move, actions, env_ids).status is Status.DONE:
                 return
-            with self._recording(move), self._engine.inside(alone=as_they_are):
+            with self._recording(move), self._locked(exclusive=as_they_are):
                 self._enter(move)
                 self._send_step(env_ids, actions, as_they_are=as_they_are)
-                self._turns.take_off(env_ids, self._timeouts.step)
-                self._count(move)
+                self._admission.note_sent(env_ids, self._timeouts.step)
+                self._advance(move)
 
     def recv(
         self, move: Move, *, deliver: Deliver = copies, timeout: float | None = None, everything: bool = False
     ) -> Rows:
-        """Waits until `batch_size` of the envs in flight are done, and lands them.
+        """Waits until `batch_size` of the envs in flight are completed, and receives them.
 
         Args:
             move: of all envs.
@@ -305,27 +312,33 @@ class Pool:
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        with self._flight(move) as flight:
+        with self._pending(move) as pending:
             if deliver is copies and timeout is None and not everything:
                 made = self._engine.move(move, ())
                 if made.status in _MADE:
-                    return self._finish(flight, made)
+                    return self._finish(pending, made)
             with self._recording(move):
-                with self._engine.inside(alone=True):  # one recv at a time
+                with self._engine.exclusive():  # one recv at a time
                     self._enter(move)
-                    if not everything and self._turns.num_sent[0] < self.spec.batch_size:
-                        self._require(Status.TOO_FEW, move.slots)
-                    self._engine.take_off()
-                    self._count(move)
-                return self._receive(flight, deliver, give_up=give_up, everything=everything)
+                    if not everything and self._admission.num_sent[0] < self.spec.batch_size:
+                        self._check_status(Status.TOO_FEW, move.slots)
+                    self._engine.keep_shared()
+                    self._advance(move)
+                return self._receive(pending, deliver, give_up=give_up, everything=everything)
 
-    def infos(self) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last reset or step; asks the workers only if there are any."""
-        with self._engine.inside(alone=True):
-            self._require_usable()
-            if not self._views.has_info.any():
-                return [{} for _ in self.all]
-            return [info for slice_ in self._ask("infos", lambda _first, _stop: ()) for info in slice_]
+    def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last reset or step; asks for those alone that say anything."""
+        with self._engine.exclusive():
+            self._check_usable()
+            self._check_status(self._engine.check_handle(Move(Verb.CALL, slots)), slots)
+            told = np.sort(slots[self._views.has_info[slots]])
+            if not told.size:
+                return [{} for _ in slots]
+            asked = self._ask(
+                "infos_of", lambda first, stop: (told[(first <= told) & (told < stop)].tolist(),)
+            )
+            infos = dict(zip(told.tolist(), itertools.chain.from_iterable(asked), strict=True))
+            return [infos.get(slot, {}) for slot in slots.tolist()]
 
     def call(
         self,
@@ -348,27 +361,29 @@ class Pool:
         Returns:
             One result for each env.
         """
-        slots = move.slots
-        with self._recording(move), self._engine.inside(alone=True):
-            if begun is not None:
-                begun()
-            self._enter(move)
-            slices = self._ask_each("call", slots, args, name, kwargs)
-            self._count(move)
-        results = dict(zip(np.sort(slots).tolist(), itertools.chain.from_iterable(slices), strict=True))
-        return [results[slot] for slot in slots.tolist()]
+        return self._question(move, "call", args, name, kwargs, begun=begun)
+
+    def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
+        """Returns an attribute of envs, `slots` `[n]`, which is not called; otherwise as `call`."""
+        return self._question(Move(Verb.CALL, slots), "get_attr", [()] * len(slots), name)
+
+    def map(self, slots: NDArray[Any], function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        """Returns what `function` returns of envs, `slots` `[n]`, and `args`; otherwise as `call`."""
+        return self._question(Move(Verb.CALL, slots), "map", [args] * len(slots), function)
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
-        with span(self.recorder, "set_attr"), self._engine.inside(alone=True):
-            self._require_usable()
-            self._require(self._engine.check_handle(Move(Verb.CALL, slots)), slots)
+        with span(self.recorder, "set_attr"), self._engine.exclusive():
+            self._check_usable()
+            self._check_status(self._engine.check_handle(Move(Verb.CALL, slots)), slots)
             self._ask_each("set_attr", slots, values, name)
+            if self._workers.told is not None:
+                self._workers.told.set_attr(slots, values, name)
 
     def start_trace(self, capacity: int) -> None:
         """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
-        with self._engine.inside(alone=True):
-            self._require_usable()
+        with self._engine.exclusive():
+            self._check_usable()
             if self.recorder is not None:
                 raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
             with self._breaking():
@@ -385,7 +400,7 @@ class Pool:
         """
         assert self.recorder is not None
         hurry = self.closed or self._broken_by is not None
-        with self._engine.inside(alone=True, patience=1.0 if hurry else None):
+        with self._engine.exclusive(patience=1.0 if hurry else None):
             programs = [self.recorder.take(), self._engine.stop_trace()]
             self.recorder = None
             if self.closed:
@@ -396,8 +411,8 @@ class Pool:
             except JaxvecError:  # the pool is broken by now, and the next call says so; or another closed it
                 return programs, [] if self.closed else self._workers.stop_trace(hurry=True)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Closes the envs and ends the workers, by force after `timeout` seconds.
+    def close(self, timeout: float | None = 5.0) -> None:
+        """Closes the envs and ends the workers, by force after `timeout` seconds; `None` waits for ever.
 
         Legal at any time, from any thread, and twice: a step that is under way is ended by force,
         and raises `PoolClosedError`. Ctrl-C ends the wait for envs, and so their workers.
@@ -409,48 +424,52 @@ class Pool:
                 for name in ("_views", "_segment"):  # and with them the memory: nobody else has views of it
                     vars(self).pop(name, None)
 
-    # --- what the calls are made of; only who is inside the engine changes anything --------------
+    # --- what the calls are made of; only who has the engine's lock changes anything --------------
 
     @contextmanager
-    def _flight(self, move: Move) -> Generator[_Flight]:
-        """Lands the move that its block makes.
+    def _pending(self, move: Move) -> Generator[_Pending]:
+        """Releases the lock when the move that its block makes has ended.
 
         Once envs are moved, Ctrl-C breaks the pool wherever it comes, also between the parts that break it
         by themselves: envs may be on their way of which nobody knows any more.
         """
-        flight = _Flight(move, interrupts.since_now())  # before an env can hang
+        pending = _Pending(move, interrupts.since_now())  # before an env can hang
         try:
-            yield flight
+            yield pending
         except (Exception, GeneratorExit):
             raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
         except BaseException as error:
-            if self._engine.in_flight():
+            if self._engine.keeps_shared():
                 self._break(error)
             raise
         finally:
-            self._engine.land()
+            self._engine.release_shared()
+
+    def _locked(self, *, exclusive: bool) -> AbstractContextManager[None]:
+        """See `Engine.shared` and `Engine.exclusive`."""
+        return self._engine.exclusive() if exclusive else self._engine.shared()
 
     def _enter(self, move: Move) -> None:
         """Checks a move before it changes anything."""
-        self._require_usable()
-        self._require(self._engine.check_handle(move), move.slots, move.generation)
+        self._check_usable()
+        self._check_status(self._engine.check_handle(move), move.slots, move.generation)
         if move.generation is None:
-            self._engine.settle()  # who has a fresh handle has waited for the rows that came before it
+            self._engine.wait_for_copies()  # who has a fresh handle has waited for the rows before it
 
-    def _check(self, flight: _Flight) -> None:
+    def _check(self, pending: _Pending) -> None:
         """Raises what has to end a wait early."""
-        flight.interrupt()
-        self._require_usable()  # another thread may have closed or broken us
+        pending.interrupt()
+        self._check_usable()  # another thread may have closed or broken us
 
     def _recording(self, move: Move) -> AbstractContextManager[None]:
         """Records the move under the name by which it was called or, of faces that count none, the verb's."""
         if self.recorder is None:
             return nullcontext()
-        return self.recorder.span(move.verb.word if move.caller is None else name_mover(move.mover))
+        return self.recorder.span(move.verb.word if move.caller is None else name_caller(move.caller_code))
 
-    def _count(self, move: Move) -> None:
+    def _advance(self, move: Move) -> None:
         if move.caller is not None:
-            self._engine.moved(move)
+            self._engine.advance(move)
 
     def _sets_options(self, options: Options) -> bool:
         """Says whether the workers hold other options than these."""
@@ -458,7 +477,7 @@ class Pool:
 
     def _send_reset(
         self,
-        flight: _Flight,
+        pending: _Pending,
         chosen: NDArray[Any],
         seeds: NDArray[Any] | None,
         options: Options,
@@ -466,32 +485,34 @@ class Pool:
         in_flight: bool,
     ) -> None:
         """Sends those `chosen` of the move's envs, `[n]`, to be reset with `seeds`, `[n]`."""
-        sent = self._turns.sent
+        sent = self._admission.sent
         if len(chosen) == self.spec.num_envs and len(sent):
-            self._wait(flight, sent, len(sent), self._doing(sent))
-            self._turns.land(sent)
+            self._wait(pending, sent, len(sent), self._doing(sent))
+            self._admission.note_received(sent)
         elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
             raise EnvIdError(
                 f"a pool with batch_size ({self.spec.batch_size} of {self.spec.num_envs} envs) is reset as a "
                 f"whole, not {len(chosen)} envs of it"
             )
         if self.spec.first_ready:
-            chosen = self._turns.spread
-        self._require(self._engine.check_envs(chosen, stepped=False), chosen)
-        self._engine.settle()  # batched envs write rows of others, too, to which the handle may not be
-        self._views.seeds[flight.move.slots] = NONE if seeds is None else seeds
+            chosen = self._admission.spread
+        self._check_status(self._engine.check_envs(chosen, stepped=False), chosen)
+        self._engine.wait_for_copies()  # batched envs write rows of others, too, which our handle may lack
+        self._views.seeds[pending.move.slots] = NONE if seeds is None else seeds
         if self._sets_options(options):
-            self._options = options
             with self._breaking():
                 self._workers.set_options(options, self._timeouts.step)
+            self._options = options
+        if self._workers.told is not None:
+            self._workers.told.reset(chosen, options)
         self._hand_over(Verb.RESET, chosen)
-        self._turns.needs_reset[chosen] = False
+        self._admission.needs_reset[chosen] = False
         if in_flight:
-            self._turns.take_off(chosen, self._timeouts.reset)
-        self._count(flight.move)
+            self._admission.note_sent(chosen, self._timeouts.reset)
+        self._advance(pending.move)
 
     def _send_step(self, slots: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
-        self._require(self._engine.check_envs(slots, stepped=True), slots)
+        self._check_status(self._engine.check_envs(slots, stepped=True), slots)
         if as_they_are:
             self._ask_each("give_actions", slots, actions)
         else:
@@ -500,7 +521,7 @@ class Pool:
         self._hand_over(Verb.STEP, slots)
 
     def _hand_over(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._engine.take_off()
+        self._engine.keep_shared()
         with span(self.recorder, "hand over"), self._breaking():
             self._workers.send(verb, slots)
 
@@ -512,6 +533,27 @@ class Pool:
             if isinstance(answer, JaxvecError):
                 raise answer
         return answers
+
+    def _question(
+        self,
+        move: Move,
+        name: Asked,
+        args: Sequence[Sequence[Any]],
+        *more: Any,
+        begun: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Asks envs, and returns an answer of each; see `call` and `_ask_each`."""
+        slots = move.slots
+        with self._recording(move), self._engine.exclusive():
+            if begun is not None:
+                begun()
+            self._enter(move)
+            if move.verb is Verb.CALL and name != "get_attr" and self._workers.told is not None:
+                self._workers.told.call(slots)
+            slices = self._ask_each(name, slots, args, *more)
+            self._advance(move)
+        results = dict(zip(np.sort(slots).tolist(), itertools.chain.from_iterable(slices), strict=True))
+        return [results[slot] for slot in slots.tolist()]
 
     def _ask_each(self, name: Asked, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
         """Makes a request of some envs.
@@ -532,7 +574,7 @@ class Pool:
 
     def _wait(
         self,
-        flight: _Flight,
+        pending: _Pending,
         slots: NDArray[Any],
         count: int,
         verb: Verb,
@@ -542,7 +584,7 @@ class Pool:
     ) -> None:
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
         with span(self.recorder, "wait for workers"), self._breaking():
-            check = partial(self._check, flight)
+            check = partial(self._check, pending)
             check()
             self._workers.wait(slots, count, Patience(verb.word, timeout, check, waited, give_up))
 
@@ -550,36 +592,36 @@ class Pool:
         """Says what those in flight are at: the rest of a reset has a reset's time."""
         return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
 
-    def _finish(self, flight: _Flight, made: Made) -> Rows:
+    def _finish(self, pending: _Pending, made: Made) -> Rows:
         """Ends what the engine has made, if that took longer, and returns the rows."""
         if made.status is Status.UNDER_WAY:
-            return self._end(flight, made.rows, made.waited)
-        flight.interrupt()  # the steps of a program may all be so quick that no wait hears of it
+            return self._end(pending, made.rows, made.waited)
+        pending.interrupt()  # the steps of a program may all be so quick that no wait hears of it
         return made.rows
 
-    def _end(self, flight: _Flight, out: Rows, waited: float) -> Rows:
+    def _end(self, pending: _Pending, out: Rows, waited: float) -> Rows:
         """See `end`."""
-        slots = flight.move.slots
+        slots = pending.move.slots
         with span(self.recorder, "go on"):
-            if flight.move.verb is Verb.RECV:
-                return self._receive(flight, into(out), waited=waited)
-            self._wait(flight, slots, len(slots), Verb.STEP, waited=waited)
+            if pending.move.verb is Verb.RECV:
+                return self._receive(pending, into(out), waited=waited)
+            self._wait(pending, slots, len(slots), Verb.STEP, waited=waited)
             return self._end_step(slots, into(out))
 
     def _end_step(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
         if self._ends_need_reset:
             terminated, truncated = self._views.over
-            self._turns.needs_reset[slots] = terminated[slots] | truncated[slots]
+            self._admission.needs_reset[slots] = terminated[slots] | truncated[slots]
         with span(self.recorder, "copy results"):
             return self._read(slots, deliver)
 
     def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
-        """Delivers the rows of `slots`. The caller is in flight, so nobody has them stepped meanwhile."""
+        """Delivers the rows of `slots`. The caller has the lock, so nobody has them stepped meanwhile."""
         return self._views.read(slots, deliver)
 
     def _receive(
         self,
-        flight: _Flight,
+        pending: _Pending,
         deliver: Deliver,
         *,
         waited: float = 0,
@@ -587,20 +629,20 @@ class Pool:
         everything: bool = False,
     ) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
-        overdue = self._turns.overdue()
+        overdue = self._admission.overdue()
         if len(overdue):  # others may have been ready first ever since
-            self._wait(flight, overdue, len(overdue), self._doing(overdue), waited=math.inf)
-        sent = self._turns.sent
+            self._wait(pending, overdue, len(overdue), self._doing(overdue), waited=math.inf)
+        sent = self._admission.sent
         count = len(sent) if everything else self.spec.batch_size
         sent = sent[: count if self._in_order else None]
-        self._wait(flight, sent, count, self._doing(sent), waited=waited, give_up=give_up)
-        with self._engine.inside():
-            slots = sent if self._in_order else self._workers.first_done(sent, count)
+        self._wait(pending, sent, count, self._doing(sent), waited=waited, give_up=give_up)
+        with self._engine.shared():
+            slots = sent if self._in_order else self._workers.first_completed(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
-            self._turns.land(slots)
+            self._admission.note_received(slots)
         return self._end_step(slots, deliver)
 
-    def _require(
+    def _check_status(
         self, status: Status, env_ids: NDArray[Any], generation: NDArray[np.uint32] | None = None
     ) -> None:
         """Raises the error of what the engine refuses, asked about these envs, or a handle to them."""
@@ -610,12 +652,12 @@ class Pool:
                 env_ids,
                 generation,
                 engine=self._engine,
-                turns=self._turns,
+                admission=self._admission,
                 pool_id=self.id,
                 batch_size=self.spec.batch_size,
             )
 
-    def _require_usable(self) -> None:
+    def _check_usable(self) -> None:
         if os.getpid() != self.closing.process:
             raise PoolClosedError(
                 f"pool {self.id} belongs to process {self.closing.process}; this process is a fork of it and "
@@ -634,7 +676,7 @@ class Pool:
         """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
         try:
             yield
-        except (NotReadyError, GeneratorExit):
+        except (NotReadyError, NotPicklableError, GeneratorExit):
             raise  # the envs are as they were; or the block ended, and then came Ctrl-C
         except BaseException as error:
             if self.closed:

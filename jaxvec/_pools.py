@@ -56,7 +56,7 @@ def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
             f"there is no pool {pool_id}: its VectorEnv was garbage collected, or belongs to another "
             "process; keep the VectorEnv alive for as long as its handles are used"
         )
-    pool.require_spec(fingerprint)
+    pool.check_spec(fingerprint)
     family = None if fresh is None else _families.get(pool_id)
     return pool if family is None or fresh is None else family.pool(fresh)
 

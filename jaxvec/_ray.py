@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_STEP = 0.0001
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -23,6 +24,8 @@ class Ray:
         placement_strategy: of the placement group that the actors are started in: `"PACK"`, `"SPREAD"`,
             `"STRICT_PACK"` or `"STRICT_SPREAD"`. `None` for no group: Ray places each by itself.
         runtime_env: what the actors' nodes have to provide, as Ray takes it: `pip`, `working_dir`, …
+            Directories of this machine are shipped when the process connects to the cluster, so they are
+            refused if it is connected by then.
     """
 
     address: str | None = None
@@ -45,11 +48,26 @@ class Ray:
                 raise ValueError(
                     f"resources_per_worker[{name!r}] must be a number of at least 0, not {amount!r}"
                 )
+        self.check(count)
+
+    def check(self, num_workers: int) -> None:
+        """Checks that Ray can count what an actor of so many workers holds; raises `ValueError`."""
+        for name, amount in self.of_actor(num_workers).items():
+            why = ""
+            if 0 < amount < _STEP:
+                why = f"Ray counts in steps of {_STEP}"
+            elif name == "GPU" and amount > 1 and amount % 1:
+                why = "Ray gives out parts of one GPU, or whole ones"
+            if why:
+                raise ValueError(
+                    f"resources_per_worker[{name!r}] is {self._of_worker[name]!r}, so an actor of "
+                    f"{num_workers} workers holds {amount}, but {why}"
+                )
 
     def of_actor(self, num_workers: int | None = None) -> dict[str, float]:
         """Returns what an actor holds that has so many workers; as many as one can have, by default."""
         count = self.workers_per_actor if num_workers is None else num_workers
-        return {name: amount * count for name, amount in self._of_worker.items()}
+        return {name: round(amount * count, 8) for name, amount in self._of_worker.items()}
 
     @property
     def _of_worker(self) -> dict[str, float]:

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import EnvIdError, InFlightError, JaxvecError, ResetNeededError, StaleHandleError
+from jaxvec._handoff._admission import Admission
 from jaxvec._handoff._engine import Engine, Status
-from jaxvec._handoff._move import name_mover
-from jaxvec._handoff._turns import Turns
+from jaxvec._handoff._move import name_caller
 
 
 def refusal(
@@ -19,20 +19,20 @@ def refusal(
     generation: NDArray[np.uint32] | None,
     *,
     engine: Engine,
-    turns: Turns,
+    admission: Admission,
     pool_id: int,
     batch_size: int,
 ) -> JaxvecError:
-    """Returns the error of a call that the engine refused. The caller is inside, so nothing changes.
+    """Returns the error of a call that the engine refused. The caller has its lock, so nothing changes.
 
     Args:
         status: that the engine answered with.
         env_ids: `[n]` that it was asked about.
         generation: `[n]` of the caller's handle to them, if it was asked about that.
         engine: of the pool.
-        turns, pool_id, batch_size: of the pool, too.
+        admission, pool_id, batch_size: of the pool, too.
     """
-    num_envs = len(engine.counts)
+    num_envs = len(engine.generation)
     match status:
         case Status.NO_SUCH_ENV:
             foreign = env_ids[(env_ids < 0) | (env_ids >= num_envs)]
@@ -46,24 +46,24 @@ def refusal(
                 "give each instance a handle to envs of its own"
             )
         case Status.STALE:
-            now = engine.counts[env_ids]
+            now = engine.generation[env_ids]
             stale = int(np.flatnonzero(now != generation)[0])
             assert generation is not None
             return StaleHandleError(
                 f"stale handle: it is from call {generation[stale]} to env {env_ids[stale]} of pool "
-                f"{pool_id}, but the latest is call {now[stale]}, by {name_mover(engine.mover)}. A "
+                f"{pool_id}, but the latest is call {now[stale]}, by {name_caller(engine.last_caller)}. A "
                 "handle is used once, like a donated buffer: pass on the one that the latest call returned. "
                 "After a call on the host, begin with jaxvec.reset(envs); to reset in a program that steps, "
                 "use jaxvec.reset(handle)"
             )
         case Status.IN_FLIGHT:
             return InFlightError(
-                f"envs {env_ids[turns.in_flight[env_ids]].tolist()} are in flight: they were sent, and recv "
-                "has not returned them yet; call recv first. Nothing was stepped"
+                f"envs {env_ids[admission.in_flight[env_ids]].tolist()} are in flight: they were sent, and "
+                "recv has not returned them yet; call recv first. Nothing was stepped"
             )
         case Status.NEEDS_RESET:
-            waiting = env_ids[turns.needs_reset[env_ids]].tolist()
-            fresh = not engine.counts.any()
+            waiting = env_ids[admission.needs_reset[env_ids]].tolist()
+            fresh = not engine.generation.any()
             why = "have not been reset" if fresh else "have ended their episode or never been reset"
             return ResetNeededError(
                 f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
@@ -71,7 +71,8 @@ def refusal(
             )
         case Status.TOO_FEW:
             return InFlightError(
-                f"recv returns {batch_size} envs, but only {turns.num_sent[0]} are in flight; send more first"
+                f"recv returns {batch_size} envs, but only {admission.num_sent[0]} are in flight; send more "
+                "first"
             )
         case _:
             raise AssertionError(f"{status!r} is nothing that a caller is told")

@@ -25,11 +25,16 @@ class Restart:
         max_restarts: how many faults each worker and its envs may have in the pool's
             lifetime; `None` for any number. The next one is raised.
         interval: seconds that must lie between two of them; 0 for none.
+        keep_options: whether an env that is built anew is told what the one before it was: its first reset
+            gets the options of the last `reset` of that env, and attributes that `set_attr` has set are
+            set again before. What `call` and `map` have changed is lost, as only the env's code knows what
+            that is; the log then says so.
     """
 
     retry: str = "reset"
     max_restarts: int | None = 10
     interval: float = 60.0
+    keep_options: bool = True
 
     def __post_init__(self) -> None:
         if self.retry not in RETRIES:
@@ -61,8 +66,8 @@ class Budget:
         self.restarts = [0] * num_workers
         self._latest = [-math.inf] * num_workers
 
-    def spend(self, worker: int, error: JaxvecError) -> None:
-        """Counts and logs a fault that the pool recovers from; raises `error` if it may not."""
+    def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
+        """Counts and logs a fault that the pool recovers from, and what is lost by it; or raises `error`."""
         if self.policy is None:
             raise error
         now = time.monotonic()
@@ -77,4 +82,4 @@ class Budget:
             error.args = (f"{error}\nWorker {worker} was not restarted: {why}.",)
             raise error
         self.restarts[worker], self._latest[worker] = count + 1, now
-        _logger.warning("worker %d recovers from fault %d: %s", worker, count + 1, error)
+        _logger.warning("worker %d recovers from fault %d%s: %s", worker, count + 1, lost, error)

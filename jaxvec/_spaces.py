@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from jaxvec._errors import UnsupportedSpaceError
 
-Path: TypeAlias = tuple[Any, ...]
+KeyPath: TypeAlias = tuple[Any, ...]
 DtypePolicy: TypeAlias = Callable[[np.dtype[Any]], np.dtype[Any]]
 
 
@@ -33,7 +33,7 @@ class Leaf:
             travels beside the segment, pickled.
     """
 
-    path: Path
+    path: KeyPath
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     stored: np.dtype[Any]
@@ -55,7 +55,7 @@ class Leaf:
 class DictNode:
     """A `Dict` space: keys in the space's own order, and a child each."""
 
-    path: Path
+    path: KeyPath
     keys: tuple[Any, ...]
     children: tuple[Node, ...]
 
@@ -68,7 +68,7 @@ class DictNode:
 class TupleNode:
     """A `Tuple` space: a child for each element."""
 
-    path: Path
+    path: KeyPath
     children: tuple[Node, ...]
 
 
@@ -85,7 +85,7 @@ def as_is(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
-def walk(space: spaces.Space[Any], *, root: Path, policy: DtypePolicy, objects: bool = False) -> Node:
+def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, objects: bool = False) -> Node:
     """Walks `space` into a tree of leaves.
 
     Args:
@@ -104,16 +104,16 @@ def walk(space: spaces.Space[Any], *, root: Path, policy: DtypePolicy, objects: 
     match space:
         case spaces.Dict():
             if not objects:
-                _require_sortable_keys(space, root)
+                _check_sortable_keys(space, root)
             children = tuple(descend(key, child) for key, child in space.spaces.items())
             return DictNode(root, tuple(space.spaces), children)
         case spaces.Tuple():
             return TupleNode(root, tuple(descend(*pair) for pair in enumerate(space.spaces)))
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
             dtype = np.dtype(space.dtype).newbyteorder("=")
-            _require_known_dtype(dtype, root)
+            _check_known_dtype(dtype, root)
             stored = policy(dtype)
-            _require_bounds_fit(space, stored, root)
+            _check_bounds_fit(space, stored, root)
             return Leaf(root, tuple(space.shape or ()), dtype, stored)
         case _ if objects:
             return Leaf(root, (), np.dtype(object), np.dtype(object))
@@ -154,7 +154,7 @@ def map_leaves(node: Node, value: Any, function: Callable[[Leaf, Any], Any]) -> 
             return tuple(map_leaves(child, part, function) for child, part in pairs)
 
 
-def move(node: Node, root: Path) -> Node:
+def move(node: Node, root: KeyPath) -> Node:
     """Returns `node` with its own path replaced by `root`, all the way down."""
     match node:
         case Leaf():
@@ -167,13 +167,13 @@ def move(node: Node, root: Path) -> Node:
             return TupleNode(root, tuple(moved))
 
 
-def format_path(path: Path) -> str:
+def format_path(path: KeyPath) -> str:
     """Formats a path as Python would write it: `obs['camera'][0]`."""
     head, *tail = path
     return str(head) + "".join(f"[{key!r}]" for key in tail)
 
 
-def _require_sortable_keys(space: spaces.Dict, root: Path) -> None:
+def _check_sortable_keys(space: spaces.Dict, root: KeyPath) -> None:
     """JAX flattens a dict by sorted keys; keys that don't compare can't be a pytree."""
     try:
         sorted(space.spaces)
@@ -184,7 +184,7 @@ def _require_sortable_keys(space: spaces.Dict, root: Path) -> None:
         ) from error
 
 
-def _require_known_dtype(dtype: np.dtype[Any], root: Path) -> None:
+def _check_known_dtype(dtype: np.dtype[Any], root: KeyPath) -> None:
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise UnsupportedSpaceError(
             f"{format_path(root)}: dtype {dtype} has no JAX equivalent; use bool, an integer of up to "
@@ -192,7 +192,7 @@ def _require_known_dtype(dtype: np.dtype[Any], root: Path) -> None:
         )
 
 
-def _require_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: Path) -> None:
+def _check_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: KeyPath) -> None:
     """Refuses counted spaces whose largest or smallest element would wrap when stored."""
     match space:
         case spaces.Discrete():
@@ -210,7 +210,7 @@ def _require_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: P
         )
 
 
-def _unsupported(space: object, root: Path) -> str:
+def _unsupported(space: object, root: KeyPath) -> str:
     match space:
         case spaces.Text():
             advice = "encode the text as a fixed-length array of integers in a wrapper"

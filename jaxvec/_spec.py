@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +25,25 @@ STATISTICS = ("env_id", "episode_return", "episode_length")
 _OURS = ("final_obs", "_final_obs", "final_info", "fault", "idle")
 
 
+class Autoreset(Enum):
+    """What happens when an episode ends: one of Gymnasium's modes, or one of ours."""
+
+    SAME_STEP = AutoresetMode.SAME_STEP
+    NEXT_STEP = AutoresetMode.NEXT_STEP
+    DISABLED = AutoresetMode.DISABLED
+    EPISODIC = "Episodic"  # the env takes no steps until it is reset; to Gymnasium that is DISABLED
+
+    @property
+    def as_gymnasium(self) -> AutoresetMode:
+        """Gymnasium's mode, which is what users see."""
+        return self.value if isinstance(self.value, AutoresetMode) else AutoresetMode.DISABLED
+
+    @property
+    def resets(self) -> bool:
+        """Whether envs begin their next episode by themselves."""
+        return self in (Autoreset.SAME_STEP, Autoreset.NEXT_STEP)
+
+
 @dataclass(frozen=True)
 class EnvSpaces:
     """What an env says of itself; `reward` is `None` for a scalar reward."""
@@ -35,11 +55,12 @@ class EnvSpaces:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """The shapes and dtypes of a pool's data.
+    """The shapes and dtypes of a pool's data, and when its envs begin their next episode.
 
     Attributes:
         num_envs: how many envs.
         batch_size: how many of them `recv` returns.
+        autoreset: what happens when an episode ends.
         action: leaves that a step takes.
         obs, reward, terminated, truncated, info: leaves that a step returns.
         declared: the part of `info` that the env itself fills in.
@@ -47,6 +68,7 @@ class PoolSpec:
 
     num_envs: int
     batch_size: int
+    autoreset: Autoreset
     action: Node
     obs: Node
     reward: Leaf
@@ -71,10 +93,6 @@ class PoolSpec:
     @property
     def has_fault(self) -> bool:
         return "fault" in self.info.keys
-
-    @property
-    def has_idle(self) -> bool:
-        return "idle" in self.info.keys
 
     @property
     def has_final_info(self) -> bool:
@@ -132,10 +150,9 @@ def make_spec(
     *,
     num_envs: int,
     batch_size: int | None = None,
-    autoreset_mode: AutoresetMode,
+    autoreset: Autoreset,
     final_obs: bool,
     fault: bool = False,
-    idle: bool = False,
     declared: Mapping[str, Any],
     policy: DtypePolicy,
     objects: bool = False,
@@ -146,10 +163,10 @@ def make_spec(
         spaces: of every env.
         num_envs: how many envs.
         batch_size: how many of them `recv` returns; `None` for all.
-        autoreset_mode: under `SAME_STEP` info has `final_obs`, and `final_info` if keys are declared.
+        autoreset: under `SAME_STEP` info has `final_obs`, and `final_info` if keys are declared; under
+            `EPISODIC` it says in `idle` which envs took no step.
         final_obs: whether to keep the last observation of an episode under `SAME_STEP`.
         fault: whether info says which steps were cut short by a fault.
-        idle: whether info says which envs took no step because their episode has ended.
         declared: info keys with a declaration each, see `declared_leaves`.
         policy: from an env's dtypes to the stored ones.
         objects: whether observations and actions may have leaves of Python objects.
@@ -177,9 +194,9 @@ def make_spec(
     }
     if fault:
         fields["fault"] = scalar(np.bool_, "info", "fault")
-    if idle:
+    if autoreset is Autoreset.EPISODIC:
         fields["idle"] = scalar(np.bool_, "info", "idle")
-    if autoreset_mode is AutoresetMode.SAME_STEP:
+    if autoreset is Autoreset.SAME_STEP:
         if final_obs:
             fields["final_obs"] = move(obs, ("info", "final_obs"))
             fields["_final_obs"] = scalar(np.bool_, "info", "_final_obs")
@@ -189,6 +206,7 @@ def make_spec(
     return PoolSpec(
         num_envs=num_envs,
         batch_size=num_envs if batch_size is None else batch_size,
+        autoreset=autoreset,
         action=walk(spaces.action, root=("action",), policy=policy, objects=objects),
         obs=obs,
         reward=reward,

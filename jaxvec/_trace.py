@@ -17,7 +17,7 @@ def tracing(
     pool: Pool, path: str | Path, slices: tuple[tuple[int, int], ...], *, max_events: int
 ) -> Generator[Path]:
     """See `VectorEnv.trace`; `slices` are the workers' `(first, stop)`."""
-    path = require_file(Path(path))
+    path = check_file(Path(path))
     if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"max_events must be an integer of at least 1, not {max_events!r}")
     epoch_ns, began_ns = _now()
@@ -50,7 +50,7 @@ def _now() -> tuple[int, int]:
     return epoch, (before + after) // 2
 
 
-def require_file(path: Path) -> Path:
+def check_file(path: Path) -> Path:
     """Returns the path, if a file can be made there; else it would be known only when all was run."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it, such as {path / 'pool.json'}")

@@ -19,8 +19,9 @@ from jaxvec import _actions, _seeds, _trace
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory._views import Place, copies, placed, views
 from jaxvec._pool import Pool
-from jaxvec._promise import promise
+from jaxvec._run_in_thread import run_in_thread
 from jaxvec._slices._description import Description
+from jaxvec._slices._envs import is_wrapped
 from jaxvec._spec import PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._timestep import TimeStep
@@ -51,7 +52,6 @@ class VectorEnv:
         description: Description,
         *,
         slices: tuple[tuple[int, int], ...],
-        autoreset_mode: AutoresetMode,
         transport: str,
         place: Place | None,
     ) -> None:
@@ -69,8 +69,8 @@ class VectorEnv:
         self.observation_space: Space[Any] = batch_space(spaces.observation, self.num_envs)
         self.action_space: Space[Any] = batch_space(spaces.action, self.num_envs)
         self.reward_space: Space[Any] | None = spaces.reward
-        self.autoreset_mode = autoreset_mode
-        self.metadata: dict[str, Any] = {**description.metadata, "autoreset_mode": autoreset_mode}
+        self.autoreset_mode: AutoresetMode = pool.spec.autoreset.as_gymnasium
+        self.metadata: dict[str, Any] = {**description.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode: str | None = description.render_mode
         self.transport = transport
         # At garbage collection or at the interpreter's exit, if not before.
@@ -205,7 +205,22 @@ class VectorEnv:
         Where same-step autoreset began a new episode, it is that of the reset, with the last step's
         under `final_info`, as in Gymnasium.
         """
-        return tuple(self._pool.infos())
+        return self.infos_of(None)
+
+    def infos_of(self, indices: Any) -> tuple[dict[str, Any], ...]:
+        """Returns the raw info of each of these envs' last reset or step, as `infos` does of all.
+
+        Args:
+            indices: an env's index, or `[k]` of them, such as those of the envs whose episodes ended; `None`
+                for all. Negative ones count from the end.
+
+        Returns:
+            A dict for each; the workers are only asked for those that say anything.
+
+        Raises:
+            EnvIdError: an index comes twice, or is none of the pool's.
+        """
+        return tuple(self._pool.infos(_actions.check_indices(indices, self.num_envs)))
 
     def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of every env, or reads an attribute; wrappers are looked through.
@@ -213,15 +228,17 @@ class VectorEnv:
         Args:
             name: of the method.
             *args: for each call.
-            indices: which envs; `None` for all.
+            indices: which envs: an index or a list of them, negative ones from the end; `None` for all.
             **kwargs: for each call.
 
         Returns:
-            One result for each env.
+            One result for each env, in the order of `indices`.
 
         Raises:
-            EnvError: an env raised, or has no such attribute; the pool stays usable.
+            EnvAttributeError: an env has no such attribute; the pool stays usable.
+            EnvError: an env raised; the pool stays usable.
             EnvIdError: an index comes twice, or is none of the pool's.
+            NotPicklableError: an argument can't be sent to the workers; nothing was called.
         """
         return self._call(name, args, kwargs, indices)
 
@@ -235,42 +252,96 @@ class VectorEnv:
         Args:
             name: of the method.
             *args: for each call.
-            indices: which envs; `None` for all.
+            indices: which envs, as of `call`.
             **kwargs: for each call.
 
         Returns:
             What `call` would return or raise, by its `result(timeout)`.
         """
-        return promise(lambda begun: self._call(name, args, kwargs, indices, begun))
+        return run_in_thread(lambda begun: self._call(name, args, kwargs, indices, begun))
 
-    def get_attr(self, name: str, *, indices: Any = None) -> tuple[Any, ...]:
-        """Returns an attribute of envs; a method is called, as in Gymnasium. Raises as `call`.
+    def map(self, fn: Callable[..., Any], *args: Any, indices: Any = None) -> tuple[Any, ...]:
+        """Runs a function on each env, where it lives: `fn(env, *args)`, with all its wrappers around it.
+
+        The function is sent to the workers by cloudpickle, so lambdas and closures are fine; with
+        `backend="serial"` it runs in this process. It may look at the env and change it, but must not step
+        or reset it, of which the pool would not know. Batched envs are passed as what they are, a
+        `gymnasium.vector.VectorEnv`, once each: where its result has an entry for each of its envs, each gets
+        its own.
+
+        Args:
+            fn: what to run.
+            *args: for each call.
+            indices: which envs, as of `call`.
+
+        Returns:
+            What it returned of each env, in the order of `indices`.
+
+        Raises:
+            EnvError: it raised; the pool stays usable. An env's index is in `env_id`.
+            EnvIdError, NotPicklableError: as of `call`.
+        """
+        if not callable(fn):
+            raise TypeError(f"fn must be a function of an env, not {fn!r}")
+        return tuple(self._pool.map(_actions.check_indices(indices, self.num_envs), fn, args))
+
+    def env_is_wrapped(self, wrapper_class: type[Any], *, indices: Any = None) -> tuple[bool, ...]:
+        """Says of each env whether one of the wrappers around it is a `wrapper_class`.
+
+        Args:
+            wrapper_class: a class of `gymnasium.Wrapper`s; of batched envs, of `VectorWrapper`s.
+            indices: which envs, as of `call`.
+
+        Returns:
+            A bool for each env, in the order of `indices`.
+
+        Raises:
+            TypeError: `wrapper_class` is no class.
+            EnvIdError, NotPicklableError: as of `call`.
+        """
+        if not isinstance(wrapper_class, type):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"wrapper_class must be a class, not {wrapper_class!r}")
+        return self.map(is_wrapped, wrapper_class, indices=indices)
+
+    def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
+        """Returns an attribute of envs. Raises as `call`.
 
         Args:
             name: of the attribute.
-            indices: which envs; `None` for all.
+            indices: which envs, as of `call`.
+            call: whether to call what can be called, as Gymnasium's vector envs do, and return its result.
+                Of a batched env that has a `get_attr` of its own, that decides.
 
         Returns:
-            One value for each env.
+            One value for each env, in the order of `indices`.
         """
-        return self.call(name, indices=indices)
+        if call:
+            return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
+        return tuple(self._pool.get_attr(_actions.check_indices(indices, self.num_envs), name))
 
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
         """Sets an attribute of every env, or of those of `indices`; raises as `call`.
 
+        It is set where it is found, in the outermost wrapper that has it or in the env; an attribute that
+        is new becomes one of the outermost wrapper (Gymnasium's `set_wrapper_attr`). To set it elsewhere,
+        `envs.map(lambda env: setattr(env.unwrapped, name, value))`.
+
         Args:
             name: of the attribute.
-            values: a list or tuple gives each env its own value.
-            indices: which envs; `None` for all.
+            values: one value for all envs; or a list or tuple with a value for each of them. So to set a
+                list as one value, put it in a list: `[[1, 2]] * envs.num_envs`.
+            indices: which envs, as of `call`.
 
         Raises:
+            EnvAttributeError: the attribute can't be set.
             ValueError: a list has not a value for each env.
         """
-        slots = _actions.check_env_id(indices, self.num_envs)
+        slots = _actions.check_indices(indices, self.num_envs)
         each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
         if len(each) != len(slots):
             raise ValueError(
-                f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one for each env"
+                f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one for each "
+                f"env; a list as one value is put in a list: [{values!r}] * {len(slots)}"
             )
         self._pool.set_attr(slots, name, each)
 
@@ -326,9 +397,22 @@ class VectorEnv:
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Closes the envs and ends the workers; at most five seconds. Twice is fine."""
-        self._pool.close()
+    def close(self, timeout: float | None = 5) -> None:
+        """Closes the envs and ends the workers. Twice is fine.
+
+        A step that another thread waits for is ended by force, as is the `close` of envs that takes longer
+        than `timeout`: a warning in the log names these envs.
+
+        Args:
+            timeout: seconds that the envs have for their `close`, `None` for any time; those of a broken pool
+                have a second at most. With `backend="serial"` nothing is cut off.
+
+        Raises:
+            ValueError: `timeout` is below 0; nothing was closed.
+        """
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(f"timeout must be at least 0 seconds, or None, not {timeout!r}")
+        self._pool.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -339,10 +423,17 @@ class VectorEnv:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes; where a program failed because of the pool, raises the pool's own, typed error."""
+        """Closes; where a program failed because of the pool, raises the pool's own, typed error.
+
+        Also where nothing else is raised, if the program's device may not have said so yet.
+        """
         cause = self._pool.take_program_error()
         self.close()
-        if cause is not None and kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+        if cause is None:
+            return
+        if kind is None and self._pool.errors_late:
+            raise cause
+        if kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
             raise cause from error
 
     def __repr__(self) -> str:
@@ -364,7 +455,8 @@ class VectorEnv:
         kwargs: dict[str, Any],
         indices: Any,
         begun: Callable[[], None] | None = None,
+        verb: Verb = Verb.CALL,
     ) -> tuple[Any, ...]:
-        slots = _actions.check_env_id(indices, self.num_envs)
+        slots = _actions.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
-        return tuple(self._pool.call(Move(Verb.CALL, slots), name, each, kwargs, begun=begun))
+        return tuple(self._pool.call(Move(verb, slots), name, each, kwargs, begun=begun))

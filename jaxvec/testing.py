@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from jaxvec._config import PoolConfig
 from jaxvec._memory import _rows, _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._slices._description import describe
@@ -20,7 +21,7 @@ from jaxvec._slices._env_slice import EnvSlice
 from jaxvec._slices._envs import EnvFailure, build, close
 from jaxvec._slices._failures import report, to_error
 from jaxvec._spaces import as_jax
-from jaxvec._spec import make_spec
+from jaxvec._spec import Autoreset, make_spec
 
 __all__ = ["CountingEnv", "NestedEnv", "check_env"]
 
@@ -172,25 +173,28 @@ class NestedEnv(gymnasium.Env[Any, Any]):
         }
 
 
-def check_env(env_fn: Callable[[], Any], *, num_steps: int = 100, seed: int = 0) -> None:
+def check_env(
+    env_fn: Callable[[], Any], *, num_steps: int = 100, seed: int = 0, check: str = "strict"
+) -> None:
     """Steps an env as a worker would and raises the first breach of the contract.
 
-    The contract: a `gymnasium.Env` whose spaces have fixed shapes; `reset` and `step` return data of
-    these spaces' structure, shape and dtype, and a number as reward; the same seed and actions give
-    the same data.
+    The contract: a `gymnasium.Env` whose spaces have fixed shapes; `reset` and `step` return observations
+    that are members of their space, and a number as reward; the same seed and actions give the same data.
 
     Args:
         env_fn: makes the env; called twice.
         num_steps: to take, with random actions.
         seed: of the env and of the actions.
+        check: as of `jaxvec.make`: `"structure"` takes observations of the right structure, shape and kind
+            of dtype, also those outside of their space.
 
     Raises:
         EnvError: the env raised.
-        EnvDataError: it returned data of the wrong structure, shape or dtype; names the leaf.
+        EnvDataError: it returned other data than its spaces say; names the leaf.
         UnsupportedSpaceError: a space has a leaf without fixed shape and dtype.
         AssertionError: the same seed and actions gave different data.
     """
-    first, second = (_trace(env_fn, num_steps, seed) for _ in range(2))
+    first, second = (_trace(env_fn, num_steps, seed, PoolConfig(check=check).strict) for _ in range(2))
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
         for path, array in a.items():
             if array.tobytes() != b[path].tobytes():
@@ -201,16 +205,18 @@ def check_env(env_fn: Callable[[], Any], *, num_steps: int = 100, seed: int = 0)
                 )
 
 
-def _trace(env_fn: Callable[[], Any], num_steps: int, seed: int) -> list[dict[str, NDArray[Any]]]:
+def _trace(
+    env_fn: Callable[[], Any], num_steps: int, seed: int, strict: bool
+) -> list[dict[str, NDArray[Any]]]:
     """Returns copies of every leaf after the reset and each step."""
     envs: list[Any] = []
     try:
         envs = build([env_fn], 0)
         spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=True).spaces
-        mode = gymnasium.vector.AutoresetMode.SAME_STEP
-        spec = make_spec(spaces_, num_envs=1, autoreset_mode=mode, final_obs=True, declared={}, policy=as_jax)
+        mode = Autoreset.SAME_STEP
+        spec = make_spec(spaces_, num_envs=1, autoreset=mode, final_obs=True, declared={}, policy=as_jax)
         arrays = _segment.private(make_layout(spec, ((0, 1),)))
-        env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=mode)
+        env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, strict=strict)
         spaces_.action.seed(seed)
         write_action = _rows.writer(spec.action, arrays)
         arrays["seed",][:] = seed

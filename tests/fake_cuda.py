@@ -18,6 +18,7 @@ from jaxvec._handoff._move import Verb
 from jaxvec._memory import _pinned
 from jaxvec._native import engine, library
 from jaxvec.callbacks import _arguments, _ffi, _program
+from jaxvec.callbacks._packing import Packing
 
 SOURCES = Path(__file__).resolve().parent / "native"
 ILLEGAL_ADDRESS = 700
@@ -136,8 +137,9 @@ class Gpu:
         """Makes a call; returns the token and the rows."""
         spec = self.envs.spec
         operands = [np.ascontiguousarray(operand) for operand in operands]
-        structs = _program.Call(verb, spec, "ffi").results(len(operands[0]))
-        results = [np.full(struct.shape, 77).astype(struct.dtype) for struct in structs]
+        packing = Packing.of(_program.Call(verb, spec, "ffi").results(len(operands[0])))
+        arrays = [np.full(each.shape, 77).astype(each.dtype) for each in packing.transfers]
+        results = packing.views(arrays)
         more = pickle.dumps((extra, (), ()))
         buffer = ctypes.create_string_buffer(more, len(more))
         call = _ffi._Call(
@@ -151,9 +153,11 @@ class Gpu:
             num_operands=len(operands),
             num_results=len(results),
             interrupts=self._native.jaxvec_interrupts(),
+            packed=arrays[0].ctypes.data,
+            packed_bytes=arrays[0].nbytes,
         )
         spoil(call)
-        self.driver.kept.append((operands, results, buffer))
+        self.driver.kept.append((operands, arrays, buffer))
         error = ctypes.create_string_buffer(1 << 16)
         if not self._native.jaxvec_cuda_call(ctypes.byref(call), self.stream, error, len(error)):
             raise CallError(error.value.decode())
@@ -200,4 +204,5 @@ def _registered(built, tmp_path_factory) -> ctypes.CDLL:
 def cpu_as_cuda(driver, _registered, monkeypatch) -> Driver:
     """Lets programs on the CPU come by the handler for CUDA; each of their calls ends when all is copied."""
     monkeypatch.setattr(_ffi, "_TARGET", _XLA_TARGET)
+    monkeypatch.setattr(_ffi, "_PACKED", ("cpu",))
     return driver

@@ -20,11 +20,11 @@ cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
 ray.init(address=cluster.address, log_to_driver=False)
 envs = jaxvec.make(CountingEnv, 4, num_workers=2, backend="ray")
 handle, _ = jaxvec.reset(envs)
-done = envs.pool._workers._arrays["done",]
+completed = envs.pool._workers._arrays["completed",]
 
 
 def behead() -> None:
-    wait_until(lambda: (done > 50).all())
+    wait_until(lambda: (completed > 50).all())
     cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -94,7 +95,10 @@ def shared_names() -> set[str]:
 
 def gone(pids: object, timeout: float = 60) -> bool:
     """Whether all these processes end in time."""
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    alive = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            alive.append(psutil.Process(pid))
     return psutil.wait_procs(alive, timeout=timeout)[1] == []
 
 

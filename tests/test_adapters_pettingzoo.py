@@ -290,7 +290,8 @@ def test_seeds_options_and_close_are_passed_on():
 
 
 def test_the_adapted_env_keeps_jaxvecs_contract():
-    check_env(lambda: PettingZooEnv(Strangers(FATES["early"])), num_steps=20)
+    # Who is away has zeros for an observation, also where its space has no zero.
+    check_env(lambda: PettingZooEnv(Strangers(FATES["early"])), num_steps=20, check="structure")
 
 
 def test_without_agents_there_is_no_step():

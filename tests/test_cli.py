@@ -25,11 +25,11 @@ from scripts import end, gone
 import jaxvec
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import _bench, _progress, _systems, _verdict
+from jaxvec.cli._bench_setup import BenchSetup, obs_bytes, obs_leaves
 from jaxvec.cli._command_line import COMMANDS, main
 from jaxvec.cli._measure import default_workers
 from jaxvec.cli._records import Bare, Breakdown, Measurement, Sample, Variant
-from jaxvec.cli._rig import Rig, obs_bytes, obs_leaves
-from jaxvec.cli._toys import BareLoop, HollowEnv
+from jaxvec.cli._toys import BareLoop, NoOpEnv
 from jaxvec.testing import CountingEnv, NestedEnv, check_env
 
 ENVS = '''
@@ -82,6 +82,20 @@ class Unseeded(Env):
 class Wide(Env):
     def step(self, action):
         return np.zeros(3, np.uint8), 1.0, False, False, {}
+
+class Outside(Env):
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Box(0, 1, (2,), np.float32)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+    def step(self, action):
+        return np.full(2, 3.0, np.float32), 1.0, False, False, {}
+
+class Double(Outside):
+    def step(self, action):
+        return np.full(2, 0.5), 1.0, False, False, {}
 
 class Texty(Env):
     def __init__(self):
@@ -148,7 +162,7 @@ BREAKDOWN = Breakdown(
     num_workers=2,
     step_us=400,
     bare_us=320,
-    hollow_us=50,
+    no_op_us=50,
     flat_us=40,
     empty_us=30,
     single_us=20,
@@ -193,9 +207,7 @@ def test_a_callback_is_python_and_no_hand_off():
 
 
 def test_noise_makes_no_part_negative():
-    noisy = dataclasses.replace(
-        BREAKDOWN, hollow_us=10, flat_us=12, empty_us=15, single_us=18, callback_us=19
-    )
+    noisy = dataclasses.replace(BREAKDOWN, no_op_us=10, flat_us=12, empty_us=15, single_us=18, callback_us=19)
     assert min(_verdict.parts(noisy).values()) == 0
 
 
@@ -205,7 +217,7 @@ def test_noise_makes_no_part_negative():
         ({}, "env", "faster env.step"),
         ({"bare": {"core_share": 0.05}}, "env", "computes for 5% .* more workers than cores"),
         ({"bare_us": 5, "step_us": 60}, "hand-off", "more num_envs"),
-        ({"bare_us": 5, "step_us": 500, "hollow_us": 450}, "python", "2 arrays .* fewer and larger"),
+        ({"bare_us": 5, "step_us": 500, "no_op_us": 450}, "python", "2 arrays .* fewer and larger"),
         (
             {"bare_us": 5, "step_us": 200, "callback_us": 90, "single_us": 100, "empty_us": 110},
             "python",
@@ -302,18 +314,18 @@ def modelled(monkeypatch):
             envs = system.__self__.envs
             leaves = len(obs_leaves(envs.spec)) + len(envs.spec.action_leaves)
             us = HAND_OFF_US + envs.batch_size * (LEAF_US * leaves + BYTE_US * obs_bytes(envs.spec))
-            if name not in ("hollow", "flat", "empty", "single"):
+            if name not in ("no_op", "flat", "empty", "single"):
                 us += envs.batch_size * env_us / envs.num_workers
             return envs.batch_size, us + CALLBACK_US * (transport == "io_callback")
 
-        def turns(rig, systems, what):
+        def turns(setup, systems, what):
             found = {}
             for name, system in systems.items():
-                num_envs, us = cost(name, system, rig.request.transport)
+                num_envs, us = cost(name, system, setup.request.transport)
                 found[name] = dataclasses.replace(system(1e-3), rate=num_envs / us * 1e6)
             return found
 
-        monkeypatch.setattr(Rig, "turns", turns)
+        monkeypatch.setattr(BenchSetup, "turns", turns)
 
     return modelled
 
@@ -363,7 +375,7 @@ def parts_of(record, env_us):
 @pytest.mark.parametrize(
     ("transport", "env_us", "limit"), [("auto", 1, "memory"), ("io_callback", 2_000, "env")]
 )
-def test_bench_measures_what_large_observations_cost(run, modelled, transport, env_us, limit):
+def test_bench_measures_what_large_observations_cost(run, modelled, free_choice, transport, env_us, limit):
     modelled(env_us)
     words = ["my_package.envs:Steady", "--kwargs", '{"size": 400000}', *QUICK, "--json"]
     code, out, _ = run("bench", *words, "--transport", transport)
@@ -410,11 +422,11 @@ def test_a_rate_is_of_the_envs_that_stepped(make, monkeypatch, options):
         assert pool.scan(0).rate == 3 * envs.batch_size  # in a second by this clock
 
 
-def test_a_hollow_env_and_a_bare_loop_keep_the_contract():
+def test_a_no_op_env_and_a_bare_loop_keep_the_contract():
     nested = NestedEnv()
     nested.observation_space.seed(0)
-    hollow = HollowEnv(nested.observation_space, nested.action_space)
-    check_env(lambda: hollow)
+    no_op = NoOpEnv(nested.observation_space, nested.action_space)
+    check_env(lambda: no_op)
     loop = BareLoop(lambda: CountingEnv(10))
     assert loop.loop(0.001).steps > 0
     times = loop.times(0)
@@ -428,6 +440,8 @@ STATUSES = {
     "my_package.envs:Env": ["ok", "ok", "ok", "ok", "ok", "ok"],
     "my_package.envs:Unseeded": ["ok", "ok", "ok", "FAIL", "ok", "FAIL"],
     "my_package.envs:Wide": ["ok", "ok", "FAIL", "not run", "not run", "ok"],  # of which Gymnasium only warns
+    "my_package.envs:Outside": ["ok", "ok", "FAIL", "not run", "not run", "ok"],
+    "my_package.envs:Double": ["ok", "ok", "FAIL", "not run", "not run", "ok"],
     "my_package.envs:Texty": ["ok", "FAIL", "not run", "not run", "not run", "FAIL"],
     "builtins:dict": ["FAIL", "not run", "not run", "not run", "not run", "not run"],
 }
@@ -439,9 +453,10 @@ def test_check_lists_what_holds_and_what_does_not(run, env):
     record = json.loads(out)
     assert {*record} == {"schema", "env", "kwargs", "ok", "checks"}
     assert (record["schema"], record["env"], record["kwargs"]) == ("jaxvec.check/1", env, {})
-    checks = [check for check in record["checks"] if check["status"] != "warn"]
-    assert [check["status"] for check in checks] == STATUSES[env]
-    assert all(bool(check["reason"]) == (check["status"] == "FAIL") for check in checks)
+    checks = record["checks"]
+    assert [check["status"].replace("warn", "ok") for check in checks] == STATUSES[env]
+    assert all(bool(check["reason"]) == (check["status"] in ("FAIL", "warn")) for check in checks)
+    assert all(bool(check["warnings"]) for check in checks if check["status"] == "warn")
     sound = "FAIL" not in STATUSES[env]
     assert (record["ok"], code) == (sound, 0 if sound else 1)
 
@@ -458,6 +473,14 @@ def test_an_env_that_uses_its_memory_again_is_only_warned_of(run):
     code, out, _ = run("check", "my_package.envs:Steady", "--kwargs", '{"size": 4}')
     assert code == 0
     assert "FAIL" not in out
+    assert out.count("Gymnasium's check_env") == 1
+    assert re.search(r"my_package.envs:Steady: ok, with \d warnings?\n$", out)
+
+
+def test_what_is_outside_its_space_is_told_with_its_dtype(run):
+    code, out, _ = run("check", "my_package.envs:Double")
+    assert code == 1
+    assert "obs: array([0.5, 0.5]) (float64) is not in Box(0.0, 1.0, (2,), float32)" in out
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import psutil
@@ -18,6 +20,7 @@ from disasters import (
     assert_closes,
     failing,
     in_two_ways,
+    wait_until,
     wait_until_dead,
     wait_until_running,
     within,
@@ -25,6 +28,9 @@ from disasters import (
 from scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
+from jaxvec._backends import _supervisor
+from jaxvec._handoff import _handoff
+from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
 
@@ -181,6 +187,57 @@ def test_an_env_that_does_not_close_is_ended_by_force(drive):
     assert_closes(driver)
 
 
+class SlowToClose(CountingEnv):
+    """Env 1 tells when it closes, and waits for a file."""
+
+    def __init__(self, folder, env_id):
+        super().__init__()
+        self.folder, self.env_id = folder, env_id
+
+    def close(self):
+        if self.env_id == 1:
+            (self.folder / "closing").touch()
+            while not (self.folder / "gate").exists():
+                threading.Event().wait(0.001)
+        (self.folder / f"closed {self.env_id}").touch()
+
+
+def closed(folder):
+    return sorted(path.name for path in folder.glob("closed*"))
+
+
+@pytest.fixture
+def time_flies(monkeypatch, tmp_path):
+    """Lets a thousand seconds pass once env 1 closes."""
+    clock = time.monotonic
+    flying = SimpleNamespace(monotonic=lambda: clock() + 1000 * (tmp_path / "closing").exists())
+    for module in (_supervisor, _handoff):
+        monkeypatch.setattr(module, "time", flying)
+
+
+def test_envs_whose_close_takes_too_long_are_named(make, caplog, tmp_path, time_flies):
+    envs = make(partial(SlowToClose, tmp_path), 3, num_workers=1, spare_envs=1)
+    within(partial(envs.close, timeout=200))
+    assert closed(tmp_path)[:1] == ["closed 0"]
+    text = "close of envs 1, 2 (worker 0) was cut off after 200 s; close(timeout=None) waits for it"
+    assert [record.getMessage() for record in caplog.records] == [text]
+    with pytest.raises(ValueError, match="timeout must be at least 0 seconds, or None, not -1"):
+        envs.close(timeout=-1)
+
+
+@pytest.mark.parametrize("face", ["pool", "gymnasium"])
+def test_envs_may_take_any_time_to_close(make, caplog, tmp_path, time_flies, face):
+    fns = [partial(SlowToClose, tmp_path, env_id) for env_id in range(3)]
+    envs = make(fns, num_workers=1) if face == "pool" else AsyncVectorEnv(fns, num_workers=1)
+    closing = Background(partial(envs.close, **({"timeout": None} if face == "pool" else {})))
+    wait_until((tmp_path / "closing").exists)
+    assert closed(tmp_path) == ["closed 0"]
+    (tmp_path / "gate").touch()
+    closing.result()
+    assert closed(tmp_path) == ["closed 0", "closed 1", "closed 2"]
+    assert not caplog.records
+
+
 def test_an_env_that_fails_in_close_is_logged(drive, caplog):
     class Env(CountingEnv):
         def close(self):
@@ -213,6 +270,25 @@ def test_a_script_that_just_ends_closes_its_pool():
     assert script.returncode == 0
 
 
+REPLACED = """
+other = jaxvec.make(Env, 2, num_workers=1, on_fault=jaxvec.Restart(interval=0))
+other.reset()
+os.kill(other.call("pid")[0], signal.SIGKILL)
+while not other.stats().total.restarts:
+    other.step(np.zeros(2, int))
+print(other.call("pid")[0], flush=True)
+"""
+
+
+def test_a_script_that_just_ends_closes_a_pool_whose_worker_was_replaced():
+    """That worker's own end, which Python might make before the pool's, must not get in its way."""
+    script = run_script(then=REPLACED)
+    out, err = finish(script)
+    assert gone([int(out)])
+    assert [line for line in err.splitlines() if "recovers from fault" not in line] == []
+    assert script.returncode == 0
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str, indirect=True)
 def test_a_script_that_ends_with_an_error_says_so_once(way):
     script = run_script("raise ValueError('bad luck')", "driver.step()", way)
@@ -239,7 +315,8 @@ def test_a_script_ends_whatever_its_pool_does(way, name):
     assert script.returncode == 0, err
     assert ("caught" in out) == (name in ("an error", "a death"))
     if way.face != "io_callback":  # where JAX logs a traceback of its own
-        assert err == ""
+        cut_off = "close of env 0 (worker 0) was cut off after 5.0 s; close(timeout=None) waits for it\n"
+        assert err == (cut_off if name == "a stopped worker" else "")
 
 
 IN_THREADS = {

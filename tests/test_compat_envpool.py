@@ -429,6 +429,34 @@ def test_a_handle_steps_once():
         assert step(fresh, jnp.zeros(2, int))[1][0][:, 1].tolist() == [2, 2]
 
 
+@pytest.mark.jax_version
+def test_a_handle_is_an_array_to_whoever_copies_donates_stacks_or_saves_it(tmp_path):
+    with envpool.make(counting(), num_envs=2) as env:
+        handle, recv, send, step = env.xla()
+        env.reset()
+        assert isinstance(handle, jax.Array)
+        assert (handle.shape, handle.dtype) == ((2, 3), np.uint32)
+        taken = []
+
+        def check(handle, *results):
+            taken.append(1)
+            assert isinstance(handle, jax.Array)
+            assert [result[0][:, 1].tolist() for result in results] == [[len(taken)] * 2 for _ in results]
+            return handle
+
+        action = jnp.zeros(2, int)
+        handle = check(*step(jnp.array(handle), action))
+        handle = check(*jax.jit(step, donate_argnums=0)(handle, action))
+        handle = check(*step(jnp.stack([jnp.zeros_like(handle), handle])[1], action))
+        np.save(tmp_path / "handle.npy", handle)
+        handle = check(*step(np.load(tmp_path / "handle.npy"), action))
+        handle = check(*recv(send(np.asarray(handle), action)))
+        handle, _ = step(np.asarray(handle), action[:1], 0)
+        for wrong in (handle[0], handle.astype(int), None, jaxvec.reset(env.vector_env)[0]):
+            with pytest.raises(TypeError, match=r"step takes the handle .* uint32 of shape \(2, 3\), got"):
+                step(wrong, action)
+
+
 def test_a_program_steps_some_envs():
     with envpool.make(counting(), num_envs=4) as env:
         handle, recv, send, step = env.xla()

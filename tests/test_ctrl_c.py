@@ -228,7 +228,7 @@ def test_an_interrupt_anywhere_before_the_wait_leaves_no_env_of_which_nobody_kno
         driver.workers[0].suspend()  # what was handed over is under way for as long as we look
         where = interrupt_at(n, getattr(driver, verb))
         pool = driver.envs.pool
-        if where == "_check" or (pool.broken_by is None and pool._turns.num_sent[0]):
+        if where == "_check" or (pool.broken_by is None and pool._admission.num_sent[0]):
             break  # it is in the wait, or between two calls, with envs in flight
         driver.workers[0].resume()
         if pool.broken_by is None:
@@ -409,12 +409,12 @@ def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatc
     """A step is under way then, and the pool broken by it; a reset has not begun, or has ended."""
     monkeypatch.setattr("jaxvec._native.engine._WAIT", 1_000_000)  # ns, after which Python is asked
     program = jax.jit(verb)
-    with jaxvec.make(CountingEnv, 2, num_workers=1) as envs:
+    with jaxvec.make(CountingEnv, 2, num_workers=1, transport="ffi", handoff="native") as envs:
         handle, _ = jaxvec.reset(envs)
         operands = () if verb is jaxvec.reset else (jnp.zeros(2, int),)
         program(handle, *operands)  # compiles
     for line in itertools.count(1, 3):
-        with jaxvec.make(CountingEnv, 2, num_workers=1) as envs:
+        with jaxvec.make(CountingEnv, 2, num_workers=1, transport="ffi", handoff="native") as envs:
             handle, _ = jaxvec.reset(envs)
             worker = psutil.Process(envs.pool._workers.supervisor._processes[0].pid)
             error = None

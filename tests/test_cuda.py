@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ahead_of_time import with_much_to_compute
 from fake_cuda import (
     ILLEGAL_ADDRESS,
     OUT_OF_MEMORY,
@@ -27,7 +28,7 @@ from jaxvec import _pool
 from jaxvec._handoff._move import Verb
 from jaxvec._native import library
 from jaxvec._native.engine import CEngine
-from jaxvec.callbacks import _ffi
+from jaxvec.callbacks import _ffi, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -102,9 +103,25 @@ def test_a_step_waits_for_its_stream_once_and_for_nothing_else(driver, pool):
     gpu.step(token, np.zeros(3, np.int32))
     calls = driver.take_calls()
     assert [call for call in calls if "Synchronize" in call] == ["cuStreamSynchronize"]
-    results = 1 + len(envs.spec.timestep_leaves)
-    assert sum(call in COPIES for call in calls) <= 2 + results + 1  # final observations may be in two parts
+    # Token and action; then images, final images, all of which are zeros, and what is packed.
+    assert [call for call in calls if call in COPIES] == [
+        *["cuMemcpyDtoHAsync_v2"] * 2,
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemsetD8Async",
+        "cuMemcpyHtoDAsync_v2",
+    ]
     assert "cuMemHostAlloc" not in calls
+
+
+def test_small_results_go_over_with_the_token_in_one_copy(driver, pool):
+    envs = pool(NestedEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    action = dict_of(envs.action_space.sample())
+    token, _ = gpu.step(token, action)
+    driver.take_calls()
+    gpu.step(token, action)
+    assert driver.take_calls().count("cuMemcpyHtoDAsync_v2") == 1
 
 
 class DigitsEnv(ImageEnv):
@@ -131,16 +148,16 @@ def test_first_ready_batches(driver, pool, monkeypatch, env, order):
         token, rows = gpu.recv(token)
         gpu.wait()
         timestep = as_timestep(envs, rows)
-        landed = timestep.info["env_id"]
+        received = timestep.info["env_id"]
         if env is DigitsEnv:
             assert (timestep.obs == timestep.obs[:, :1, :1]).all()
             late = timestep.obs[:, 0, 0] // 10
             np.testing.assert_array_equal(
-                late[timestep.obs[:, 0, 0] % 10 > 0], landed[timestep.obs[:, 0, 0] % 10 > 0]
+                late[timestep.obs[:, 0, 0] % 10 > 0], received[timestep.obs[:, 0, 0] % 10 > 0]
             )
         else:
             stepped = timestep.obs[:, 1] > 0
-            np.testing.assert_array_equal(timestep.obs[stepped, 3], landed[stepped])
+            np.testing.assert_array_equal(timestep.obs[stepped, 3], received[stepped])
     monkeypatch.undo()
     assert counted.sum() == 40
 
@@ -218,7 +235,7 @@ def test_the_token_comes_after_all_rows(driver, pool):
             copies += 1
             assert copies < 100
         there = [row.copy() for row in rows]
-        assert copies > 5
+        assert copies == 3  # images, those of ends of episodes, and what is packed with the token
         gpu.wait()
         for before, after in zip(there, rows, strict=True):
             np.testing.assert_array_equal(before, after)
@@ -265,7 +282,7 @@ def test_else_they_would_be_overwritten(driver, pool, monkeypatch):
     gpu = Gpu(driver, envs)
     token, _ = gpu.reset(seed=0)
     _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
-    monkeypatch.setattr(CEngine, "settle", lambda self: None)
+    monkeypatch.setattr(CEngine, "wait_for_copies", lambda self: None)
     HOST["step"](envs)
     gpu.wait()
     assert images(rows, envs) == [2] * 3
@@ -360,6 +377,49 @@ def test_an_env_that_raises_breaks_the_pool(driver, pool):
         gpu.step(token, np.zeros(2, np.int32))
     with pytest.raises(jaxvec.PoolBrokenError):
         envs.raise_if_failed()
+
+
+def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(driver, pool):
+    """A GPU's client tells of it only who waits for the program's results."""
+    envs = pool(RaisingEnv, 2)
+    gpu = Gpu(driver, envs)
+    with pytest.raises(jaxvec.EnvError, match="no sevens"), envs:
+        token, _ = gpu.reset(seed=0)
+        gpu.wait()
+        with pytest.raises(CallError):
+            gpu.step(token, np.array([0, 7], np.int32))
+
+
+def test_an_error_is_old_news_once_a_program_went_on_or_it_was_taken(driver, pool):
+    for take in (False, True):
+        with pool(CountingEnv, 2) as envs:
+            gpu = Gpu(driver, envs)
+            first, _ = gpu.reset(seed=0)
+            gpu.wait()
+            second, _ = gpu.step(first, np.zeros(2, np.int32))
+            with pytest.raises(CallError, match="StaleHandleError"):
+                gpu.step(first, np.zeros(2, np.int32))
+            if take:
+                with pytest.raises(jaxvec.StaleHandleError):
+                    envs.raise_if_failed()
+            else:
+                gpu.step(second, np.zeros(2, np.int32))
+
+
+def test_on_the_cpu_whoever_caught_an_error_has_heard_it(make):
+    with make(CountingEnv, 2) as envs:
+        first, _ = jaxvec.reset(envs)
+        step = jax.jit(lambda h: jaxvec.step(h, jnp.zeros(2, int)))
+        step(first)
+        with pytest.raises(RuntimeError, match="StaleHandleError"):
+            step(first)
+
+
+def test_a_reset_onto_a_gpu_page_locks_before_any_program_comes(driver, pool, monkeypatch):
+    envs = pool(CountingEnv, 2)
+    monkeypatch.setattr(_primitive, "_on_gpu", lambda array: True)
+    jaxvec.reset(envs)
+    assert driver.registered == 1
 
 
 @pytest.mark.parametrize(
@@ -480,20 +540,6 @@ def vmap(handle, action):
     return jax.vmap(scan)(*lanes)
 
 
-def with_much_to_compute(handle, action):
-    """What XLA would capture, between the calls."""
-
-    def body(carry, _):
-        handle, x = carry
-        for _ in range(8):
-            x = jnp.tanh(x @ x.T) * 0.5
-        handle, timestep = jaxvec.step(handle, action + (x.sum() > 1e9).astype(int))
-        return (handle, x + timestep.reward.mean() * 1e-3), timestep
-
-    (handle, _), timesteps = jax.lax.scan(body, (handle, jnp.ones((64, 64)) * 0.01), length=9)
-    return handle, timesteps
-
-
 def run(make, env, program, transport="ffi"):
     """Returns a pool, and what the program makes of it."""
     envs = make(env, 4, num_workers=2, transport=transport)
@@ -531,6 +577,25 @@ def test_errors_of_a_program_come_typed(cpu_as_cuda, make):
     handle, _ = jaxvec.reset(envs)
     with pytest.raises(jaxvec.EnvError, match="no sevens"), envs:
         jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.array([0, 7])))(handle))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        [0, ord("u") + 256 * 4, 2, 2],
+        [0, ord("u") + 256 * 4, -1],
+        [0, ord("u") + 256 * 4],
+        [0, ord("u") + 256 * 4, 2, 2, 1000],
+        [1 << 40, ord("u") + 256 * 4, 2, 2, 3],
+        [-1, ord("u") + 256 * 4, 2, 2, 3],
+    ],
+)
+def test_a_layout_that_does_not_fit_is_an_error(cpu_as_cuda, make, monkeypatch, layout):
+    handle, _ = jaxvec.reset(make(CountingEnv, 2, transport="ffi"))
+    monkeypatch.setattr(_ffi, "_layout", lambda packing: np.array(layout, np.int64))
+    with pytest.raises(RuntimeError, match="not packed as it says" if layout else "buffers of"):
+        jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.zeros(2, int)))(handle))
 
 
 @gpu

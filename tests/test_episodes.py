@@ -7,20 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Episodes
+from jaxvec._spec import Autoreset
 
 FAULT = "fault"  # in place of what a step returned
 
-MODES = {
-    "SAME_STEP": (AutoresetMode.SAME_STEP, False),
-    "NEXT_STEP": (AutoresetMode.NEXT_STEP, False),
-    "DISABLED": (AutoresetMode.DISABLED, False),
-    "episodic": (AutoresetMode.DISABLED, True),
-}
 FIELDS = ("reward", "terminated", "truncated", "episode_return", "episode_length", "fault", "idle")
 
 
@@ -45,7 +39,7 @@ class Player:
 
     def __init__(self, mode, count, shape=(), *, rows=None):
         self.rows = make_rows(count, shape) if rows is None else rows
-        self.episodes = Episodes(self.rows, MODES[mode][0], idle=MODES[mode][1], lost=rows is not None)
+        self.episodes = Episodes(self.rows, Autoreset[mode], lost=rows is not None)
         self.delivered: dict[int, Any] = {}
 
     def deliver(self, index):
@@ -126,10 +120,10 @@ STEP, END, CUT = (1.0, False, False), (2.0, True, False), (3.0, False, True)
         ("DISABLED", STEP, PLAYING, [row(1, "", 2, 2), row(1, "", 3, 3)]),
         ("DISABLED", END, MARKED, [row(2, "t", 3, 2)]),
         ("DISABLED", FAULT, MARKED, [row(0, "cf", 1, 1)]),
-        ("episodic", STEP, PLAYING, [row(1, "", 2, 2), row(1, "", 3, 3)]),
-        ("episodic", END, IDLE, [row(2, "t", 3, 2), row(0, "ti", 3, 2), row(0, "ti", 3, 2)]),
-        ("episodic", CUT, IDLE, [row(3, "c", 4, 2), row(0, "ci", 4, 2)]),
-        ("episodic", FAULT, IDLE, [row(0, "cf", 1, 1), row(0, "cfi", 1, 1)]),
+        ("EPISODIC", STEP, PLAYING, [row(1, "", 2, 2), row(1, "", 3, 3)]),
+        ("EPISODIC", END, IDLE, [row(2, "t", 3, 2), row(0, "ti", 3, 2), row(0, "ti", 3, 2)]),
+        ("EPISODIC", CUT, IDLE, [row(3, "c", 4, 2), row(0, "ci", 4, 2)]),
+        ("EPISODIC", FAULT, IDLE, [row(0, "cf", 1, 1), row(0, "cfi", 1, 1)]),
     ],
 )
 @pytest.mark.parametrize("failures", [0, 2])
@@ -172,7 +166,7 @@ class Model:
     def step(self, outcome):
         if self.over and self.mode == "NEXT_STEP":
             return self.reset()
-        if self.over and self.mode == "episodic":
+        if self.over and self.mode == "EPISODIC":
             self.row = {**self.row, "reward": self.zero.tolist(), "idle": True}
             return None
         if self.over:  # and another has begun
@@ -201,7 +195,7 @@ class Model:
 COUNT = 3
 
 
-@given(st.sampled_from(list(MODES)), st.sampled_from([(), (2,)]), st.data())
+@given(st.sampled_from([mode.name for mode in Autoreset]), st.sampled_from([(), (2,)]), st.data())
 def test_every_field_is_foretold(mode, shape, data):
     """Whatever order steps, ends, faults, deaths of the process and failing resets come in."""
     player = Player(mode, COUNT, shape)
@@ -238,7 +232,7 @@ def test_every_field_is_foretold(mode, shape, data):
 
 def test_a_pool_without_faults_and_idle_envs_has_no_such_fields():
     rows = {path: array for path, array in make_rows(1).items() if path[-1] not in ("fault", "idle")}
-    episodes = Episodes(rows, AutoresetMode.NEXT_STEP)
+    episodes = Episodes(rows, Autoreset.NEXT_STEP)
     episodes.begin(0)
     assert episodes.mark(0, False, True)
     assert rows["truncated",].tolist() == [True]

@@ -102,6 +102,15 @@ def test_ppo_learns_and_takes_each_step_once(observation_space, action_space, be
     assert Path("curve.png").exists()
 
 
+def test_ppo_stops_when_told(capsys):
+    options = "--num-envs 8 --num-workers 2 --num-steps 16 --total-steps 100000 --stop-at 15"
+    result = ppo.main(options.split())
+    assert result.env_steps == result.curve.size * 128 < 100_000
+    assert result.mean_return == result.curve[-1] >= 15
+    assert not (result.curve[:-1] >= 15).any()
+    assert f"{result.env_steps:,} env steps" in capsys.readouterr().out
+
+
 def test_ppo_says_which_observations_it_takes():
     with pytest.raises(SystemExit, match=r"Blackjack-v1: .*Box and Discrete observations, not Tuple"):
         ppo.main(["--env", "Blackjack-v1", "--num-envs", "4"])

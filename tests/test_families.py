@@ -25,11 +25,10 @@ def assert_as_in_gymnasium(make, env, *, num_envs=3, num_steps=100, ends=0):
     """Compares a jitted scan over a pool of `env`, an id or a function, with a loop over Gymnasium's."""
     env_fns = [partial(gymnasium.make, env) if isinstance(env, str) else env] * num_envs
     actions, raw = sample_actions(env_fns, num_steps)
-    envs = make(env, num_envs, num_workers=2)
-    ended = assert_same(
-        rollout(envs, actions), oracle_steps(env_fns, AutoresetMode.SAME_STEP, raw, num_steps)
-    )
-    assert ended >= ends
+    for see_through in (True, False):
+        expected = oracle_steps(env_fns, AutoresetMode.SAME_STEP, raw, num_steps)
+        envs = make(env, num_envs, num_workers=2, see_through=see_through)
+        assert assert_same(rollout(envs, actions), expected) >= ends
     return envs
 
 

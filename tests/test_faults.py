@@ -7,6 +7,7 @@ constructor fails in `make`, before there is a hand-off or a driver: such cases 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -155,6 +156,23 @@ def test_a_failure_is_noticed_while_other_envs_go_on(drive):
     with pytest.raises(jaxvec.EnvError, match="env 0 .*bad luck") as caught:
         within(turns)
     assert_broken(driver, caught.value)
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+@pytest.mark.parametrize(
+    "error",
+    [
+        jaxvec.EnvError("bad luck", env_id=2, worker=1, operation="step", action="7"),
+        jaxvec.WorkerDiedError("it died", worker=1, env_ids=(2, 3), exitcode=-9),
+        jaxvec.EnvTimeoutError("it is late", env_ids=(2, 3)),
+        jaxvec.PoolClosedError("the pool was closed"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_an_error_travels_whole(error, protocol):
+    come = pickle.loads(pickle.dumps(error, protocol))
+    assert type(come) is type(error)
+    assert (str(come), come.args, vars(come)) == (str(error), error.args, vars(error))
 
 
 def test_a_broken_pool_repeats_the_cause_and_closes(make, backend):

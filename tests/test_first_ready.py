@@ -120,7 +120,7 @@ def test_without_batch_size_recv_returns_all_in_env_order(make, how, transport):
     handle, timestep = program(handle)
     np.testing.assert_array_equal(timestep.info["env_id"], range(5))
     np.testing.assert_array_equal(timestep.obs[:, 3], [3, 6, 5, 7, 1])
-    handle, _ = jaxvec.step(handle, jnp.zeros(5, int))  # all have landed
+    handle, _ = jaxvec.step(handle, jnp.zeros(5, int))  # all are received
     handle = jaxvec.send(handle, jnp.zeros(5, int))
     _, timestep = jaxvec.recv(handle)
     np.testing.assert_array_equal(timestep.obs[:, 1], 3)
@@ -129,11 +129,11 @@ def test_without_batch_size_recv_returns_all_in_env_order(make, how, transport):
 def test_those_that_are_done_first_come_first(make, transport, tmp_path):
     envs = make(lambda: GatedEnv(tmp_path / "open"), 4, num_workers=4, batch_size=1, transport=transport)
     handle, timestep = jaxvec.reset(envs)
-    landed = timestep.info["env_id"].tolist()
+    arrived = timestep.info["env_id"].tolist()
     for _ in range(3):
         handle, timestep = jaxvec.recv(handle)
-        landed += timestep.info["env_id"].tolist()
-    assert sorted(landed) == [0, 1, 2, 3]
+        arrived += timestep.info["env_id"].tolist()
+    assert sorted(arrived) == [0, 1, 2, 3]
     handle = jaxvec.send(handle, jnp.array([7]), jnp.array([1]))
     for other in (3, 0, 2):  # one after the other: each is done before the next is sent
         handle = jaxvec.send(handle, jnp.array([0]), jnp.array([other]))
@@ -250,7 +250,7 @@ def test_one_thread_sends_while_another_receives(make, tmp_path):
     got = []
     receiver = threading.Thread(target=lambda: got.append(envs.recv().info["env_id"].tolist()))
     receiver.start()
-    while envs.pool._engine.counts[0] < 4:  # until the receiver waits
+    while envs.pool._engine.generation[0] < 4:  # until the receiver waits
         threading.Event().wait(0.001)
     envs.send([0], [1])  # is not held up by it
     (tmp_path / "open").touch()
@@ -361,7 +361,7 @@ def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport
     call, error, match = REFUSED[case]
     envs = make(CountingEnv, 4, num_workers=2, batch_size=2, transport=transport)
     handle, _ = jaxvec.reset(envs)
-    handle, _ = jaxvec.recv(handle)  # all have landed
+    handle, _ = jaxvec.recv(handle)  # all are received
     with pytest.raises((error, RuntimeError), match=match):
         jax.block_until_ready((jax.jit(call) if jit else call)(handle))
     handle, timestep = jaxvec.reset(envs)
@@ -436,18 +436,18 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, data, num_envs, o
         handoff=handoff,
     ) as envs:
         steps = [0] * num_envs
-        landed = envs.reset().info["env_id"].tolist()
-        flying = [i for i in spread(num_envs, batch) if i not in landed]
+        arrived = envs.reset().info["env_id"].tolist()
+        flying = [i for i in spread(num_envs, batch) if i not in arrived]
         actions = dict.fromkeys(range(num_envs), -1)
         for _ in range(data.draw(st.integers(0, 25))):
-            if landed and data.draw(st.booleans()):
-                sent = data.draw(st.lists(st.sampled_from(landed), min_size=1, unique=True))
+            if arrived and data.draw(st.booleans()):
+                sent = data.draw(st.lists(st.sampled_from(arrived), min_size=1, unique=True))
                 given_actions = data.draw(
                     st.lists(st.integers(0, 999), min_size=len(sent), max_size=len(sent))
                 )
                 envs.send(np.array(given_actions), sent)
                 for env_id, action in zip(sent, given_actions, strict=True):
-                    landed.remove(env_id)
+                    arrived.remove(env_id)
                     flying.append(env_id)
                     steps[env_id] += 1
                     actions[env_id] = action
@@ -466,7 +466,7 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, data, num_envs, o
                 assert timestep.obs[:, 3].tolist() == [actions[i] for i in got]
                 for env_id in got:
                     flying.remove(env_id)
-                    landed.append(env_id)
+                    arrived.append(env_id)
 
 
 # --- Resets in two halves, and a caller's own time limit -----------------------------------------

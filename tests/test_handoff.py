@@ -19,7 +19,7 @@ from jaxvec._memory import _layout, _segment
 from jaxvec._memory._marks import Marks
 from jaxvec._native import library
 from jaxvec._spaces import as_jax
-from jaxvec._spec import EnvSpaces, make_spec
+from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 from jaxvec.testing import CountingEnv, NestedEnv
 
 KINDS = [
@@ -39,7 +39,7 @@ def board(num_envs, num_workers):
     spec = make_spec(
         spaces,
         num_envs=num_envs,
-        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
+        autoreset=Autoreset.DISABLED,
         final_obs=False,
         declared={},
         policy=as_jax,
@@ -77,7 +77,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
     parent = _handoffs.parent_end(kind, marks, slices=slices, channels=up, spin_ns=0)
     workers = [
-        _handoffs.worker_end(kind, marks, worker=w, share=slices[w], channel=channel, spin_ns=0)
+        _handoffs.worker_end(kind, marks, worker=w, slots=slices[w], channel=channel, spin_ns=0)
         for w, channel in enumerate(up)
     ]
     del down
@@ -102,7 +102,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
                 assert seconds == 0  # it need not sleep
         assert parent.unfinished().size == 0
         count = data.draw(st.integers(1, len(slots)))
-        assert parent.first_done(np.array(posted), count).tolist() == posted[:count]
+        assert parent.first_completed(np.array(posted), count).tolist() == posted[:count]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +110,7 @@ def test_a_worker_takes_what_is_to_be_reset_and_what_is_to_be_stepped_apart(kind
     marks, slices = board(5, 1)
     channel = LoopbackChannel()
     parent = _handoffs.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
-    worker = _handoffs.worker_end(kind, marks, worker=0, share=slices[0], channel=channel, spin_ns=0)
+    worker = _handoffs.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
     sent = [(Verb.RESET, [3, 1]), (Verb.STEP, [0]), (Verb.RESET, [4, 2])]
     for operation, slots in sent:
         parent.send(operation, np.array(slots))
@@ -139,12 +139,10 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
     for part in (slots[:cut], slots[cut:]):
         if part.size:
             ends[0].send(data.draw(st.sampled_from([Verb.RESET, Verb.STEP])), part)
-    ends[1].pass_on(here.asked, np.arange(num_envs))
-    for worker, share in enumerate(slices):
+    ends[1].pass_on(here.requested, np.arange(num_envs))
+    for worker, own in enumerate(slices):
         told = [
-            _handoffs.worker_end(
-                kind, marks, worker=worker, share=share, channel=LoopbackChannel(), spin_ns=0
-            )
+            _handoffs.worker_end(kind, marks, worker=worker, slots=own, channel=LoopbackChannel(), spin_ns=0)
             for marks in (here, there)
         ]
         while not told[0].idle():

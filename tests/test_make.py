@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import jaxvec
-from jaxvec import _start
 from jaxvec._backends import _spawn
+from jaxvec._config import PoolConfig
 from jaxvec.testing import CountingEnv
 
 
@@ -258,6 +258,9 @@ def test_attributes_calls_and_raw_infos(make, backend):
         envs.set_attr("flavour", ["a", "b"])
     envs.step(np.zeros(3, int))
     assert envs.infos == ({"steps": 1},) * 3
+    assert envs.infos_of([2, 0]) == ({"steps": 1},) * 2
+    with pytest.raises(jaxvec.EnvIdError):
+        envs.infos_of([3])
 
 
 def test_it_cannot_be_pickled(make):
@@ -447,10 +450,16 @@ def test_public_names_are_there_and_load_jax_lazily():
     run_quietly(source)
 
 
-def test_faces_that_do_not_know_jax_have_the_same_defaults():
-    ours, theirs = (inspect.signature(function).parameters for function in (jaxvec.make, _start.start))
-    for name in ours.keys() & theirs.keys():
-        assert theirs[name].default == ours[name].default or name == "num_envs"
+def test_the_record_of_faces_without_jax_has_the_options_of_make_with_their_types_and_defaults():
+    ours, theirs = (inspect.signature(each).parameters for each in (jaxvec.make, PoolConfig))
+    others = ("env", "num_envs", "device", "sharding", "env_kwargs")
+    assert list(theirs.values()) == [option for name, option in ours.items() if name not in others]
+
+
+def test_options_may_be_iterators(make):
+    for env, num_envs in ((CountingEnv, 2), (SyncVectorEnv([CountingEnv] * 2), None)):
+        envs = make(env, num_envs, info=iter(["seed"]), backend="serial")
+        assert envs.reset(seed=3).info["seed"].tolist() == [3, 4]
 
 
 # --- Calls of some envs, calls in the background, and frames ------------------------------------
@@ -641,3 +650,26 @@ def test_a_program_that_does_not_know_its_interpreter_says_so(monkeypatch, metho
         jaxvec.WorkerDiedError, match=r"worker 0 .*not be started: .* sys.executable is empty"
     ):
         jaxvec.make(CountingEnv, 1, start_method=method)
+
+
+def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch):
+    class Rare(CountingEnv):
+        def step(self, action):
+            obs, reward, terminated, truncated, _ = super().step(action)
+            return obs, reward, terminated, truncated, {"said": int(action)} if action else {}
+
+    envs = make(Rare, 5, num_workers=2 if backend == "process" else 1, backend=backend)
+    envs.reset(seed=0)
+    asked = []
+    request = type(envs.pool._workers).request
+
+    def spy(self, name, arguments, **kwargs):
+        asked.extend(arguments(0, 5))
+        return request(self, name, arguments, **kwargs)
+
+    monkeypatch.setattr(type(envs.pool._workers), "request", spy)
+    envs.step([0, 7, 0, 0, 8])
+    assert envs.infos == ({}, {"said": 7}, {}, {}, {"said": 8})
+    assert envs.infos_of([4, 2]) == ({"said": 8}, {})
+    assert envs.infos_of([0, 2]) == ({}, {})
+    assert asked == [[1, 4], [4]]

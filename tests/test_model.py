@@ -437,7 +437,7 @@ class PoolMachine(RuleBasedStateMachine):
         if self.batch_size < self.num_envs:
             turns = -(-self.num_envs // self.batch_size)
             order = [i for first in range(turns) for i in range(first, self.num_envs, turns)]
-        # Those in flight land first, as was foretold when they were sent.
+        # Those in flight are received first, as was foretold when they were sent.
         self.sent = {env_id: self.worker_of[env_id].reset(env_id) for env_id in order}
         self.check(self.face.reset(seed=seed))
 

@@ -204,7 +204,10 @@ def test_a_thousand_jitted_steps_equal_gymnasiums(make, name, mode):
 def test_host_steps_equal_gymnasiums(make, backend, name, mode):
     env_fns = ENVS[name]
     actions, raw = sample_actions(env_fns, 200)
-    envs = make(env_fns, num_workers=2 if backend == "process" else 1, backend=backend, autoreset_mode=mode)
+    local = backend == "serial"  # and through all wrappers
+    envs = make(
+        env_fns, num_workers=1 if local else 2, backend=backend, autoreset_mode=mode, see_through=not local
+    )
     got = host_loop(envs, actions, 200)
     assert assert_same(got, oracle_steps(env_fns, mode, raw, 200)) >= 25
 

@@ -85,7 +85,7 @@ def test_a_pool_is_page_locked_once_and_only_for_a_gpu(driver, make):
 def test_the_first_call_may_be_a_step(driver, make):
     envs = make(CountingEnv, 2)
     envs.reset()
-    envs.pool._engine.counts[:] = 1
+    envs.pool._engine.generation[:] = 1
     token = np.array([[envs.pool.id, slot, 1] for slot in range(2)], np.uint32)
     Gpu(driver, envs).step(token, np.zeros(2, int))
     assert driver.registered == 1

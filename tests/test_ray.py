@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -51,8 +52,8 @@ NUM_ENVS = 5  # so that 2 workers hold slices of different size
 
 @pytest.fixture(scope="module")
 def cluster(kept_by_others):
-    before = Counter(leftovers())
     unix = control_sockets()
+    before = Counter(leftovers())  # after the fork server's have gone
     with running_cluster() as cluster:
         yield cluster
     wait_until(lambda: control_sockets() == unix)  # ours are; what else there is, gRPC keeps
@@ -175,9 +176,9 @@ def test_first_ready_batches_lose_no_step(make_on_ray):
         np.add.at(steps, timestep.info["env_id"], 1)
     assert steps.sum() == 100
     # The rest is in flight, each by one: its reset, which came first, or a step.
-    landed = [np.asarray(timestep.info["env_id"])]
+    received = [np.asarray(timestep.info["env_id"])]
     _, timestep = jaxvec.recv(handle)
-    assert sorted([*landed[0], *timestep.info["env_id"]]) == [0, 1, 2, 3]
+    assert sorted([*received[0], *timestep.info["env_id"]]) == [0, 1, 2, 3]
 
 
 def test_batched_envs_are_stepped_as_by_local_workers(make, make_on_ray):
@@ -199,6 +200,26 @@ def test_envs_can_be_asked_and_set(make_on_ray):
     assert [*envs.get_attr("steps")] == [5, 6, 7, 8]
     assert envs.stats().total.steps == 4
     assert envs.stats().total.resets == 4
+    by = 10
+    assert envs.map(lambda env, more: env.steps + by + more, 1, indices=[-1, 0]) == (19, 16)
+    assert envs.env_is_wrapped(gymnasium.Wrapper) == (False,) * 4
+    with pytest.raises(jaxvec.EnvAttributeError, match="env 2 .*nothing.*on node"):
+        envs.get_attr("nothing", indices=2)
+
+
+def test_a_replaced_worker_is_told_what_its_envs_were(make_on_ray):
+    class Fragile(CountingEnv):
+        def step(self, action):
+            if action == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    envs = make_on_ray(Fragile, 2, on_fault=jaxvec.Restart(max_restarts=None, interval=0))
+    envs.reset(options={"level": 3})
+    envs.set_attr("goal", [[1], [2]])
+    assert envs.step([7, 0]).info["fault"].tolist() == [True, False]
+    assert envs.infos[0]["options"] == {"level": 3}
+    assert envs.get_attr("goal") == ([1], [2])
 
 
 @pytest.mark.parametrize("handoff", ["native", "portable"])
@@ -594,10 +615,10 @@ ON_STAGE = jaxvec.Ray(resources_per_worker={"stage": 1})
 
 def kill_a_node_during(envs, cluster, nodes, program):
     """Runs `program` in a thread, and kills a node that it uses when it is under way."""
-    done = envs.pool._workers._arrays["done",]
+    completed = envs.pool._workers._arrays["completed",]
     outcome = disasters.Background(program)
-    before = done.copy()
-    wait_until(lambda: (done > before + 20).all())
+    before = completed.copy()
+    wait_until(lambda: (completed > before + 20).all())
     cluster.remove_node(nodes[0], allow_graceful=False)
     return outcome
 
@@ -695,6 +716,60 @@ def test_a_node_without_jaxvec_is_named(make_on_ray, tmp_path):
         make_on_ray(CountingEnv, 2, backend=backend)
 
 
+SHIPS = """
+import jaxvec
+from mine.envs import Mine
+backend = jaxvec.Ray(runtime_env={"working_dir": "here", "py_modules": ["packages/mine"]})
+for _ in range(2):  # the second finds the process connected
+    with jaxvec.make(Mine, 1, backend=backend) as envs:
+        print(*envs.call("told"), flush=True)
+"""
+
+MINE = """
+from pathlib import Path
+from jaxvec.testing import CountingEnv
+class Mine(CountingEnv):
+    def told(self):
+        return Path("data.txt").read_text() + " " + __file__
+"""
+
+
+def test_directories_of_ones_own_are_shipped(cluster, tmp_path):
+    for name, text in {"here/data.txt": "read", "packages/mine/envs.py": MINE}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    said = subprocess.run(
+        [sys.executable, "-c", SHIPS],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": cluster.address, "PYTHONPATH": str(tmp_path / "packages")},
+    )
+    told = [line.split() for line in said.stdout.splitlines()]
+    assert [each[0] for each in told] == ["read", "read"], said.stderr
+    assert not any(each[1].startswith(str(tmp_path)) for each in told)
+
+
+@pytest.mark.parametrize("what", [{"working_dir": "."}, {"py_modules": ["."]}])
+def test_directories_that_come_too_late_are_refused(make_on_ray, what):
+    with pytest.raises(ValueError, match=r"connected already.* ray\.init\(runtime_env=\.\.\.\)"):
+        make_on_ray(CountingEnv, 2, backend=jaxvec.Ray(runtime_env=what))
+
+
+@pytest.mark.parametrize(
+    ("runtime_env", "kind", "said"),
+    [
+        ({"workingdir": "."}, ValueError, "runtime_env has no 'workingdir'; .* working_dir"),
+        ({"env_vars": {"N": 1}}, TypeError, r"runtime_env\['env_vars'\] must be of type"),
+        ({"pip": [], "conda": "base"}, ValueError, "'conda' field"),
+    ],
+)
+def test_a_runtime_env_that_ray_does_not_know_is_refused(make_on_ray, runtime_env, kind, said):
+    with pytest.raises(kind, match=said):
+        make_on_ray(CountingEnv, 2, backend=jaxvec.Ray(runtime_env=runtime_env))
+
+
 @pytest.mark.parametrize("what", ["jaxvec", "Python"])
 def test_a_node_with_another_version_is_named(make_on_ray, monkeypatch, what):
     monkeypatch.setattr(_nodes, "identity", lambda: {what: "0.0.1"})
@@ -740,6 +815,85 @@ def test_a_placement_group_goes_with_its_pool(make_on_ray):
     assert [group["state"] for group in placement_group_table().values()].count("CREATED") == 0
 
 
+@pytest.mark.parametrize("seen", ["by the launcher", "by the actor's link"])
+def test_a_placement_group_that_is_removed_breaks_the_pool(make_on_ray, monkeypatch, seen):
+    """Ray would let a new actor wait in it without end."""
+    envs = make_on_ray(
+        CountingEnv,
+        2,
+        num_workers=1,
+        backend=jaxvec.Ray(placement_strategy="PACK"),
+        on_fault=jaxvec.Restart(max_restarts=None, interval=0),
+        step_timeout=None,
+        start_timeout=None,
+    )
+    envs.reset()
+    placement = envs.pool._workers._launcher._placement
+    if seen != "by the launcher":  # it was there a moment ago
+        monkeypatch.setattr(placement, "lost", partial(next, iter(["", *["it was removed"] * 9])))
+    ray.util.remove_placement_group(placement._group)
+
+    def step_on():
+        while True:
+            envs.step(np.zeros(2, int))
+
+    with pytest.raises(jaxvec.WorkerDiedError, match="removed") as caught:
+        within(step_on)
+    assert "removed" in str(caught.value.__cause__)
+    caught.value.__traceback__ = None  # it was logged, too, and pytest keeps the log: frames hold the segment
+
+
+def step_two_workers():
+    """What an actor of Ray's Tune does: it makes a pool."""
+    import numpy as np
+
+    import jaxvec
+    from jaxvec.testing import CountingEnv
+
+    with jaxvec.make(CountingEnv, 2, num_workers=2, backend="ray", start_timeout=100) as envs:
+        envs.reset()
+        return envs.step(np.zeros(2, int)).info["episode_length"].tolist()
+
+
+@pytest.mark.parametrize("bundles", [[1], [1, 3]])
+def test_a_pool_in_an_actor_that_a_group_captures_uses_its_room_or_that_of_others(cluster, bundles):
+    """Of four CPUs. The larger group has them all, so that workers that were not in it would find no room."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    wait_until(lambda: ray.available_resources().get("CPU") == 4)
+    group = ray.util.placement_group([{"CPU": cpus} for cpus in bundles])
+    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    program = cloudpickle.dumps(step_two_workers)  # by value, which Ray's own would not
+    trial = ray.remote(num_cpus=1, scheduling_strategy=strategy)(lambda: cloudpickle.loads(program)())
+    try:
+        assert ray.get(trial.remote()) == [1, 1]
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def test_trials_of_tune_have_pools_of_their_own(cluster, tmp_path):
+    pytest.importorskip("pyarrow", reason='Tune is not installed: pip install "ray[tune]"')
+    tune = pytest.importorskip("ray.tune", reason='Tune is not installed: pip install "ray[tune]"')
+    wait_until(lambda: ray.available_resources().get("CPU") == 4)
+
+    def train(config):
+        import numpy as np
+
+        import jaxvec
+        from jaxvec.testing import CountingEnv
+
+        with jaxvec.make(CountingEnv, 2, num_workers=1, backend="ray", start_timeout=100) as envs:
+            envs.reset()
+            return {"steps": [envs.step(np.zeros(2, int)) for _ in range(config["n"])][-1].obs.max()}
+
+    tuner = tune.Tuner(
+        train,
+        param_space={"n": tune.grid_search([2, 3])},
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+    )
+    assert sorted(each.metrics["steps"] for each in tuner.fit()) == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -747,6 +901,11 @@ def test_a_placement_group_goes_with_its_pool(make_on_ray):
         ({"workers_per_actor": 0}, "workers_per_actor must be an integer of at least 1, not 0"),
         ({"resources_per_worker": {"CPU": -1}}, r"resources_per_worker\['CPU'\] must be a number"),
         ({"resources_per_worker": {"GPU": "one"}}, r"resources_per_worker\['GPU'\] must be a number"),
+        ({"resources_per_worker": {"CPU": 1e-5}}, "holds 1e-05, but Ray counts in steps of 0.0001"),
+        (
+            {"resources_per_worker": {"GPU": 0.75}, "workers_per_actor": 2},
+            r"\['GPU'\] is 0.75, so an actor of 2 workers holds 1.5, but Ray gives",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, said):
@@ -754,9 +913,41 @@ def test_bad_options_are_refused(options, said):
         jaxvec.Ray(**options)
 
 
+def test_an_actor_of_fewer_workers_is_checked_too(make_on_ray):
+    backend = jaxvec.Ray(resources_per_worker={"GPU": 0.5}, workers_per_actor=4)
+    with pytest.raises(ValueError, match="an actor of 3 workers holds 1.5, but Ray gives out parts"):
+        make_on_ray(CountingEnv, 7, num_workers=7, backend=backend)
+
+
 def test_another_address_is_refused(make_on_ray):
     with pytest.raises(ValueError, match="this process is connected to the Ray cluster at"):
         make_on_ray(CountingEnv, 2, backend=jaxvec.Ray("192.0.2.1:6379"))
+
+
+UNREACHABLE = """
+import sys, jaxvec
+for address in sys.argv[1:]:
+    try:
+        jaxvec.make("CartPole-v1", 2, backend=jaxvec.Ray(address), start_timeout=1)
+    except ConnectionError as error:
+        print(error)
+"""
+
+
+def test_an_address_where_no_cluster_is_is_an_error_at_once():
+    with socket.socket() as refusing, socket.socket() as silent, socket.socket() as waiting:
+        refusing.bind(("127.0.0.1", 0))  # and does not listen
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)  # so that nobody is let in but the first
+        waiting.connect(silent.getsockname())
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (refusing, silent)]
+        said = subprocess.run(
+            [sys.executable, "-c", UNREACHABLE, *addresses], capture_output=True, text=True, timeout=100
+        )
+    told = said.stdout.splitlines()
+    assert len(told) == 2, said.stderr
+    for line, address, why in zip(told, addresses, ["refused", "timed out"], strict=True):
+        assert re.match(rf"no Ray cluster can be reached at {address}: .*{why}", line)
 
 
 def test_a_missing_ray_names_the_extra():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 
 import gymnasium
 import jax
@@ -295,6 +296,39 @@ def fail(left, times):
         (left / str(i)).touch()
 
 
+def give_replacements(envs, seconds):
+    """Sets `start_timeout` for workers that start from now on."""
+    supervisor = envs.pool._workers.supervisor
+    supervisor._recipe = replace(supervisor._recipe, start_timeout=seconds)
+
+
+def test_a_constructor_that_hangs_in_a_new_worker_is_late_and_tried_again(make, face, left, caplog):
+    envs = start(make, face, lambda: Flaky(left, "constructor", signal.pause), 2, step_timeout=None)
+    envs.reset()
+    give_replacements(envs, 1)
+    fail(left, 1)
+    workers()[0].kill()
+    with caplog.at_level(logging.WARNING, "jaxvec"):
+        timesteps = rollout(envs, face, np.ones((2, 2), int))
+    assert timesteps.obs[-1, :, 2].tolist() == [2, 2]
+    assert envs.stats().total.restarts >= 2  # on a busy machine it may take more turns
+    assert "took another's place, but did not start within start_timeout, 1 s" in caplog.text
+
+
+def test_a_constructor_that_hangs_in_a_new_worker_is_an_error_at_the_limit(make, left):
+    policy = jaxvec.Restart(max_restarts=1, interval=0)
+    envs = make(lambda: Flaky(left, "constructor", signal.pause), 2, num_workers=1, on_fault=policy)
+    envs.reset()
+    give_replacements(envs, 0.1)
+    fail(left, 1)
+    workers()[0].kill()
+    with pytest.raises(
+        jaxvec.EnvTimeoutError, match=r"(?s)worker 0 \(envs 0, 1\) took .*0\.1 s.*max_restarts is 1"
+    ) as caught:
+        envs.step([1, 1])
+    assert caught.value.env_ids == (0, 1)
+
+
 @pytest.mark.parametrize("fault", [throw, kill], ids=["exception", "SIGKILL"])
 def test_a_reset_that_fails_is_repeated_with_its_seed_and_options(make, left, fault):
     envs = make(lambda: Flaky(left, "reset", fault), 2, num_workers=2, on_fault=FREE, info={"seed": int})
@@ -490,6 +524,81 @@ def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, handoff, en
     assert not envs.step([1, 1]).info["fault"].any()
 
 
+RENEWALS = {
+    "rebuilt": (throw, {"on_fault": REBUILD}),
+    "replaced": (kill, {"on_fault": FREE}),
+    "rebuilt in this process": (throw, {"on_fault": REBUILD, "backend": "serial"}),
+}
+
+
+@pytest.mark.parametrize("how", RENEWALS)
+def test_a_new_env_is_told_what_the_one_before_it_was(make, how):
+    fault, options = RENEWALS[how]
+    serial = options.get("backend") == "serial"
+    envs = make(lambda: FragileEnv(fault, episode_length=3), 3, num_workers=1 if serial else 2, **options)
+    each = [{"level": i} for i in range(3)]
+    envs.reset(options=each)
+    envs.reset(mask=[False, True, False], options={"level": 7})  # not of the others, which it was not for
+    envs.set_attr("level", [10, 11, 12])
+    envs.set_attr("level", 99, indices=2)
+    goal = [1]
+    envs.set_attr("goal", [goal] * 3)
+    if not serial:  # which has the very list
+        goal.append(2)
+    timestep = envs.step([HARM, HARM, 0])  # env 1 shares its worker with env 2
+    hit = [True, True, how == "replaced"]
+    assert timestep.info["fault"].tolist() == hit
+    told = [{"level": 0}, {"level": 7}, {"level": 2}]
+    assert [info.get("options") for info in envs.infos] == [
+        one if new else None for one, new in zip(told, hit, strict=True)
+    ]
+    assert envs.get_attr("level") == (10, 11, 99)
+    assert envs.get_attr("goal") == ([1],) * 3
+    for _ in range(3):
+        timestep = envs.step([0, 0, 0])
+    assert timestep.terminated[:2].tolist() == [True, True]
+    assert [info["options"] for info in envs.infos[:2]] == [None, None]  # as any other autoreset
+    envs.reset()
+    assert envs.step([HARM, HARM, 0]).info["fault"].tolist() == hit
+    assert [info.get("options") for info in envs.infos] == [None] * 3
+    assert envs.get_attr("level") == (10, 11, 99)
+
+
+def test_a_spare_env_that_is_rebuilt_is_told_its_options(make):
+    envs = make(lambda: FragileEnv(throw, episode_length=2), 1, spare_envs=1, on_fault=REBUILD)
+    envs.reset(options={"level": 3})
+    envs.set_attr("level", 5)
+    assert envs.step([HARM]).info["fault"].all()  # the spare env takes over
+    assert (envs.infos[0]["options"], envs.call("get_wrapper_attr", "resets")) == (None, (1,))
+    for _ in range(2):
+        timestep = envs.step([0])
+    assert timestep.terminated.all()
+    assert (envs.infos[0]["options"], envs.get_attr("level")) == ({"level": 3}, (5,))
+
+
+def test_a_new_env_can_be_left_as_it_is_built(make):
+    envs = make(lambda: FragileEnv(kill), 2, on_fault=jaxvec.Restart(interval=0, keep_options=False))
+    envs.reset(options={"level": 3})
+    envs.set_attr("resets", 70)
+    assert envs.step([HARM, 0]).info["fault"].tolist() == [True, False]
+    assert (envs.infos[0]["options"], envs.get_attr("resets")) == (None, (1, 70))
+
+
+@pytest.mark.parametrize("how", RENEWALS)
+def test_what_can_not_be_told_again_is_logged_as_lost(make, how, caplog):
+    fault, options = RENEWALS[how]
+    serial = options.get("backend") == "serial"
+    envs = make(lambda: FragileEnv(fault), 3, num_workers=1 if serial else 2, **options)
+    envs.reset()
+    envs.get_attr("pid")
+    envs.step([0, HARM, 0])
+    envs.map(lambda env: None)
+    envs.step([0, HARM, 0])
+    envs.step([0, HARM, 0])  # the new env was never called
+    lost = "what call or map may have changed in " + ("envs 1, 2" if how == "replaced" else "env 1")
+    assert [lost in record.getMessage() for record in caplog.records] == [False, True, False]
+
+
 def test_a_worker_that_is_replaced_gets_the_options_of_resets(make):
     envs = make(lambda: FragileEnv(kill), 1, on_fault=FREE)
     envs.reset(seed=0, options={"level": 3})
@@ -560,7 +669,7 @@ def test_close_during_a_restart_leaves_nothing(make):
     assert workers() == []
 
 
-def test_a_call_that_comes_before_the_verdict_on_a_failed_env_is_answered(make, handoff):
+def test_a_call_that_comes_before_the_reply_to_a_failed_env_is_answered(make, handoff):
     envs = make(
         lambda: FragileEnv(throw),
         2,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
+import subprocess
 import sys
 from collections import OrderedDict
 from copy import deepcopy
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +27,7 @@ import jaxvec
 from jaxvec._memory import _rows, _segment
 from jaxvec._memory._layout import make_layout, split
 from jaxvec._spaces import as_is, as_jax, leaves, walk
-from jaxvec._spec import EnvSpaces, declared_leaves, make_spec
+from jaxvec._spec import Autoreset, EnvSpaces, declared_leaves, make_spec
 
 many = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
@@ -162,9 +165,9 @@ def assert_same(actual, expected, *, ordered=True):
 
 def make_rows(space, policy, num_envs=3, num_workers=1):
     env_spaces = EnvSpaces(observation=space, action=space, reward=None)
-    mode = AutoresetMode.SAME_STEP
+    mode = Autoreset.SAME_STEP
     spec = make_spec(
-        env_spaces, num_envs=num_envs, autoreset_mode=mode, final_obs=True, declared={}, policy=policy
+        env_spaces, num_envs=num_envs, autoreset=mode, final_obs=True, declared={}, policy=policy
     )
     layout = make_layout(spec, split(spec.num_envs, num_workers))
     return spec, layout, _segment.private(layout)
@@ -566,67 +569,13 @@ def test_values_that_gymnasium_would_stack_are_taken(name, policy):
         np.testing.assert_array_equal(arrays[leaf.path][1], 1)
 
 
-SMALL = spaces.Box(-np.inf, np.inf, (2, 3), np.float64)
-VALUES = np.arange(24, dtype=np.float64).reshape(4, 2, 3)
-
-
-@policies
-@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [1, 2], [0, 3], [3]], ids=str)
-def test_rows_written_together_equal_those_written_one_by_one(slots, policy):
-    spec, _, arrays = make_rows(SMALL, policy, num_envs=4)
-    one, other = arrays, {path: array.copy() for path, array in arrays.items()}
-    assert _rows.gatherer(spec.obs, one)(slots, list(VALUES[slots]))
-    for slot in slots:
-        _rows.writer(spec.obs, other)(slot, VALUES[slot])
-    np.testing.assert_array_equal(one["obs",], other["obs",])
-    np.testing.assert_array_equal(one["obs",][slots], VALUES[slots])
-
-
-@pytest.mark.parametrize(
-    "odd",
-    {
-        "a list": VALUES[1].tolist(),
-        "a scalar": np.float64(1),
-        "nothing": None,
-        "another shape": VALUES[1].T,
-        "another shape of as many elements": VALUES[1].reshape(6),
-        "another dtype": VALUES[1].astype(np.float32),
-        "another byte order": VALUES[1].astype(">f8"),
-        "another order of elements": np.asfortranarray(VALUES[1]),
-        "strides": np.repeat(VALUES[1], 2, axis=1)[:, ::2],
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_rows_are_not_written_together_if_one_of_them_is_odd(odd):
-    spec, _, arrays = make_rows(SMALL, as_is, num_envs=3)
-    values = list(VALUES[:3])
-    values[1] = odd[1]
-    assert not _rows.gatherer(spec.obs, arrays)([0, 1, 2], values)
-    assert not arrays["obs",].any()
-
-
-@pytest.mark.parametrize(
-    ("space", "policy"),
-    [
-        (spaces.Dict(a=SMALL), as_is),
-        (spaces.Box(0, 1, (0,)), as_is),
-        (spaces.Box(0, 255, (84, 84, 4), np.uint8), as_is),
-        (spaces.Box(-9, 9, (2,), np.int64), as_jax),
-    ],
-    ids=["nested", "empty", "large", "may not fit"],
-)
-def test_rows_that_need_care_are_never_written_together(space, policy):
-    spec, _, arrays = make_rows(space, policy)
-    assert _rows.gatherer(spec.obs, arrays) is None
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is sealed on Linux")
 def test_nobody_can_make_the_memory_shorter_under_those_who_use_it():
     """Their next touch of what has gone would kill them."""
     spec = make_spec(
         EnvSpaces(spaces.Discrete(2), spaces.Discrete(2), None),
         num_envs=2,
-        autoreset_mode=AutoresetMode.DISABLED,
+        autoreset=Autoreset.DISABLED,
         final_obs=False,
         declared={},
         policy=as_jax,
@@ -638,3 +587,29 @@ def test_nobody_can_make_the_memory_shorter_under_those_who_use_it():
             with pytest.raises(PermissionError):
                 os.ftruncate(descriptor, size)
         os.close(descriptor)
+
+
+# --- specifications ---------------------------------------------------------------------------
+
+
+def test_a_specification_is_its_value_in_every_process():
+    spaces_ = EnvSpaces(spaces.Discrete(2), spaces.Discrete(2), None)
+    specs = [
+        make_spec(spaces_, num_envs=2, autoreset=mode, final_obs=False, declared={}, policy=as_jax)
+        for mode in Autoreset
+    ]
+    assert len({spec.fingerprint for spec in specs}) == len(set(specs)) == len(Autoreset)
+    unpickled = "import pickle, sys; print(*(s.fingerprint for s in pickle.load(sys.stdin.buffer)))"
+    for seed in ("1", "2"):
+        # New ones, which have not worked out their fingerprints here.
+        new = [dataclasses.replace(spec) for spec in specs]
+        done = subprocess.run(
+            [sys.executable, "-c", unpickled],
+            input=pickle.dumps(new),
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            timeout=200,
+            check=True,
+        )
+        assert [int(each) for each in done.stdout.split()] == [spec.fingerprint for spec in specs]
+    assert {spec: spec for spec in specs} == {spec: spec for spec in pickle.loads(pickle.dumps(specs))}

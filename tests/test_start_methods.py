@@ -60,6 +60,17 @@ def server():
 
 
 @methods
+def test_workers_are_no_members_of_the_mpi_job_of_the_program(make, monkeypatch, method):
+    """A library that is imported there and initialises MPI would take itself for this process."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_MINE"):
+        monkeypatch.setenv(name, "3")
+    names = "{name: value for name, value in os.environ.items() if 'MPI' in name or 'PMI' in name}"
+    assert ask(make, names, method) == [{"MPI_MINE": "3"}]
+    worker_env = {"PMI_RANK": "0", "OMPI_MINE": "yes"}
+    assert ask(make, names, method, worker_env=worker_env) == [{"MPI_MINE": "3", **worker_env}]
+
+
+@methods
 def test_a_worker_has_what_the_program_has_at_the_moment_of_make(make, method, tmp_path, monkeypatch):
     ask(make, "0", method)  # what it is forked from is older than all that follows
     monkeypatch.chdir(tmp_path)
@@ -554,3 +565,16 @@ def test_without_pidfds_workers_are_interpreters(make, monkeypatch):
     assert ask(make, "os.getppid()", "auto") == [os.getpid()]
     with pytest.raises(RuntimeError, match="not possible here: the system has no pidfds: .*not implemented"):
         make(CountingEnv, 1, start_method="forkserver")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds nothing to cores")
+@methods
+def test_pinned_workers_have_a_core_each_in_turn(make, method):
+    class Pinned(CountingEnv):
+        def cores(self):
+            return sorted(os.sched_getaffinity(0))
+
+    cores = sorted(os.sched_getaffinity(0))
+    envs = make(Pinned, 5, num_workers=5, pin_workers=True, start_method=method)
+    assert envs.call("cores") == tuple([cores[i % len(cores)]] for i in range(5))
+    assert sorted(os.sched_getaffinity(0)) == cores

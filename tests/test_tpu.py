@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ahead_of_time import ImageEnv
 from gymnasium import spaces
 from jax._src.interpreters import mlir
 
 import jaxvec
-from jaxvec.callbacks import _arguments, _io
+from jaxvec._handoff._move import Verb
+from jaxvec.callbacks import _arguments, _io, _program
+from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -80,10 +83,8 @@ def test_programs_exchange_data_with_the_host_and_have_no_call_of_ours(make, tpu
     handle, _ = jaxvec.reset(make(CountingEnv, 2, transport=transport))
     text = lower(lambda h: jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.zeros(2, int)), h, length=3), handle)
     assert "jaxvec_call" not in text
-    results = 1 + len(handle.spec.timestep_leaves)
-    assert tpu.channels == [(1, results)]  # one operand: token and actions are packed
-    assert text.count("stablehlo.send") == 1
-    assert text.count("stablehlo.recv") == results
+    assert tpu.channels == [(1, 1)]  # token and actions are packed, and so are the results
+    assert text.count("stablehlo.send") == text.count("stablehlo.recv") == 1
     assert "stablehlo.while" in text
 
 
@@ -97,12 +98,24 @@ def test_the_callback_steps_the_pool(make, tpu, env):
     lower(jaxvec.step, handle, action)
     (callback,) = tpu.callbacks
     leaves = _arguments.check_action(handle.spec, action, 2)
-    token, *rows = callback(*(np.asarray(piece) for piece in _io._pack([handle.token, *leaves])))
+    transferred = callback(*(np.asarray(piece) for piece in _io._pack([handle.token, *leaves])))
+    packing = Packing.of(_program.Call(Verb.STEP, handle.spec, "io_callback").results(2))
+    token, *rows = packing.views([np.asarray(array) for array in transferred])
     assert token[:, 2].tolist() == [2, 2]
     _, expected = jaxvec.step(theirs, action)
-    sent = [leaf for leaf in jax.tree.leaves(expected) if leaf.size]  # JAX has constants for empty ones
-    assert sorted(map(describe, rows)) == sorted(map(describe, sent))
-    assert len(tpu.received) == 1 + len(sent)
+    assert sorted(map(describe, rows)) == sorted(map(describe, jax.tree.leaves(expected)))
+    assert len(tpu.received) == len(transferred) == 1
+
+
+def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(make, tpu):
+    envs = make(CountingEnv, 2)
+    with pytest.raises(jaxvec.StaleHandleError), envs:
+        handle, _ = jaxvec.reset(envs)
+        jaxvec.step(handle, jnp.zeros(2, int))
+        lower(lambda h, a: jaxvec.step(h, a), handle, jnp.zeros(2, int))
+        operands = _io._pack([handle.token, jnp.zeros(2, jnp.int32)])
+        with pytest.raises(jaxvec.StaleHandleError):
+            tpu.callbacks[0](*map(np.asarray, operands))
 
 
 def describe(array):
@@ -123,6 +136,12 @@ def test_a_large_action_goes_in_pieces(make, tpu):
     lower(jaxvec.step, handle, jnp.zeros((2, 10_000)))
     ((pieces, _),) = tpu.channels
     assert pieces == 2
+
+
+def test_a_large_result_goes_by_itself(make, tpu):
+    handle, _ = jaxvec.reset(make(ImageEnv, 2, final_obs=False))
+    lower(jaxvec.step, handle, jnp.zeros(2, int))
+    assert tpu.channels == [(1, 2)]
 
 
 def test_the_other_verbs_are_lowered_too(make, tpu):

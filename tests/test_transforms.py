@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from jax.experimental import io_callback
 from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -170,27 +171,106 @@ def test_part_of_a_handle_steps_its_envs_and_leaves_the_others(envs):
     assert envs.get_attr("steps") == (1, 6) * 4
 
 
-@pytest.mark.parametrize("loop", ["cond", "while_loop"])
-def test_a_batched_predicate_around_a_step_is_refused(envs, loop):
-    """JAX would run both branches, or all lanes until the last is done, and select."""
+def conditionally(kind, go, handle, action):
+    """A step where `go` is true."""
+
+    def step(handle):
+        return jaxvec.step(handle, action)[0]
+
+    match kind:
+        case "cond":
+            return jax.lax.cond(go, step, lambda handle: handle, handle)
+        case "switch":
+            return jax.lax.switch(jnp.where(go, 2, 0), [lambda h: h, lambda h: step(step(h)), step], handle)
+        case "while_loop":
+            loop = jax.lax.while_loop(
+                lambda carry: carry[0], lambda carry: (False, step(carry[1])), (go, handle)
+            )
+            return loop[1]
+        case _:
+            never = jax.lax.while_loop(lambda carry: carry[0], lambda _: (False, 1), (go, 0))[1]
+            return jax.lax.cond(never == 1, lambda: jax.jit(step)(handle), lambda: handle)
+
+
+@pytest.mark.parametrize("kind", ["cond", "switch", "while_loop", "nested"])
+def test_a_predicate_that_is_the_same_for_all_lanes(envs, hand_offs, kind):
     handle, _ = jaxvec.reset(envs)
+    program = partial(conditionally, kind)
+    lanes, actions = split(handle, 2, 2), split(ACTION, 2, 2)
+    for number, go in enumerate((True, False, True)):
+        for jit in (jax.jit, lambda function: function):
+            lanes = jit(jax.vmap(jax.vmap(program, (None, 0, 0)), (None, 0, 0)))(go, lanes, actions)
+        assert envs.get_attr("steps") == (2, 2, 4)[number : number + 1] * 8
+    if envs.transport == "io_callback":
+        assert hand_offs.count("jaxvec.step") == 4  # each of all lanes
+    jaxvec.step(jax.tree.map(jnp.concatenate, jax.tree.map(jnp.concatenate, lanes)), ACTION)
+    assert envs.get_attr("steps") == (5,) * 8
 
-    def cond(go, handle, action):
-        return jax.lax.cond(go, lambda: jaxvec.step(handle, action)[0], lambda: handle)
 
-    def while_loop(go, handle, action):
-        def body(carry):
-            return False, jaxvec.step(carry[1], action)[0]
-
-        return jax.lax.while_loop(lambda carry: carry[0], body, (go, handle))[1]
-
-    program = jax.vmap({"cond": cond, "while_loop": while_loop}[loop])
-    with pytest.raises(Exception, match=r"(?i)io effects? not supported"):
-        jax.jit(program)(jnp.array([True, False]), split(handle, 2), split(ACTION, 2))
+@pytest.mark.parametrize("kind", ["cond", "switch", "while_loop"])
+@pytest.mark.parametrize("outer", [False, True], ids=["inner", "outer"])
+def test_a_predicate_that_differs_between_lanes_is_refused(envs, kind, outer):
+    """JAX would run all branches, or all lanes until the last is done, and select."""
+    handle, _ = jaxvec.reset(envs)
+    program = jax.vmap(partial(conditionally, kind), (None if outer else 0, 0, 0))
+    if outer:
+        program = jax.vmap(program)
+    lanes, actions = (split(each, *([2, 2] if outer else [2])) for each in (handle, ACTION))
+    with pytest.raises(
+        NotImplementedError, match=r"jaxvec call .* a predicate that differs .* one predicate"
+    ):
+        jax.jit(program)(jnp.array([True, False]), lanes, actions)
     assert envs.get_attr("steps") == (0,) * 8
-    if loop == "while_loop":  # one predicate for all lanes is fine; of `cond` JAX refuses that, too
-        jax.vmap(while_loop, in_axes=(None, 0, 0))(True, split(handle, 2), split(ACTION, 2))
-        assert envs.get_attr("steps") == (1,) * 8
+
+
+def test_other_programs_batch_conditions_as_ever():
+    go, x = jnp.array([True, False]), jnp.array([1, 2])
+    cond = jax.vmap(lambda go, x: jax.lax.cond(go, lambda: x, lambda: -x))
+    np.testing.assert_array_equal(cond(go, x), [1, -2])
+    loop = jax.vmap(lambda x: jax.lax.while_loop(lambda x: x < 5, lambda x: x * 2, x))
+    np.testing.assert_array_equal(loop(jnp.array([1, 7])), [8, 7])
+    with pytest.raises(Exception, match=r"(?i)^unordered io effects not supported in while_loop"):
+        jax.vmap(lambda x: jax.lax.while_loop(lambda x: x < 5, called_back, x))(x)
+    with pytest.raises(NotImplementedError, match="IO effect not supported in vmap-of-cond"):
+        jax.vmap(lambda x: jax.lax.cond(True, called_back, lambda x: x, x))(x)
+
+
+def called_back(x):
+    io_callback(lambda: None, None)
+    return x + 1
+
+
+def test_training_over_seeds_evaluates_now_and_then(make, transport):
+    """`lax.cond` around an evaluation, whose envs it resets, within `vmap` over seeds."""
+    training = make(CountingEnv, 6, num_workers=2, transport=transport)
+    evaluation = make(CountingEnv, 4, num_workers=2, transport=transport)
+
+    def evaluate(key):
+        handle, _ = jaxvec.reset(evaluation, num_envs=2, seed=key)
+        _, timestep = rollout(handle, jnp.zeros(2, int), 5)
+        return timestep.obs[-1, :, 1], timestep.info["env_id"][-1]
+
+    def train(key):
+        handle, _ = jaxvec.reset(training, num_envs=3, seed=key)
+
+        def update(carry, number):
+            handle, seen = carry
+            handle, timestep = jaxvec.step(handle, jnp.zeros(3, int))
+            seen = jax.lax.cond(
+                number % 3 == 2, lambda: evaluate(jax.random.fold_in(key, number)), lambda: seen
+            )
+            return (handle, seen), (timestep.obs[:, 1], seen)
+
+        nothing = (jnp.zeros(2, jnp.int32), jnp.full(2, -1, jnp.int32))
+        return jax.lax.scan(update, (handle, nothing), jnp.arange(7))[1]
+
+    steps, (seen, env_id) = jax.jit(jax.vmap(train))(jax.random.split(jax.random.key(0), 2))
+    np.testing.assert_array_equal(steps, np.broadcast_to(np.arange(1, 8)[:, None], (2, 7, 3)))
+    assert seen[:, :, 0].tolist() == [[0, 0, 5, 5, 5, 10, 10]] * 2
+    assert env_id[:, 1].tolist() == [[-1, -1]] * 2
+    assert env_id[:, -1].tolist() == [[0, 1], [2, 3]]
+    assert evaluation.get_attr("steps") == (10,) * 4
+    assert (training.stats().total.steps, evaluation.stats().total.steps) == (42, 40)
 
 
 # --- Derivatives ------------------------------------------------------------------------------
@@ -396,14 +476,16 @@ def test_threads_with_a_handle_each_step_their_envs(make, transport):
 # --- Compilation ------------------------------------------------------------------------------
 
 
-def test_a_policy_on_the_device_and_its_envs_on_the_host_in_one_program(make, transport, device):
+def on_host(fun):
+    if "out_memory_spaces" in inspect.signature(compute_on).parameters:  # since jax 0.12
+        return compute_on(fun, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    return compute_on("device_host")(jax.jit(fun))
+
+
+def test_the_host_computations_of_a_program_on_the_cpu(make, transport):
     envs = make(CountingEnv, 8, num_workers=2, transport=transport)
     handle, timestep = jaxvec.reset(envs)
-    if "out_memory_spaces" in inspect.signature(compute_on).parameters:  # since jax 0.12
-        here = jax.memory.Space.Device
-        step = compute_on(jaxvec.step, compute_type="device_host", out_memory_spaces=here)
-    else:
-        step = compute_on("device_host")(jax.jit(jaxvec.step))
+    step = on_host(jaxvec.step)
 
     def body(carry, _):
         handle, obs = carry
@@ -413,6 +495,17 @@ def test_a_policy_on_the_device_and_its_envs_on_the_host_in_one_program(make, tr
     (handle, _), timesteps = jax.jit(lambda c: jax.lax.scan(body, c, length=6))((handle, timestep.obs))
     np.testing.assert_array_equal(timesteps.obs[:, :, 3], np.tile(np.arange(6)[:, None], 8))
     np.testing.assert_array_equal(jaxvec.step(handle, ACTION)[1].obs[:, 2], [7] * 8)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("read", [False, True])
+def test_the_host_computations_of_another_program_are_refused(make, transport, platform, read):
+    """XLA would end the process when it compiles them for CUDA, and can't for TPUs."""
+    handle, _ = jaxvec.reset(make(CountingEnv, 8, backend="serial", transport=transport))
+    program = on_host(lambda h: jaxvec.get_attr(h, "steps", int) if read else jaxvec.step(h, ACTION))
+    traced = jax.jit(program).trace(handle)
+    with pytest.raises(NotImplementedError, match=f"compute_on.*program for {platform}.*outside"):
+        traced.lower(lowering_platforms=(platform,))
 
 
 def test_a_second_pool_of_the_same_specification_compiles_nothing(make, transport):
@@ -522,7 +615,7 @@ def turn(handle, action):
 
 def test_first_ready_batches_under_the_transformations(halves, mesh):
     handle, _ = jaxvec.reset(halves)
-    handle, _ = jaxvec.recv(handle)  # now all have landed
+    handle, _ = jaxvec.recv(handle)  # now all are received
 
     def loss(weight, handle):
         handle, timestep = turn(handle, jnp.ones(4, int))

@@ -159,7 +159,7 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     monkeypatch.setattr(_pool.Pool, "end", None)
     ours = program(handles[0])
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
-    assert envs.pool._engine.counts.tolist() == [21] * 3
+    assert envs.pool._engine.generation.tolist() == [21] * 3
 
 
 @pytest.mark.usefixtures("patient_programs")
@@ -339,7 +339,7 @@ def test_a_program_returns_when_its_steps_are_done(make):
     x = jnp.ones((2, 256))
     for n in range(1, 4):
         handle, x = program(handle, x)
-        assert envs.pool._engine.counts.tolist() == [1 + 300 * n] * 2
+        assert envs.pool._engine.generation.tolist() == [1 + 300 * n] * 2
 
 
 def test_close_ends_a_program_in_another_thread(make):
@@ -357,7 +357,7 @@ def test_close_ends_a_program_in_another_thread(make):
 
     thread = threading.Thread(target=run)
     thread.start()
-    while envs.pool._engine.counts[0] < 100:
+    while envs.pool._engine.generation[0] < 100:
         began.wait(0.01)
     envs.close()
     thread.join(20)
@@ -388,3 +388,41 @@ def test_programs_of_several_threads_step_pools_of_their_own_and_share_one_only_
     one, other = sorted((outcomes[0], outcomes[3]), key=lambda outcome: isinstance(outcome, RuntimeError))
     assert one == 500
     assert "stale handle" in str(other)
+
+
+# --- Results that nobody reads ----------------------------------------------------------------
+
+
+def rollout(leaves, handle, action, split):
+    """Steps; reads only these leaves of the time steps, or the last handle if there are none."""
+
+    def body(handle, _):
+        if split:
+            handle, timestep = jaxvec.recv(jaxvec.send(handle, action))
+        else:
+            handle, timestep = jaxvec.step(handle, action)
+        return handle, [jax.tree.leaves(timestep)[leaf] for leaf in leaves]
+
+    handle, read = jax.lax.scan(body, handle, length=7)
+    return read or handle
+
+
+@pytest.mark.parametrize("transport", [pytest.param("ffi", marks=needs_ffi), "io_callback"])
+@pytest.mark.parametrize("split", [False, True], ids=["step", "send and recv"])
+def test_what_nobody_reads_is_not_copied_and_what_somebody_reads_is_the_same(make, transport, split, device):
+    envs = make(partial(NestedEnv, 3), 4, num_workers=2, transport=transport)
+    action = jax.tree.map(jnp.asarray, envs.action_space.sample())
+    handle, timestep = jaxvec.reset(envs, seed=0)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(timestep)]
+    everything = tuple(range(len(shapes)))
+    program = jax.jit(rollout, static_argnums=(0, 3))
+    expected = program(everything, handle, action, split)
+    for some in (everything[::2], everything[1::2], ()):
+        handle, _ = jaxvec.reset(envs, seed=0)
+        lowered = program.lower(some, handle, action, split)
+        got = lowered.compile()(handle, action)
+        assert ("tensor<4x4x4x3xui8>" in lowered.as_text()) == any(shapes[i] == (4, 4, 4, 3) for i in some)
+        if some:
+            for leaf, result in zip(some, got, strict=True):
+                np.testing.assert_array_equal(result, expected[leaf])
+    assert envs.stats().total.steps == 4 * 7 * 4

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec._handoff._engine import Engine, Rules
@@ -16,6 +15,7 @@ from jaxvec._memory._layout import Layout
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._slices._description import Description
+from jaxvec._slices._parameters import Told
 from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record
@@ -58,7 +58,12 @@ class Workers(Protocol):
         """How many faults of each worker were gone on from."""
         ...
 
-    def attach(self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode) -> Arrays:
+    @property
+    def told(self) -> Told | None:
+        """Takes note of what envs are told, if those that are built anew are told again."""
+        ...
+
+    def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         """Creates the segment, lets the envs write there, and returns its arrays."""
         ...
 
@@ -90,7 +95,7 @@ class Workers(Protocol):
         """
         ...
 
-    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         """Returns those of `slots` that were done first, in that order; `count` must be.
 
         Args:
@@ -100,13 +105,13 @@ class Workers(Protocol):
         ...
 
     def set_options(self, options: Options, timeout: float | None) -> None:
-        """Sets what every `reset` from now on passes to its envs; raises as `wait`."""
+        """Sets what every `reset` from now on passes to its envs; raises as `wait` and `request`."""
         ...
 
     def request(
         self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
-        """Calls the method `name` of each `Slice`, or reads an attribute.
+        """Calls the method `name` of each `Slice`.
 
         Args:
             name: of the method.
@@ -118,7 +123,8 @@ class Workers(Protocol):
             worker was replaced.
 
         Raises:
-            As `wait`, if envs in flight fail meanwhile.
+            NotPicklableError: of the arguments; nobody was asked.
+            JaxvecError: as `wait`, if envs in flight fail meanwhile.
         """
         ...
 
@@ -137,8 +143,11 @@ class Workers(Protocol):
         """
         ...
 
-    def close(self, timeout: float) -> None:
-        """Closes the envs, by force after `timeout` seconds."""
+    def close(self, timeout: float | None, *, tell: bool = True) -> None:
+        """Closes the envs, by force after `timeout` seconds; `None` waits for them for ever.
+
+        `tell` says whether to log which of them were cut off.
+        """
         ...
 
     def kill(self) -> None:

@@ -14,6 +14,7 @@ from jaxvec._memory._marks import Marks
 from jaxvec._memory._rows import reader
 from jaxvec._memory._segment import Arrays
 from jaxvec._slices import _failures
+from jaxvec._slices._parameters import Told
 from jaxvec._spec import PoolSpec
 
 
@@ -52,7 +53,7 @@ class Diagnosis:
         inside = marks.running[:, 0].tolist()
         running = np.array([slot for slot in slots if slot + 1 in inside], np.intp)
         actions = reader(self._action, self.arrays)(running)
-        resetting = marks.asked[running] % 2 == int(Verb.RESET)
+        resetting = marks.requested[running] % 2 == int(Verb.RESET)
         return ", ".join(
             f"env {slot} (worker {self.worker_of(slot)}) is running"
             + ("" if resets else f", last action {_failures.describe_action(action)}")
@@ -69,6 +70,15 @@ class Diagnosis:
             worker=worker,
             env_ids=env_ids,
             exitcode=exitcode,
+        )
+
+    def late_start(self, worker: int, process: Process, timeout: float | None) -> EnvTimeoutError:
+        """Returns the error of a worker that took another's place and has not started in time."""
+        where = process.place and f": it is {process.place}"
+        return EnvTimeoutError(
+            f"{self.name(worker)} took another's place, but did not start within start_timeout, "
+            f"{timeout} s{where}",
+            env_ids=tuple(range(*self._slices[worker])),
         )
 
     def late(
@@ -108,6 +118,12 @@ def _silent(workers: Iterable[int], processes: Sequence[Process]) -> str:
         for worker in workers
         if (place := processes[worker].place)
     )
+
+
+def tell_lost(told: Told | None, slots: Iterable[int]) -> str:
+    """Says what the new envs in `slots` can't be told, as it will be lost."""
+    lost = [] if told is None else told.forget_calls(slots)
+    return f" (what call or map may have changed in {name_envs(lost)} is lost)" if lost else ""
 
 
 def name_envs(env_ids: Sequence[int]) -> str:

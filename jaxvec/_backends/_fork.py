@@ -53,6 +53,7 @@ class ForkedWorker:
         self.pid = pid
         self._pidfd = pidfd
         self._close = weakref.finalize(self, os.close, pidfd)  # also if nobody sees it end
+        self._close.atexit = False  # a pool that is closed at the program's end sees its workers off by it
         self._reap = reap
         self._lock = threading.Lock()
         self._reaped = False
@@ -176,7 +177,7 @@ class Forker:
         self._timeout = timeout
         self._server: _Server | None = None
 
-    def shares(self, slices: Slices) -> Slices:
+    def partition(self, slices: Slices) -> Slices:
         return slices
 
     def launch(self, worker: int) -> tuple[ForkedWorker, Channel]:

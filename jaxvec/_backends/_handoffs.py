@@ -18,8 +18,6 @@ from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
 
-KINDS = ("auto", "native", "portable")
-
 _LARGE = 1024  # bytes of a row
 
 _logger = logging.getLogger("jaxvec")
@@ -30,10 +28,7 @@ def choose(kind: str) -> str:
 
     Raises:
         NativeUnavailableError: `"native"` was asked for and can't be had; says why.
-        ValueError: there is no such kind.
     """
-    if kind not in KINDS:
-        raise ValueError(f"handoff must be one of {', '.join(KINDS)}, not {kind!r}")
     if kind == "auto":
         reason = library.reason_unavailable()
         if reason is None:
@@ -59,10 +54,10 @@ def worker_end(
     marks: Marks,
     *,
     worker: int,
-    share: tuple[int, int],
+    slots: tuple[int, int],
     channel: Channel,
     spin_ns: int,
-    knocks: int = 0,
+    notices: int = 0,
 ) -> WorkerHandoff:
     """Makes the end of a worker.
 
@@ -70,14 +65,14 @@ def worker_end(
         kind: `"native"` or `"portable"`.
         marks: in the segment.
         worker: its index.
-        share: `(first, stop)`, its slots.
+        slots: `(first, stop)`, its slots.
         channel: its control socket.
         spin_ns: how long it looks again before it sleeps.
-        knocks: how often the worker in whose place it is was told of messages.
+        notices: how often the worker in whose place it is was notified of messages.
     """
     if kind == "native":
-        return NativeWorkerEnd(marks, worker, share, channel, spin_ns=spin_ns, knocks=knocks)
-    return WorkerEnd(marks, share, channel)
+        return NativeWorkerEnd(marks, worker, slots, channel, spin_ns=spin_ns, notices=notices)
+    return WorkerEnd(marks, slots, channel)
 
 
 def engine(
@@ -90,7 +85,7 @@ def engine(
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
     if end.address is None or spec.object_leaves:
-        return PyEngine(rules.turns)
+        return PyEngine(rules.admission)
     return CEngine(
         end,
         rules,

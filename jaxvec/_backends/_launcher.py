@@ -44,13 +44,13 @@ class Launcher(Protocol):
     """Starts workers, each with a control socket, on which it waits for what to build.
 
     Attributes:
-        at_sockets: whether workers that serve listen at their sockets all the same, and need no knock.
+        at_sockets: whether workers that serve listen at their sockets all the same, and need no notice.
     """
 
     at_sockets: bool
 
-    def shares(self, slices: Slices) -> Slices:
-        """Returns the slots that are handed over at each worker's bell, of the slots that each holds."""
+    def partition(self, slices: Slices) -> Slices:
+        """Returns for which slots each worker's doorbell is rung, of the slots that each holds."""
         ...
 
     def launch(self, worker: int) -> tuple[Process, Channel]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec._memory._layout import Layout
 from jaxvec._options import Options
 from jaxvec._slices._failures import Report
-from jaxvec._slices._kind import Kind
+from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._slice import Asked
-from jaxvec._spaces import Path
+from jaxvec._slices._slice_config import SliceConfig
+from jaxvec._spaces import KeyPath
 from jaxvec._spec import PoolSpec
 
 
@@ -25,8 +25,9 @@ class Setup:
     python_path: str | None
     first: int  # env id of the slice's first env
     env_fns: bytes  # cloudpickled, to be opened only once sys.path is set
-    kind: Kind
+    slice_config: SliceConfig
     learn_info: bool
+    core: int | None  # the number, of the usable ones, of that to stay on
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ class Replacement:
 
     options: Options  # of its envs' resets
     trace: int | None  # how many spans to record, if any
-    knocks: int
+    notices: int  # of messages on its control socket
     objects: dict[
-        Path, NDArray[Any]
+        KeyPath, NDArray[Any]
     ]  # that the program had from it last, of leaves that are not in the segment
+    parameters: dict[int, Parameters]  # of its envs, those that have some
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ class Attach:
     worker: int
     layout: Layout
     spec: PoolSpec
-    autoreset_mode: AutoresetMode
     handoff: str  # "native" or "portable"
     spin_ns: int
+    max_running: int | None  # workers that may run envs at once
     replaces: Replacement | None  # what to know in the place of a worker that is gone
 
 
@@ -66,14 +68,22 @@ class Recover:
     """Parent: go on after the failure that you reported; it was the pool's last otherwise."""
 
     rebuild: bool  # the env
+    parameters: Parameters | None  # of the new env
+
+
+@dataclass(frozen=True)
+class Closed:
+    """Worker, after the end of file: these envs are closed."""
+
+    env_ids: range
 
 
 @dataclass(frozen=True)
 class Request:
-    """Parent: call this method of your `Slice`, or read this attribute."""
+    """Parent: call this method of your `Slice`."""
 
     name: Asked
-    args: tuple[Any, ...] = ()
+    args: bytes  # a cloudpickled tuple; what is wrong with it then is the answer, and no end of the worker
 
 
 @dataclass(frozen=True)

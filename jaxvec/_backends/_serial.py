@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec._backends._backend import Patience
-from jaxvec._backends._plan import Plan
+from jaxvec._backends._diagnosis import tell_lost
+from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._errors import EnvError, SpaceMismatchError
 from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._move import Verb
@@ -27,6 +27,7 @@ from jaxvec._restart import Budget
 from jaxvec._slices import _envs, _failures
 from jaxvec._slices._description import describe
 from jaxvec._slices._envs import EnvFailure
+from jaxvec._slices._parameters import Told
 from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record
@@ -35,14 +36,16 @@ from jaxvec._tracing._recorder import Record
 class SerialWorkers:
     """See `Workers`."""
 
-    def __init__(self, plan: Plan, *, budget: Budget, learn_info: bool) -> None:
+    def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
         self._envs: list[Any] = []
-        self._plan = plan
+        self._recipe = recipe
         self._budget = budget
+        keeps = budget.policy is not None and budget.policy.keep_options
+        self.told: Told | None = Told(lambda value: value) if keeps else None  # envs have the very values
         with _typed():
-            self._envs = _envs.build(plan.env_fns, 0, plan.kind.size)
+            self._envs = _envs.build(recipe.env_fns, 0, recipe.slice_config.size)
             self.description = describe(
-                self._envs, first=0, learn_info=learn_info, equal_spaces=plan.kind.equal_spaces
+                self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.slice_config.equal_spaces
             )
         if self.description.mismatch is not None:
             self.close(timeout=0)
@@ -52,15 +55,15 @@ class SerialWorkers:
     def restarts(self) -> Sequence[int]:
         return self._budget.restarts
 
-    def attach(self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode) -> Arrays:
+    def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = _segment.private(layout)
         self._num_envs = spec.num_envs
-        make_slice = self._plan.kind.slice_of(self._envs, self._plan.env_fns)
-        self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays, autoreset_mode=autoreset_mode)
+        make_slice = self._recipe.slice_config.slice_of(self._envs, self._recipe.env_fns)
+        self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         return arrays
 
     def open_engine(self, rules: Rules) -> Engine:
-        return PyEngine(rules.turns)
+        return PyEngine(rules.admission)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         move = self._slice.step if verb is Verb.STEP else self._slice.reset
@@ -69,7 +72,7 @@ class SerialWorkers:
                 move(slots)
                 return
             except EnvFailure as failure:
-                slots = np.setdiff1d(slots, failure.done)
+                slots = np.setdiff1d(slots, failure.completed)
                 self._recover(failure)
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
@@ -78,7 +81,7 @@ class SerialWorkers:
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """All is done when `send` returns."""
 
-    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return slots[:count]
 
     def set_options(self, options: Options, timeout: float | None) -> None:
@@ -87,10 +90,9 @@ class SerialWorkers:
     def request(
         self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
     ) -> list[Any]:
-        attribute = getattr(self._slice, name)
         try:
             with _typed():
-                return [attribute(*arguments(0, self._num_envs)) if callable(attribute) else attribute]
+                return [getattr(self._slice, name)(*arguments(0, self._num_envs))]
         except EnvError as error:
             return [error]
 
@@ -100,20 +102,22 @@ class SerialWorkers:
     def stop_trace(self, *, hurry: bool) -> list[Record]:
         return [self._slice.stop_trace() or Record([])]
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float | None, *, tell: bool = True) -> None:
         envs, self._envs = self._envs, []
         with _typed():
-            _envs.close(envs, 0)
+            _envs.close(envs, 0, self._recipe.slice_config.size)
 
     def kill(self) -> None:
         """There is nothing to kill."""
 
     def _recover(self, failure: EnvFailure) -> None:
+        slot, policy, told = failure.env_id, self._budget.policy, self.told
+        rebuild = policy is not None and policy.retry == "rebuild"
         while True:
-            self._budget.spend(0, _to_error(failure))
-            assert self._budget.policy is not None
+            self._budget.spend(0, _to_error(failure), tell_lost(told, [slot]) if rebuild else "")
+            parameters = told.of(slot) if rebuild and told is not None else None
             try:
-                self._slice.recover(failure, rebuild=self._budget.policy.retry == "rebuild")
+                self._slice.recover(failure, rebuild=rebuild, parameters=parameters)
             except EnvFailure as another:
                 failure = another
             else:

@@ -8,14 +8,14 @@ import sys
 import cloudpickle
 
 from jaxvec._backends._messages import Setup
-from jaxvec._backends._plan import Plan
+from jaxvec._backends._recipe import WorkerRecipe
 
 
-def make_setup(plan: Plan, worker: int, *, learn_info: bool) -> Setup:
+def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
     """Makes the first message to a worker; raises `TypeError` if a constructor can't be pickled."""
-    first, _ = plan.slices[worker]
+    first, _ = recipe.slices[worker]
     try:
-        pickled: bytes = cloudpickle.dumps(list(plan.env_fns_of(worker)))
+        pickled: bytes = cloudpickle.dumps(list(recipe.env_fns_of(worker)))
     except MemoryError:
         raise
     except Exception as error:
@@ -28,6 +28,7 @@ def make_setup(plan: Plan, worker: int, *, learn_info: bool) -> Setup:
         python_path=os.environ.get("PYTHONPATH"),
         first=first,
         env_fns=pickled,
-        kind=plan.kind,
+        slice_config=recipe.slice_config,
         learn_info=learn_info and first == 0,
+        core=worker if recipe.pin_workers else None,
     )

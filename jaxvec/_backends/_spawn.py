@@ -31,6 +31,8 @@ _WORKER_ENV: dict[str, str | None] = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 
+# By these MPI's launchers tell a process its rank: MPI in a worker would take the program's place.
+_MPI = ("OMPI_", "PMI_", "PMIX_")
 
 _GLANCE = 0.002  # seconds between looks for the end of a process
 
@@ -80,7 +82,7 @@ class Spawner:
         """
         self._worker_env = worker_env
 
-    def shares(self, slices: Slices) -> Slices:
+    def partition(self, slices: Slices) -> Slices:
         return slices
 
     def launch(self, worker: int) -> tuple[SpawnedWorker, Channel]:
@@ -112,7 +114,8 @@ def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
             raise ValueError(
                 f"worker_env: {name!r} can't be an environment variable with the value {value!r}"
             )
-    variables = {**os.environ, **_WORKER_ENV, **changes}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(_MPI)}
+    variables = {**ours, **_WORKER_ENV, **changes}
     return {name: value for name, value in variables.items() if value is not None}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxvec._backends import _fork
@@ -12,8 +12,6 @@ from jaxvec._backends._forkserver import ThreadsError
 from jaxvec._backends._launcher import Launcher, Process, Slices
 from jaxvec._backends._spawn import Spawner
 from jaxvec._handoff._channel import Channel
-
-METHODS = ("auto", "forkserver", "spawn")
 
 _logger = logging.getLogger("jaxvec")
 
@@ -33,21 +31,6 @@ class StartMethod:
     worker_env: Mapping[str, str | None]
     preload: tuple[str, ...]
     timeout: float | None
-
-
-def parse(
-    name: str, *, worker_env: Mapping[str, str | None] | None, preload: Iterable[str], timeout: float | None
-) -> StartMethod:
-    """Checks what the user gives; raises `ValueError` or `TypeError`."""
-    if name not in METHODS:
-        raise ValueError(f"start_method must be one of {', '.join(METHODS)}, not {name!r}")
-    modules = (preload,) if isinstance(preload, str) else tuple(preload)
-    for module in modules:
-        if not isinstance(module, str) or not module:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"preload: the name of a module is expected, as text, not {module!r}")
-    if modules and name == "spawn":
-        raise ValueError('preload needs the fork server; start_method="spawn" has none')
-    return StartMethod(name, dict(worker_env or {}), modules, timeout)
 
 
 def choose(name: str) -> str:
@@ -76,7 +59,7 @@ class LocalLauncher:
         if choose(method.name) == "forkserver":
             self._launcher = Forker(method.worker_env, method.preload, method.timeout)
 
-    def shares(self, slices: Slices) -> Slices:
+    def partition(self, slices: Slices) -> Slices:
         return slices
 
     def launch(self, worker: int) -> tuple[Process, Channel]:

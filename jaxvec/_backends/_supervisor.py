@@ -13,17 +13,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+import cloudpickle
+
 from jaxvec import _options
 from jaxvec._backends._backend import Patience
-from jaxvec._backends._diagnosis import Diagnosis
+from jaxvec._backends._diagnosis import Diagnosis, name_envs, tell_lost
 from jaxvec._backends._launcher import Launcher, Process
-from jaxvec._backends._messages import Attach, Ready, Recover, Replacement, Reply, Request
-from jaxvec._backends._plan import Plan
+from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Replacement, Reply, Request
+from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._backends._setup import make_setup
 from jaxvec._errors import (
     EnvError,
     EnvTimeoutError,
     JaxvecError,
+    NotPicklableError,
     NotReadyError,
     SpaceMismatchError,
     WorkerDiedError,
@@ -37,6 +40,7 @@ from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._slices import _failures
 from jaxvec._slices._description import Description, compare
+from jaxvec._slices._parameters import Parameters, Told
 from jaxvec._slices._slice import Asked
 from jaxvec._tracing._recorder import Loss, Record
 
@@ -51,36 +55,38 @@ class Supervisor:
 
     Attributes:
         channels: the control socket to each worker; a replaced worker's has the same descriptor.
-        starting: workers that take another's place and are not ready yet.
+        starting: workers that take another's place and are not ready yet; by when they have to be, if ever.
         options: what resets pass to the envs; for workers that take another's place.
+        told: what envs were told, if those that are built anew are told again.
         trace: how many spans each worker records, if any; for those, too.
         losses: what spans are lost with workers that were replaced since `trace` was set.
-        knock: tells a worker that serves that a message is on its socket.
+        notify_worker: tells a worker that serves that a message is on its socket.
     """
 
-    def __init__(self, plan: Plan, budget: Budget, launcher: Launcher) -> None:
+    def __init__(self, recipe: WorkerRecipe, budget: Budget, launcher: Launcher) -> None:
         """Starts the workers, which wait for `build`, and closes `launcher` in the end."""
         interrupts.watch()
-        self._plan = plan
+        self._recipe = recipe
         self._budget = budget
         self._launcher = launcher
         self._processes: list[Process] = []
         self.channels: list[Channel] = []
-        self.starting: set[int] = set()
+        self.starting: dict[int, float | None] = {}
         self.options: Options = None
+        self.told = Told(cloudpickle.dumps) if budget.policy and budget.policy.keep_options else None
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []
-        self.knock: Callable[[int], None] = _no_knock
+        self.notify_worker: Callable[[int], None] = _no_notice
         self._poll = select.poll()
         self._by_fd: dict[int, int] = {}
         self._news: list[tuple[int, JaxvecError]] = []  # of replaced workers, for `look`
         self._grace = -math.inf  # until when nobody is late, in time.monotonic() seconds
         self._attach: Attach | None = None  # to a worker's place; None until the workers serve
         self._description: Description | None = None
-        self._diagnosis = Diagnosis(plan.slices)
+        self._diagnosis = Diagnosis(recipe.slices)
         self._segment = -1
         try:
-            for worker in range(len(plan.slices)):
+            for worker in range(len(recipe.slices)):
                 process, channel = self._launch(worker)
                 self._processes.append(process)
                 self.channels.append(channel)
@@ -92,13 +98,13 @@ class Supervisor:
 
     def build(self, *, learn_info: bool) -> Description:
         """Lets the workers build their envs, and returns what all of them say of these; raises as `look`."""
-        patience = self._patience("constructor", self._plan.start_timeout)
+        patience = self._patience("constructor", self._recipe.start_timeout)
         for worker in range(len(self._processes)):
-            self._send(worker, make_setup(self._plan, worker, learn_info=learn_info), patience)
+            self._send(worker, make_setup(self._recipe, worker, learn_info=learn_info), patience)
         descriptions = [pickle.loads(said.description) for said in self._gather(patience)]
         self._description = descriptions[0]
         for worker, description in enumerate(descriptions):
-            self._require_equal(worker, description)
+            self._check_equal(worker, description)
         return descriptions[0]
 
     def attach(self, message: Attach, segment: int, arrays: Arrays) -> None:
@@ -109,7 +115,7 @@ class Supervisor:
             segment: the descriptor.
             arrays: our own view of it.
         """
-        patience = self._patience("attach", self._plan.start_timeout)
+        patience = self._patience("attach", self._recipe.start_timeout)
         self._segment, self._attach = segment, message
         self._diagnosis.attach(message.spec, arrays)
         for worker in range(len(self._processes)):
@@ -120,22 +126,23 @@ class Supervisor:
         self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], timeout: float | None
     ) -> list[Any]:
         """Calls a method of each slice; see `Workers.request`."""
+        requests = [Request(name, _pickle(name, arguments(*slots))) for slots in self._recipe.slices]
         patience = self._patience(name, timeout)
         while starting := sorted(self.starting):  # only once they serve can they be asked
             self.look(LOOK_AROUND, patience)
             if self.time_left(patience) <= 0:
                 self.expire(patience, starting)
-        for worker, share in enumerate(self._plan.slices):
-            self._send(worker, Request(name, arguments(*share)), patience)
+        for worker, request in enumerate(requests):
+            self._send(worker, request, patience)
         return [self._open(worker, name, reply) for worker, reply in enumerate(self._gather(patience))]
 
     def salvage(self) -> list[Record | JaxvecError]:
         """Asks each worker for its record, when some may be dead, or hang, and none is replaced any more."""
         workers = range(len(self._processes))
         deadline = time.monotonic() + _HURRY
-        for worker in set(workers) - self.starting:
+        for worker in set(workers) - self.starting.keys():
             with suppress(EOFError, TimeoutError):  # then it does not answer either
-                self._tell(worker, Request("stop_trace"), deadline)
+                self._tell(worker, Request("stop_trace", _pickle("stop_trace", ())), deadline)
         return [self._salvage_from(worker, deadline) for worker in workers]
 
     def time_left(self, patience: Patience) -> float:
@@ -174,6 +181,7 @@ class Supervisor:
             for worker, process in enumerate(self._processes):
                 if process.ended():
                     self.replace(worker, self._died(worker))
+        self._replace_late_starters()
         news, self._news = self._news, []
         return news + heard
 
@@ -204,7 +212,7 @@ class Supervisor:
         """
         if self._diagnosis.arrays is None:
             raise error
-        self._budget.spend(worker, error)
+        self._budget.spend(worker, error, tell_lost(self.told, range(*self._recipe.slices[worker])))
         self._news.append((worker, error))
         self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
         old = self._processes[worker]
@@ -217,12 +225,9 @@ class Supervisor:
         except JaxvecError as failed:
             raise failed from error
         self.channels[worker].replace(channel)
-        self.starting.add(worker)
-        timeout = self._plan.start_timeout
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._grace = math.inf if deadline is None else deadline
+        deadline = self._allow_start(worker)
         with suppress(EOFError):  # the next look will tell
-            self._tell(worker, make_setup(self._plan, worker, learn_info=False), deadline)
+            self._tell(worker, make_setup(self._recipe, worker, learn_info=False), deadline)
 
     def _launch(self, worker: int) -> tuple[Process, Channel]:
         try:
@@ -230,9 +235,9 @@ class Supervisor:
         except ConnectionError:
             raise
         except OSError as error:
-            env_ids, who = tuple(range(*self._plan.slices[worker])), self._diagnosis.name(worker)
+            env_ids, who = tuple(range(*self._recipe.slices[worker])), self._diagnosis.name(worker)
             if isinstance(error, TimeoutError):
-                limit = f"start_timeout, {self._plan.start_timeout} s"
+                limit = f"start_timeout, {self._recipe.start_timeout} s"
                 raise EnvTimeoutError(
                     f"{who} did not start within {limit}: {error}", env_ids=env_ids
                 ) from error
@@ -245,10 +250,13 @@ class Supervisor:
         for process in self._processes:
             process.end()
 
-    def close(self, timeout: float) -> None:
-        """Ends the workers: politely for `timeout` seconds, so that envs can close; then by SIGKILL."""
+    def close(self, timeout: float | None, *, tell: bool = True) -> None:
+        """Ends the workers: politely for `timeout` seconds, so that envs can close; then by SIGKILL.
+
+        `tell` whose close that cuts off.
+        """
         try:
-            self._dismiss(time.monotonic() + timeout)
+            self._dismiss(timeout, tell=tell)
         finally:  # also if Ctrl-C comes first
             self._end()
 
@@ -267,7 +275,7 @@ class Supervisor:
                 stack.callback(process.end)
             self._processes, self.channels, self._by_fd = [], [], {}
             self._diagnosis.forget()
-            self._segment, self.knock = -1, _no_knock
+            self._segment, self.notify_worker = -1, _no_notice
 
     def ahead(self, worker: int) -> int:
         """Returns how far a worker's monotonic clock is ahead of ours, in ns."""
@@ -308,7 +316,7 @@ class Supervisor:
         try:
             return pickle.loads(reply.result)
         except Exception as error:
-            first, _ = self._plan.slices[worker]
+            first, _ = self._recipe.slices[worker]
             failure = EnvError(
                 f"worker {worker} answered {name}, but the answer can't be unpickled here: {error}",
                 env_id=first,
@@ -334,7 +342,7 @@ class Supervisor:
             pass
         return EnvTimeoutError(
             f"worker {worker} did not answer after the pool broke",
-            env_ids=tuple(range(*self._plan.slices[worker])),
+            env_ids=tuple(range(*self._recipe.slices[worker])),
         )
 
     def _recover(self, worker: int, error: EnvError, deadline: float | None) -> None:
@@ -344,44 +352,66 @@ class Supervisor:
         ):  # it could not build the env, and has ended
             self.replace(worker, error)
             return
-        self._budget.spend(worker, error)
-        assert self._budget.policy is not None
+        rebuild = self._budget.policy is not None and self._budget.policy.retry == "rebuild"
+        self._budget.spend(worker, error, tell_lost(self.told, [error.env_id]) if rebuild else "")
         self._grace = max(self._grace, time.monotonic())
-        self._tell(worker, Recover(self._budget.policy.retry == "rebuild"), deadline)
+        parameters = self._parameters(error.env_id) if rebuild else None
+        self._tell(worker, Recover(rebuild, parameters), deadline)
+
+    def _allow_start(self, worker: int) -> float | None:
+        """Gives a worker that takes another's place all of `start_timeout`; returns when that is over."""
+        timeout = self._recipe.start_timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.starting[worker] = deadline
+        self._grace = math.inf if deadline is None else deadline
+        return deadline
+
+    def _replace_late_starters(self) -> None:
+        for worker, deadline in [*self.starting.items()]:
+            if deadline is not None and time.monotonic() >= deadline:
+                late = self._diagnosis.late_start(worker, self._processes[worker], self._recipe.start_timeout)
+                self.replace(worker, late)
 
     def _go_on_starting(self, worker: int, message: Any, deadline: float | None) -> None:
         """Answers a worker that takes another's place: its envs are built, or it serves by now."""
         if isinstance(message, Ready):
-            self._require_equal(worker, pickle.loads(message.description))
+            self._check_equal(worker, pickle.loads(message.description))
             arrays = self._diagnosis.arrays
             assert self._attach is not None
             assert arrays is not None
-            share = slice(*self._plan.slices[worker])
+            slots = range(*self._recipe.slices[worker])
+            rows = slice(slots.start, slots.stop)
             kept = self._attach.spec.kept_leaves
             replaces = Replacement(
-                _options.share(self.options, *self._plan.slices[worker]),
+                _options.select(self.options, slots.start, slots.stop),
                 self.trace,
-                int(Marks.of(arrays).knocks[worker, 0]),
-                {leaf.path: arrays[leaf.path][share] for leaf in kept if leaf.is_object},
+                int(Marks.of(arrays).worker_notices[worker, 0]),
+                {leaf.path: arrays[leaf.path][rows] for leaf in kept if leaf.is_object},
+                {slot: each for slot in slots if (each := self._parameters(slot)) is not None},
             )
             attach = replace(self._attach, worker=worker, replaces=replaces)
             self._tell(worker, attach, deadline, [self._segment])
+            self._allow_start(worker)  # once more, as at first; nobody may have looked for long
             return
-        self.starting.remove(worker)
+        del self.starting[worker]
         if not self.starting:
             self._grace = time.monotonic()
+
+    def _parameters(self, slot: int) -> Parameters | None:
+        """Returns what a new env in a slot is told."""
+        return None if self.told is None else self.told.of(slot)
 
     def _tell(
         self, worker: int, message: Any, deadline: float | None, descriptors: Sequence[int] = ()
     ) -> None:
         if worker not in self.starting:  # those wait at their sockets
-            self.knock(worker)  # first: a long message needs its reader
+            self.notify_worker(worker)  # first: a long message needs its reader
         self.channels[worker].send(message, deadline=deadline, descriptors=descriptors)
 
-    def _require_equal(self, worker: int, description: Description) -> None:
+    def _check_equal(self, worker: int, description: Description) -> None:
         assert self._description is not None
-        first, _ = self._plan.slices[worker]
-        mine, equal = description.spaces, self._plan.kind.equal_spaces
+        first, _ = self._recipe.slices[worker]
+        mine, equal = description.spaces, self._recipe.slice_config.equal_spaces
         mismatch = compare(self._description.spaces, 0, mine, first, equal=equal) or description.mismatch
         if mismatch is not None:
             raise SpaceMismatchError(mismatch)
@@ -389,26 +419,58 @@ class Supervisor:
     def _died(self, worker: int) -> WorkerDiedError:
         return self._diagnosis.died(worker, self._processes[worker])
 
-    def _dismiss(self, deadline: float) -> None:
-        """Waits until every worker has closed its envs and its end; logs envs whose `close` failed."""
+    def _dismiss(self, timeout: float | None, *, tell: bool) -> None:
+        """Waits until every worker has closed its envs and its end; logs whose `close` failed or was late."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         for worker, channel in enumerate(self.channels):
             channel.shut()
-            self.knock(worker)
+            self.notify_worker(worker)
+        unclosed = {worker: set(range(*slots)) for worker, slots in enumerate(self._recipe.slices)}
         open_fds = dict(self._by_fd)
         poll = select.poll()
         for fd in open_fds:
             poll.register(fd, select.POLLIN)
-        while open_fds and (remaining := deadline - time.monotonic()) > 0:
-            for fd, _ in poll.poll(remaining * 1000):
+        while open_fds:
+            remaining = time_left(deadline)  # first: what was said by then is heard
+            said = poll.poll(min(remaining, LOOK_AROUND) * 1000)
+            # An env may have forked a process that keeps a dead worker's socket open.
+            gone = [fd for fd, worker in open_fds.items() if not said and self._processes[worker].ended()]
+            for fd, _ in said:
                 try:
                     message = self.channels[open_fds[fd]].receive(deadline)
                 except (EOFError, TimeoutError):
-                    poll.unregister(fd)
-                    del open_fds[fd]
+                    gone.append(fd)
                     continue
-                if isinstance(message, _failures.Report) and message.operation == "close":
+                if isinstance(message, Closed):
+                    unclosed[open_fds[fd]].difference_update(message.env_ids)
+                elif isinstance(message, _failures.Report) and message.operation == "close":
                     _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
+            for fd in gone:
+                poll.unregister(fd)
+                del open_fds[fd]
+            if not said and remaining <= 0:
+                break
+        for worker in open_fds.values() if timeout and tell else ():
+            late = sorted(unclosed[worker])
+            who = f"{name_envs(late)} (worker {worker})" if late else f"spare envs of worker {worker}"
+            _logger.warning(
+                "close of %s was cut off after %s s; close(timeout=None) waits for it", who, timeout
+            )
 
 
-def _no_knock(worker: int) -> None:
+def _pickle(name: str, arguments: tuple[Any, ...]) -> bytes:
+    """Pickles what somebody asks with, before anybody is asked."""
+    try:
+        pickled: bytes = cloudpickle.dumps(arguments)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise NotPicklableError(
+            f"{name}: what it is given can't be pickled, so it can't be sent to the workers: {error}; make "
+            'it there, or use backend="serial"'
+        ) from error
+    return pickled
+
+
+def _no_notice(worker: int) -> None:
     """Workers that don't serve yet wait at their sockets."""

@@ -12,7 +12,9 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -20,7 +22,8 @@ import cloudpickle
 import numpy as np
 
 from jaxvec._backends import _handoffs
-from jaxvec._backends._messages import Attach, Ready, Recover, Reply, Request, Setup
+from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Reply, Request, Setup
+from jaxvec._backends._run_limit import RunLimit
 from jaxvec._handoff import _channel
 from jaxvec._handoff._handoff import Work, WorkerHandoff
 from jaxvec._handoff._move import Verb
@@ -28,16 +31,17 @@ from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
 from jaxvec._slices import _envs, _failures, _forks
 from jaxvec._slices._description import describe
-from jaxvec._slices._envs import Env, EnvFailure, EnvFn
+from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing
+from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._slice import Slice
 from jaxvec._slices._spares import Spares
 from jaxvec._stats import WAIT_NS
 from jaxvec._tracing._recorder import span
 
 _BY_NAME = (
-    "The env's constructor was sent by the name of its module, {!r}, which this worker can't import. If the "
-    "module is no file on sys.path, as a script under runpy.run_path(run_name=...), define the env in "
-    "one that is, or call cloudpickle.register_pickle_by_value(module) before make."
+    "It was sent by the name of its module, {!r}, which this worker can't import. If the module is no file "
+    "on sys.path, as a script under runpy.run_path(run_name=...), define it in one that is, or call "
+    "cloudpickle.register_pickle_by_value(module) before it is sent."
 )
 
 
@@ -52,17 +56,21 @@ def work(channel: _channel.Channel) -> None:
     _forks.watch()
     try:
         setup: Setup = channel.receive_message()
+        if setup.core is not None:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[setup.core % len(cores)]})
         _adopt_paths(setup)
         with _reporting(channel):
             env_fns = _load(setup)
-            envs, spares = _envs.build(env_fns, setup.first, setup.kind.size), Spares()
+            envs, spares = _envs.build(env_fns, setup.first, setup.slice_config.size), Spares()
             try:
                 with _reporting(channel):
-                    spares.build(setup.kind.spare_envs, env_fns, setup.first)
+                    spares.build(setup.slice_config.spare_envs, env_fns, setup.first)
                     channel.send(Ready(_describe(envs, setup)))
-                    _serve(channel, setup.kind.slice_of(envs, env_fns, spares))
+                    _serve(channel, setup.slice_config.slice_of(envs, env_fns, spares))
             finally:
-                _envs.close([*envs, *spares.envs], setup.first)
+                tell = partial(_tell_closed, channel)
+                _envs.close([*envs, *spares.envs], setup.first, setup.slice_config.size, tell)
     except EOFError:
         pass  # the parent closed the pool
 
@@ -72,35 +80,42 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
     attach: Attach = channel.receive_message()  # others may send envs to us before we are ready
     segment = channel.descriptors.pop()
     arrays = _segment.attach(segment, attach.layout)
+    marks, limit = Marks.of(arrays), attach.max_running
+    turn = nullcontext() if limit is None else RunLimit(segment, limit, marks.running[attach.worker, 1:2])
     os.close(segment)
     replaces = attach.replaces
-    share = attach.layout.slices[attach.worker]
+    slots = attach.layout.slices[attach.worker]
     env_slice = make_slice(
-        first=share[0],
+        first=slots[0],
         worker=attach.worker,
         spec=attach.spec,
         arrays=arrays,
-        autoreset_mode=attach.autoreset_mode,
         **({} if replaces is None else {"replaces": replaces.objects}),
     )
     if replaces is not None:
         env_slice.set_options(replaces.options)
+        for slot in replaces.parameters:
+            parameters = _unpack(slot, replaces.parameters[slot])
+            assert parameters is not None
+            env_slice.restore(slot, parameters)
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
     end = _handoffs.worker_end(
         attach.handoff,
-        Marks.of(arrays),
+        marks,
         worker=attach.worker,
-        share=share,
+        slots=slots,
         channel=channel,
         spin_ns=attach.spin_ns,
-        knocks=0 if replaces is None else replaces.knocks,
+        notices=0 if replaces is None else replaces.notices,
     )
     channel.send(Reply())
     stats = arrays["stats",][attach.worker].data
+    done = end.post_some if attach.spec.first_ready else None  # somebody may wait for any of them
     while True:
         while env_slice.can_prepare and end.idle():
-            env_slice.prepare()
+            with turn:
+                env_slice.prepare()
         began = monotonic_ns()
         message = end.receive()
         stats[WAIT_NS] += monotonic_ns() - began
@@ -113,30 +128,42 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
             continue
         move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
         try:
-            if attach.spec.first_ready:  # somebody may wait for any of them
-                move(message.slots, end.post_some)
-            else:
-                move(message.slots)
+            with turn:
+                move(message.slots, done)
+            if done is None:
                 end.post(message.slots)
         except EnvFailure as failure:
-            if not attach.spec.first_ready:
-                end.post(np.array(failure.done, np.int64))
-            _recover(channel, end, env_slice, failure)  # and what is left is found again
+            if done is None:
+                end.post(np.array(failure.completed, np.int64))
+            _recover(channel, end, env_slice, failure, turn)  # and what is left is found again
 
 
-def _recover(channel: _channel.Channel, end: WorkerHandoff, env_slice: Slice, failure: EnvFailure) -> None:
-    """Reports a failure until the env is ready again; or to the end, if that is the parent's verdict."""
+def _recover(
+    channel: _channel.Channel,
+    end: WorkerHandoff,
+    env_slice: Slice,
+    failure: EnvFailure,
+    turn: AbstractContextManager[None],
+) -> None:
+    """Reports a failure until the env is ready again; the parent may end us instead."""
     while True:
         channel.send(_failures.report(failure))
-        end.alarm()
-        while not isinstance(verdict := end.verdict(), Recover):  # a request was under way to us
-            channel.send(_answer(env_slice, verdict))
+        end.notify_parent()
+        while not isinstance(message := end.receive_message(), Recover):  # a request was under way to us
+            channel.send(_answer(env_slice, message))
         try:
-            env_slice.recover(failure, rebuild=verdict.rebuild)
+            parameters = _unpack(failure.env_id, message.parameters)
+            with turn:
+                env_slice.recover(failure, rebuild=message.rebuild, parameters=parameters)
         except EnvFailure as another:
             failure = another
         else:
             return
+
+
+def _tell_closed(channel: _channel.Channel, env_ids: range) -> None:
+    with suppress(EOFError):  # the parent is gone
+        channel.send(Closed(env_ids))
 
 
 @contextmanager
@@ -157,32 +184,41 @@ def _adopt_paths(setup: Setup) -> None:
 
 
 def _load(setup: Setup) -> Sequence[EnvFn]:
+    with Failing(setup.first, "constructor"):
+        return _open(setup.env_fns)
+
+
+def _unpack(slot: int, sent: Parameters | None) -> Parameters | None:
+    if sent is None:
+        return None
+    with Failing(slot, "set_attr"):
+        return replace(sent, attributes={name: _open(value) for name, value in sent.attributes.items()})
+
+
+def _open(sent: bytes) -> Any:
+    """Unpickles what came from the user; says more if its module is not here."""
     try:
-        return pickle.loads(setup.env_fns)
-    except BaseException as error:
-        if isinstance(error, ModuleNotFoundError):
-            error.add_note(_BY_NAME.format(error.name))
-        raise EnvFailure(setup.first, "constructor") from error
+        return pickle.loads(sent)
+    except ModuleNotFoundError as error:
+        error.add_note(_BY_NAME.format(error.name))
+        raise
 
 
 def _describe(envs: list[Env], setup: Setup) -> bytes:
     description = describe(
-        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.kind.equal_spaces
+        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.slice_config.equal_spaces
     )
-    try:
+    with Failing(setup.first, "constructor"):
         return cloudpickle.dumps(description)
-    except Exception as error:
-        raise EnvFailure(setup.first, "constructor") from error
 
 
 def _answer(env_slice: Slice, request: Request) -> Reply:
     """Serves a request; a failure is an answer, too."""
     try:
-        attribute = getattr(env_slice, request.name)
-        result: Any = attribute(*request.args) if callable(attribute) else attribute
-        try:
+        with Failing(env_slice.first, request.name):
+            args = _open(request.args)
+        result = getattr(env_slice, request.name)(*args)
+        with Failing(env_slice.first, request.name):
             return Reply(cloudpickle.dumps(result))
-        except Exception as error:
-            raise EnvFailure(env_slice.first, request.name) from error
     except EnvFailure as failure:
         return Reply(failure=_failures.report(failure))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _options
@@ -17,10 +16,10 @@ from jaxvec._backends import _handoffs
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._launcher import Launcher
 from jaxvec._backends._messages import Attach
-from jaxvec._backends._plan import Plan
+from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._backends._supervisor import Supervisor
 from jaxvec._cores import usable_cores
-from jaxvec._errors import JaxvecError
+from jaxvec._errors import JaxvecError, NotPicklableError
 from jaxvec._handoff._engine import Engine, Rules
 from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff
 from jaxvec._handoff._move import Verb
@@ -30,6 +29,7 @@ from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._restart import Budget
+from jaxvec._slices._parameters import Told
 from jaxvec._slices._slice import Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Loss, Record
@@ -41,7 +41,7 @@ class ProcessWorkers:
     """The worker processes of one pool; see `Workers`. `close()` ends them, whatever state they are in."""
 
     def __init__(
-        self, plan: Plan, *, launcher: Launcher, handoff: str, budget: Budget, learn_info: bool
+        self, recipe: WorkerRecipe, *, launcher: Launcher, handoff: str, budget: Budget, learn_info: bool
     ) -> None:
         """Starts the workers and waits until every env is built.
 
@@ -50,14 +50,15 @@ class ProcessWorkers:
             WorkerDiedError: a worker died.
             EnvTimeoutError: the envs were not built in time.
         """
-        self._slices = plan.slices
+        self._slices = recipe.slices
         self._launcher = launcher
-        self._start_timeout = plan.start_timeout
+        self._start_timeout = recipe.start_timeout
+        self._max_running = recipe.max_running
         self._arrays: Arrays | None = None
         self._kind = handoff
         self._budget = budget
         self._handoff: ParentHandoff | None = None
-        self.supervisor = Supervisor(plan, budget, launcher)
+        self.supervisor = Supervisor(recipe, budget, launcher)
         try:
             self.description = self.supervisor.build(learn_info=learn_info)
         except BaseException:
@@ -68,7 +69,11 @@ class ProcessWorkers:
     def restarts(self) -> Sequence[int]:
         return self._budget.restarts
 
-    def attach(self, layout: Layout, spec: PoolSpec, autoreset_mode: AutoresetMode) -> Arrays:
+    @property
+    def told(self) -> Told | None:
+        return self.supervisor.told
+
+    def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         spin_ns = _spin_ns(len(self._slices))
         descriptor = _segment.create(layout)
         try:
@@ -76,27 +81,27 @@ class ProcessWorkers:
         except BaseException:
             os.close(descriptor)
             raise
-        message = Attach(0, layout, spec, autoreset_mode, self._kind, spin_ns, replaces=None)
+        message = Attach(0, layout, spec, self._kind, spin_ns, self._max_running, replaces=None)
         self.supervisor.attach(message, descriptor, arrays)
         self._spec, self._arrays = spec, arrays
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
-        self._shares = self._launcher.shares(self._slices)
+        self._partition = self._launcher.partition(self._slices)
         self._handoff = _handoffs.parent_end(
             self._kind,
             Marks.of(arrays),
-            slices=self._shares,
+            slices=self._partition,
             channels=self.supervisor.channels,
             spin_ns=spin_ns,
         )
         if not self._launcher.at_sockets:
-            self.supervisor.knock = self._handoff.knock
+            self.supervisor.notify_worker = self._handoff.notify_worker
         return arrays
 
     def open_engine(self, rules: Rules) -> Engine:
         assert self._handoff is not None
         assert self._arrays is not None
-        return _handoffs.engine(self._handoff, self._spec, self._arrays, slices=self._shares, rules=rules)
+        return _handoffs.engine(self._handoff, self._spec, self._arrays, slices=self._partition, rules=rules)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         assert self._handoff is not None
@@ -119,19 +124,23 @@ class ProcessWorkers:
                 heard = supervisor.look(sleep, patience)
                 # The slots count, not the wakes: a worker can be stopped between the two.
                 over = not heard and supervisor.time_left(patience) <= 0  # what was seen may have moved it
-                if over and not handoff.is_done(slots, count):
+                if over and not handoff.enough_completed(slots, count):
                     late, unfinished = self._blame(slots)
                     supervisor.expire(patience, late, unfinished)
         if self._objects_in:
             self._get_objects(slots, patience.timeout)
 
-    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         assert self._handoff is not None
-        return self._handoff.first_done(slots, count)
+        return self._handoff.first_completed(slots, count)
 
     def set_options(self, options: Options, timeout: float | None) -> None:
-        self.supervisor.options = options  # a worker that is replaced meanwhile gets them, too
-        self.request("set_options", lambda *share: (_options.share(options, *share),), timeout=timeout)
+        before, self.supervisor.options = self.supervisor.options, options  # for who is replaced meanwhile
+        try:
+            self.request("set_options", lambda *slots: (_options.select(options, *slots),), timeout=timeout)
+        except NotPicklableError:
+            self.supervisor.options = before
+            raise
 
     def request(
         self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
@@ -161,9 +170,9 @@ class ProcessWorkers:
             for worker, answer in enumerate(answers)
         ]
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float | None, *, tell: bool = True) -> None:
         try:
-            self.supervisor.close(timeout)
+            self.supervisor.close(timeout, tell=tell)
         finally:
             if self._handoff is not None:
                 self._handoff.close()
@@ -177,6 +186,10 @@ class ProcessWorkers:
         assert self._handoff is not None
         worker_of, unfinished = self.supervisor.worker_of, self._handoff.unfinished().tolist()
         late = sorted({worker_of(slot) for slot in np.intersect1d(unfinished, slots)})
+        if self._max_running is not None:  # who waits for its turn is late because of those that run
+            assert self._arrays is not None
+            waiting = Marks.of(self._arrays).running[:, 1]
+            late = [worker for worker in late if not waiting[worker]] or late
         # In a first-ready pool those of other workers may have been sent a moment ago.
         return late, [slot for slot in unfinished if worker_of(slot) in late]
 
@@ -189,7 +202,7 @@ class ProcessWorkers:
             mine = slots[(first <= slots) & (slots < stop)]
             return mine, {path: column[mine] for path, column in columns.items()}
 
-        _require_all(self.request("put_objects", arguments, timeout=self._start_timeout))
+        _check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
 
     def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
         """Gets from the workers what of the time steps of `slots` is not in the segment."""
@@ -198,14 +211,14 @@ class ProcessWorkers:
         def arguments(first: int, stop: int) -> tuple[Any, ...]:
             return slots[(first <= slots) & (slots < stop)], self._objects_in
 
-        answers = _require_all(self.request("get_objects", arguments, timeout=timeout))
+        answers = _check_all(self.request("get_objects", arguments, timeout=timeout))
         for (first, stop), columns in zip(self._slices, answers, strict=True):
             mine, _ = arguments(first, stop)
             for path, column in columns.items():
                 self._arrays[path][mine] = column
 
 
-def _require_all(answers: list[Any]) -> list[Any]:
+def _check_all(answers: list[Any]) -> list[Any]:
     """Returns the answers of a request; raises the error that is among them."""
     for answer in answers:
         if isinstance(answer, JaxvecError):

@@ -1,6 +1,6 @@
 """One end of a worker's control socket: single wake bytes and framed messages, in order.
 
-A wake byte says "look at your ring in the segment". A frame carries a pickled message, and
+A wake byte says "look at your slots in the segment". A frame carries a pickled message, and
 descriptors if there are any. End of file is the death notice, in both directions.
 """
 
@@ -143,7 +143,7 @@ def pair() -> tuple[Channel, int]:
     return Channel(ours), theirs.detach()
 
 
-def nobody() -> tuple[Channel, socket.socket]:
+def dead_socket() -> tuple[Channel, socket.socket]:
     """Makes an end that hears nothing, and can't be told anything, while what comes with it is open."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     theirs.shutdown(socket.SHUT_RD)

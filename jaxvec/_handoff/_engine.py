@@ -1,7 +1,9 @@
 """Decides which calls may move which envs, lets one thread at a time do so, and counts the moves.
 
-A call is inside the engine while it checks its handle and sends its envs, and outside, in flight, while
-it waits for them. So calls for different envs, of several devices or threads, overlap.
+Its lock is a readers-writer lock. A call for envs of its own holds it `shared`, one that needs the whole pool
+`exclusive`. Those who share it get in one after the other: a call is inside while it checks its handle and
+sends its envs; then it leaves, keeps the lock shared, and waits for them. So calls for different envs, of
+several devices or threads, overlap.
 
 An engine answers with a `Status`; what error that is, and what it says, is the pool's affair. There are two:
 `PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`.
@@ -19,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._handoff._admission import Admission
 from jaxvec._handoff._move import Move
-from jaxvec._handoff._turns import Turns
 from jaxvec._tracing._recorder import Record
 
 
@@ -28,10 +30,10 @@ class Status(IntEnum):
     """What came of a move, or would; pool.h has the same. But for the first two, nothing was done."""
 
     DONE = 0
-    UNDER_WAY = 1  # begun, not finished; the caller is in flight
+    UNDER_WAY = 1  # begun, not finished; the caller keeps the lock shared
     ELSEWHERE = 2  # not a move that the engine makes as a whole
     BARRED = 3  # the pool is closed or broken
-    BUSY = 4  # others are inside, or in flight where the caller has to be alone
+    BUSY = 4  # others are inside, or keep the lock shared where the caller needs it exclusive
     COPYING = 5  # a GPU copies from the segment yet
     NO_SUCH_ENV = 6
     NAMED_TWICE = 7
@@ -48,14 +50,14 @@ class Rules:
 
     Attributes:
         pool_id: what a program's call must name.
-        turns: of the pool.
+        admission: of the pool.
         in_order: whether `recv` returns envs in the order in which they were sent.
         over: terminated and truncated, if a step sets `needs_reset` by them.
         timeout: seconds of a step, `None` for ever; a program that waits so long asks Python.
     """
 
     pool_id: int
-    turns: Turns
+    admission: Admission
     in_order: bool
     over: Sequence[NDArray[np.bool_]] | None
     timeout: float | None
@@ -82,11 +84,11 @@ _NOTHING = Made(Status.ELSEWHERE)
 class Engine(Protocol):
     """What the pool asks of its engine."""
 
-    counts: NDArray[np.uint32]  # [num_envs] how often each env was moved, modulo 2**32, as fresh handles say
+    generation: NDArray[np.uint32]  # [num_envs] how often each was moved, modulo 2**32, as fresh handles say
 
     @property
-    def mover(self) -> int:
-        """Who moved envs last, `Move.mover`."""
+    def last_caller(self) -> int:
+        """Who moved envs last, `Move.caller_code`."""
         ...
 
     @property
@@ -94,20 +96,20 @@ class Engine(Protocol):
         """Calls of compiled programs that succeeded, modulo 2**32."""
         ...
 
-    def inside(
-        self,
-        *,
-        alone: bool = False,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
-    ) -> AbstractContextManager[None]:
-        """Waits until nobody else is inside and, if `alone`, nobody else in flight.
+    def shared(self) -> AbstractContextManager[None]:
+        """Waits until nobody else is inside; whoever keeps the lock shared goes on waiting for envs.
 
         A thread does not wait for itself: it was interrupted, and has left without saying so, or is asked
         from a signal handler.
+        """
+        ...
+
+    def exclusive(
+        self, *, if_busy: Callable[[], None] | None = None, patience: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Waits until nobody else is inside or keeps the lock shared; else as `shared`.
 
         Args:
-            alone: whether to wait for calls in flight, too.
             if_busy: is called first if there is somebody to wait for.
             patience: seconds after which to go in all the same; `None` for never.
         """
@@ -131,27 +133,27 @@ class Engine(Protocol):
         """Says whether these envs can be moved, and stepped if they are to be; inside, too."""
         ...
 
-    def in_flight(self) -> bool:
-        """Says whether this thread has taken off, and not landed."""
+    def keep_shared(self) -> None:
+        """Lets this thread, which is inside and about to move envs, keep the lock shared when it leaves."""
         ...
 
-    def take_off(self) -> None:
-        """Says that this thread, which is inside, is about to move envs, and may wait for them."""
+    def keeps_shared(self) -> bool:
+        """Says whether this thread has kept the lock, and not released it."""
         ...
 
-    def land(self) -> None:
-        """Says that this thread waits no more, if it had taken off."""
+    def release_shared(self) -> None:
+        """Releases what this thread has kept; nothing, if it has kept nothing."""
         ...
 
-    def moved(self, move: Move) -> None:
-        """Counts a move. The caller is inside."""
+    def advance(self, move: Move) -> None:
+        """Makes the handles to the move's envs stale: they have a new generation. The caller is inside."""
         ...
 
     def serve(self) -> None:
         """Counts a program's call that succeeded."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits until no GPU copies from the segment any more; see cuda.cc for who need not."""
         ...
 
@@ -179,28 +181,32 @@ class Engine(Protocol):
 class PyEngine:
     """See `Engine`."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        self.counts = np.zeros(len(turns.needs_reset), np.uint32)
-        self.mover = 0
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.generation = np.zeros(len(admission.needs_reset), np.uint32)
+        self.last_caller = 0
         self.served = 0
         self._lock = threading.Lock()  # of what follows; no interrupt can leave it locked
         self._changed = threading.Condition(self._lock)
         self._inside: int | None = None  # the thread
-        self._in_flight: set[int] = set()  # the threads
+        self._sharing: set[int] = set()  # the threads that keep the lock shared
+
+    def shared(self) -> AbstractContextManager[None]:
+        return self._locked(exclusive=False)
+
+    def exclusive(
+        self, *, if_busy: Callable[[], None] | None = None, patience: float | None = None
+    ) -> AbstractContextManager[None]:
+        return self._locked(exclusive=True, if_busy=if_busy, patience=patience)
 
     @contextmanager
-    def inside(
-        self,
-        *,
-        alone: bool = False,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
+    def _locked(
+        self, *, exclusive: bool, if_busy: Callable[[], None] | None = None, patience: float | None = None
     ) -> Generator[None]:
         me = threading.get_ident()
 
         def vacant() -> bool:
-            return self._inside in (None, me) and not (alone and self._in_flight - {me})
+            return self._inside in (None, me) and not (exclusive and self._sharing - {me})
 
         try:  # first: an interrupt may come between entering and our knowing of it
             if if_busy is not None and not vacant():
@@ -222,43 +228,43 @@ class PyEngine:
         met = self._meet(move.slots)
         if met is not Status.DONE or move.generation is None:
             return met
-        fresh = np.array_equal(self.counts[move.slots], move.generation)
+        fresh = np.array_equal(self.generation[move.slots], move.generation)
         return Status.DONE if fresh else Status.STALE
 
     def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
         met = self._meet(env_ids)
         if met is not Status.DONE:
             return met
-        if self._turns.in_flight[env_ids].any():
+        if self._admission.in_flight[env_ids].any():
             return Status.IN_FLIGHT
-        return Status.NEEDS_RESET if stepped and self._turns.needs_reset[env_ids].any() else Status.DONE
+        return Status.NEEDS_RESET if stepped and self._admission.needs_reset[env_ids].any() else Status.DONE
 
     def _meet(self, env_ids: NDArray[Any]) -> Status:
         """Says whether there are such envs, and none is named twice."""
-        if ((env_ids < 0) | (env_ids >= len(self.counts))).any():
+        if ((env_ids < 0) | (env_ids >= len(self.generation))).any():
             return Status.NO_SUCH_ENV
         return Status.NAMED_TWICE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
 
-    def in_flight(self) -> bool:
-        return threading.get_ident() in self._in_flight
-
-    def take_off(self) -> None:
+    def keep_shared(self) -> None:
         with self._lock:
-            self._in_flight.add(threading.get_ident())
+            self._sharing.add(threading.get_ident())
 
-    def land(self) -> None:
+    def keeps_shared(self) -> bool:
+        return threading.get_ident() in self._sharing
+
+    def release_shared(self) -> None:
         with self._lock:
-            self._in_flight.discard(threading.get_ident())
+            self._sharing.discard(threading.get_ident())
             self._changed.notify_all()
 
-    def moved(self, move: Move) -> None:
-        self.counts[move.slots] += np.uint32(1)
-        self.mover = move.mover
+    def advance(self, move: Move) -> None:
+        self.generation[move.slots] += np.uint32(1)
+        self.last_caller = move.caller_code
 
     def serve(self) -> None:
         self.served = (self.served + 1) % 2**32
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         pass  # rows leave the segment as copies
 
     def admit_devices(self) -> None:

@@ -1,14 +1,14 @@
 """Who owns a slot now: two marks on each slot, and a way to wake each other.
 
-A slot (an env's row of the segment) has two marks: `asked`, its latest request, and `done`, the request
-that its worker finished last. The slot belongs to the parent while they are equal: `send` sets `asked`
-to a new ticket and the operation; the worker's `post` copies it to `done`. So a row that answers an
-earlier request can't pass for new, several threads of the parent can each wait for slots of their own,
-and `done_at` tells which were finished first.
+A slot (an env's row of the segment) has two marks: `requested`, its latest request, and `completed`, the
+request that its worker completed last. The slot belongs to the parent while they are equal: `send` sets
+`requested` to a new request number and the operation; the worker's `post` copies it to `completed`. So a
+row that answers an earlier request can't pass for new, several threads of the parent can each wait for
+slots of their own, and `completed_at` tells which were completed first.
 
-A worker looks for work among its own slots, and serves it in the order of its tickets. What is left to
+A worker looks for work among its own slots, and serves it in the order of its numbers. What is left to
 be done is in the marks alone: a worker that replaces a dead one finds it there, whoever sends meanwhile.
-Tickets only grow; 62 bits don't run out.
+Request numbers only grow; 62 bits don't run out.
 
 The portable implementation is here: one byte over the control socket wakes. The native one, in
 `_native/handoff.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
@@ -76,19 +76,19 @@ class ParentHandoff(Protocol):
         """
         ...
 
-    def is_done(self, slots: NDArray[Any], count: int) -> bool:
+    def enough_completed(self, slots: NDArray[Any], count: int) -> bool:
         """Says whether `count` of `slots` are the parent's."""
         ...
 
-    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        """Returns those of `slots` that were finished first, in that order; `count` must be."""
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        """Returns those of `slots` that were completed first, in that order; `count` must be."""
         ...
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
         """Says whether one of `slots` has not finished a reset."""
         ...
 
-    def knock(self, worker: int) -> None:
+    def notify_worker(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""
         ...
 
@@ -96,7 +96,7 @@ class ParentHandoff(Protocol):
         """Returns the ids of slots whose latest request is not finished."""
         ...
 
-    def stir(self) -> None:
+    def notify_parent(self) -> None:
         """Makes `wait`, in another thread, look around at once."""
         ...
 
@@ -125,23 +125,23 @@ class WorkerHandoff(Protocol):
         ...
 
     def post_some(self, first: int, count: int) -> None:
-        """Hands finished neighbours back, which are then done at the same time."""
+        """Hands finished neighbours back, which are then completed at the same time."""
         ...
 
-    def alarm(self) -> None:
+    def notify_parent(self) -> None:
         """Makes the parent look at its control sockets at once."""
         ...
 
-    def stir(self) -> None:
+    def notify_worker(self) -> None:
         """Makes `receive`, in another thread, look at the control socket."""
         ...
 
-    def verdict(self) -> Any:
+    def receive_message(self) -> Any:
         """Waits for a message, whatever else there is to do: what answers a report, in the end."""
         ...
 
 
-class Shares:
+class Partition:
     """Says which of some slots are whose, by the range of env ids that each worker holds."""
 
     def __init__(self, slices: tuple[tuple[int, int], ...]) -> None:
@@ -169,60 +169,64 @@ class Slots:
     """Who owns which slot, by the words that both hand-offs share."""
 
     def __init__(self, marks: Marks) -> None:
-        self._asked, self._done, self._done_at = marks.asked, marks.done, marks.done_at
-        self._tickets = 0
+        self._requested, self._completed, self._completed_at = (
+            marks.requested,
+            marks.completed,
+            marks.completed_at,
+        )
+        self._request_number = 0
 
-    def ask(self, verb: Verb, slots: NDArray[Any]) -> None:
+    def request(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Makes a request to each of `slots`, which are the workers' from now on."""
-        tickets = self._tickets + np.arange(1, len(slots) + 1)
-        self._tickets += len(slots)
-        self.pass_on(2 * tickets + int(verb), slots)  # NumPy swallows Ctrl-C as it looks at an enum
+        numbers = self._request_number + np.arange(1, len(slots) + 1)
+        self._request_number += len(slots)
+        self.pass_on(2 * numbers + int(verb), slots)  # NumPy swallows Ctrl-C as it looks at an enum
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """Makes these requests, `[n]`, to `slots`."""
-        self._asked[slots] = requests
+        self._requested[slots] = requests
 
-    def requested(self, share: slice) -> Work | None:
+    def next_work(self, slots: slice) -> Work | None:
         """Returns the oldest work among the worker's slots, or `None` if all are the parent's."""
-        asked = self._asked[share].copy()  # others' requests may come meanwhile
-        mine = np.flatnonzero(asked != self._done[share])
+        requested = self._requested[slots].copy()  # others' requests may come meanwhile
+        mine = np.flatnonzero(requested != self._completed[slots])
         if not mine.size:
             return None
-        mine = mine[asked[mine].argsort()]
-        operations = asked[mine] % 2
+        mine = mine[requested[mine].argsort()]
+        operations = requested[mine] % 2
         same = np.logical_and.accumulate(operations == operations[0])
-        return Work(VERBS[operations[0]], share.start + mine[same])
+        return Work(VERBS[operations[0]], slots.start + mine[same])
 
     def finish(self, slots: NDArray[Any]) -> None:
         """Gives `slots` back to the parent."""
-        self._done_at[slots] = time.monotonic_ns()
-        self._done[slots] = self._asked[slots]
+        self._completed_at[slots] = time.monotonic_ns()
+        self._completed[slots] = self._requested[slots]
 
-    def done(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
+    def are_completed(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
         """Says which of `slots` are the parent's."""
-        return self._done[slots] == self._asked[slots]
+        return self._completed[slots] == self._requested[slots]
 
-    def is_done(self, slots: NDArray[Any], count: int) -> bool:
+    def enough_completed(self, slots: NDArray[Any], count: int) -> bool:
         """See `ParentHandoff`."""
-        return bool(np.count_nonzero(self.done(slots)) >= count)
+        return bool(np.count_nonzero(self.are_completed(slots)) >= count)
 
-    def first_done(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         """See `ParentHandoff`."""
-        done = slots[self.done(slots)]
-        return done[self._done_at[done].argsort(kind="stable")[:count]]
+        completed = slots[self.are_completed(slots)]
+        return completed[self._completed_at[completed].argsort(kind="stable")[:count]]
 
     def close(self) -> None:
         """See `ParentHandoff`."""
-        self._asked = self._done = self._done_at = np.zeros(0, np.int64)
+        self._requested = self._completed = self._completed_at = np.zeros(0, np.int64)
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
         """See `ParentHandoff`."""
-        asked = self._asked[slots]
-        return bool(((asked != self._done[slots]) & (asked % 2 == int(Verb.RESET))).any())
+        requested = self._requested[slots]
+        return bool(((requested != self._completed[slots]) & (requested % 2 == int(Verb.RESET))).any())
 
     def unfinished(self) -> NDArray[Any]:
         """See `ParentHandoff`."""
-        return np.flatnonzero(self._asked != self._done)
+        return np.flatnonzero(self._requested != self._completed)
 
 
 class ParentEnd:
@@ -232,38 +236,38 @@ class ParentEnd:
 
     def __init__(self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
         self._slots = Slots(marks)
-        self._shares = Shares(slices)
+        self._partition = Partition(slices)
         self._channels = channels
         self._listening = threading.Lock()
         self._looked = -math.inf
-        self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
-        self.any_resetting, self.is_done = self._slots.any_resetting, self._slots.is_done
+        self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
+        self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._slots.ask(verb, slots)
-        for worker, _ in self._shares.of(slots):
+        self._slots.request(verb, slots)
+        for worker, _ in self._partition.of(slots):
             self._channels[worker].wake()
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         self._slots.pass_on(requests[slots], slots)
-        for worker, _ in self._shares.of(slots):
+        for worker, _ in self._partition.of(slots):
             self._channels[worker].wake()
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         if time.monotonic() - self._looked > LOOK_AROUND:  # also where nobody ever has to wait
             self._looked = time.monotonic()
             return False
-        return self.is_done(slots, count)
+        return self.enough_completed(slots, count)
 
     @contextmanager
     def listening(self, slots: NDArray[Any], count: int, seconds: float) -> Generator[float]:
         with self._listening:  # who listens takes the wakes of all, so the others look again after it
-            yield 0 if self.is_done(slots, count) else seconds
+            yield 0 if self.enough_completed(slots, count) else seconds
 
-    def knock(self, worker: int) -> None:
+    def notify_worker(self, worker: int) -> None:
         pass  # the worker waits at its socket
 
-    def stir(self) -> None:
+    def notify_parent(self) -> None:
         pass  # who waits looks at its sockets
 
     def close(self) -> None:
@@ -273,14 +277,14 @@ class ParentEnd:
 class WorkerEnd:
     """The portable `WorkerHandoff`."""
 
-    def __init__(self, marks: Marks, share: tuple[int, int], channel: Channel) -> None:
+    def __init__(self, marks: Marks, slots: tuple[int, int], channel: Channel) -> None:
         self._slots = Slots(marks)
-        self._share = slice(*share)
+        self._own = slice(*slots)
         self._channel = channel
         self._heard: Any = None  # a message, on the way to `receive`
 
     def idle(self) -> bool:
-        while self._heard is None and self._slots.requested(self._share) is None:
+        while self._heard is None and self._slots.next_work(self._own) is None:
             if not self._channel.readable():
                 return True
             message = self._channel.receive()
@@ -289,7 +293,7 @@ class WorkerEnd:
 
     def receive(self) -> Any:
         while True:
-            work = self._slots.requested(self._share)
+            work = self._slots.next_work(self._own)
             if work is not None:
                 return work
             message, self._heard = self._heard or self._channel.receive(), None
@@ -303,13 +307,13 @@ class WorkerEnd:
     def post_some(self, first: int, count: int) -> None:
         self.post(np.arange(first, first + count))
 
-    def alarm(self) -> None:
+    def notify_parent(self) -> None:
         pass  # the parent waits at its sockets
 
-    def stir(self) -> None:
+    def notify_worker(self) -> None:
         pass  # it waits there
 
-    def verdict(self) -> Any:
+    def receive_message(self) -> Any:
         message, self._heard = self._heard or self._channel.receive_message(), None
         return message
 

@@ -59,12 +59,12 @@ class Move:
     caller: Caller | None = None
 
     @property
-    def mover(self) -> int:
+    def caller_code(self) -> int:
         """Verb and caller in one number."""
         return self.verb + (self.caller or 0)
 
 
-def name_mover(mover: int) -> str:
-    """Returns what a user has called, by `Move.mover`."""
-    verb, on_host = Verb(mover % Caller.HOST), mover >= Caller.HOST
+def name_caller(code: int) -> str:
+    """Returns what a user has called, by `Move.caller_code`."""
+    verb, on_host = Verb(code % Caller.HOST), code >= Caller.HOST
     return f"VectorEnv.{verb.word} on the host" if on_host else verb.function

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxvec._memory import _marks
-from jaxvec._spaces import Path
+from jaxvec._spaces import KeyPath
 from jaxvec._spec import PoolSpec
 
 ALIGNMENT = 64  # bytes: a cache line, what XLA asks of an array it may alias, and SIMD's best
@@ -21,7 +21,7 @@ ALIGNMENT = 64  # bytes: a cache line, what XLA asks of an array it may alias, a
 class Field:
     """One C-contiguous array in the segment, `offset` bytes from its start."""
 
-    path: Path
+    path: KeyPath
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     offset: int
@@ -45,7 +45,7 @@ class Layout:
     fields: tuple[Field, ...]
     slices: tuple[tuple[int, int], ...]
     nbytes: int
-    objects: tuple[Path, ...]
+    objects: tuple[KeyPath, ...]
 
 
 def make_layout(spec: PoolSpec, slices: tuple[tuple[int, int], ...]) -> Layout:
@@ -68,7 +68,7 @@ def split(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[int, in
 
 def _arrays(
     spec: PoolSpec, slices: tuple[tuple[int, int], ...]
-) -> Iterator[tuple[Path, tuple[int, ...], np.dtype[Any]]]:
+) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
     """Yields path, shape and dtype of every array, with its one writer."""
     n = spec.num_envs
     # Data. The parent writes actions and seeds, workers the rest.
@@ -85,7 +85,7 @@ def _arrays(
             if not leaf.is_object:
                 yield ("kept", *leaf.path), spec.batch_shape(leaf), leaf.stored
         yield ("kept_over",), (n,), np.dtype(np.bool_)  # whether that row ended an episode
-        yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `asked`
+        yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `requested`
     yield ("stats",), (len(slices), ALIGNMENT // 8), np.dtype(np.int64)  # see _stats
     yield from _marks.shapes(n, len(slices))
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jaxvec._memory._layout import align
 from jaxvec._memory._segment import Arrays
 from jaxvec._memory._views import index_of
-from jaxvec._spaces import Path
+from jaxvec._spaces import KeyPath
 
 _INTEGER = np.zeros(1, np.int64)
 
@@ -29,10 +29,10 @@ class RowPacker:
     def __init__(
         self,
         arrays: Arrays,
-        paths: Sequence[Path],
+        paths: Sequence[KeyPath],
         *,
         whole: Sequence[NDArray[Any]] = (),
-        sparse: Mapping[Path, Path] | None = None,
+        sparse: Mapping[KeyPath, KeyPath] | None = None,
     ) -> None:
         """Prepares for these arrays.
 

@@ -14,12 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec import _stepper
 from jaxvec._memory._segment import Arrays
 from jaxvec._spaces import DictNode, Leaf, Node, TupleNode, format_path, leaves
 
 Write: TypeAlias = Callable[[int, Any], None]
-
-_SMALL = 1024  # bytes of a row that it pays to copy once more
 
 
 class InvalidValue(Exception):
@@ -31,9 +30,11 @@ def writer(node: Node, arrays: Arrays) -> Write:
 
     It raises `InvalidValue` where the value has another structure, shape or dtype than `node`.
     """
+    compiled = _stepper.compiled
     if isinstance(node, Leaf):
-        return _leaf_writer(node, arrays[node.path])
-    children = [writer(child, arrays) for child in node.children]
+        write_leaf = _leaf_writer(node, arrays[node.path])
+        return write_leaf if compiled is None else compiled.leaf_writer(write_leaf, arrays[node.path])
+    children = tuple(writer(child, arrays) for child in node.children)
     keys = node.keys if isinstance(node, DictNode) else tuple(range(len(children)))
     kinds = (dict, Mapping) if isinstance(node, DictNode) else (tuple, list)
     pairs = tuple(zip(keys, children, strict=True))
@@ -47,43 +48,9 @@ def writer(node: Node, arrays: Arrays) -> Write:
         except KeyError as error:
             raise InvalidValue(_wrong_structure(node, value)) from error
 
-    return write
-
-
-def gatherer(node: Node, arrays: Arrays) -> Callable[[list[int], list[Any]], bool] | None:
-    """Returns `write(slots, values)`, which writes rows of many envs at once; `None` for large rows.
-
-    Several times as fast as a call of `writer`'s for each; but values are read when all envs have
-    stepped, as `SyncVectorEnv` does, so envs must not share an observation's memory with each other.
-    It returns False, and has written nothing, where a value needs the care of `writer`.
-    """
-    if not isinstance(node, Leaf) or node.is_object or not 0 < node.nbytes <= _SMALL or _narrowed(node):
-        return None
-    array, shape = arrays[node.path], node.shape
-    dtype, shrinks = _one(node.dtype), _shrinks(node, node.dtype)
-
-    def write(slots: list[int], values: list[Any]) -> bool:
-        count = len(values)
-        try:
-            same = [value.shape for value in values].count(shape) == count
-            if not same or [value.dtype for value in values].count(dtype) != count:
-                return False
-            rows = np.frombuffer(b"".join(values), dtype).reshape(count, *shape)
-        except (AttributeError, BufferError, TypeError, ValueError):  # no arrays, or not contiguous
-            return False
-        contiguous = slots == list(range(slots[0], slots[0] + count))  # a handle may name them in any order
-        index = slice(slots[0], slots[-1] + 1) if contiguous else slots
-        if not shrinks:
-            array[index] = rows
-            return True
-        try:
-            with np.errstate(over="raise"):
-                array[index] = rows
-        except FloatingPointError:
-            return False
-        return True
-
-    return write
+    if compiled is None:
+        return write
+    return compiled.nested_writer(write, keys if isinstance(node, DictNode) else None, children)
 
 
 def reader(node: Node, arrays: Arrays) -> Callable[[NDArray[Any]], Iterator[Any]]:

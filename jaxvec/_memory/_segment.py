@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._memory._layout import Layout
-from jaxvec._spaces import Path
+from jaxvec._spaces import KeyPath
 
-Arrays: TypeAlias = dict[Path, NDArray[Any]]
+Arrays: TypeAlias = dict[KeyPath, NDArray[Any]]
 
 
 def create(layout: Layout, *, sparse: bool = False) -> int:

@@ -62,11 +62,12 @@ def views(leaves: Rows, index: Index) -> Rows:
 
 
 def into(out: Rows) -> Deliver:
-    """Delivers into these arrays."""
+    """Delivers into these arrays, but for those without rows."""
 
     def deliver(leaves: Rows, index: Index) -> Rows:
         for target, leaf in zip(out, leaves, strict=True):
-            np.copyto(target, leaf[index])
+            if len(target):
+                np.copyto(target, leaf[index])
         return out
 
     return deliver

@@ -25,6 +25,10 @@ struct Call {
   uint32_t interrupts;  // how many there had been when the call began
   uint32_t on_device;   // whether a GPU's program calls; operands and results are in our memory all the same
   uint32_t pool;        // its number; 0 if the first operand is no token
+  // Of a GPU's program: memory there that all results in it reach by one copy, the last. Null if it is the
+  // token's.
+  void* packed;
+  uint64_t packed_bytes;
   std::string* error;
   void* exception;  // a Python object: what the call has to end with, or null
 };

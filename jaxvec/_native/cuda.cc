@@ -210,28 +210,41 @@ Stagings& stagings() {
   return *all;
 }
 
-size_t bytes_of(const Array& array) {
-  size_t bytes = array.dtype / 256;
-  for (uint32_t axis = 0; axis < array.rank; ++axis) bytes *= array.dims[axis];
-  return bytes;
-}
+// The results that reach the GPU by one copy: the token, and what the program has packed with it.
+struct Packed {
+  char* there;  // on the GPU
+  char* here;   // in the call's staging
+  size_t bytes;
+
+  // Where a result on the GPU is gathered; null if it is not among these.
+  void* here_of(const Array& result) const {
+    const size_t offset = address(result.data) - address(there);
+    return offset < bytes && bytes_of(result) <= bytes - offset ? here + offset : nullptr;
+  }
+  bool holds(const void* memory) const { return address(memory) - address(here) < bytes; }
+};
 
 // Results on a GPU.
 //
-// Rows go there straight from the segment, and nobody waits for them: not the step, which has returned
+// Large ones go there straight from the segment, and nobody waits for them: not the step, which has returned
 // before they are read. So a worker could write the next step's rows over them. What prevents it is the
 // token: it follows all rows on the same stream, so whoever reads it on the device, or gets it from there,
 // does so after the rows were read; and only who has it can move these envs again. A call reads its
 // token on the host, waiting for its stream, before it hands anything to a worker. So steps in a row need
 // no second set of results, and no wait but for the actions. The other side of the race: who needs no token
-// (the host's verbs, a reset that starts from the pool, `close`) calls `Pool::settle` first.
+// (the host's verbs, a reset that starts from the pool, `close`) calls `Pool::wait_for_copies` first.
+//
+// Small ones are gathered first, beside the token, and go there with it.
 class CudaTarget : public Target {
  public:
-  CudaTarget(Calls& calls, void* stream, std::shared_ptr<Staging> staging, const Array* token,
-             const void* next)
-      : calls_(calls), stream_(stream), staging_(std::move(staging)), token_(token), next_(next) {}
+  CudaTarget(Calls& calls, void* stream, std::shared_ptr<Staging> staging, const Packed& packed)
+      : calls_(calls), stream_(stream), staging_(std::move(staging)), packed_(packed) {}
 
   void put(void* to, const std::vector<Run>& runs) override {
+    if (packed_.holds(to)) {
+      host_.put(to, runs);
+      return;
+    }
     size_t bytes = 0;
     for (const Run& run : runs) bytes += run.bytes;
     if (bytes == 0) return;
@@ -254,7 +267,7 @@ class CudaTarget : public Target {
   }
 
   std::shared_ptr<Copies> finish() override {
-    if (token_ != nullptr) copy(token_->data, next_, bytes_of(*token_));
+    copy(packed_.there, packed_.here, packed_.bytes);
     if (!staging_->record(calls_, stream_)) calls_.driver.synchronize(stream_);
     return staging_;
   }
@@ -270,8 +283,7 @@ class CudaTarget : public Target {
   Calls& calls_;
   void* const stream_;
   const std::shared_ptr<Staging> staging_;
-  const Array* const token_;  // the first result, if there is one
-  const void* const next_;    // what it shall be
+  const Packed packed_;
   HostTarget host_;
 };
 
@@ -319,9 +331,20 @@ std::string answer_on_cuda(Call& call, void* stream) {
 
   const std::vector<Array> on_device(call.results, call.results + call.num_results);
   std::vector<Array> results = on_device;
-  if (!results.empty()) results[0].data = staging->take(bytes_of(results[0]));
-  CudaTarget target(calls, stream, staging, on_device.empty() ? nullptr : &on_device[0],
-                    results.empty() ? nullptr : results[0].data);
+  Packed packed{static_cast<char*>(call.packed), nullptr, call.packed_bytes};
+  if (packed.there == nullptr && !results.empty()) {
+    packed = {static_cast<char*>(results[0].data), nullptr, bytes_of(results[0])};
+  }
+  packed.here = static_cast<char*>(staging->take(packed.bytes));
+  std::vector<size_t> alone;  // results that are copied by themselves
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (void* const here = packed.here_of(results[i])) {
+      results[i].data = here;
+    } else {
+      alone.push_back(i);
+    }
+  }
+  CudaTarget target(calls, stream, staging, packed);
   const std::shared_ptr<Pool> pool = pool_of(operands);
   Status status = Status::kElsewhere;
   // A pool's first call is Python's, which page-locks the segment.
@@ -330,15 +353,16 @@ std::string answer_on_cuda(Call& call, void* stream) {
   }
   if (status != Status::kDone || interrupted()) {
     if (status != Status::kDone) {  // then Python fills in the results
-      for (size_t i = 1; i < results.size(); ++i) results[i].data = staging->take(bytes_of(results[i]));
+      for (const size_t i : alone) results[i].data = staging->take(bytes_of(results[i]));
     }
     call.on_device = 1;
     call.operands = operands.data();
     call.results = results.data();
     error = ask_python(call, status, pool.get());
     if (error.empty() && status != Status::kDone) {
-      for (size_t i = 1; i < results.size(); ++i) {
-        target.put(on_device[i].data, {{results[i].data, bytes_of(results[i])}});
+      for (const size_t i : alone) {
+        const size_t bytes = bytes_of(results[i]);
+        if (bytes > 0) target.put(on_device[i].data, {{results[i].data, bytes}});
       }
       target.finish();
     }

@@ -8,17 +8,17 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._handoff._admission import FOREVER
 from jaxvec._handoff._engine import Made, Rules, Status
 from jaxvec._handoff._handoff import ParentHandoff
-from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_mover
-from jaxvec._handoff._turns import FOREVER
+from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_caller
 from jaxvec._native import library
 from jaxvec._tracing._recorder import Record, Span
 
@@ -26,8 +26,8 @@ _WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
 
 _STATUSES = tuple(Status)
 _PARTS = ("write actions", "hand over", "wait for workers", "copy results")
-_MOVERS = [verb + caller for verb in VERBS for caller in Caller]
-_NAMES = {mover: name_mover(mover) for mover in _MOVERS} | dict(enumerate(_PARTS, start=16))
+_CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
+_NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=16))
 
 _ALIGNMENT = 64  # bytes, of the leaves of results
 
@@ -45,7 +45,7 @@ class Array(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("mover", "open", "served", "devices")]
+    _fields_ = [(name, ctypes.c_uint32) for name in ("last_caller", "open", "served", "devices")]
 
 
 class _Plan(ctypes.Structure):
@@ -58,7 +58,7 @@ class _Plan(ctypes.Structure):
         ("step_ns", ctypes.c_int64),
         ("parent", ctypes.c_void_p),
         ("stops", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
+        ("generation", ctypes.c_void_p),
         ("actions", ctypes.POINTER(Array)),
         ("results", ctypes.POINTER(Array)),
         ("num_actions", ctypes.c_uint32),
@@ -78,8 +78,8 @@ class _Request(ctypes.Structure):
 
     _fields_ = [
         ("verb", ctypes.c_uint32),
-        ("mover", ctypes.c_uint32),
-        ("counts", ctypes.c_uint32),
+        ("caller_code", ctypes.c_uint32),
+        ("new_generation", ctypes.c_uint32),
         ("num_slots", ctypes.c_uint32),
         ("num_sent", ctypes.c_uint32),
         ("slots", ctypes.c_void_p),
@@ -161,8 +161,8 @@ class CEngine:
             batch_size: how many envs `recv` returns.
         """
         self._library = _declared()
-        turns, over = rules.turns, rules.over
-        self.counts = np.zeros(len(turns.needs_reset), np.uint32)
+        admission, over = rules.admission, rules.over
+        self.generation = np.zeros(len(admission.needs_reset), np.uint32)
         stops = np.array([stop for _, stop in slices])
         terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
         timeout_ns = FOREVER if rules.timeout is None else int(rules.timeout * 1e9)
@@ -175,23 +175,23 @@ class CEngine:
             step_ns=timeout_ns,
             parent=handoff.address,
             stops=stops.ctypes.data,
-            counts=self.counts.ctypes.data,
+            generation=self.generation.ctypes.data,
             actions=_arrays(actions, [None] * len(actions)),
             results=_arrays(results, nonzero),
             num_actions=len(actions),
             num_results=len(results),
-            in_flight=turns.in_flight.ctypes.data,
-            sent=turns.sent_words.ctypes.data,
-            num_sent=turns.num_sent.ctypes.data,
-            due=turns.due.ctypes.data,
-            needs_reset=turns.needs_reset.ctypes.data,
+            in_flight=admission.in_flight.ctypes.data,
+            sent=admission.sent_words.ctypes.data,
+            num_sent=admission.num_sent.ctypes.data,
+            due=admission.due.ctypes.data,
+            needs_reset=admission.needs_reset.ctypes.data,
             terminated=terminated,
             truncated=truncated,
         )
         leaves = [(leaf.shape[1:], leaf.dtype) for leaf in results]
         self._new_results = cache(partial(_Results, leaves))
         self._batch_size = batch_size
-        self._alive: Any = (handoff, stops, actions, results, nonzero, turns, over)
+        self._alive: Any = (handoff, stops, actions, results, nonzero, admission, over)
         self._pool_id = rules.pool_id
         self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
         self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))
@@ -199,27 +199,33 @@ class CEngine:
         weakref.finalize(self, self._library.jaxvec_pool_free, self._pool)
 
     @property
-    def mover(self) -> int:
-        return self._state.mover
+    def last_caller(self) -> int:
+        return self._state.last_caller
 
     @property
     def served(self) -> int:
         return self._state.served
 
+    def shared(self) -> AbstractContextManager[None]:
+        return self._locked(exclusive=False)
+
+    def exclusive(
+        self, *, if_busy: Callable[[], None] | None = None, patience: float | None = None
+    ) -> AbstractContextManager[None]:
+        return self._locked(exclusive=True, if_busy=if_busy, patience=patience)
+
     @contextmanager
-    def inside(
-        self,
-        *,
-        alone: bool = False,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
+    def _locked(
+        self, *, exclusive: bool, if_busy: Callable[[], None] | None = None, patience: float | None = None
     ) -> Generator[None]:
         try:  # first: an interrupt may come between entering and our knowing of it
-            if not self._library.jaxvec_pool_enter(self._pool, alone, 0):
+            if not self._library.jaxvec_pool_enter(self._pool, exclusive, 0):
                 if if_busy is not None:
                     if_busy()
                 deadline = None if patience is None else time.monotonic() + patience
-                while not self._library.jaxvec_pool_enter(self._pool, alone, _WAIT):  # signal handlers run
+                while not self._library.jaxvec_pool_enter(
+                    self._pool, exclusive, _WAIT
+                ):  # signal handlers run
                     if deadline is not None and time.monotonic() > deadline:
                         break
             yield
@@ -227,7 +233,9 @@ class CEngine:
             self._library.jaxvec_pool_leave(self._pool)
 
     def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
-        request = _Request(verb=move.verb, mover=move.mover, counts=move.caller is not None)
+        request = _Request(
+            verb=move.verb, caller_code=move.caller_code, new_generation=move.caller is not None
+        )
         num_rows = self._batch_size if move.verb is Verb.RECV else len(move.slots)
         if move.generation is not None:
             slots, generation = _words(move.slots, np.int64), _words(move.generation, np.uint32)
@@ -249,9 +257,9 @@ class CEngine:
     def check_handle(self, move: Move) -> Status:
         slots = _words(move.slots, np.int64)
         generation = None if move.generation is None else _words(move.generation, np.uint32)
-        counts = None if generation is None else _address(generation)
+        address = None if generation is None else _address(generation)
         return _STATUSES[
-            self._library.jaxvec_pool_check_handle(self._pool, _address(slots), counts, len(slots))
+            self._library.jaxvec_pool_check_handle(self._pool, _address(slots), address, len(slots))
         ]
 
     def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
@@ -260,24 +268,24 @@ class CEngine:
             self._library.jaxvec_pool_check_envs(self._pool, _address(slots), len(slots), stepped)
         ]
 
-    def in_flight(self) -> bool:
-        return bool(self._library.jaxvec_pool_in_flight(self._pool))
+    def keep_shared(self) -> None:
+        self._library.jaxvec_pool_keep_shared(self._pool)
 
-    def take_off(self) -> None:
-        self._library.jaxvec_pool_take_off(self._pool)
+    def keeps_shared(self) -> bool:
+        return bool(self._library.jaxvec_pool_keeps_shared(self._pool))
 
-    def land(self) -> None:
-        self._library.jaxvec_pool_land(self._pool)
+    def release_shared(self) -> None:
+        self._library.jaxvec_pool_release_shared(self._pool)
 
-    def moved(self, move: Move) -> None:
-        self.counts[move.slots] += np.uint32(1)
-        self._state.mover = move.mover
+    def advance(self, move: Move) -> None:
+        self.generation[move.slots] += np.uint32(1)
+        self._state.last_caller = move.caller_code
 
     def serve(self) -> None:
         self._state.served += 1
 
-    def settle(self) -> None:
-        self._library.jaxvec_pool_settle(self._pool)
+    def wait_for_copies(self) -> None:
+        self._library.jaxvec_pool_wait_for_copies(self._pool)
 
     def admit_devices(self) -> None:
         self._state.devices = 1
@@ -327,17 +335,17 @@ def _declared() -> ctypes.CDLL:
         jaxvec_pool_state=(pointer, [pointer]),
         jaxvec_pool_enter=(i32, [pointer, i32, i64]),
         jaxvec_pool_leave=(None, [pointer]),
-        jaxvec_pool_take_off=(None, [pointer]),
-        jaxvec_pool_land=(None, [pointer]),
-        jaxvec_pool_settle=(None, [pointer]),
-        jaxvec_pool_in_flight=(i32, [pointer]),
+        jaxvec_pool_keep_shared=(None, [pointer]),
+        jaxvec_pool_keeps_shared=(i32, [pointer]),
+        jaxvec_pool_release_shared=(None, [pointer]),
+        jaxvec_pool_wait_for_copies=(None, [pointer]),
         jaxvec_pool_move=(u32, [pointer, pointer]),
         jaxvec_pool_check_handle=(u32, [pointer, pointer, pointer, u32]),
         jaxvec_pool_check_envs=(u32, [pointer, pointer, u32, i32]),
         jaxvec_trace_start=(None, [pointer, u32]),
         jaxvec_trace_stop=(ctypes.c_uint64, [pointer, pointer]),
     )
-    library.require_records(Array, _State, _Plan, _Request, _Span)
-    library.require_values(Status)
-    library.require_values(Verb, "RESET", "STEP", "SEND", "RECV")
+    library.check_records(Array, _State, _Plan, _Request, _Span)
+    library.check_values(Status)
+    library.check_values(Verb, "RESET", "STEP", "SEND", "RECV")
     return declared

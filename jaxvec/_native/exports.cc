@@ -18,7 +18,9 @@ EXPORT void jaxvec_pass_on(jaxvec::Parent* parent, uint32_t worker, const int64_
   jaxvec::pass_on(*parent, worker, requests, slots, count);
 }
 
-EXPORT void jaxvec_knock(jaxvec::Parent* parent, uint32_t worker) { jaxvec::knock(*parent, worker); }
+EXPORT void jaxvec_notify_worker(jaxvec::Parent* parent, uint32_t worker) {
+  jaxvec::notify_worker(*parent, worker);
+}
 
 EXPORT int32_t jaxvec_wait(jaxvec::Parent* parent, const int64_t* slots, uint32_t num_slots, uint32_t count,
                            int64_t timeout_ns) {
@@ -33,11 +35,11 @@ EXPORT void jaxvec_post(jaxvec::Worker* worker, const int64_t* slots, uint32_t c
   jaxvec::post(*worker, slots, count);
 }
 
-EXPORT void jaxvec_note_alarms(jaxvec::Parent* parent) { jaxvec::note_alarms(*parent); }
+EXPORT void jaxvec_mark_notices_seen(jaxvec::Parent* parent) { jaxvec::mark_notices_seen(*parent); }
 
-EXPORT void jaxvec_ring(jaxvec::Board* board) { jaxvec::ring(*board); }
+EXPORT void jaxvec_notify_parent(jaxvec::Board* board) { jaxvec::notify_parent(*board); }
 
-// Pools. Python's object holds one share of the pool; programs that run hold others.
+// Pools. Python's object holds one reference to the pool; programs that run hold others.
 using SharedPool = std::shared_ptr<jaxvec::Pool>;
 
 EXPORT SharedPool* jaxvec_pool_open(const jaxvec::Plan* plan) {
@@ -49,13 +51,13 @@ EXPORT SharedPool* jaxvec_pool_open(const jaxvec::Plan* plan) {
 EXPORT void jaxvec_pool_withdraw(uint32_t id) { jaxvec::withdraw(id); }
 EXPORT void jaxvec_pool_free(SharedPool* pool) { delete pool; }
 EXPORT jaxvec::State* jaxvec_pool_state(SharedPool* pool) { return &(*pool)->state; }
-EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int32_t alone, int64_t timeout_ns) {
-  return (*pool)->enter(alone, timeout_ns);
+EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int32_t exclusive, int64_t timeout_ns) {
+  return (*pool)->enter(exclusive, timeout_ns);
 }
 EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
-EXPORT void jaxvec_pool_take_off(SharedPool* pool) { (*pool)->take_off(); }
-EXPORT void jaxvec_pool_land(SharedPool* pool) { (*pool)->land(); }
-EXPORT int32_t jaxvec_pool_in_flight(SharedPool* pool) { return (*pool)->in_flight(); }
+EXPORT void jaxvec_pool_keep_shared(SharedPool* pool) { (*pool)->keep_shared(); }
+EXPORT int32_t jaxvec_pool_keeps_shared(SharedPool* pool) { return (*pool)->keeps_shared(); }
+EXPORT void jaxvec_pool_release_shared(SharedPool* pool) { (*pool)->release_shared(); }
 EXPORT uint32_t jaxvec_pool_move(SharedPool* pool, jaxvec::Request* request) {
   jaxvec::HostTarget target;
   return static_cast<uint32_t>((*pool)->move(*request, target));
@@ -68,7 +70,7 @@ EXPORT uint32_t jaxvec_pool_check_envs(SharedPool* pool, const int64_t* slots, u
                                        int32_t stepped) {
   return static_cast<uint32_t>((*pool)->check_envs(slots, count, stepped));
 }
-EXPORT void jaxvec_pool_settle(SharedPool* pool) { (*pool)->settle(); }
+EXPORT void jaxvec_pool_wait_for_copies(SharedPool* pool) { (*pool)->wait_for_copies(); }
 
 EXPORT void jaxvec_trace_start(SharedPool* pool, uint32_t capacity) { (*pool)->trace.start(capacity); }
 EXPORT uint64_t jaxvec_trace_stop(SharedPool* pool, jaxvec::Span* spans) {

@@ -75,16 +75,52 @@ ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
   return ffi::Error::Success();
 }
 
+// The results of a program that has packed small ones into the first array; the others have one each.
+// `layout` says of each result where it begins in the packed array, in bytes, or -1; its dtype, rank and
+// dimensions: as `_layout` of _ffi.py. Returns whether these fit the arrays.
+bool unpack(ffi::Span<const int64_t> layout, const std::vector<Array>& arrays, Call* call,
+            std::vector<Array>* results) {
+  if (arrays.empty()) return false;
+  call->packed = arrays[0].data;
+  call->packed_bytes = bytes_of(arrays[0]);
+  size_t alone = 1;
+  const int64_t* next = layout.begin();
+  for (const int64_t* const end = next + layout.size(); next != end;) {
+    if (end - next < 3 || next[2] < 0 || end - next - 3 < next[2]) return false;
+    Array result{nullptr, next + 3, static_cast<uint32_t>(next[2]), static_cast<uint32_t>(next[1]), nullptr};
+    const size_t bytes = bytes_of(result);
+    if (next[0] >= 0) {
+      const auto place = static_cast<size_t>(next[0]);
+      if (place > call->packed_bytes || bytes > call->packed_bytes - place) return false;
+      result.data = static_cast<char*>(call->packed) + place;
+    } else {
+      if (alone == arrays.size() || bytes_of(arrays[alone]) != bytes) return false;
+      result.data = arrays[alone++].data;
+    }
+    results->push_back(result);
+    next += 3 + result.rank;
+  }
+  return alone == arrays.size();
+}
+
 // Makes a call of what the FFI gives. Operands: the token, and what the verb takes. Results: the next
-// token, and what it gives.
+// token, and what it gives; packed, if there is a layout.
 template <typename Answer>
 ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, uint32_t verb,
-                 bool fresh, ffi::Span<const uint8_t> extra, const Answer& answer) {
+                 bool fresh, ffi::Span<const uint8_t> extra, const ffi::Span<const int64_t>* layout,
+                 const Answer& answer) {
   watch_signals();  // notebooks set a handler of their own for each cell
   std::vector<Array> operands, results;
   if (ffi::Error error = collect(args, &operands); error.failure()) return error;
   if (ffi::Error error = collect(rets, &results); error.failure()) return error;
   Call call{};
+  if (layout != nullptr) {
+    const std::vector<Array> arrays = std::move(results);
+    results.clear();
+    if (!unpack(*layout, arrays, &call, &results)) {
+      return ffi::Error(ffi::ErrorCode::kInternal, "a program whose results are not packed as it says");
+    }
+  }
   call.verb = verb;
   call.fresh = fresh;
   call.extra = extra.begin();
@@ -101,12 +137,13 @@ ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
 
 ffi::Error call_on_host(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, uint32_t verb,
                         bool fresh, ffi::Span<const uint8_t> extra) {
-  return serve(args, rets, fingerprint, verb, fresh, extra, answer_on_host);
+  return serve(args, rets, fingerprint, verb, fresh, extra, nullptr, answer_on_host);
 }
 
 ffi::Error call_on_cuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint,
-                        uint32_t verb, bool fresh, ffi::Span<const uint8_t> extra) {
-  return serve(args, rets, fingerprint, verb, fresh, extra,
+                        uint32_t verb, bool fresh, ffi::Span<const uint8_t> extra,
+                        ffi::Span<const int64_t> layout) {
+  return serve(args, rets, fingerprint, verb, fresh, extra, &layout,
                [stream](Call& call) { return answer_on_cuda(call, stream); });
 }
 
@@ -135,6 +172,7 @@ uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_call, jaxvec::call_on_host, jaxvec::bind(xla::ffi::Ffi::Bind()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_cuda_call, jaxvec::call_on_cuda,
-                              jaxvec::bind(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()));
+                              jaxvec::bind(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>())
+                                  .Attr<xla::ffi::Span<const int64_t>>("layout"));
 
 #pragma GCC visibility pop

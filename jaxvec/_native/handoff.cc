@@ -66,29 +66,29 @@ bool any_readable(const Parent& parent) {
   return poll(sockets.data(), sockets.size(), 0) > 0;
 }
 
-bool alarmed(const Parent& parent) {
-  return parent.board.alarm->word.load(std::memory_order_acquire) !=
-         parent.alarms.load(std::memory_order_relaxed);
+bool notified(const Parent& parent) {
+  return parent.board.parent_notices->word.load(std::memory_order_acquire) !=
+         parent.seen_notices.load(std::memory_order_relaxed);
 }
 
-// Whether there is more to know than that the slots are done: others may have failed. Who always finds a
-// batch done would never hear of them, so now and then it looks at the sockets, too.
+// Whether there is more to know than that the slots are completed: others may have failed. Who always
+// finds a batch completed would never hear of them, so now and then it looks at the sockets, too.
 bool anything_else(Parent& parent) {
-  if (alarmed(parent)) return true;
+  if (notified(parent)) return true;
   const int64_t now = now_ns();
   if (now - parent.looked_ns.load(std::memory_order_relaxed) < parent.board.look_around_ns) return false;
   parent.looked_ns.store(now, std::memory_order_relaxed);
   return any_readable(parent);
 }
 
-uint32_t count_done(const Board& board, const int64_t* slots, uint32_t num_slots) {
-  uint32_t done = 0;
+uint32_t count_completed(const Board& board, const int64_t* slots, uint32_t num_slots) {
+  uint32_t completed = 0;
   for (uint32_t i = 0; i < num_slots; ++i) {
     // Where they are equal, the slot's row is ours to read.
-    done += board.done[slots[i]].load(std::memory_order_acquire) ==
-            board.asked[slots[i]].load(std::memory_order_relaxed);
+    completed += board.completed[slots[i]].load(std::memory_order_acquire) ==
+                 board.requested[slots[i]].load(std::memory_order_relaxed);
   }
-  return done;
+  return completed;
 }
 
 class Waiter {
@@ -105,29 +105,31 @@ class Waiter {
 };
 
 void wake_worker(Board& board, uint32_t worker) {
-  // The worker says that it sleeps, then looks at its bell; we ring the bell, then look whether it
+  // The worker says that it sleeps, then looks at its doorbell; we ring the doorbell, then look whether it
   // sleeps. In one total order of these four, at least one side sees the other.
-  board.bell[worker].word.fetch_add(1, std::memory_order_seq_cst);
+  board.doorbell[worker].word.fetch_add(1, std::memory_order_seq_cst);
   if (board.asleep[worker].word.load(std::memory_order_seq_cst) != 0) {
-    futex_wake(board.bell[worker]);
+    futex_wake(board.doorbell[worker]);
   }
 }
 
 // Finds the slots that are a worker's now, in the order in which they were asked for, as far as they
 // want the same operation as the first.
-uint32_t requested(const Worker& worker, uint32_t* operation, int64_t* slots) {
+uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
   const Board& board = worker.board;
   int64_t* end = slots;
   for (int64_t slot = worker.first; slot < worker.stop; ++slot) {
-    const int64_t done = board.done[slot].load(std::memory_order_relaxed);  // ours alone to write
-    if (board.asked[slot].load(std::memory_order_acquire) != done) *end++ = slot;
+    const int64_t completed = board.completed[slot].load(std::memory_order_relaxed);  // ours alone to write
+    if (board.requested[slot].load(std::memory_order_acquire) != completed) *end++ = slot;
   }
   if (end == slots) return 0;
-  const auto asked = [&board](int64_t slot) { return board.asked[slot].load(std::memory_order_relaxed); };
-  const auto earlier = [&asked](int64_t one, int64_t other) { return asked(one) < asked(other); };
+  const auto requested = [&board](int64_t slot) {
+    return board.requested[slot].load(std::memory_order_relaxed);
+  };
+  const auto earlier = [&requested](int64_t one, int64_t other) { return requested(one) < requested(other); };
   if (!std::is_sorted(slots, end, earlier)) std::sort(slots, end, earlier);
-  *operation = static_cast<uint32_t>(asked(slots[0]) % 2);
-  const auto differs = [&](int64_t slot) { return asked(slot) % 2 != *operation; };
+  *operation = static_cast<uint32_t>(requested(slots[0]) % 2);
+  const auto differs = [&](int64_t slot) { return requested(slot) % 2 != *operation; };
   return static_cast<uint32_t>(std::find_if(slots, end, differs) - slots);
 }
 
@@ -135,21 +137,22 @@ uint32_t requested(const Worker& worker, uint32_t* operation, int64_t* slots) {
 
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
-    const int64_t request = 2 * ++parent.tickets + operation;
-    parent.board.asked[slots[i]].store(request, std::memory_order_release);  // publishes actions and seeds
+    const int64_t request = 2 * ++parent.request_number + operation;
+    // Publishes actions and seeds.
+    parent.board.requested[slots[i]].store(request, std::memory_order_release);
   }
   wake_worker(parent.board, worker);
 }
 
 void pass_on(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
-    parent.board.asked[slots[i]].store(requests[i], std::memory_order_release);
+    parent.board.requested[slots[i]].store(requests[i], std::memory_order_release);
   }
   wake_worker(parent.board, worker);
 }
 
-void knock(Parent& parent, uint32_t worker) {
-  parent.board.knocks[worker].word.fetch_add(1, std::memory_order_release);
+void notify_worker(Parent& parent, uint32_t worker) {
+  parent.board.worker_notices[worker].word.fetch_add(1, std::memory_order_release);
   wake_worker(parent.board, worker);
 }
 
@@ -159,19 +162,19 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
   const Waiter waiter(parent);
   Spin spin(std::min<int64_t>(board.spin_ns, kParentSpinNs));
   for (;;) {
-    // Workers set `done`, then add to `finished`: what is not done now will count after `finished`.
+    // Workers set `completed`, then add to `finished`: what is not completed now is counted after this.
     const uint32_t finished = board.finished->word.load(std::memory_order_seq_cst);
-    const uint32_t done = count_done(board, slots, num_slots);
-    if (done >= count) return anything_else(parent) ? kLookAround : kDone;
-    // As with a worker's bell: we store the target, then read `finished`; workers add to `finished`,
+    const uint32_t completed = count_completed(board, slots, num_slots);
+    if (completed >= count) return anything_else(parent) ? kLookAround : kDone;
+    // As with a worker's doorbell: we store the target, then read `finished`; workers add to `finished`,
     // then read the target. So either we see that it has changed, or the worker sees our target. Other
     // threads' slots count, too, so the target may come too early, but never too late: who waits alone
     // need not be woken before as many slots are finished as are missing, and others at each.
     const uint32_t waiters = parent.waiters.load(std::memory_order_seq_cst);
-    board.target->word.store(finished + (waiters == 1 ? count - done : 1), std::memory_order_seq_cst);
+    board.target->word.store(finished + (waiters == 1 ? count - completed : 1), std::memory_order_seq_cst);
     if (parent.waiters.load(std::memory_order_seq_cst) != waiters) continue;  // one came, for whom it is late
     do {
-      if (alarmed(parent)) return kLookAround;
+      if (notified(parent)) return kLookAround;
     } while (board.finished->word.load(std::memory_order_seq_cst) == finished && spin.again());
     if (board.finished->word.load(std::memory_order_seq_cst) != finished) continue;
     const int64_t left = deadline - now_ns();
@@ -184,26 +187,27 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
   }
 }
 
-void note_alarms(Parent& parent) {
-  parent.alarms.store(parent.board.alarm->word.load(std::memory_order_acquire), std::memory_order_relaxed);
+void mark_notices_seen(Parent& parent) {
+  parent.seen_notices.store(parent.board.parent_notices->word.load(std::memory_order_acquire),
+                            std::memory_order_relaxed);
 }
 
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) {
   Board& board = worker.board;
-  Line& bell = board.bell[worker.index];
+  Line& doorbell = board.doorbell[worker.index];
   Spin spin(board.spin_ns);
   for (;;) {
-    const uint32_t rung = bell.word.load(std::memory_order_seq_cst);
-    *count = requested(worker, operation, slots);
+    const uint32_t seen = doorbell.word.load(std::memory_order_seq_cst);
+    *count = next_work(worker, operation, slots);
     if (*count > 0) return;
-    if (board.knocks[worker.index].word.load(std::memory_order_acquire) != worker.knocks) {
-      ++worker.knocks;
+    if (board.worker_notices[worker.index].word.load(std::memory_order_acquire) != worker.seen_notices) {
+      ++worker.seen_notices;
       return;
     }
-    while (bell.word.load(std::memory_order_seq_cst) == rung && spin.again()) {
+    while (doorbell.word.load(std::memory_order_seq_cst) == seen && spin.again()) {
     }
     board.asleep[worker.index].word.store(1, std::memory_order_seq_cst);
-    if (bell.word.load(std::memory_order_seq_cst) == rung) futex_wait(bell, rung, nullptr);
+    if (doorbell.word.load(std::memory_order_seq_cst) == seen) futex_wait(doorbell, seen, nullptr);
     board.asleep[worker.index].word.store(0, std::memory_order_relaxed);
   }
 }
@@ -213,9 +217,10 @@ void post(Worker& worker, const int64_t* slots, uint32_t count) {
   const int64_t now = now_ns();
   for (uint32_t i = 0; i < count; ++i) {
     const int64_t slot = slots[i];
-    board.done_at[slot].store(now, std::memory_order_relaxed);
+    board.completed_at[slot].store(now, std::memory_order_relaxed);
     // Publishes the slot's row.
-    board.done[slot].store(board.asked[slot].load(std::memory_order_relaxed), std::memory_order_release);
+    board.completed[slot].store(board.requested[slot].load(std::memory_order_relaxed),
+                                std::memory_order_release);
   }
   const uint32_t finished = board.finished->word.fetch_add(count, std::memory_order_seq_cst) + count;
   if (reached(finished, board.target->word.load(std::memory_order_seq_cst))) {
@@ -223,10 +228,10 @@ void post(Worker& worker, const int64_t* slots, uint32_t count) {
   }
 }
 
-void ring(Board& board) {
-  board.alarm->word.fetch_add(1, std::memory_order_seq_cst);
+void notify_parent(Board& board) {
+  board.parent_notices->word.fetch_add(1, std::memory_order_seq_cst);
   // Sleepers compare `finished`, which did not change; this ends their sleep all the same. One that
-  // is just about to sleep looks at the alarm after its nap.
+  // is just about to sleep looks at the notices after its nap.
   futex_wake(*board.finished);
 }
 

@@ -1,7 +1,7 @@
 // The hand-off between parent and workers: two marks on each slot in shared memory, and futexes to wake.
 //
-// A slot (an env's row) belongs to the parent while `done` equals `asked`: `send` marks it with a new
-// request, `post` copies the mark. Nothing else says what is to be done, so a worker that takes another's
+// A slot (an env's row) belongs to the parent while `completed` equals `requested`: `send` marks it with a
+// new request, `post` copies the mark. Nothing else says what is to be done, so a worker that takes another's
 // place finds the work that the other left. The words lie in the segment; `_layout.py` says where. Each
 // is written by one side only, or only by atomic addition.
 #pragma once
@@ -22,17 +22,17 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 struct Board {
   uint32_t num_slots;
   uint32_t num_workers;
-  uint32_t spin_ns;               // how long to look again before sleeping; 0 where cores are scarce
-  uint32_t look_around_ns;        // how long the parent sleeps at most: a dead worker can't ring the alarm
-  std::atomic<int64_t>* asked;    // [num_slots] parent writes: the latest request, 2 * ticket + operation
-  std::atomic<int64_t>* done;     // [num_slots] worker writes: the request it finished last
-  std::atomic<int64_t>* done_at;  // [num_slots] worker writes: when, in ns of the monotonic clock
-  Line* bell;                     // [num_workers] parent adds: something new, look around
-  Line* knocks;                   // [num_workers] parent writes: messages on the control socket
-  Line* asleep;                   // [num_workers] worker writes: 1 if it may need a wake
-  Line* finished;                 // workers add: slots finished; the parent sleeps on it
-  Line* target;                   // parent writes: the value of `finished` that it sleeps for
-  Line* alarm;                    // anyone adds: the parent should look at its control sockets
+  uint32_t spin_ns;                 // how long to look again before sleeping; 0 where cores are scarce
+  uint32_t look_around_ns;          // how long the parent sleeps at most: a dead worker can't notify it
+  std::atomic<int64_t>* requested;  // [num_slots] parent writes: the latest request, 2 * number + operation
+  std::atomic<int64_t>* completed;  // [num_slots] worker writes: the request it completed last
+  std::atomic<int64_t>* completed_at;  // [num_slots] worker writes: when, in ns of the monotonic clock
+  Line* doorbell;                      // [num_workers] parent adds: something new, look around
+  Line* worker_notices;                // [num_workers] parent adds: a message is on the control socket
+  Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake
+  Line* finished;                      // workers add: slots finished; the parent sleeps on it
+  Line* target;                        // parent writes: the value of `finished` that it sleeps for
+  Line* parent_notices;                // anyone adds: the parent should look at its control sockets
 };
 
 enum Operation : uint32_t { kReset = 0, kStep = 1 };
@@ -40,7 +40,7 @@ enum Operation : uint32_t { kReset = 0, kStep = 1 };
 // What a wait ended with.
 enum Outcome : int32_t {
   kDone = 0,
-  kLookAround = 1,   // a control socket has something, or an alarm was rung
+  kLookAround = 1,   // a control socket has something, or the parent was notified
   kTimeout = 2,      // of this wait; whether that is an error is the caller's business
   kInterrupted = 3,  // by a signal: let Python's handlers run
 };
@@ -48,18 +48,18 @@ enum Outcome : int32_t {
 // The parent's own words. One thread at a time sends, under the pool's lock; any number wait.
 struct Parent {
   Board board;
-  const int32_t* sockets;          // [num_workers] control sockets
-  int64_t tickets;                 // given to requests so far; they are served in this order
-  std::atomic<uint32_t> waiters;   // threads that wait
-  std::atomic<uint32_t> alarms;    // noted so far
-  std::atomic<int64_t> looked_ns;  // when a wait looked at the sockets last
+  const int32_t* sockets;              // [num_workers] control sockets
+  int64_t request_number;              // of the latest request; they are served in this order
+  std::atomic<uint32_t> waiters;       // threads that wait
+  std::atomic<uint32_t> seen_notices;  // of `parent_notices`
+  std::atomic<int64_t> looked_ns;      // when a wait looked at the sockets last
 };
 
 struct Worker {
   Board board;
   uint32_t index;
-  uint32_t first, stop;  // its slots
-  uint32_t knocks;       // messages received
+  uint32_t first, stop;   // its slots
+  uint32_t seen_notices;  // messages received
 };
 
 // The monotonic clock.
@@ -72,15 +72,15 @@ void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* sl
 void pass_on(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count);
 
 // Tells a worker that a message is on its control socket.
-void knock(Parent& parent, uint32_t worker);
+void notify_worker(Parent& parent, uint32_t worker);
 
 // Waits until `count` of the slots are the parent's. Can be called again when it ended otherwise.
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns);
 
-// Who looks at the control sockets says so before: what was rung until now is no news any more.
-void note_alarms(Parent& parent);
+// Who looks at the control sockets says so before: notices until now are no news any more.
+void mark_notices_seen(Parent& parent);
 
-// Waits for work or a knock. `count` is 0 for a knock, else of one `operation`; `slots` has room for all
+// Waits for work or a notice. `count` is 0 for a notice, else of one `operation`; `slots` has room for all
 // of the worker's.
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count);
 
@@ -88,6 +88,6 @@ void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count);
 void post(Worker& worker, const int64_t* slots, uint32_t count);
 
 // Makes the parent look at its control sockets at once.
-void ring(Board& board);
+void notify_parent(Board& board);
 
 }  // namespace jaxvec

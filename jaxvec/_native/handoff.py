@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import Channel
-from jaxvec._handoff._handoff import LOOK_AROUND, Shares, Slots, Work
+from jaxvec._handoff._handoff import LOOK_AROUND, Partition, Slots, Work
 from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._marks import Marks
 from jaxvec._native import library
@@ -26,23 +26,23 @@ class _Board(ctypes.Structure):
 
     _numbers = ("num_slots", "num_workers", "spin_ns", "look_around_ns")
     _words = (
-        "asked",
-        "done",
-        "done_at",
-        "bell",
-        "knocks",
+        "requested",
+        "completed",
+        "completed_at",
+        "doorbell",
+        "worker_notices",
         "asleep",
         "finished",
         "target",
-        "alarm",
+        "parent_notices",
     )
     _fields_ = [(name, ctypes.c_uint32) for name in _numbers] + [(name, ctypes.c_void_p) for name in _words]
 
     def __init__(self, marks: Marks, spin_ns: int) -> None:
         super().__init__()
         self._marks: Marks | None = marks  # keeps the segment mapped for as long as C++ has its addresses
-        self.num_slots = marks.asked.size
-        self.num_workers = len(marks.bell)
+        self.num_slots = marks.requested.size
+        self.num_workers = len(marks.doorbell)
         self.spin_ns = spin_ns
         self.look_around_ns = int(LOOK_AROUND * 1e9)
         for word in self._words:
@@ -57,9 +57,9 @@ class _Parent(ctypes.Structure):
     _fields_ = [
         ("board", _Board),
         ("sockets", ctypes.POINTER(ctypes.c_int32)),
-        ("tickets", ctypes.c_int64),
+        ("request_number", ctypes.c_int64),
         ("waiters", ctypes.c_uint32),
-        ("alarms", ctypes.c_uint32),
+        ("seen_notices", ctypes.c_uint32),
         ("looked_ns", ctypes.c_int64),
     ]
 
@@ -70,7 +70,7 @@ class _Worker(ctypes.Structure):
         ("index", ctypes.c_uint32),
         ("first", ctypes.c_uint32),
         ("stop", ctypes.c_uint32),
-        ("knocks", ctypes.c_uint32),
+        ("seen_notices", ctypes.c_uint32),
     ]
 
 
@@ -91,10 +91,10 @@ class NativeParentEnd:
         self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
         self._parent = _Parent(self._board, self._sockets)
         self._reference = ctypes.byref(self._parent)
-        self._shares = Shares(slices)
+        self._partition = Partition(slices)
         self._listening = threading.Lock()
-        self.first_done, self.unfinished = self._slots.first_done, self._slots.unfinished
-        self.any_resetting, self.is_done = self._slots.any_resetting, self._slots.is_done
+        self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
+        self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
 
     @property
     def address(self) -> int:
@@ -103,15 +103,15 @@ class NativeParentEnd:
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """See `ParentHandoff`."""
-        for worker, share in self._shares.of(slots):
-            self._library.jaxvec_send(self._reference, worker, verb, share.ctypes.data, len(share))
+        for worker, part in self._partition.of(slots):
+            self._library.jaxvec_send(self._reference, worker, verb, part.ctypes.data, len(part))
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """See `ParentHandoff`."""
-        for worker, share in self._shares.of(slots):
-            theirs = np.ascontiguousarray(requests[share])
+        for worker, part in self._partition.of(slots):
+            theirs = np.ascontiguousarray(requests[part])
             self._library.jaxvec_pass_on(
-                self._reference, worker, theirs.ctypes.data, share.ctypes.data, len(share)
+                self._reference, worker, theirs.ctypes.data, part.ctypes.data, len(part)
             )
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
@@ -125,16 +125,16 @@ class NativeParentEnd:
     def listening(self, slots: NDArray[Any], count: int, seconds: float) -> Generator[float]:
         """See `ParentHandoff`."""
         with self._listening:
-            self._library.jaxvec_note_alarms(self._reference)  # first: another may be rung meanwhile
+            self._library.jaxvec_mark_notices_seen(self._reference)  # first: another may come meanwhile
             yield 0  # it sleeps in `wait`
 
-    def knock(self, worker: int) -> None:
+    def notify_worker(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""
-        self._library.jaxvec_knock(self._reference, worker)
+        self._library.jaxvec_notify_worker(self._reference, worker)
 
-    def stir(self) -> None:
+    def notify_parent(self) -> None:
         """See `ParentHandoff`."""
-        self._library.jaxvec_ring(ctypes.byref(self._board))
+        self._library.jaxvec_notify_parent(ctypes.byref(self._board))
 
     def close(self) -> None:
         """See `ParentHandoff`."""
@@ -149,26 +149,26 @@ class NativeWorkerEnd:
         self,
         marks: Marks,
         worker: int,
-        share: tuple[int, int],
+        slots: tuple[int, int],
         channel: Channel,
         *,
         spin_ns: int,
-        knocks: int,
+        notices: int,
     ) -> None:
         self._library = _declared()
         self._board = _Board(marks, spin_ns)
-        self._worker = _Worker(self._board, worker, *share, knocks)
+        self._worker = _Worker(self._board, worker, *slots, notices)
         self._reference = ctypes.byref(self._worker)
         self._channel = channel
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
-        self._share, self._own = slice(*share), Slots(marks)
-        self._slots = np.empty(share[1] - share[0], np.int64)
-        self._all = np.arange(*share, dtype=np.int64)
-        self._slot_0 = self._all.ctypes.data - 8 * share[0]  # where slot 0 would be, among all of ours
+        self._own, self._ownership = slice(*slots), Slots(marks)
+        self._slots = np.empty(slots[1] - slots[0], np.int64)
+        self._all = np.arange(*slots, dtype=np.int64)
+        self._slot_0 = self._all.ctypes.data - 8 * slots[0]  # where slot 0 would be, among all of ours
 
     def idle(self) -> bool:
         """See `WorkerHandoff`."""
-        return self._own.requested(self._share) is None and not self._channel.readable()
+        return self._ownership.next_work(self._own) is None and not self._channel.readable()
 
     def receive(self) -> Any:
         """Waits for the parent, then returns `Work`, or the message that came instead."""
@@ -186,19 +186,19 @@ class NativeWorkerEnd:
         """See `WorkerHandoff`."""
         self._library.jaxvec_post(self._reference, self._slot_0 + 8 * first, count)
 
-    def verdict(self) -> Any:
+    def receive_message(self) -> Any:
         """See `WorkerHandoff`."""
         message = self._channel.receive()
-        self._worker.knocks += 1  # the one that came with it
+        self._worker.seen_notices += 1  # the one that came with it
         return message
 
-    def stir(self) -> None:
+    def notify_worker(self) -> None:
         """See `WorkerHandoff`."""
-        self._library.jaxvec_knock(ctypes.byref(_Parent(self._board)), self._worker.index)
+        self._library.jaxvec_notify_worker(ctypes.byref(_Parent(self._board)), self._worker.index)
 
-    def alarm(self) -> None:
+    def notify_parent(self) -> None:
         """Makes the parent look at its control sockets at once."""
-        self._library.jaxvec_ring(ctypes.byref(self._board))
+        self._library.jaxvec_notify_parent(ctypes.byref(self._board))
 
 
 @cache
@@ -207,12 +207,12 @@ def _declared() -> ctypes.CDLL:
     declared = library.declare(
         jaxvec_send=(None, [pointer, u32, u32, pointer, u32]),
         jaxvec_pass_on=(None, [pointer, u32, pointer, pointer, u32]),
-        jaxvec_knock=(None, [pointer, u32]),
+        jaxvec_notify_worker=(None, [pointer, u32]),
         jaxvec_wait=(ctypes.c_int32, [pointer, pointer, u32, u32, i64]),
         jaxvec_take=(None, [pointer, pointer, pointer, pointer]),
         jaxvec_post=(None, [pointer, pointer, u32]),
-        jaxvec_note_alarms=(None, [pointer]),
-        jaxvec_ring=(None, [pointer]),
+        jaxvec_mark_notices_seen=(None, [pointer]),
+        jaxvec_notify_parent=(None, [pointer]),
     )
-    library.require_records(_Board, _Parent, _Worker)
+    library.check_records(_Board, _Parent, _Worker)
     return declared

@@ -54,7 +54,7 @@ def declare(**functions: tuple[Any, Sequence[Any]]) -> ctypes.CDLL:
     return library
 
 
-def require_records(*mirrors: type[ctypes.Structure]) -> None:
+def check_records(*mirrors: type[ctypes.Structure]) -> None:
     """Raises `NativeUnavailableError` if a field is not where C++ has it; it goes by names, but for a `_`."""
     for mirror in mirrors:
         words: list[Any] = [ctypes.sizeof(mirror)]
@@ -64,7 +64,7 @@ def require_records(*mirrors: type[ctypes.Structure]) -> None:
         _require(mirror.__name__.lstrip("_"), words)
 
 
-def require_values(numbers: type[IntEnum], *names: str) -> None:
+def check_values(numbers: type[IntEnum], *names: str) -> None:
     """Raises `NativeUnavailableError` if a name has another number in C++; without `names`, any of all."""
     members = [numbers[name] for name in names] if names else numbers
     _require(numbers.__name__, [word for each in members for word in (each.name, int(each))])

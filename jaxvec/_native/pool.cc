@@ -22,12 +22,12 @@ std::vector<Leaf> leaves(const Array* arrays, uint32_t count) {
   return std::vector<Leaf>(arrays, arrays + count);
 }
 
-// Whether `arrays` from `first` on are so many rows of the leaves.
-bool take(const std::vector<Leaf>& leaves, const std::vector<Array>& arrays, size_t first, int64_t rows) {
-  return arrays.size() >= first + leaves.size() &&
-         std::equal(leaves.begin(), leaves.end(), arrays.begin() + first,
-                    [rows](const Leaf& leaf, const Array& array) {
-                      return leaf.takes(array) && array.dims[0] == rows;
+// Whether what comes after the token are so many rows of the leaves, or, if some may lack, no rows of these.
+bool fit(const std::vector<Leaf>& leaves, const std::vector<Array>& arrays, int64_t rows, bool may_lack) {
+  return arrays.size() > leaves.size() &&
+         std::equal(leaves.begin(), leaves.end(), arrays.begin() + 1,
+                    [rows, may_lack](const Leaf& leaf, const Array& array) {
+                      return leaf.takes(array) && (array.dims[0] == rows || (may_lack && array.dims[0] == 0));
                     });
 }
 
@@ -51,6 +51,12 @@ std::unordered_map<uint32_t, std::shared_ptr<Pool>>& registry() {
 }
 
 }  // namespace
+
+size_t bytes_of(const Array& array) {
+  size_t bytes = array.dtype / 256;
+  for (uint32_t axis = 0; axis < array.rank; ++axis) bytes *= array.dims[axis];
+  return bytes;
+}
 
 bool is_token(const Array& array) {
   return array.dtype == kTokenType && array.rank == 2 && array.dims[0] > 0 && array.dims[1] == 3;
@@ -135,15 +141,17 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
   for (int64_t i = 0; i < rows; ++i) {
     if (token[i].pool != plan_.id) return Status::kElsewhere;
     slots.push_back(token[i].env);
-    generation.push_back(token[i].count);
+    generation.push_back(token[i].generation);
   }
   std::vector<const void*> actions;
   for (size_t i = 1; i < operands.size(); ++i) actions.push_back(operands[i].data);
   std::vector<void*> leaves;
-  for (size_t i = 1; i < results.size(); ++i) leaves.push_back(results[i].data);
+  for (size_t i = 1; i < results.size(); ++i) {
+    leaves.push_back(results[i].dims[0] > 0 ? results[i].data : nullptr);  // the program reads none of these
+  }
   Request request{};
-  request.verb = request.mover = verb;
-  request.counts = 1;
+  request.verb = request.caller_code = verb;
+  request.new_generation = 1;
   request.num_slots = static_cast<uint32_t>(rows);
   request.slots = slots.data();
   request.generation = generation.data();
@@ -156,7 +164,7 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
     request.num_sent = static_cast<uint32_t>(sent.size());
   }
   auto* next = static_cast<TokenRow*>(results[0].data);
-  for (int64_t i = 0; i < rows; ++i) next[i] = {plan_.id, token[i].env, token[i].count + 1};
+  for (int64_t i = 0; i < rows; ++i) next[i] = {plan_.id, token[i].env, token[i].generation + 1};
   const Status status = move(request, target);
   *waited_ns = request.waited_ns;
   if (status == Status::kDone) state.served.fetch_add(1, std::memory_order_relaxed);
@@ -171,16 +179,16 @@ bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::ve
   if (!is_token_of(results, rows) || (verb != kStep && rows != num_slots)) return false;
   switch (verb) {
     case kStep:
-      return operands.size() == 1 + actions_.size() && take(actions_, operands, 1, rows) &&
-             results.size() == 1 + results_.size() && take(results_, results, 1, rows);
+      return operands.size() == 1 + actions_.size() && fit(actions_, operands, rows, false) &&
+             results.size() == 1 + results_.size() && fit(results_, results, rows, true);
     case kSend: {
       const Array& ids = operands.back();
       return operands.size() == 2 + actions_.size() && ids.dtype == kIdType && ids.rank == 1 &&
-             ids.dims[0] > 0 && take(actions_, operands, 1, ids.dims[0]) && results.size() == 1;
+             ids.dims[0] > 0 && fit(actions_, operands, ids.dims[0], false) && results.size() == 1;
     }
     case kRecv:
       return operands.size() == 1 && results.size() == 1 + results_.size() &&
-             take(results_, results, 1, plan_.batch_size);
+             fit(results_, results, plan_.batch_size, true);
     default:
       return false;
   }
@@ -202,8 +210,8 @@ Status Pool::move(Request& request, Target& target) {
 }
 
 Status Pool::step(Request& request, Target& target) {
-  const bool alone = request.slots == nullptr;
-  if (!enter(alone, 0)) return Status::kBusy;
+  const bool exclusive = request.slots == nullptr;
+  if (!enter(exclusive, 0)) return Status::kBusy;
   std::vector<int64_t> slots;
   Status status = admit(request, &slots);
   if (status == Status::kDone) status = check_envs(slots.data(), static_cast<uint32_t>(slots.size()), true);
@@ -211,16 +219,16 @@ Status Pool::step(Request& request, Target& target) {
     leave();
     return status;
   }
-  const Recording recording(trace, request.mover);
+  const Recording recording(trace, request.caller_code);
   hand_over(slots, request.actions);
-  count(slots, request);
-  take_off();
+  advance(slots, request);
+  keep_shared();
   leave();
   if (await(slots, static_cast<uint32_t>(slots.size()), &request.waited_ns) == Status::kUnderWay) {
     return Status::kUnderWay;
   }
   finish(slots, request.results, target);
-  land();
+  release_shared();
   return Status::kDone;
 }
 
@@ -234,7 +242,7 @@ Status Pool::send(Request& request, Target& target) {
     leave();
     return status;
   }
-  const Recording recording(trace, request.mover);
+  const Recording recording(trace, request.caller_code);
   const std::vector<int64_t> slots(request.sent, request.sent + request.num_sent);
   hand_over(slots, request.actions);
   const int64_t due = now_ns() + plan_.step_ns;
@@ -243,7 +251,7 @@ Status Pool::send(Request& request, Target& target) {
     plan_.due[slot] = due;
     plan_.sent[(*plan_.num_sent)++] = slot;
   }
-  count(all, request);
+  advance(all, request);
   deliver(target);
   leave();
   return Status::kDone;
@@ -259,19 +267,19 @@ Status Pool::recv(Request& request, Target& target) {
     leave();
     return status;
   }
-  const Recording recording(trace, request.mover);
+  const Recording recording(trace, request.caller_code);
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
   const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
-  count(all, request);
-  take_off();
+  advance(all, request);
+  keep_shared();
   leave();
   if (await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
   while (!enter(false, kPatienceNs)) {  // others are inside for short only
   }
-  const std::vector<int64_t> slots = land_batch(sent);
+  const std::vector<int64_t> slots = receive_batch(sent);
   leave();
   finish(slots, request.results, target);
-  land();
+  release_shared();
   return Status::kDone;
 }
 
@@ -291,7 +299,7 @@ Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint
   const Status met = meet(slots, count);
   if (met != Status::kDone || generation == nullptr) return met;
   for (uint32_t i = 0; i < count; ++i) {
-    if (generation[i] != plan_.counts[slots[i]]) return Status::kStale;
+    if (generation[i] != plan_.generation[slots[i]]) return Status::kStale;
   }
   return Status::kDone;
 }
@@ -343,15 +351,16 @@ bool Pool::overdue() const {
   const Board& board = plan_.parent->board;
   const int64_t now = now_ns();
   return std::any_of(plan_.sent, plan_.sent + *plan_.num_sent, [&](int64_t slot) {
-    return plan_.due[slot] < now && board.done[slot].load(std::memory_order_relaxed) != board.asked[slot];
+    return plan_.due[slot] < now &&
+           board.completed[slot].load(std::memory_order_relaxed) != board.requested[slot];
   });
 }
 
 // From here on nobody else has a handle to the envs.
-void Pool::count(const std::vector<int64_t>& slots, const Request& request) {
-  if (!request.counts) return;
-  for (const int64_t slot : slots) ++plan_.counts[slot];
-  state.mover = request.mover;
+void Pool::advance(const std::vector<int64_t>& slots, const Request& request) {
+  if (!request.new_generation) return;
+  for (const int64_t slot : slots) ++plan_.generation[slot];
+  state.last_caller = request.caller_code;
 }
 
 Status Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
@@ -363,17 +372,18 @@ Status Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* w
   return Status::kUnderWay;
 }
 
-// Takes a batch of those sent out of flight and returns it, in the order in which `recv` returns it.
-std::vector<int64_t> Pool::land_batch(std::vector<int64_t> sent) {
+// Notes that a batch of those sent is received and returns it, in the order in which `recv` returns it.
+std::vector<int64_t> Pool::receive_batch(std::vector<int64_t> sent) {
   const Board& board = plan_.parent->board;
   if (plan_.batch_size == board.num_slots) {
     std::sort(sent.begin(), sent.end());
   } else if (!plan_.in_order) {
-    sent.erase(std::remove_if(sent.begin(), sent.end(),
-                              [&board](int64_t slot) { return board.done[slot] != board.asked[slot]; }),
-               sent.end());
+    sent.erase(
+        std::remove_if(sent.begin(), sent.end(),
+                       [&board](int64_t slot) { return board.completed[slot] != board.requested[slot]; }),
+        sent.end());
     std::stable_sort(sent.begin(), sent.end(), [&board](int64_t one, int64_t other) {
-      return board.done_at[one] < board.done_at[other];
+      return board.completed_at[one] < board.completed_at[other];
     });
   }
   sent.resize(plan_.batch_size);
@@ -395,6 +405,7 @@ void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Targe
   }
   std::vector<Run> runs;
   for (size_t i = 0; i < results_.size(); ++i) {
+    if (results[i] == nullptr) continue;
     runs.clear();
     results_[i].read(slots, &runs);
     target.put(results[i], runs);
@@ -402,7 +413,7 @@ void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Targe
   deliver(target);
 }
 
-// The caller is inside or in flight, so whoever waits to be alone will know of the copies.
+// The caller has the lock, shared or exclusive, so whoever waits for it exclusively will know of the copies.
 void Pool::deliver(Target& target) {
   std::shared_ptr<Copies> copies = target.finish();
   if (copies == nullptr) return;
@@ -413,7 +424,7 @@ void Pool::deliver(Target& target) {
     copies_.push_back(std::move(copies));
 }
 
-void Pool::settle() {
+void Pool::wait_for_copies() {
   std::vector<std::shared_ptr<Copies>> copies;
   {
     const std::lock_guard lock(lock_);
@@ -427,13 +438,13 @@ bool Pool::copying() {
   return !std::all_of(copies_.begin(), copies_.end(), [](const auto& each) { return each->done(); });
 }
 
-bool Pool::enter(bool alone, int64_t timeout_ns) {
+bool Pool::enter(bool exclusive, int64_t timeout_ns) {
   std::unique_lock lock(lock_);
   const uintptr_t me = this_thread();
   const auto vacant = [&] {
     return (inside_ == 0 || inside_ == me) &&
-           (!alone || std::all_of(in_flight_.begin(), in_flight_.end(),
-                                  [me](uintptr_t thread) { return thread == me; }));
+           (!exclusive ||
+            std::all_of(sharing_.begin(), sharing_.end(), [me](uintptr_t thread) { return thread == me; }));
   };
   if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), vacant)) return false;
   inside_ = me;
@@ -449,26 +460,26 @@ void Pool::leave() {
   changed_.notify_all();
 }
 
-void Pool::take_off() {
+void Pool::keep_shared() {
   const std::lock_guard lock(lock_);
-  if (std::find(in_flight_.begin(), in_flight_.end(), this_thread()) == in_flight_.end()) {
-    in_flight_.push_back(this_thread());
+  if (std::find(sharing_.begin(), sharing_.end(), this_thread()) == sharing_.end()) {
+    sharing_.push_back(this_thread());
   }
 }
 
-void Pool::land() {
+void Pool::release_shared() {
   {
     const std::lock_guard lock(lock_);
-    const auto mine = std::find(in_flight_.begin(), in_flight_.end(), this_thread());
-    if (mine == in_flight_.end()) return;
-    in_flight_.erase(mine);
+    const auto mine = std::find(sharing_.begin(), sharing_.end(), this_thread());
+    if (mine == sharing_.end()) return;
+    sharing_.erase(mine);
   }
   changed_.notify_all();
 }
 
-bool Pool::in_flight() {
+bool Pool::keeps_shared() {
   const std::lock_guard lock(lock_);
-  return std::find(in_flight_.begin(), in_flight_.end(), this_thread()) != in_flight_.end();
+  return std::find(sharing_.begin(), sharing_.end(), this_thread()) != sharing_.end();
 }
 
 void publish(uint32_t id, std::shared_ptr<Pool> pool) {

@@ -1,8 +1,9 @@
 // A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
 //
-// Whoever changes the pool is inside it, one thread at a time, and for a short while only: a step
-// is inside when it sends its envs, and outside, in flight, while it waits for them. So programs on
-// several devices, or in several threads, step envs of their own at the same time.
+// Whoever changes the pool holds its lock, a readers-writer lock: shared for envs of one's own, exclusive for
+// the whole pool. Those who share it are inside one at a time, and for a short while only: a step is inside
+// when it sends its envs, then it leaves, keeps the lock shared, and waits for them. So programs on several
+// devices, or in several threads, step envs of their own at the same time.
 //
 // Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
 // fails or is slow) is Python's business: a move says what it is and has changed nothing, or it hands over
@@ -30,10 +31,12 @@ struct Array {
   const uint8_t* nonzero;  // [num_slots] of a leaf in the segment: 0 for rows of zeros; null if not known
 };
 
-// A handle's token is `[num_envs, 3]` uint32: for each of its envs the pool's id, the env's, and how often
-// it was reset or stepped.
+size_t bytes_of(const Array& array);
+
+// A handle's token is `[num_envs, 3]` uint32: for each of its envs the pool's id, the env's, and its
+// generation: how often it was reset or stepped.
 struct TokenRow {
-  uint32_t pool, env, count;
+  uint32_t pool, env, generation;
 };
 bool is_token(const Array& array);
 
@@ -43,7 +46,7 @@ enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
 // What Python reads and writes of a pool, being inside.
 struct State {
-  uint32_t mover;                // who moved last: `Move.mover` of _move.py
+  uint32_t last_caller;          // who moved last: `Move.caller_code` of _move.py
   uint32_t open;                 // 0 when programs must ask Python, which knows why
   std::atomic<uint32_t> served;  // calls of programs that succeeded; outside, too
   // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
@@ -60,7 +63,7 @@ struct Plan {
   int64_t step_ns;       // how long a step may take
   Parent* parent;        // the hand-off
   const int64_t* stops;  // [num_workers] worker w has the slots from the stop before its own on
-  uint32_t* counts;      // [num_slots] resets and steps of each env so far, as handles say
+  uint32_t* generation;  // [num_slots] resets and steps of each env so far, as handles say
   const Array* actions;  // leaves in the segment, in the order of the program's operands
   const Array* results;  // and of its results
   uint32_t num_actions;
@@ -123,10 +126,10 @@ struct Leaf {
 // What came of a move, or would: `Status` of _engine.py. But for the first two, nothing was done.
 enum class Status : uint32_t {
   kDone = 0,
-  kUnderWay,   // begun, not finished: for Python to end. The caller is in flight, and must land.
+  kUnderWay,   // begun, not finished: for Python to end. The caller keeps the lock shared, to be released.
   kElsewhere,  // not for this code: another verb, a program made for other envs, the child of a fork
   kBarred,     // the pool is closed or broken
-  kBusy,       // others are inside, or in flight where the caller has to be alone
+  kBusy,       // others are inside, or keep the lock shared where the caller needs it exclusive
   kCopying,    // a GPU copies from the segment yet
   kNoSuchEnv,
   kNamedTwice,
@@ -140,15 +143,15 @@ enum class Status : uint32_t {
 // What is asked of a pool: by a program, or by Python for one of its callers.
 struct Request {
   uint32_t verb;
-  uint32_t mover;              // for `State`, if the move counts
-  uint32_t counts;             // whether handles to the envs go stale
+  uint32_t caller_code;        // for `State`, if there is a new generation
+  uint32_t new_generation;     // whether handles to the envs go stale
   uint32_t num_slots;          // of the caller's handle
   uint32_t num_sent;           // of a send
   const int64_t* slots;        // null for all, by a caller who has no handle
-  const uint32_t* generation;  // what `counts` was when the caller got its handle
+  const uint32_t* generation;  // of the envs when the caller got its handle
   const int64_t* sent;         // whom to send
   const void* const* actions;  // rows for each leaf
-  void* const* results;        // out: rows of each leaf
+  void* const* results;        // out: rows of each leaf; null if they are not asked for
   int64_t waited_ns;           // out, if the move is under way
 };
 
@@ -172,20 +175,20 @@ class Pool {
 
   // Waits until no copies from the segment are under way. Who has a fresh handle need not, see cuda.cc;
   // everybody else has to before envs write to it again. The caller is inside.
-  void settle();
+  void wait_for_copies();
 
-  // Lets this thread in once nobody else is inside and, if it asks for that, nobody else in flight.
-  // Returns whether it is, after at most so long. A thread that is inside already has been interrupted,
-  // and has left without saying so; or it is asked from a signal handler.
-  bool enter(bool alone, int64_t timeout_ns);
+  // Lets this thread in once nobody else is inside and, if that is to be exclusive, nobody else keeps the
+  // lock shared. Returns whether it is in, after at most so long. A thread that is inside already has been
+  // interrupted, and has left without saying so; or it is asked from a signal handler.
+  bool enter(bool exclusive, int64_t timeout_ns);
   // Lets the next one in; does nothing if this thread is not the one inside. So an interrupt just
   // after `enter` does no harm where `leave` is called in any case.
   void leave();
-  // This thread, which is inside, waits for envs from now on, and lands when it has them. To land
-  // does nothing if it is not in flight.
-  void take_off();
-  void land();
-  bool in_flight();
+  // This thread, which is inside, keeps the lock shared when it leaves: it waits for envs, and releases the
+  // lock when it has them. Releasing does nothing in a thread that keeps nothing.
+  void keep_shared();
+  bool keeps_shared();
+  void release_shared();
 
   State state{};
   Trace trace;
@@ -200,9 +203,9 @@ class Pool {
   bool copying();
   void hand_over(const std::vector<int64_t>& slots, const void* const* actions);
   bool overdue() const;
-  void count(const std::vector<int64_t>& slots, const Request& request);
+  void advance(const std::vector<int64_t>& slots, const Request& request);
   Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
-  std::vector<int64_t> land_batch(std::vector<int64_t> sent);
+  std::vector<int64_t> receive_batch(std::vector<int64_t> sent);
   void finish(const std::vector<int64_t>& slots, void* const* results, Target& target);
   void deliver(Target& target);
 
@@ -215,8 +218,8 @@ class Pool {
   uint32_t looks_ = 0;
   std::mutex lock_;  // of what follows
   std::condition_variable changed_;
-  uintptr_t inside_ = 0;              // the thread, or 0
-  std::vector<uintptr_t> in_flight_;  // the threads
+  uintptr_t inside_ = 0;            // the thread, or 0
+  std::vector<uintptr_t> sharing_;  // the threads that keep the lock shared
   std::vector<std::shared_ptr<Copies>> copies_;
 };
 

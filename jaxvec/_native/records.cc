@@ -32,26 +32,28 @@ namespace {
 std::string describe() {
   std::ostringstream out;
   RECORD(Array) FIELD(data) FIELD(dims) FIELD(rank) FIELD(dtype) FIELD(nonzero) END
-  RECORD(State) FIELD(mover) FIELD(open) FIELD(served) FIELD(devices) END
+  RECORD(State) FIELD(last_caller) FIELD(open) FIELD(served) FIELD(devices) END
   RECORD(Plan)
     FIELD(id) FIELD(batch_size) FIELD(in_order) FIELD(fingerprint) FIELD(wait_ns) FIELD(step_ns)
-    FIELD(parent) FIELD(stops) FIELD(counts) FIELD(actions) FIELD(results) FIELD(num_actions)
+    FIELD(parent) FIELD(stops) FIELD(generation) FIELD(actions) FIELD(results) FIELD(num_actions)
     FIELD(num_results) FIELD(in_flight) FIELD(sent) FIELD(num_sent) FIELD(due) FIELD(needs_reset)
     FIELD(terminated) FIELD(truncated) END
   RECORD(Request)
-    FIELD(verb) FIELD(mover) FIELD(counts) FIELD(num_slots) FIELD(num_sent) FIELD(slots)
+    FIELD(verb) FIELD(caller_code) FIELD(new_generation) FIELD(num_slots) FIELD(num_sent) FIELD(slots)
     FIELD(generation) FIELD(sent) FIELD(actions) FIELD(results) FIELD(waited_ns) END
   RECORD(Span) FIELD(began) FIELD(ended) FIELD(thread) FIELD(what) END
   RECORD(Board)
-    FIELD(num_slots) FIELD(num_workers) FIELD(spin_ns) FIELD(look_around_ns) FIELD(asked) FIELD(done)
-    FIELD(done_at) FIELD(bell) FIELD(knocks) FIELD(asleep) FIELD(finished) FIELD(target) FIELD(alarm) END
+    FIELD(num_slots) FIELD(num_workers) FIELD(spin_ns) FIELD(look_around_ns) FIELD(requested) FIELD(completed)
+    FIELD(completed_at) FIELD(doorbell) FIELD(worker_notices) FIELD(asleep) FIELD(finished) FIELD(target)
+    FIELD(parent_notices) END
   RECORD(Parent)
-    FIELD(board) FIELD(sockets) FIELD(tickets) FIELD(waiters) FIELD(alarms) FIELD(looked_ns) END
-  RECORD(Worker) FIELD(board) FIELD(index) FIELD(first) FIELD(stop) FIELD(knocks) END
+    FIELD(board) FIELD(sockets) FIELD(request_number) FIELD(waiters) FIELD(seen_notices) FIELD(looked_ns) END
+  RECORD(Worker) FIELD(board) FIELD(index) FIELD(first) FIELD(stop) FIELD(seen_notices) END
   RECORD(Call)
     FIELD(verb) FIELD(status) FIELD(fresh) FIELD(num_extra) FIELD(fingerprint) FIELD(waited_ns)
     FIELD(extra) FIELD(operands) FIELD(results) FIELD(num_operands) FIELD(num_results) FIELD(interrupts)
-    FIELD(on_device) FIELD(pool) FIELD(error) FIELD(exception) END
+    FIELD(on_device) FIELD(pool) FIELD(packed) FIELD(packed_bytes)
+    FIELD(error) FIELD(exception) END
   RECORD(Python)
     FIELD(answer) FIELD(ensure_gil) FIELD(release_gil) FIELD(run_signal_handlers) FIELD(take_exception)
     FIELD(make_exception) FIELD(make_int) FIELD(call) FIELD(release) END

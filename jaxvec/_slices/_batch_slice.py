@@ -5,12 +5,11 @@ The twin of `EnvSlice` for simulators that step many envs in one call, on NumPy 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _stats
@@ -20,12 +19,13 @@ from jaxvec._memory._rows import InvalidValue
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._seeds import NONE
-from jaxvec._slices._envs import BatchedEnv, EnvFailure, Failing
+from jaxvec._slices._envs import BatchedEnv, EnvFailure, Failing, FailingAttribute
 from jaxvec._slices._info_rows import one_of
+from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._results import split_reset, wrong_step
 from jaxvec._slices._slice import Done
-from jaxvec._spaces import DictNode, Leaf, Node, Path, build, format_path, leaves, map_leaves
-from jaxvec._spec import PoolSpec
+from jaxvec._spaces import DictNode, KeyPath, Leaf, Node, build, format_path, leaves, map_leaves
+from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
 
 
@@ -45,15 +45,13 @@ class BatchSlice:
         worker: int,
         spec: PoolSpec,
         arrays: Arrays,
-        autoreset_mode: AutoresetMode,
     ) -> None:
         self._instances = instances
-        self._movers: list[Any] = instances  # or what records their steps and resets
+        self._targets: list[Any] = instances  # or what records their steps and resets
         self.recorder: Recorder | None = None
         self._size = size
         self.first = first
         self._spec = spec
-        self._mode = autoreset_mode
         self._arrays = arrays
         self._running = memoryview(Marks.of(arrays).running[worker])
         self._stats = memoryview(arrays["stats",][worker])
@@ -70,21 +68,22 @@ class BatchSlice:
         self._write_row = {node.path: _rows.writer(node, arrays) for node in nodes}
         arrays["info", "env_id"][first : first + count] = range(first, first + count)
 
-    @property
-    def infos(self) -> list[dict[str, Any]]:
-        """The raw info of each env's last call."""
-        return [one_of(raw, row, self._size) for raw in self._raw for row in range(self._size)]
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last call."""
+        places = (divmod(slot - self.first, self._size) for slot in slots)
+        return [one_of(self._raw[which], row, self._size) for which, row in places]
 
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         """Resets the envs of `slots` with the seeds in the segment and the options set last."""
-        for which, rows, chosen in self._shares(slots, "reset", partly=self._mode is AutoresetMode.DISABLED):
+        partly = not self._spec.autoreset.resets
+        for which, rows, chosen in self._parts(slots, "reset", partly=partly):
             began = monotonic_ns()
             seeds = self._arrays["seed",][rows]
             options = self._common_options(rows)
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._failing(which, "reset"):
-                result: Any = self._movers[which].reset(seed=_as_seed(seeds), options=options)
+                result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
                 obs, info = split_reset(result)
                 reset = rows.start + np.flatnonzero(chosen)
                 self._write(self._spec.obs, obs, rows)
@@ -104,11 +103,11 @@ class BatchSlice:
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         """Steps the envs of `slots` with the actions in the segment."""
-        for which, rows, _ in self._shares(slots, "step", partly=False):
+        for which, rows, _ in self._parts(slots, "step", partly=False):
             began = monotonic_ns()
             actions = self._actions(rows)
             with self._failing(which, "step", actions):
-                result: Any = self._movers[which].step(actions)
+                result: Any = self._targets[which].step(actions)
                 if not isinstance(result, tuple) or len(result) != 5:
                     raise wrong_step(result)
                 obs, reward, terminated, truncated, info = result
@@ -132,19 +131,23 @@ class BatchSlice:
     def prepare(self) -> None:
         """Is not asked for."""
 
-    def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
+    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
         """Is not asked for: a failure ends the pool."""
         raise failure
+
+    def restore(self, slot: int, parameters: Parameters) -> None:
+        """Is not asked for, as `recover`."""
+        raise NotImplementedError
 
     def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
         """Is not asked for: batched envs take arrays."""
         raise NotImplementedError
 
-    def put_objects(self, slots: NDArray[Any], columns: Mapping[Path, NDArray[Any]]) -> None:
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
         """Is not asked for: batched envs have no leaves of Python objects."""
         raise NotImplementedError
 
-    def get_objects(self, slots: NDArray[Any], paths: Iterable[Path]) -> dict[Path, NDArray[Any]]:
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
         """Is not asked for, as `put_objects`."""
         raise NotImplementedError
 
@@ -152,14 +155,14 @@ class BatchSlice:
         """Records steps and resets from now on, the latest `capacity` of them."""
         recorder = self.recorder = Recorder(capacity)
         starts = [self.first + which * self._size for which in range(len(self._instances))]
-        self._movers = [
+        self._targets = [
             RecordedEnv(self._instances, which, f"envs {start}-{start + self._size - 1}", recorder)
             for which, start in enumerate(starts)
         ]
 
     def stop_trace(self) -> Record | None:
         """Records no more, and returns what was."""
-        recorder, self.recorder, self._movers = self.recorder, None, self._instances
+        recorder, self.recorder, self._targets = self.recorder, None, self._instances
         return None if recorder is None else recorder.take()
 
     def set_options(self, options: Options) -> None:
@@ -168,47 +171,83 @@ class BatchSlice:
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         """Returns attribute `name` of the instances, called if it can be; a row of it for each slot."""
+
+        def ask(instance: Any, *mine: Any) -> Any:
+            if callable(getattr(instance, "call", None)) and name != "render":  # only some of Gymnasium's
+                return instance.call(name, *mine, **kwargs)
+            attribute = getattr(instance, name)
+            return attribute(*mine, **kwargs) if callable(attribute) else attribute
+
+        return self._ask(slots, args, ask, lambda slot: FailingAttribute(slot, name))
+
+    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
+        """Returns attribute `name` of the instances, a row of it for each slot."""
+
+        def read(instance: Any) -> Any:
+            if callable(getattr(instance, "get_attr", None)):
+                return instance.get_attr(name)
+            return getattr(instance, name)
+
+        return self._ask(slots, args, read, lambda slot: FailingAttribute(slot, name))
+
+    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
+        """Returns what `function` returns of the instances, a row of it for each slot."""
+        return self._ask(slots, args, function, lambda slot: Failing(slot, "map"))
+
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        """Sets attribute `name` of the instances that hold `slots`; all of one, or what each says it has."""
+        by_instance: dict[int, dict[int, Any]] = {}
+        for slot, value in zip(slots, values, strict=True):
+            which, row = divmod(slot - self.first, self._size)
+            by_instance.setdefault(which, {})[row] = value
+        for which, rows in by_instance.items():
+            instance: Any = self._instances[which]
+            with FailingAttribute(self.first + which * self._size + min(rows), f"set_attr({name!r})"):
+                if not callable(getattr(instance, "set_attr", None)):
+                    for value in rows.values():
+                        setattr(instance.unwrapped, name, value)
+                    continue
+                whole = len(rows) == self._size
+                each = [None] * self._size if whole else list(instance.get_attr(name))
+                for row, value in rows.items():
+                    each[row] = value
+                instance.set_attr(name, each)
+
+    def _actions(self, rows: slice) -> Any:
+        return build(self._spec.action, lambda leaf: self._arrays[leaf.path][rows].astype(leaf.dtype))
+
+    def _ask(
+        self,
+        slots: Iterable[int],
+        args: Sequence[Any],
+        ask: Callable[..., Any],
+        failing: Callable[[int], Failing],
+    ) -> list[Any]:
+        """Returns what `ask` returns of the instances, once of each; a row of it for each slot."""
         answers: dict[int, Any] = {}
         results: list[Any] = []
         for slot, mine in zip(slots, args, strict=True):
             which, row = divmod(slot - self.first, self._size)
             if which not in answers:
-                with Failing(slot, name):
-                    answers[which] = self._ask(self._instances[which], name, mine, kwargs)
-            results.append(answers[which][row])
+                with failing(slot):
+                    answers[which] = ask(self._instances[which], *mine)
+            value = answers[which]
+            alike = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
+            results.append(value[row] if alike else value)
         return results
 
-    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        """Sets attribute `name` of the instances that hold `slots`; all of one get one value."""
-        for slot, value in zip(slots, values, strict=True):
-            instance = self._instances[(slot - self.first) // self._size]
-            with Failing(slot, f"set_attr({name!r})"):
-                setattr(instance.unwrapped, name, value)
-
-    def _actions(self, rows: slice) -> Any:
-        return build(self._spec.action, lambda leaf: self._arrays[leaf.path][rows].astype(leaf.dtype))
-
-    def _ask(self, instance: BatchedEnv, name: str, args: Sequence[Any], kwargs: Any) -> Any:
-        call: Any = getattr(instance, "call", None)  # only some of Gymnasium's have it
-        if callable(call) and name != "render":
-            return call(name, *args, **kwargs)
-        attribute: Any = getattr(instance, name)
-        value: Any = attribute(*args, **kwargs) if callable(attribute) else attribute
-        alike = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
-        return value if alike else [value] * self._size
-
-    def _shares(
+    def _parts(
         self, slots: NDArray[Any], operation: str, *, partly: bool
     ) -> Iterator[tuple[int, slice, NDArray[np.bool_]]]:
         """Yields each instance that has some of `slots`, its rows of the segment, and which of them."""
-        done: list[int] = []
+        completed: list[int] = []
         for which in np.unique((slots - self.first) // self._size).tolist():
             start = self.first + which * self._size
             chosen = np.isin(np.arange(start, start + self._size), slots)
             self._running[0] = start + 1
             if not partly and not chosen.all():
                 failure = EnvFailure(start, operation)
-                failure.done = done
+                failure.completed = completed
                 raise failure from InvalidValue(
                     f"envs {start} to {start + self._size - 1} are one batched env, which moves as a whole; "
                     f"{operation} was asked for {int(chosen.sum())} of them"
@@ -216,9 +255,9 @@ class BatchSlice:
             try:
                 yield which, slice(start, start + self._size), chosen
             except EnvFailure as failure:
-                failure.done = done
+                failure.completed = completed
                 raise
-            done = done + list(range(start, start + self._size))
+            completed = completed + list(range(start, start + self._size))
 
     def _failing(self, which: int, operation: str, action: Any = None) -> Failing:
         return Failing(self.first + which * self._size, operation, action)
@@ -251,14 +290,14 @@ class BatchSlice:
     def _count(self, rows: slice, reward: NDArray[Any], over: NDArray[np.bool_]) -> None:
         """Adds up the episodes, and shows those of this step."""
         mine = slice(rows.start - self.first, rows.stop - self.first)
-        begun = self._over[mine] & (self._mode is AutoresetMode.NEXT_STEP)  # this step was their reset
+        begun = self._over[mine] & (self._spec.autoreset is Autoreset.NEXT_STEP)  # this step was their reset
         returns, lengths = self._returns[mine], self._lengths[mine]
         returns += reward
         lengths += 1
         returns[begun], lengths[begun] = 0, 0
         self._arrays["info", "episode_return"][rows] = returns
         self._arrays["info", "episode_length"][rows] = lengths
-        if self._mode is AutoresetMode.SAME_STEP:
+        if self._spec.autoreset is Autoreset.SAME_STEP:
             returns[over], lengths[over] = 0, 0
         self._over[mine] = over
         self._stats[_stats.STEPS] += self._size - int(begun.sum())

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from jaxvec._memory import _rows
 from jaxvec._memory._segment import Arrays
 from jaxvec._memory._views import index_of
-from jaxvec._spaces import Path
+from jaxvec._spaces import KeyPath
 from jaxvec._spec import PoolSpec
 
 
@@ -38,22 +38,24 @@ class Delivered:
             for leaf in spec.kept_leaves
         }
         self._terminated, self._truncated = rows["terminated",], rows["truncated",]
-        self._over, self._for, self._asked = (rows[name,] for name in ("kept_over", "kept_for", "asked"))
+        self._over, self._for, self._requested = (
+            rows[name,] for name in ("kept_over", "kept_for", "requested")
+        )
         self._read_obs = _rows.reader(spec.obs, self._kept)
         self._zero: Any = np.zeros(spec.reward.shape) if spec.reward.shape else 0.0
 
     def keep(self, indices: NDArray[Any]) -> None:
         """Keeps the rows of envs that are about to step; once for each request."""
-        new = indices[self._for[indices] != self._asked[indices]]
+        new = indices[self._for[indices] != self._requested[indices]]
         if not new.size:
             return
         index = index_of(new)
         for path, kept in self._kept.items():
             kept[index] = self._rows[path][index]
         self._over[index] = self._terminated[index] | self._truncated[index]
-        self._for[index] = self._asked[index]  # last
+        self._for[index] = self._requested[index]  # last
 
-    def take_over(self, objects: Mapping[Path, NDArray[Any]]) -> None:
+    def take_over(self, objects: Mapping[KeyPath, NDArray[Any]]) -> None:
         """Takes what is not in the segment, and went with the process that had it, from the program."""
         for path, column in objects.items():
             self._rows[path][:] = self._kept[path][:] = column

@@ -34,8 +34,6 @@ def count(env: Any, num_envs: int | None, size: int | None) -> int:
     Raises:
         ValueError: `num_envs` is below 1, missing, not the list's length, or no multiple of `size`.
     """
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"envs_per_instance must be an integer of at least 1, not {size!r}")
     if _is_list(env):
         listed = len(env) * (size or 1)
         if num_envs is not None and num_envs != listed:

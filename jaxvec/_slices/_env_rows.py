@@ -18,7 +18,6 @@ class EnvRows:
 
     Attributes:
         write_obs: writes one observation, by index.
-        gathers: whether `write_each` is quicker than `write_obs` for each.
         final: of episodes that have ended.
         infos: the raw info of each env's last call.
         given: the next actions, by index, if they are not in the segment.
@@ -37,8 +36,6 @@ class EnvRows:
         self._read_actions = _rows.reader(spec.action, rows)
         self._read_obs = _rows.reader(spec.obs, rows)
         self.write_obs = _rows.writer(spec.obs, rows)
-        self._gather_obs = _rows.gatherer(spec.obs, rows)
-        self.gathers = self._gather_obs is not None
         self.final = FinalStep(spec, rows, range(count) if left else ())
         self._declared = DeclaredInfo(spec.declared, rows)
         self._has_info = rows["has_info",]
@@ -58,17 +55,6 @@ class EnvRows:
         """Returns a copy of the observation that is in the row."""
         (obs,) = self._read_obs(np.array([index]))
         return obs
-
-    def write_each(self, indices: list[int], observations: list[Any]) -> dict[int, BaseException]:
-        """Writes the observations of these envs; returns what is wrong with those that it can't write."""
-        wrong: dict[int, BaseException] = {}
-        if self._gather_obs is None or not self._gather_obs(indices, observations):
-            for index, obs in zip(indices, observations, strict=True):
-                try:
-                    self.write_obs(index, obs)
-                except BaseException as error:
-                    wrong[index] = error
-        return wrong
 
     def write_info(self, index: int, info: dict[str, Any]) -> None:
         """Writes what is declared of a raw info, and keeps all of it."""

@@ -6,30 +6,30 @@ whole pool. A slot is its env's index in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any
 
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _stats
+from jaxvec import _stats, _stepper
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._slices import _forks
 from jaxvec._slices._delivered import Delivered
 from jaxvec._slices._env_rows import EnvRows
-from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing
+from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing, FailingAttribute
 from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Episodes
 from jaxvec._slices._forks import forked
-from jaxvec._slices._results import conform_reward, require_dict, wrong_step
+from jaxvec._slices._parameters import Parameters
+from jaxvec._slices._results import check_dict, conform_reward, wrong_step
 from jaxvec._slices._slice import Done
 from jaxvec._slices._slot_envs import SlotEnvs
 from jaxvec._slices._spares import Spares
-from jaxvec._spaces import Path
+from jaxvec._spaces import KeyPath
 from jaxvec._spec import PoolSpec
-from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder, span
+from jaxvec._tracing._recorder import Record, Recorder, span
 
 
 class EnvSlice:
@@ -44,11 +44,10 @@ class EnvSlice:
         worker: int,
         spec: PoolSpec,
         arrays: Arrays,
-        autoreset_mode: AutoresetMode,
         spares: Spares | None = None,
         strict: bool = False,
-        idle: bool = False,
-        replaces: Mapping[Path, NDArray[Any]] | None = None,
+        see_through: bool = True,
+        replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
     ) -> None:
         """Makes the slice of envs.
 
@@ -58,10 +57,9 @@ class EnvSlice:
             first: id of the first env.
             worker: whose row of statistics is ours.
             spec, arrays: of the pool.
-            autoreset_mode: what happens when an episode ends.
             spares: more envs, to take turns with these.
             strict: whether observations have to be members of their space.
-            idle: whether an env whose episode has ended takes no steps until it is reset.
+            see_through: whether steps may pass by those of Gymnasium's wrappers that leave them as they are.
             replaces: if we take the place of a slice whose process is gone, and which left its rows: the
                 leaves of Python objects that the program had from it last.
         """
@@ -70,10 +68,13 @@ class EnvSlice:
         rows = {path: array[first : first + len(envs)] for path, array in arrays.items()}
         self.first = first
         self.recorder: Recorder | None = None
-        self._running = memoryview(Marks.of(arrays).running[worker])
+        running = Marks.of(arrays).running[worker]
+        self._running = memoryview(running)
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
-        self._episodes = Episodes(rows, autoreset_mode, idle=idle, lost=left)
+        # The compiled loop knows numbers for rewards, and no spaces.
+        compiled = None if strict or spec.reward.shape else _stepper.compiled
+        self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
         self._delivered = Delivered(spec, rows) if spec.has_fault else None
         self._slots = SlotEnvs(
@@ -81,12 +82,33 @@ class EnvSlice:
             env_fns,
             Spares() if spares is None else spares,
             first=first,
+            obs=spec.obs,
             rows=rows,
             stats=self._stats,
             strict=strict,
+            see_through=see_through and compiled is not None,
             rebuilt=left,
         )
         self._reward_shape = spec.reward.shape
+        self._run = self._step_one
+        if compiled is not None:
+            marks = *self._episodes.end_marks, *self._rows.final.columns
+            self._run = compiled.stepper(
+                states=self._episodes.state,
+                infos=self._rows.infos,
+                marks=None if any(column.dtype.hasobject for column in marks) else marks,
+                returns=self._episodes.returns,
+                lengths=self._episodes.lengths,
+                row_reward=rows["reward",],
+                row_return=rows["info", "episode_return"],
+                row_length=rows["info", "episode_length"],
+                running=running,
+                forked=forked,
+                write_obs=self._rows.write_obs,
+                write_info=self._rows.write_info,
+                first=first,
+                marked=MARKED,
+            ).run
         self._options: Options = None  # of resets from outside
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
         if replaces is None:
@@ -107,7 +129,7 @@ class EnvSlice:
                     done(slot, 1)
             except BaseException as error:
                 failure = EnvFailure(slot, "reset")
-                failure.done = slots[:place].tolist()
+                failure.completed = slots[:place].tolist()
                 raise failure from error
         self._running[0] = 0
 
@@ -119,28 +141,22 @@ class EnvSlice:
         if self._delivered is not None:
             self._delivered.keep(array)
         actions = self._rows.actions(array)
-        observations: list[Any] | None = [] if done is None and self._rows.gathers else None
-        wrong: dict[int, BaseException] = {}
         self._running[0] = int(slots[0]) + 1
         try:
-            self._step_each(indices, actions, observations, done)
-            stepped = indices
+            self._step_each(indices, actions, done)
         except BaseException as error:
-            failing = self._running[0] - 1 - self.first
+            slot = self._running[0] - 1
             if forked:
-                _forks.end(self.first + failing, "step")
-            wrong[failing] = error
-            stepped = indices[: indices.index(failing)]
-        if observations and stepped:
-            wrong |= self._rows.write_each(stepped, observations[: len(stepped)])
-            if wrong:
-                stepped = [index for index in stepped if index not in wrong]
-        self._count_steps(len(stepped) if done is None else 0)
-        if wrong:
-            raise self._failure(wrong, dict(zip(indices, actions, strict=True)), stepped)
+                _forks.end(slot, "step")
+            place = indices.index(slot - self.first)
+            self._count_steps(place if done is None else 0)
+            failure = self._failure(error, slot, actions[place])
+            failure.completed = slots[:place].tolist()
+            raise failure from failure.__cause__
+        self._count_steps(len(indices) if done is None else 0)
         self._running[0] = 0
 
-    def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
+    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
         """Makes ready for another try at what `failure` left: slots that are not done are to be asked again.
 
         A step that failed is not taken again: its row then says that a fault has cut the episode.
@@ -148,14 +164,23 @@ class EnvSlice:
         Args:
             failure: that was raised.
             rebuild: whether its env is closed, and another is built in its place.
+            parameters: what that is told.
 
         Raises:
-            EnvFailure: the constructor raised.
+            EnvFailure: the constructor raised, or an attribute can't be set.
         """
         if rebuild:
             self._running[0] = failure.env_id + 1
             self._slots.rebuild(failure.env_id - self.first)
+            if parameters is not None:
+                self.restore(failure.env_id, parameters)
             self._running[0] = 0
+
+    def restore(self, slot: int, parameters: Parameters) -> None:
+        """Tells an env, built in the place of another, what that was told; raises `EnvFailure`."""
+        for name, value in parameters.attributes.items():
+            self.set_attr([slot], [value], name)
+        self._slots.keep_options(slot - self.first, parameters.options)
 
     @property
     def can_prepare(self) -> bool:
@@ -169,21 +194,18 @@ class EnvSlice:
 
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
-        recorder, envs = Recorder(capacity), self._slots.envs
-        self.recorder = recorder
-        self._slots.called = [
-            RecordedEnv(envs, index, f"env {self.first + index}", recorder) for index in range(len(envs))
-        ]
+        self.recorder = Recorder(capacity)
+        self._slots.record(self.recorder)
 
     def stop_trace(self) -> Record | None:
         """Records no more, and returns what was."""
-        recorder, self.recorder, self._slots.called = self.recorder, None, self._slots.envs
+        recorder, self.recorder = self.recorder, None
+        self._slots.record(None)
         return None if recorder is None else recorder.take()
 
-    @property
-    def infos(self) -> list[dict[str, Any]]:
-        """The raw info of each env's last call."""
-        return self._rows.infos
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last call."""
+        return [self._rows.infos[slot - self.first] for slot in slots]
 
     def set_options(self, options: Options) -> None:
         """Sets the options that resets from outside pass to each of our envs from now on."""
@@ -193,83 +215,123 @@ class EnvSlice:
         """Takes the actions of the next step, one for each of `slots`, that are not in the segment."""
         self._rows.given = {slot - self.first: action for slot, action in zip(slots, actions, strict=True)}
 
-    def put_objects(self, slots: NDArray[Any], columns: Mapping[Path, NDArray[Any]]) -> None:
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
         """Takes over leaves of Python objects from the parent, rows of `slots` each."""
         for path, column in columns.items():
             self._rows.objects[path][slots - self.first] = column
 
-    def get_objects(self, slots: NDArray[Any], paths: Iterable[Path]) -> dict[Path, NDArray[Any]]:
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
         """Returns leaves of Python objects, rows of `slots` each."""
         return {path: self._rows.objects[path][slots - self.first] for path in paths}
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         """Returns attribute `name` of the envs of `slots`, called if it can be, with `args` of each."""
-        results: list[Any] = []
-        for slot, mine in zip(slots, args, strict=True):
+
+        def ask(slot: int, env: Env, *mine: Any) -> Any:
+            with FailingAttribute(slot, name):
+                attribute = env.get_wrapper_attr(name)
             with Failing(slot, name):
-                attribute = self._slots.envs[slot - self.first].get_wrapper_attr(name)
-                results.append(attribute(*mine, **kwargs) if callable(attribute) else attribute)
-        return results
+                return attribute(*mine, **kwargs) if callable(attribute) else attribute
+
+        return self._ask(slots, args, ask)
+
+    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
+        """Returns attribute `name` of the envs of `slots` as it is."""
+
+        def read(slot: int, env: Env) -> Any:
+            with FailingAttribute(slot, name):
+                return env.get_wrapper_attr(name)
+
+        return self._ask(slots, args, read)
+
+    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
+        """Returns what `function` returns of the envs of `slots`, with `args` of each."""
+
+        def run(slot: int, env: Env, *mine: Any) -> Any:
+            with Failing(slot, "map"):
+                return function(env, *mine)
+
+        return self._ask(slots, args, run)
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
         """Sets attribute `name` of the envs of `slots` to one of `values` each."""
-        for slot, value in zip(slots, values, strict=True):
-            with Failing(slot, f"set_attr({name!r})"):
-                self._slots.envs[slot - self.first].set_wrapper_attr(name, value)
 
-    def _step_each(
-        self, indices: list[int], actions: list[Any], observations: list[Any] | None, done: Done | None
-    ) -> None:
+        def put(slot: int, env: Env, value: Any) -> None:
+            with FailingAttribute(slot, f"set_attr({name!r})"):
+                env.set_wrapper_attr(name, value)
+
+        self._ask(slots, [(value,) for value in values], put)
+
+    def _ask(self, slots: Iterable[int], args: Sequence[Any], ask: Callable[..., Any]) -> list[Any]:
+        """Returns what `ask` returns of each of `slots`, its env, and `args` of it; may change the env."""
+        results: list[Any] = []
+        for slot, mine in zip(slots, args, strict=True):
+            self._slots.changed(slot - self.first)  # also if it fails half-way
+            results.append(ask(slot, self._slots.envs[slot - self.first], *mine))
+        return results
+
+    def _step_each(self, indices: list[int], actions: list[Any], done: Done | None) -> None:
         """Steps envs in turn; where it ends by an error, `running` says whose that is.
 
-        This is the hot loop: what it adds to `env.step` is what jaxvec costs. So attributes are read
-        once, the rare is behind one test, and scalars go through memoryviews, NumPy's quicker half.
+        This is the hot loop: what it adds to `env.step` is what jaxvec costs. So the ordinary step is C++'s
+        where that is there, and here is what it leaves: all rules, of every step.
 
         Args:
             indices: of the envs.
             actions: of each.
-            observations: takes those of the rows, which are then still to be written, if it is given.
             done: is told of each that is done, if it is given.
         """
-        envs, running, after_first = self._slots.called, self._running, self.first + 1
-        episodes, infos, write_obs = self._episodes, self._rows.infos, self._rows.write_obs
-        state, returns, lengths = episodes.state, episodes.returns, episodes.lengths
-        row_rewards, row_returns = episodes.row_rewards, episodes.row_returns
-        row_lengths = episodes.row_lengths
-        require_member, vector_reward = self._slots.require_member, self._reward_shape != ()
-        for index, action in zip(indices, actions, strict=True):
-            running[0] = after_first + index
-            due = state[index]
-            if due > MARKED:
-                obs = self._resume(index)
-            else:  # the ordinary step
-                result: Any = envs[index].step(action)
-                if forked:
-                    _forks.end(self.first + index, "step")
-                try:
-                    obs, reward, terminated, truncated, info = result
-                except (TypeError, ValueError) as error:
-                    raise wrong_step(result) from error
-                if type(info) is not dict:
-                    require_dict("step", info)
-                if require_member is not None:
-                    require_member(obs)
-                if vector_reward or not isinstance(reward, float):
-                    reward = conform_reward(reward, self._reward_shape)
-                row_rewards[index] = reward
-                returns[index] = row_returns[index] = returns[index] + reward
-                lengths[index] = row_lengths[index] = lengths[index] + 1
-                if terminated or truncated or due:
-                    obs, info = self._end_step(index, obs, bool(terminated), bool(truncated), info)
-                if info or infos[index]:  # else the row says so already
-                    self._rows.write_info(index, info)
-            if observations is not None:
-                observations.append(obs)
-                continue
-            write_obs(index, obs)
-            if done is not None:
-                self._count_steps(1)  # before it is told of
-                done(self.first + index, 1)
+
+        def tell(index: int) -> None:
+            assert done is not None
+            self._count_steps(1)  # before it is told of
+            done(self.first + index, 1)
+
+        after = None if done is None else tell
+        run, state, targets = self._run, self._episodes.state, self._slots.targets
+        targets.look()
+        place = 0
+        while True:
+            place, result = run(place, targets.envs, targets.limits, indices, actions, self._end_step, after)
+            if place == len(indices):
+                return
+            index = indices[place]
+            place += 1
+            obs = self._resume(index) if state[index] > MARKED else self._take(index, result)
+            self._rows.write_obs(index, obs)
+            if after is not None:
+                after(index)
+
+    def _step_one(
+        self, place: int, envs: list[Any], limits: Any, indices: list[int], actions: list[Any], *_: Any
+    ) -> tuple[int, Any]:
+        """Does as `Stepper.run` of C++ does, to which no step is an ordinary one."""
+        if place == len(indices):
+            return place, None
+        index = indices[place]
+        self._running[0] = self.first + 1 + index
+        return place, None if self._episodes.state[index] > MARKED else envs[index].step(actions[place])
+
+    def _take(self, index: int, result: Any) -> Any:
+        """Writes the row of what `step` has returned, but not yet the observation, which it returns."""
+        if forked:
+            _forks.end(self.first + index, "step")
+        try:
+            obs, reward, terminated, truncated, info = result
+        except (TypeError, ValueError) as error:
+            raise wrong_step(result) from error
+        if type(info) is not dict:
+            check_dict("step", info)
+        if self._slots.check_member is not None:
+            self._slots.check_member(obs)
+        if self._reward_shape or not isinstance(reward, float):
+            reward = conform_reward(reward, self._reward_shape)
+        marked = self._episodes.take(index, reward)
+        if terminated or truncated or marked:
+            obs, info = self._end_step(index, obs, bool(terminated), bool(truncated), info)
+        if info or self._rows.infos[index]:  # else the row says so already
+            self._rows.write_info(index, info)
+        return obs
 
     def _resume(self, index: int) -> Any:
         """Does what an env has to do in place of a step; returns the observation for the row.
@@ -337,20 +399,14 @@ class EnvSlice:
         self._episodes.begin(index)  # last: until here, the env is still to be reset
         return obs
 
-    def _failure(
-        self, wrong: Mapping[int, BaseException], actions: Mapping[int, Any], stepped: list[int]
-    ) -> EnvFailure:
-        """Notes whose steps are lost; returns the last one's failure."""
-        failures: list[EnvFailure] = []
-        for index, error in wrong.items():
-            if isinstance(error, EnvFailure):  # of a reset within the step, which is not lost
-                failures.append(error)
-                continue
-            self._episodes.lose(index)
-            failures.append(EnvFailure(self.first + index, "step", actions[index]))
-            failures[-1].__cause__ = error
-        failures[-1].done = [self.first + index for index in stepped]
-        return failures[-1]
+    def _failure(self, error: BaseException, slot: int, action: Any) -> EnvFailure:
+        """Says how a step has failed, and notes that it is lost, unless that was the reset within it."""
+        if isinstance(error, EnvFailure):
+            return error
+        self._episodes.lose(slot - self.first)
+        failure = EnvFailure(slot, "step", action)
+        failure.__cause__ = error
+        return failure
 
     def _count_steps(self, count: int) -> None:
         """Counts steps, and the time since the last count, without resets."""

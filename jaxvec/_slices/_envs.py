@@ -18,7 +18,7 @@ class EnvFailure(Exception):
 
     Attributes:
         env_id, operation, action: what failed.
-        done: the ids of the envs that did what was asked of them and of the one that failed.
+        completed: the ids of the envs that did what was requested of them and of the one that failed.
     """
 
     def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
@@ -26,7 +26,11 @@ class EnvFailure(Exception):
         self.env_id = env_id
         self.operation = operation
         self.action = action
-        self.done: list[int] = []
+        self.completed: list[int] = []
+
+
+class AttributeFailure(EnvFailure):
+    """An env lacks an attribute, or it can't be set."""
 
 
 class Failing:
@@ -41,6 +45,24 @@ class Failing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             raise EnvFailure(*self._what) from error
+
+
+class FailingAttribute(Failing):
+    """Does the same where the block looks up an attribute of an env, or sets one."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, AttributeError):
+            raise AttributeFailure(*self._what) from error
+        super().__exit__(kind, error, trace)
+
+
+def is_wrapped(env: Any, wrapper_class: type) -> bool:
+    """Says whether one of the wrappers around an env is of this class."""
+    while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
+        if isinstance(env, wrapper_class):
+            return True
+        env = env.env
+    return False
 
 
 def build(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list[Any]:
@@ -59,16 +81,16 @@ def build(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list
         env_id = first + number * (size or 1)
         try:
             env = env_fn()
-            _require_kind(env, size)
+            _check_kind(env, size)
             envs.append(env)
         except BaseException as error:
             with suppress(EnvFailure):
-                close(envs, first)
+                close(envs, first, size)
             raise EnvFailure(env_id, "constructor") from error
     return envs
 
 
-def _require_kind(env: Any, size: int | None) -> None:
+def _check_kind(env: Any, size: int | None) -> None:
     if size is not None:
         if not isinstance(env, gymnasium.vector.VectorEnv):
             raise TypeError(
@@ -90,15 +112,28 @@ def _require_kind(env: Any, size: int | None) -> None:
         )
 
 
-def close(envs: Sequence[Any], first: int) -> None:
-    """Closes every env, then raises an `EnvFailure` of the first whose `close` raised."""
+def close(
+    envs: Sequence[Any],
+    first: int,
+    size: int | None = None,
+    tell: Callable[[range], None] = lambda env_ids: None,
+) -> None:
+    """Closes every env, then raises an `EnvFailure` of the first whose `close` raised.
+
+    Args:
+        envs: as built by `build`, perhaps with spare ones after them.
+        first, size: as of `build`.
+        tell: is called with the ids of what is closed.
+    """
     failure: EnvFailure | None = None
-    for env_id, env in enumerate(envs, first):
+    for number, env in enumerate(envs):
+        env_id = first + number * (size or 1)
         try:
             env.close()
         except BaseException as error:
             if failure is None:
                 failure = EnvFailure(env_id, "close")
                 failure.__cause__ = error
+        tell(range(env_id, env_id + (size or 1)))
     if failure is not None:
         raise failure

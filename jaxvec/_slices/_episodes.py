@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
 
 from jaxvec._memory import _rows
 from jaxvec._memory._segment import Arrays
+from jaxvec._spec import Autoreset
 
 # What an env has to do when it is asked for a step. All but the first are rare; those after `MARKED` come in
 # place of stepping the env.
@@ -19,46 +19,49 @@ IDLE = 3  # nothing, until it is reset from outside
 LOST = 4  # ends its episode, which a fault has cut
 UNRESET = 5  # resets within the step: its row already says that an episode ended
 
+_AFTER_END = {
+    Autoreset.SAME_STEP: UNRESET,
+    Autoreset.NEXT_STEP: ENDED,
+    Autoreset.DISABLED: MARKED,
+    Autoreset.EPISODIC: IDLE,
+}
+
 
 class Episodes:
     """Of the envs of a slice, which go by their index there.
 
-    An ordinary step is no method, as its call would be felt: who steps adds the reward to `returns` and 1 to
-    `lengths`, and writes all three into the row.
+    The ordinary step is also C++'s, which does to the same lists and rows what `take` does, and `mark`
+    where no episode ends.
 
     Attributes:
         state: what each env has to do when it is asked for a step.
-        returns, lengths: of the episodes that run; returns in float64, whatever the rows store.
+        returns, lengths: of the episodes that run, in float64 and int64, whatever the rows store.
         row_rewards, row_returns, row_lengths: what the rows say.
+        end_marks: the columns of the rows that say that an episode has ended.
     """
 
-    def __init__(
-        self, rows: Arrays, autoreset_mode: AutoresetMode, *, idle: bool = False, lost: bool = False
-    ) -> None:
+    def __init__(self, rows: Arrays, autoreset: Autoreset, *, lost: bool = False) -> None:
         """Begins with episodes that have not begun.
 
         Args:
             rows: arrays `[n, ...]`, of which these fields are written: reward, flags and statistics.
-            autoreset_mode: what happens when an episode ends.
-            idle: whether an env whose episode has ended takes no steps until it is reset.
+            autoreset: what happens when an episode ends.
             lost: whether a fault has cut the episodes that others have begun in these rows.
         """
         count, *shape = rows["reward",].shape
         self._zero: Any = np.zeros(shape) if shape else 0.0
         self.state = [LOST if lost else PLAYING] * count
-        self.returns: list[Any] = [self._zero] * count
-        self.lengths = [0] * count
-        self.row_rewards, self._terminated, self._truncated = (
-            _rows.scalars(rows[name,]) for name in ("reward", "terminated", "truncated")
-        )
+        self.returns, self.lengths = np.zeros((count, *shape)), np.zeros(count, np.int64)
+        self._returns, self._lengths = _rows.scalars(self.returns), _rows.scalars(self.lengths)
+        self.row_rewards = _rows.scalars(rows["reward",])
         self.row_returns, self.row_lengths = (
             _rows.scalars(rows["info", name]) for name in ("episode_return", "episode_length")
         )
-        self._fault, self._idle = (
-            _rows.scalars(rows.get(("info", name), np.zeros(count, np.bool_))) for name in ("fault", "idle")
-        )
-        after = {AutoresetMode.SAME_STEP: UNRESET, AutoresetMode.NEXT_STEP: ENDED}
-        self._over = after.get(autoreset_mode, IDLE if idle else MARKED)
+        fault, idle = (rows.get(("info", name), np.zeros(count, np.bool_)) for name in ("fault", "idle"))
+        self.end_marks = rows["terminated",], rows["truncated",], fault
+        self._terminated, self._truncated, self._fault = map(_rows.scalars, self.end_marks)
+        self._idle = _rows.scalars(idle)
+        self._over = _AFTER_END[autoreset]
 
     def begin(self, index: int) -> None:
         """Takes a reset in a call or a step of its own: the row holds no reward and a new episode."""
@@ -67,6 +70,13 @@ class Episodes:
         self.row_rewards[index] = self.row_returns[index] = self._zero
         self.row_lengths[index] = 0
         self._restart(index, PLAYING)
+
+    def take(self, index: int, reward: Any) -> bool:
+        """Takes a step's reward; says whether its row is marked with the end of the episode before."""
+        self.row_rewards[index] = reward
+        self._returns[index] = self.row_returns[index] = self._returns[index] + reward
+        self._lengths[index] = self.row_lengths[index] = self._lengths[index] + 1
+        return self.state[index] == MARKED
 
     def mark(self, index: int, terminated: bool, truncated: bool) -> bool:
         """Takes the flags of a step, if one is set or the row has some; says whether its episode is over."""
@@ -109,7 +119,7 @@ class Episodes:
         return True
 
     def _restart(self, index: int, state: int) -> None:
-        self.state[index], self.returns[index], self.lengths[index] = state, self._zero, 0
+        self.state[index], self._returns[index], self._lengths[index] = state, self._zero, 0
 
     def _write(self, index: int, terminated: bool, truncated: bool, *, fault: bool) -> None:
         self._terminated[index], self._truncated[index], self._fault[index] = terminated, truncated, fault

@@ -14,9 +14,9 @@ from types import TracebackType
 
 import cloudpickle
 
-from jaxvec._errors import EnvDataError, EnvError
+from jaxvec._errors import EnvAttributeError, EnvDataError, EnvError
 from jaxvec._memory._rows import InvalidValue
-from jaxvec._slices._envs import EnvFailure
+from jaxvec._slices._envs import AttributeFailure, EnvFailure
 
 _MAX_MESSAGE = 4_000  # characters
 _MAX_TRACEBACK = 20_000
@@ -34,13 +34,14 @@ class Report:
     message: str
     traceback: str
     pickled: bytes | None
-    wrong_data: bool
+    error: type[EnvError]
 
 
 def report(failure: EnvFailure) -> Report:
     """Makes a report of `failure` and its cause; never raises."""
     error = failure.__cause__ or failure
     kind = type(error)
+    told_as = EnvDataError if isinstance(error, InvalidValue) else EnvError
     return Report(
         env_id=failure.env_id,
         operation=failure.operation,
@@ -49,7 +50,7 @@ def report(failure: EnvFailure) -> Report:
         message=_shorten(_text(error), _MAX_MESSAGE),
         traceback=_shorten(_traceback(error), _MAX_TRACEBACK),
         pickled=_pickle(error),
-        wrong_data=isinstance(error, InvalidValue),
+        error=EnvAttributeError if isinstance(failure, AttributeFailure) else told_as,
     )
 
 
@@ -57,14 +58,14 @@ def to_error(said: Report, *, worker: int | None) -> EnvError:
     """Makes the error that the user gets, with the original exception as its cause if it travelled."""
     where = f"env {said.env_id}" + ("" if worker is None else f" (worker {worker})")
     given = "" if said.action is None else f" with action {said.action}"
-    if said.wrong_data:
+    if said.error is EnvDataError:
         message = f"{where} returned wrong data from {said.operation}{given}: {said.message}"
     else:
         message = (
             f"{where} raised {said.kind} in {said.operation}{given}: {said.message}\n\n"
             f"The env's own traceback:\n{said.traceback}"
         )
-    error = (EnvDataError if said.wrong_data else EnvError)(
+    error = said.error(
         message,
         env_id=said.env_id,
         worker=worker,

@@ -9,8 +9,10 @@ import numpy as np
 
 from jaxvec._memory import _rows
 from jaxvec._memory._segment import Arrays
-from jaxvec._spaces import DictNode
+from jaxvec._spaces import DictNode, leaves
 from jaxvec._spec import PoolSpec
+
+_FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 class DeclaredInfo:
@@ -35,7 +37,11 @@ class DeclaredInfo:
 
 
 class FinalStep:
-    """The last observation and info of an episode, under same-step autoreset; zero elsewhere."""
+    """The last observation and info of an episode, under same-step autoreset; zero elsewhere.
+
+    Attributes:
+        columns: `[n, ...]` each, of all this.
+    """
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int] = ()) -> None:
         """Prepares to write.
@@ -45,6 +51,8 @@ class FinalStep:
             written: rows that may not be zero: another has left them.
         """
         self._obs = self._info = None
+        nodes = [node for key, node in zip(spec.info.keys, spec.info.children, strict=True) if key in _FINAL]
+        self.columns = [arrays[leaf.path] for node in nodes for leaf in leaves(node)]
         if spec.has_final_obs:
             node = spec.info.child("final_obs")
             mask = _rows.column(spec.info.child("_final_obs"), arrays)

@@ -10,13 +10,13 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from jaxvec._memory._rows import InvalidValue
-from jaxvec._spaces import Path, format_path
+from jaxvec._spaces import KeyPath, format_path
 
 _outline = reprlib.Repr()
 _outline.maxother = 200  # characters, of arrays too
 
 
-def checker(space: Space[Any], path: Path) -> Callable[[Any], None]:
+def checker(space: Space[Any], path: KeyPath) -> Callable[[Any], None]:
     """Returns `check(value)`, which raises `InvalidValue` and names the leaf that is not in its space.
 
     Values of another structure or shape pass: who writes them says better what is wrong.
@@ -41,7 +41,14 @@ def checker(space: Space[Any], path: Path) -> Callable[[Any], None]:
         return check_tuple
 
     def check_leaf(value: Any) -> None:
+        has_dtype = hasattr(value, "dtype")
+        if isinstance(space, spaces.Box):  # which warns of all but arrays
+            try:
+                value = np.asarray(value, None if has_dtype else space.dtype)
+            except (TypeError, ValueError):
+                return
         if not space.contains(value) and np.shape(value) == space.shape:
-            raise InvalidValue(f"{format_path(path)}: {_outline.repr(value)} is not in {space}")
+            dtype = f" ({value.dtype})" if has_dtype else ""
+            raise InvalidValue(f"{format_path(path)}: {_outline.repr(value)}{dtype} is not in {space}")
 
     return check_leaf

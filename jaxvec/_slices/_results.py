@@ -9,10 +9,11 @@ import numpy as np
 from jaxvec._memory._rows import InvalidValue
 
 
-def split_reset(result: Any) -> tuple[Any, Any]:
+def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
     """Returns `(obs, info)`, if that is what `reset` has returned."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise InvalidValue(f"reset must return (obs, info), got {_outline(result)}")
+    check_dict("reset", result[1])
     return result
 
 
@@ -23,11 +24,10 @@ def wrong_step(result: Any) -> InvalidValue:
     )
 
 
-def require_dict(operation: str, info: Any) -> dict[str, Any]:
-    """Returns `info`, if it is a dict."""
+def check_dict(operation: str, info: Any) -> None:
+    """Raises unless `info` is a dict."""
     if not isinstance(info, dict):
         raise InvalidValue(f"{operation} must return info as a dict, got {type(info).__name__}")
-    return info
 
 
 def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:

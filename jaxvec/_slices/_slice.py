@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from jaxvec._options import Options
 from jaxvec._slices._envs import EnvFailure
-from jaxvec._spaces import Path
+from jaxvec._slices._parameters import Parameters
+from jaxvec._spaces import KeyPath
 from jaxvec._tracing._recorder import Record, Recorder
 
 # Is told the first of some neighbouring slots, and how many: their rows are complete.
@@ -17,8 +18,10 @@ Done = Callable[[int, int], None]
 
 # What a pool asks of all slices by name, while none of their envs is in flight.
 Asked: TypeAlias = Literal[
-    "infos",
+    "infos_of",
     "call",
+    "get_attr",
+    "map",
     "set_attr",
     "set_options",
     "start_trace",
@@ -35,9 +38,8 @@ class Slice(Protocol):
     first: int
     recorder: Recorder | None  # while steps and resets are recorded
 
-    @property
-    def infos(self) -> Sequence[dict[str, Any]]:
-        """The raw info of each env's last call."""
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last call."""
         ...
 
     @property
@@ -61,8 +63,12 @@ class Slice(Protocol):
         """Steps the envs of `slots`; otherwise as `reset`."""
         ...
 
-    def recover(self, failure: EnvFailure, *, rebuild: bool) -> None:
-        """Makes ready for another try at what `failure` left."""
+    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
+        """Makes ready for another try at what `failure` left; a new env is told its `parameters`."""
+        ...
+
+    def restore(self, slot: int, parameters: Parameters) -> None:
+        """Tells an env, built in the place of another, what that was told."""
         ...
 
     def start_trace(self, capacity: int) -> None:
@@ -81,16 +87,24 @@ class Slice(Protocol):
         """Takes the actions of the next step, in place of those in the segment."""
         ...
 
-    def put_objects(self, slots: NDArray[Any], columns: Mapping[Path, NDArray[Any]]) -> None:
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
         """Takes over leaves of Python objects, which are not in the segment, from the parent."""
         ...
 
-    def get_objects(self, slots: NDArray[Any], paths: Iterable[Path]) -> dict[Path, NDArray[Any]]:
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
         """Returns leaves of Python objects."""
         ...
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         """Returns an attribute of each env, called if it can be."""
+        ...
+
+    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
+        """Returns an attribute of each env as it is; `args` are empty."""
+        ...
+
+    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
+        """Returns what a function returns of each env."""
         ...
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:

@@ -13,9 +13,13 @@ from jaxvec._seeds import NONE
 from jaxvec._slices import _envs, _forks
 from jaxvec._slices._envs import Env, EnvFn
 from jaxvec._slices._forks import forked
+from jaxvec._slices._lending import Lending
 from jaxvec._slices._membership import checker
-from jaxvec._slices._results import require_dict, split_reset
+from jaxvec._slices._results import split_reset
 from jaxvec._slices._spares import Spares
+from jaxvec._slices._targets import Targets
+from jaxvec._spaces import Node
+from jaxvec._tracing._recorder import RecordedEnv, Recorder
 
 
 class SlotEnvs:
@@ -24,8 +28,9 @@ class SlotEnvs:
     Attributes:
         envs: that hold the slots now.
         called: `envs`, or what stands for each while its steps and resets are recorded.
+        targets: what is stepped and reset for each.
         spares: more envs, to take turns with these.
-        require_member: raises unless an observation is a member of its space; `None` for no check.
+        check_member: raises unless an observation is a member of its space; `None` for no check.
     """
 
     def __init__(
@@ -35,23 +40,30 @@ class SlotEnvs:
         spares: Spares,
         *,
         first: int,
+        obs: Node,
         rows: Arrays,
         stats: memoryview,
         strict: bool,
+        see_through: bool,
         rebuilt: bool,
     ) -> None:
         """Takes new envs; `rebuilt` are those that follow others, which are gone. See `EnvSlice`."""
         self.envs = envs
-        self.called: list[Any] = envs
+        self._see_through = see_through
+        self.record(None)
         self.spares = spares
+        self._has_spares = bool(spares)  # quicker to ask
         self._env_fns = env_fns
         self._first = first
         self._seeds, self._last_seeds, self._rebuilds = (
             rows[name,] for name in ("seed", "last_seed", "rebuilds")
         )
         self._stats = stats
-        self.require_member = checker(envs[0].observation_space, ("obs",)) if strict else None
+        self._lending = Lending(obs, rows)
+        self._unlent = set(range(len(envs)))  # who was lent nothing yet: that is done with their next reset
+        self.check_member = checker(envs[0].observation_space, ("obs",)) if strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
+        self._kept_options: dict[int, dict[str, Any]] = {}  # for the next reset of such envs in a step
         if not rebuilt:
             self._last_seeds[:] = NONE
             return
@@ -60,6 +72,20 @@ class SlotEnvs:
         if 0 in self._new_seeds:
             spares.reseed(self._new_seeds[0])
         spares.used = True
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Has all steps and resets from now on recorded, or not."""
+        self.called: list[Any] = self.envs
+        if recorder is not None:
+            self.called = [
+                RecordedEnv(self.envs, index, f"env {self._first + index}", recorder)
+                for index in range(len(self.envs))
+            ]
+        self.targets = Targets(self.called, see_through=self._see_through)
+
+    def changed(self, index: int) -> None:
+        """Takes note that an env is another, or that somebody may have changed it."""
+        self.targets.put(index, self.called[index])
 
     def reset(self, index: int, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """Resets an env as the parent asks, with the seed in the segment; returns observation and info."""
@@ -72,17 +98,22 @@ class SlotEnvs:
 
     def autoreset(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Resets an env whose episode is over, or has a spare one take its slot."""
-        if not self.spares:
-            return self._reset(index, None, None)
-        spare = self.spares.swap(self.envs[index], self._new_seeds.pop(index, None))
+        if not self._has_spares:
+            return self._reset(index, None, self._kept_options.get(index))
+        self._lending.take_back(self.envs[index])
+        spare = self.spares.swap(
+            self.envs[index], self._new_seeds.pop(index, None), self._kept_options.pop(index, None)
+        )
         self.envs[index] = spare.env
+        self._lending.lend(index, spare.env)
+        self.changed(index)
         if spare.result is None:
-            return self._check(self._call(self.called[index], self._first + index, spare.seed))
+            return self._check(self._call(self.called[index], self._first + index, spare.seed, spare.options))
         return self._check(spare.result)
 
     def prepare(self) -> None:
         """Resets a spare env in advance."""
-        self.spares.prepare(lambda env, seed: self._call(env, self._first, seed))
+        self.spares.prepare(lambda spare: self._call(spare.env, self._first, spare.seed, spare.options))
 
     def rebuild(self, index: int) -> None:
         """Closes an env, and builds another in its place.
@@ -93,7 +124,15 @@ class SlotEnvs:
         with suppress(BaseException):
             self.envs[index].close()
         (self.envs[index],) = _envs.build([self._env_fns[index]], self._first + index)
+        self._unlent.add(index)
+        self.changed(index)
         self._note_rebuilt(index)
+
+    def keep_options(self, index: int, options: dict[str, Any] | None) -> None:
+        """Keeps options for the next reset of an env, if that is in a step and has none."""
+        self._kept_options.pop(index, None)
+        if options is not None:
+            self._kept_options[index] = options
 
     def _reset(
         self, index: int, seed: int | None, options: dict[str, Any] | None
@@ -102,8 +141,13 @@ class SlotEnvs:
             seed = self._new_seeds.get(index)
         else:
             self._last_seeds[index] = seed
-        result = self._call(self.called[index], self._first + index, seed, options)
+        if index in self._unlent:
+            self._lending.lend(index, self.envs[index])
+            self._unlent.remove(index)
+        self.targets.restart(index)
+        result = self._call(self.targets.envs[index], self._first + index, seed, options)
         self._new_seeds.pop(index, None)
+        self._kept_options.pop(index, None)
         return self._check(result)
 
     def _call(self, env: Any, env_id: int, seed: int | None, options: dict[str, Any] | None = None) -> Any:
@@ -120,9 +164,9 @@ class SlotEnvs:
 
     def _check(self, result: Any) -> tuple[Any, dict[str, Any]]:
         obs, info = split_reset(result)
-        if self.require_member is not None:
-            self.require_member(obs)
-        return obs, require_dict("reset", info)
+        if self.check_member is not None:
+            self.check_member(obs)
+        return obs, info
 
     def _note_rebuilt(self, index: int) -> None:
         """Gives an env that was built anew its next seed, if the one before it was seeded."""

@@ -11,8 +11,6 @@ from jaxvec import _seeds
 from jaxvec._slices import _envs
 from jaxvec._slices._envs import Env, EnvFn
 
-Reset = Callable[[Env, int | None], Any]  # of an env with a seed; returns what the env returned
-
 
 @dataclass
 class Spare:
@@ -20,13 +18,14 @@ class Spare:
 
     Attributes:
         env: the env.
-        seed: for its next reset.
+        seed, options: for its next reset.
         result: of the reset in advance, if that was done.
         failed: whether the reset in advance raised. It is tried again when the env gets a slot.
     """
 
     env: Env
     seed: int | None = None
+    options: dict[str, Any] | None = None
     result: Any = None
     failed: bool = False
 
@@ -76,17 +75,17 @@ class Spares:
             return None
         return next((spare for spare in self._ring if spare.result is None and not spare.failed), None)
 
-    def prepare(self, reset: Reset) -> None:
-        """Resets one in advance, if there is one to reset."""
+    def prepare(self, reset: Callable[[Spare], Any]) -> None:
+        """Resets one in advance by `reset`, which returns what the env did, if there is one to reset."""
         spare = self.unready
         if spare is None:
             return
         try:
-            spare.result = reset(spare.env, spare.seed)
+            spare.result = reset(spare)
         except BaseException:
             spare.failed = True
 
-    def swap(self, retired: Env, seed: int | None) -> Spare:
-        """Takes an env back, with the seed for its next reset, and gives the next one out."""
-        self._ring.append(Spare(retired, seed))
+    def swap(self, retired: Env, seed: int | None, options: dict[str, Any] | None) -> Spare:
+        """Takes an env back, with seed and options for its next reset, and gives the next one out."""
+        self._ring.append(Spare(retired, seed, options))
         return self._ring.popleft()

@@ -89,8 +89,8 @@ def _open(path: Path, mode: str) -> Any:
     return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)
 
 
-def _worker(worker: int, share: tuple[int, int], record: Record) -> _Track:
-    first, stop = share
+def _worker(worker: int, slots: tuple[int, int], record: Record) -> _Track:
+    first, stop = slots
     envs = f"env {first}" if stop - first == 1 else f"envs {first}-{stop - 1}"
     return _Track(f"worker {worker} ({envs})", record.spans, record.dropped, record.losses)
 

@@ -10,10 +10,10 @@ from dm_env import specs
 from gymnasium import spaces
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spaces import Path, format_path
+from jaxvec._spaces import KeyPath, format_path
 
 
-def to_space(spec: Any, root: Path) -> spaces.Space[Any]:
+def to_space(spec: Any, root: KeyPath) -> spaces.Space[Any]:
     """Returns the space of a spec, of the same structure, shapes, dtypes and bounds.
 
     Args:

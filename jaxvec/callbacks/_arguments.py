@@ -17,17 +17,17 @@ from jaxvec._spec import PoolSpec
 from jaxvec.callbacks._handle import Handle
 
 
-def require_handle(handle: Any, verb: str) -> PoolSpec:
+def check_is_handle(handle: Any, verb: str) -> PoolSpec:
     """Returns the handle's spec; raises `TypeError` if it is no handle, or can't be used now."""
     if not isinstance(handle, Handle):
         raise TypeError(
             f"{verb} takes the handle that jaxvec.reset or jaxvec.step returned, got {type(handle).__name__}"
         )
-    _require_same_precision(handle.spec)
+    _check_same_precision(handle.spec)
     return handle.spec
 
 
-def _require_same_precision(spec: PoolSpec) -> None:
+def _check_same_precision(spec: PoolSpec) -> None:
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         if leaf.is_object:
             raise TypeError(

@@ -91,7 +91,7 @@ class EnvFamily:
         """
         with self._starting:
             if num_envs not in self._pools:
-                self._require_open()
+                self._check_open()
                 envs = self._start(num_envs)
                 if envs.spec.fingerprint != self.first.spec.fingerprint:
                     envs.close()
@@ -101,7 +101,7 @@ class EnvFamily:
                 self._pools[num_envs] = envs
                 if self.closed:  # in the meantime
                     envs.close()
-                    self._require_open()
+                    self._check_open()
         return self._pools[num_envs].pool
 
     def reset(self, seed: Any, *, options: dict[str, Any] | None = None) -> tuple[Handle, TimeStep]:
@@ -116,7 +116,7 @@ class EnvFamily:
         """
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
-        spec = _arguments.require_handle(handle, "reset")
+        spec = _arguments.check_is_handle(handle, "reset")
         call = Call(
             Verb.RESET, spec, handle.transport, fresh=True, extra=cloudpickle.dumps(options), elastic=True
         )
@@ -157,7 +157,7 @@ class EnvFamily:
             stack.push(envs)
         stack.__exit__(kind, error, trace)
 
-    def _require_open(self) -> None:
+    def _check_open(self) -> None:
         process = self.first.pool.closing.process
         if os.getpid() != process:
             raise PoolClosedError(

@@ -28,27 +28,53 @@ from jaxvec._native import interrupts, library
 from jaxvec._native.engine import Array
 from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
+from jaxvec.callbacks._packing import WORD, Packing
 from jaxvec.callbacks._program import Call
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
 _TARGET = "jaxvec_call"
+_PACKED = ("cuda",)  # platforms whose handler has results packed
 
 
 def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax.Array]:
-    """Puts a call into the program that is being traced; see `Call` for operands and results."""
+    """Puts a call into the program that is being traced; see `Call` for operands and results.
+
+    Returns:
+        The results that the program reads.
+    """
     reason = reason_unavailable()
     if reason is not None:
         raise library.NativeUnavailableError(reason)
     if platform == "cpu":
         _make_synchronous(operands[0])
-    handler = jax.ffi.ffi_call(_TARGET, call.results(operands[0].shape[0]), has_side_effect=True)
-    return handler(
-        *operands,
-        fingerprint=np.int64(call.spec.fingerprint),
-        verb=np.uint32(call.verb),
-        fresh=np.bool_(call.fresh),
-        extra=np.frombuffer(pickle.dumps((call.extra, call.arguments, call.answers)), np.uint8),
-    )
+    attributes: dict[str, Any] = {
+        "fingerprint": np.int64(call.spec.fingerprint),
+        "verb": np.uint32(call.verb),
+        "fresh": np.bool_(call.fresh),
+        "extra": np.frombuffer(pickle.dumps((call.extra, call.arguments, call.answers)), np.uint8),
+    }
+    types = call.results(operands[0].shape[0])
+    if platform not in _PACKED:
+        return call.read(_bind(types, operands, attributes))
+    packing = Packing.of(types)
+    arrays = _bind(packing.transfers, operands, {**attributes, "layout": _layout(packing)})
+    return call.read(packing.split(arrays))
+
+
+def _bind(
+    types: Sequence[jax.ShapeDtypeStruct], operands: Sequence[jax.Array], attributes: dict[str, Any]
+) -> Sequence[jax.Array]:
+    return jax.ffi.ffi_call(_TARGET, types, has_side_effect=True)(*operands, **attributes)
+
+
+def _layout(packing: Packing) -> NDArray[np.int64]:
+    """Tells C++, for each result: where it begins in the packed array or -1, dtype, rank, and dimensions."""
+    layout: list[int] = []
+    for each, place in zip(packing.types, packing.places, strict=True):
+        dtype = np.dtype(each.dtype)
+        start = -1 if place is None else place * WORD
+        layout += [start, ord(dtype.kind) + 256 * dtype.itemsize, len(each.shape), *each.shape]
+    return np.array(layout, np.int64)
 
 
 @cache
@@ -64,7 +90,7 @@ def reason_unavailable() -> str | None:
             jaxvec_set_python=(None, [ctypes.c_void_p]),
             jaxvec_fail=(None, [ctypes.c_void_p, ctypes.c_char_p]),
         )
-        library.require_records(_Call, _Python)
+        library.check_records(_Call, _Python)
     except library.NativeUnavailableError as error:
         return str(error)
     ours, theirs = native.jaxvec_ffi_version(), _runtime_version()
@@ -117,6 +143,8 @@ class _Call(ctypes.Structure):
         ("interrupts", ctypes.c_uint32),
         ("on_device", ctypes.c_uint32),
         ("pool", ctypes.c_uint32),
+        ("packed", ctypes.c_void_p),
+        ("packed_bytes", ctypes.c_uint64),
         ("error", ctypes.c_void_p),
         ("exception", ctypes.c_void_p),
     ]
@@ -181,7 +209,7 @@ def _serve(theirs: _Call) -> None:
     if not operands or not operands[0].ndim:
         raise TypeError("a call without operands, or whose first is no token")
     token = operands[0]
-    _require_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
+    _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, fresh = _program.pool_id(token), len(token) if theirs.fresh else None
     with (
         _profile.annotate(VERBS[theirs.verb].function, "FFI by Python"),
@@ -189,11 +217,13 @@ def _serve(theirs: _Call) -> None:
         span(pool.recorder, "FFI by Python"),
     ):
         if theirs.on_device:
+            pool.errors_late = True
             pool.pin()
         extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
-        call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra)
-        _require_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
-        _require_types(out, call.results(len(token)))
+        unread = frozenset(i for i, each in enumerate(out) if not len(each))
+        call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra, unread=unread)
+        _check_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
+        _check_types(out, call.results(len(token)))
         interrupt = partial(interrupts.raise_since, theirs.interrupts)
         if theirs.status == Status.DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
@@ -216,7 +246,7 @@ def _view(array: Array) -> NDArray[Any]:
     return np.ndarray(shape, dtype, memory)
 
 
-def _require_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtypeStruct]) -> None:
+def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtypeStruct]) -> None:
     """Checks what `Pool::step` has checked of the calls that it took on itself."""
     theirs = [(buffer.dtype, buffer.shape) for buffer in buffers]
     ours = [(each.dtype, each.shape) for each in types]

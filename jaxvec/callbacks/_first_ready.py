@@ -34,9 +34,9 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
         InFlightError: an env is in flight already; nothing was sent.
         JaxvecError: and all that `step` raises.
     """
-    spec = _arguments.require_handle(handle, "send")
+    spec = _arguments.check_is_handle(handle, "send")
     ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
-    _actions.require_ids(ids.dtype, ids.shape)
+    _actions.check_ids(ids.dtype, ids.shape)
     actions = _arguments.check_action(spec, action, ids.size)
     (token,) = _primitive.bind(
         Call(Verb.SEND, spec, handle.transport), handle.token, *actions, ids.astype(np.int32)
@@ -62,6 +62,6 @@ def recv(handle: Handle) -> tuple[Handle, TimeStep]:
         InFlightError: fewer envs than that are in flight; the pool is as it was.
         JaxvecError: and all that `step` raises.
     """
-    spec = _arguments.require_handle(handle, "recv")
+    spec = _arguments.check_is_handle(handle, "recv")
     token, *rows = _primitive.bind(Call(Verb.RECV, spec, handle.transport), handle.token)
     return handle.next(token), spec.build_timestep(rows)

@@ -66,7 +66,7 @@ def reset(
         token = np.zeros((envs.num_envs if num_envs is None else num_envs, 3), np.uint32)
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
         handle, fresh = Handle(token, envs.spec, _transports.choose(envs.transport)), True  # pyright: ignore[reportArgumentType]
-    spec = _arguments.require_handle(handle, "reset")
+    spec = _arguments.check_is_handle(handle, "reset")
     call = Call(Verb.RESET, spec, handle.transport, fresh=fresh, extra=cloudpickle.dumps(options))
     if call.whole and mask is not None:
         raise ValueError("mask: a pool with batch_size is reset as a whole; leave mask out")
@@ -105,7 +105,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
     `with envs:`, or by `envs.raise_if_failed()`, they come typed.
     """
-    spec = _arguments.require_handle(handle, "step")
+    spec = _arguments.check_is_handle(handle, "step")
     actions = _arguments.check_action(spec, action, handle.num_envs)
     token, *rows = _primitive.bind(Call(Verb.STEP, spec, handle.transport), handle.token, *actions)
     return handle.next(token), spec.build_timestep(rows)

@@ -1,9 +1,9 @@
 """The `io_callback` transport: unordered calls into Python, on every platform.
 
 Inside the callbacks there is nothing but NumPy: a jax call there can deadlock. `io_callback` puts
-its inputs on a device, about 15 µs each, so everything goes in as one array of bytes. From 100 KiB
-on, reading such an input deadlocks up to jax 0.10 if its value was not ready at dispatch and other
-threads dispatch work; so larger inputs go in pieces.
+its inputs on a device, about 15 µs each, so everything goes in as one array of bytes, and comes out as few
+arrays (_packing.py). From 100 KiB on, reading such an input deadlocks up to jax 0.10 if its value was not
+ready at dispatch and other threads dispatch work; so larger inputs go in pieces.
 """
 
 from __future__ import annotations
@@ -23,18 +23,25 @@ from jaxvec import _pools
 from jaxvec._handoff._move import Verb
 from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
+from jaxvec.callbacks._packing import Packing
 from jaxvec.callbacks._program import Call
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
 
 
-def call(call: Call, *operands: jax.Array) -> list[jax.Array]:
-    """Puts a call into the program that is being traced; see `Call` for operands and results."""
-    answer = _Answer(call, len(operands[0]), len(operands[-1]))
-    results = call.results(len(operands[0]))
+def call(call: Call, *operands: jax.Array, platform: str | None) -> list[jax.Array]:
+    """Puts a call into the program that is being traced; see `Call` for operands and results.
+
+    Returns:
+        The results that the program reads.
+    """
+    packing = Packing.of(call.read(call.results(len(operands[0]))))
+    answer = _Answer(call, len(operands[0]), len(operands[-1]), packing, platform != "cpu")
     if call.verb is Verb.GET_ATTR:
-        return jax.pure_callback(answer, results, *_pack(operands))
-    return io_callback(answer, results, *_pack(operands), ordered=False)
+        arrays = jax.pure_callback(answer, packing.transfers, *_pack(operands))
+    else:
+        arrays = io_callback(answer, packing.transfers, *_pack(operands), ordered=False)
+    return packing.split(arrays)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class _Answer:
     call: Call
     rows: int
     sent: int
+    packing: Packing  # of the results that the program reads
+    on_device: bool
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
@@ -53,7 +62,9 @@ class _Answer:
             _pools.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
             span(pool.recorder, "io_callback"),
         ):
-            return _program.answer(self.call, pool, operands)
+            if self.on_device:
+                pool.errors_late = True
+            return self.packing.pack(self.call.read(_program.answer(self.call, pool, operands)))
 
 
 def _pack(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 
-from jaxvec._pool import Timeouts
+from jaxvec._config import PoolConfig
 from jaxvec._ray import Ray
 from jaxvec._restart import Restart
 from jaxvec._slices import _env_fns
@@ -39,8 +40,11 @@ def make(
     worker_env: Mapping[str, str | None] | None = None,
     start_method: str = "auto",
     preload: Iterable[str] = (),
+    pin_workers: bool = False,
+    max_running: int | None = None,
     on_fault: str | Restart = "raise",
     check: str = "structure",
+    see_through: bool = True,
     spare_envs: int = 0,
     start_timeout: float | None = 60,
     reset_timeout: float | None = 60,
@@ -82,25 +86,34 @@ def make(
         envs_per_instance: how many envs each call of `env` makes, if it makes `VectorEnv`s: simulators that
             step many envs at once. `num_envs` must be a multiple of it.
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
-            they run numerical libraries on one thread and keep off the accelerator.
+            they run numerical libraries on one thread, keep off the accelerator, and lack those by which MPI
+            knows its processes (`OMPI_*`, `PMI_*`, `PMIX_*`).
         start_method: how worker processes are started: `"forkserver"` forks them from a helper process
             that has imported NumPy and Gymnasium, but neither JAX nor your code; `"spawn"` starts each
             as a Python interpreter of its own, which takes longer; `"auto"` is the first where it works.
         preload: modules that the helper process imports before it forks, such as `("ale_py",)`: those that
             are slow to import and that every env needs.
+        pin_workers: bind each worker to a core of its own, in turn, of those that this process may use;
+            needs Linux. Threads that an env starts are then on that core, too.
+        max_running: how many workers may run envs at the same time; the others wait for their turn. For
+            simulators that need a process each and more of a core or of memory than there is for all at
+            once. The time that a worker waits counts for `step_timeout` and `reset_timeout`. Needs Linux.
         on_fault: what a fault does, of an env that raises, of a worker that dies or takes longer than
             the timeouts: `"raise"` raises it and breaks the pool; `"restart"`, or a `jaxvec.Restart`
             with limits of your own, resets the env or replaces the worker and goes on. The step's
             rows then have `truncated` and `info["fault"]` set, and for their observation the last one.
         check: of what envs return: `"structure"` looks at structure, shapes and dtypes; `"strict"` also
             refuses observations outside of their space, NaN among them, and costs time.
+        see_through: step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and `PassiveEnvChecker`
+            as soon as a step through them gives the same, and count the limit's steps. Data, errors and the
+            wrappers' attributes are as without; `False` calls every wrapper.
         spare_envs: for envs that are slow to reset: how many more of them each worker builds, and
             resets in advance when it has nothing else to do. When an episode ends, the next spare env
             takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
             the pool's seed and on the order in which the worker's episodes end, not on time. `call`
             and `set_attr` reach the envs that are in the slots then.
-        start_timeout: seconds that the workers may take to build their envs, `None` for ever. Timeouts
-            need processes; the serial backend has none.
+        start_timeout: seconds that the workers may take to build their envs, `None` for ever; also each of
+            those that replace others later. Timeouts need processes; the serial backend has none.
         reset_timeout: seconds that a reset may take.
         step_timeout: seconds that a step may take.
         device: a `jax.Device`, on which the pool's own `reset`, `step` and `recv` put their time steps,
@@ -125,41 +138,17 @@ def make(
         WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
         ValueError, TypeError: a bad argument.
     """
+    given = locals()  # the record's fields among them, by the same names
     _refuse_misspelt(env, env_kwargs)
-    transport = _transports.choose(transport)
-    for name, seconds in (
-        ("start_timeout", start_timeout),
-        ("reset_timeout", reset_timeout),
-        ("step_timeout", step_timeout),
-    ):
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"{name} must be above 0 seconds, or None, not {seconds!r}")
+    config = PoolConfig(**{option.name: given[option.name] for option in fields(PoolConfig)})
     place = Placement.of(device, sharding)
     envs = start(
         env,
         num_envs,
-        num_workers=num_workers,
-        batch_size=batch_size,
-        recv_order=recv_order,
-        backend=backend,
-        autoreset_mode=autoreset_mode,
-        episodic=episodic,
-        final_obs=final_obs,
-        info=info,
-        env_configs=env_configs,
-        envs_per_instance=envs_per_instance,
-        worker_env=worker_env,
-        start_method=start_method,
-        preload=preload,
-        on_fault=on_fault,
-        check=check,
-        spare_envs=spare_envs,
-        timeouts=Timeouts(start_timeout, reset_timeout, step_timeout),
-        transport=transport,
-        handoff=handoff,
-        place=place,
-        policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        replace(config, transport=_transports.choose(config.transport)),
         env_kwargs=env_kwargs,
+        policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        place=place,
     )
     if place is not None:
         try:

@@ -7,6 +7,7 @@ To a derivative, what an env returns is a constant, so the tangents of what goes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxvec import _pools
@@ -24,17 +24,13 @@ from jaxvec._errors import EnvIdError
 from jaxvec._handoff._move import Verb
 from jaxvec._native.library import NativeUnavailableError
 from jaxvec.callbacks import _ffi, _io, _profile, _program
+from jaxvec.callbacks._effect import EFFECT
 from jaxvec.callbacks._program import Call
 
 _FFI_PLATFORMS = ("cpu", "cuda")  # that the native library has handlers for
 
 _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
-
-# What io_callback says that it does: JAX then neither drops, repeats nor reorders a call, and refuses
-# the transformations that would: `vmap` of a `cond` or `while_loop` with a batched predicate, and
-# `checkpoint`. Its class is not public, but what it does is written into every jaxpr.
-(_EFFECT,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
 
 
 def bind(call: Call, *operands: Any) -> list[jax.Array]:
@@ -49,7 +45,15 @@ def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     pool = _pools.find(_program.pool_id(arrays[0]), call.spec.fingerprint, fresh)
     # The results are copies that nobody else holds, so jax may alias them.
     with _profile.annotate(call.verb.function, "eager"):
-        return jax.device_put(_program.answer(call, pool, arrays))
+        results = jax.device_put(call.read(_program.answer(call, pool, arrays)))
+    if call.verb is Verb.RESET and _on_gpu(results[0]):
+        # Programs there will come next. Page-locking within one can wait for another GPU, which waits for it.
+        pool.pin()
+    return results
+
+
+def _on_gpu(array: jax.Array) -> bool:
+    return next(iter(array.devices())).platform == "gpu"
 
 
 @_call_p.def_effectful_abstract_eval
@@ -62,8 +66,8 @@ def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
         sharding = NamedSharding(token.sharding.mesh, PartitionSpec(*[None] * len(struct.shape)))
         return jax.core.ShapedArray(struct.shape, np.dtype(struct.dtype), sharding=sharding, **varying)
 
-    results = [result(struct) for struct in call.results(token.shape[0])]
-    return results, set() if call.verb is Verb.GET_ATTR else {_EFFECT}
+    results = [result(struct) for struct in call.read(call.results(token.shape[0]))]
+    return results, set() if call.verb is Verb.GET_ATTR else {EFFECT}
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -> tuple[list[Any], list[int]]:
@@ -92,9 +96,39 @@ def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -
 batching.primitive_batchers[_call_p] = _batch
 
 
+def _drop_unread(used: list[bool], *liveness_and_eqn: Any) -> tuple[list[bool], Any]:
+    """Leaves out the results that nobody reads, such as images of `final_obs`: these are then not copied.
+
+    JAX asks when it compiles, also for the bodies of `scan` and the branches of `cond`; not for `while_loop`.
+    From 0.12 on it also says which operands live on.
+    """
+    eqn = liveness_and_eqn[-1]
+    call: Call = eqn.params["call"]
+    if call.verb is Verb.GET_ATTR and not any(used):  # it has no effect
+        return [False] * len(eqn.invars), None
+    if all(used) or call.verb not in (Verb.RESET, Verb.STEP, Verb.RECV):
+        return [True] * len(eqn.invars), eqn
+    numbers = call.read(range(1 + len(call.spec.timestep_leaves)))
+    unread = call.unread | {number for number, is_used in zip(numbers, used, strict=True) if not is_used}
+    outputs = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+    params = {"call": replace(call, unread=unread)}
+    return [True] * len(eqn.invars), eqn.replace(outvars=outputs, params=params)
+
+
+partial_eval.dce_rules[_call_p] = _drop_unread
+
+
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
+    programs_for = ctx.module_context.platforms
+    if platform == "cpu" and "cpu" not in programs_for:
+        # The program's XLA does not know what JAX registers for the CPU, and CUDA's ends the process at that.
+        raise NotImplementedError(
+            f"compute_on around {call.verb.function} in a program for {programs_for[0]}: XLA can't reach the "
+            f"pool from its host computations. Call {call.verb.function} outside of compute_on, or in a "
+            "program that runs on the CPU, to which you jax.device_put its inputs"
+        )
     rows = ctx.avals_in[0].shape[0]
-    call.require_rows(rows, rows if call.elastic else call.spec.num_envs)
+    call.check_rows(rows, rows if call.elastic else call.spec.num_envs)
     devices = ctx.module_context.axis_context
     if call.fresh and _copies(devices) > 1:
         raise EnvIdError(
@@ -118,7 +152,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
             f'transport="ffi" can\'t serve a program over {shards} devices; use jax.shard_map, in which each '
             'device steps its own envs, or transport="auto", which lets one device step them all'
         )
-    fun = partial(_ffi.call, call, platform=platform) if transport == "ffi" else partial(_io.call, call)
+    fun = partial((_ffi if transport == "ffi" else _io).call, call, platform=platform)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
 
 

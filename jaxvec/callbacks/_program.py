@@ -16,7 +16,7 @@ from jaxvec import _seeds
 from jaxvec._errors import EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory._rows import InvalidValue, conform
-from jaxvec._memory._views import copies, into
+from jaxvec._memory._views import Deliver, Index, Rows, copies, into
 from jaxvec._pool import Pool
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
@@ -45,6 +45,7 @@ class Call:
             the dtype.
         elastic: of a fresh reset, whether it starts from the pool's family, with as many envs as the
             token has rows; see `_pools.Family`.
+        unread: the numbers of the results that the program does not read, and which are not copied for it.
     """
 
     verb: Verb
@@ -55,6 +56,7 @@ class Call:
     arguments: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
     answers: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
     elastic: bool = False
+    unread: frozenset[int] = frozenset()
 
     @property
     def whole(self) -> bool:
@@ -75,7 +77,7 @@ class Call:
         return [token, *(_struct(*each, sent if self.verb is Verb.SEND else rows) for each in types)]
 
     def results(self, rows: int) -> list[Struct]:
-        """Returns the type of each result; `rows` are the token's."""
+        """Returns the type of each result, without rows if it is unread; `rows` are the token's."""
         token = _struct((3,), np.uint32, rows)
         match self.verb:
             case Verb.SEND:
@@ -86,10 +88,20 @@ class Call:
                 return [token, *(_struct(*each, rows) for each in self.answers)]
             case _:
                 batch = self.spec.batch_size if self.whole else rows
-                leaves = self.spec.timestep_leaves
-                return [token, *(_struct(leaf.shape, leaf.stored, batch) for leaf in leaves)]
+                leaves = enumerate(self.spec.timestep_leaves, 1)
+                return [
+                    token,
+                    *(
+                        _struct(leaf.shape, leaf.stored, 0 if i in self.unread else batch)
+                        for i, leaf in leaves
+                    ),
+                ]
 
-    def require_rows(self, rows: int, num_envs: int) -> None:
+    def read(self, results: Sequence[Any]) -> list[Any]:
+        """Returns those of the results that the program reads."""
+        return [result for i, result in enumerate(results) if i not in self.unread]
+
+    def check_rows(self, rows: int, num_envs: int) -> None:
         """Raises `EnvIdError` if a call whose token has so many rows can't be for a pool of `num_envs`."""
         if self.fresh and rows != num_envs:
             raise EnvIdError(
@@ -120,11 +132,11 @@ def answer(
         The results, arrays of `call.results`; `out` if that was given.
     """
     token, *rest = operands
-    call.require_rows(len(token), pool.spec.num_envs)
+    call.check_rows(len(token), pool.spec.num_envs)
     move = move_of(call, pool, token)
     if call.verb is Verb.GET_ATTR:
         return ask_envs(call, pool, move, [])
-    deliver = copies if out is None else into(out[1:])
+    deliver = _copies_for(call) if out is None else into(out[1:])
     match call.verb:
         case Verb.RESET:
             words, mask = rest
@@ -206,6 +218,19 @@ def ask_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> l
     return [np.stack(column) for column in columns]
 
 
+def _copies_for(call: Call) -> Deliver:
+    """Returns what delivers new arrays, and none of rows that are not read."""
+    if not call.unread:
+        return copies
+
+    def deliver(leaves: Rows, index: Index) -> Rows:
+        return [
+            leaf[:0] if i in call.unread else copies([leaf], index)[0] for i, leaf in enumerate(leaves, 1)
+        ]
+
+    return deliver
+
+
 def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
     return EnvDataError(
         f"env {slot} returned wrong data from {name}: {why}", env_id=slot, worker=None, operation=name
@@ -226,7 +251,7 @@ def token_of(pool: Pool, move: Move) -> Array:
     """Returns the token of a fresh handle to the envs that were moved."""
     token = np.empty((len(move.slots), 3), np.uint32)
     token[:, 0], token[:, 1] = pool.id, move.slots
-    token[:, 2] = pool.counts(move.slots) if move.generation is None else move.generation + np.uint32(1)
+    token[:, 2] = pool.generation(move.slots) if move.generation is None else move.generation + np.uint32(1)
     return token
 
 

@@ -31,13 +31,13 @@ def get_attr(handle: Handle, name: str, struct: Any) -> Any:
 
     Raises:
         StaleHandleError: envs have been moved since; let the next step depend on the result.
-        EnvError: an env has no such attribute; the pool stays usable.
+        EnvAttributeError: an env has no such attribute; the pool stays usable.
         EnvDataError: it is not what `struct` says; the pool stays usable.
         PoolBrokenError, PoolClosedError: the pool is.
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text, like `step`.
     """
-    spec = _arguments.require_handle(handle, "get_attr")
+    spec = _arguments.check_is_handle(handle, "get_attr")
     leaves, tree = _structs(struct)
     answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
     call = Call(Verb.GET_ATTR, spec, handle.transport, extra=_extra(name, (), tree), answers=answers)
@@ -59,12 +59,13 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
         The handle for the next call, and a pytree like `result`, leaves `[num_envs, ...]`.
 
     Raises:
-        EnvError: an env raised, or has no such method; the pool stays usable and the handle fresh.
+        EnvError: an env raised; the pool stays usable and the handle fresh.
+        EnvAttributeError: an env has no such method; likewise.
         EnvDataError: an env returned something else than `result`.
         ValueError: an array has not a row for each env.
         JaxvecError: and all that `step` raises.
     """
-    spec = _arguments.require_handle(handle, "call")
+    spec = _arguments.check_is_handle(handle, "call")
     leaves, tree = _structs(result)
     operands: list[jax.Array] = []
 

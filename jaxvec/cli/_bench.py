@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxvec.callbacks import _transports
+from jaxvec._config import TRANSPORTS
 from jaxvec.cli import _plot, _target, _verdict
+from jaxvec.cli._bench_setup import Request
 from jaxvec.cli._command import Command, Outcome
 from jaxvec.cli._measure import measure
 from jaxvec.cli._progress import progress
 from jaxvec.cli._records import Measurement
-from jaxvec.cli._rig import Request
 from jaxvec.cli._target import Target
 from jaxvec.cli._verdict import Verdict
 
@@ -145,9 +145,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         metavar="S",
         help="of each of the turns, some 120; 0.2 by default",
     )
-    parser.add_argument(
-        "--transport", choices=_transports.NAMES, default="auto", help="how programs reach the pool"
-    )
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="also draw it, to a .png, .pdf or .svg file"
     )

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from jaxvec._vector_env import VectorEnv
 from jaxvec.cli import _verdict
+from jaxvec.cli._bench_setup import BenchSetup, obs_bytes, obs_leaves
 from jaxvec.cli._records import Breakdown, Variant
-from jaxvec.cli._rig import Rig, obs_bytes, obs_leaves
 from jaxvec.cli._systems import Bare, Callback, Pool, System
 
 _UNEVEN = 1.2  # straggling from which first-ready batches are tried
@@ -24,12 +24,12 @@ _RESETS = 0.15  # share of resets from which spare envs are
 
 
 def break_down(
-    rig: Rig, num_envs: int, num_workers: int, *, times: Sequence[NDArray[Any]], reset_share: float
+    setup: BenchSetup, num_envs: int, num_workers: int, *, times: Sequence[NDArray[Any]], reset_share: float
 ) -> tuple[Breakdown, tuple[Variant, ...], str]:
     """Takes a pool's step apart.
 
     Args:
-        rig: of the run.
+        setup: of the run.
         num_envs, num_workers: of the pool.
         times: seconds of steps, of some envs each.
         reset_share: of the env's time, that resets take.
@@ -38,9 +38,9 @@ def break_down(
         The breakdown, other settings that were tried, and the transport that programs used.
     """
     with ExitStack() as stack:
-        pool = Pool(stack, rig.pool(num_envs, num_workers), rig.length(num_envs, num_workers))
+        pool = Pool(stack, setup.pool(num_envs, num_workers), setup.length(num_envs, num_workers))
         transport = _transport(pool.envs)
-        us, busy = _parts(rig, pool, transport)
+        us, busy = _parts(setup, pool, transport)
         uneven = max(
             _verdict.straggling(times, num_envs, num_workers), max(busy) / max(statistics.mean(busy), 1e-9)
         )
@@ -49,48 +49,48 @@ def break_down(
             num_workers=num_workers,
             step_us=us["pool"],
             bare_us=us["bare"],
-            hollow_us=us["hollow"],
-            flat_us=us.get("flat", us["hollow"]),
+            no_op_us=us["no_op"],
+            flat_us=us.get("flat", us["no_op"]),
             empty_us=us["empty"],
             single_us=us["single"],
             callback_us=us.get("callback", 0.0),
             straggling=uneven,
-            obs_bytes=obs_bytes(rig.spec),
-            num_leaves=len(obs_leaves(rig.spec)) + len(rig.spec.action_leaves),
-            memcpy_us=_memcpy(num_envs * obs_bytes(rig.spec), rig.request.seconds / 4) * 1e6,
+            obs_bytes=obs_bytes(setup.spec),
+            num_leaves=len(obs_leaves(setup.spec)) + len(setup.spec.action_leaves),
+            memcpy_us=_memcpy(num_envs * obs_bytes(setup.spec), setup.request.seconds / 4) * 1e6,
         )
         settings = _worth_trying(num_envs, num_workers, uneven, reset_share)
-        variants = tuple(_try(rig, pool, name, each) for name, each in settings)
+        variants = tuple(_try(setup, pool, name, each) for name, each in settings)
     return breakdown, variants, transport
 
 
-def _parts(rig: Rig, pool: Pool, transport: str) -> tuple[dict[str, float], tuple[float, ...]]:
+def _parts(setup: BenchSetup, pool: Pool, transport: str) -> tuple[dict[str, float], tuple[float, ...]]:
     """Returns microseconds of steps, by the names of `Breakdown`'s fields, and how busy the workers were."""
     num_envs, num_workers = pool.envs.num_envs, pool.envs.num_workers
     with ExitStack() as stack:
-        systems: dict[str, System] = {"pool": pool.scan, "bare": Bare(stack, rig.target, num_workers)}
-        for name, (count, obs, action) in _toys(rig, pool.envs).items():
-            length = rig.length(count, num_workers, hollow=True)
-            toys = Pool(stack, rig.hollow(count, num_workers, obs, action), length)
+        systems: dict[str, System] = {"pool": pool.scan, "bare": Bare(stack, setup.target, num_workers)}
+        for name, (count, obs, action) in _toys(setup, pool.envs).items():
+            length = setup.length(count, num_workers, no_op=True)
+            toys = Pool(stack, setup.no_op(count, num_workers, obs, action), length)
             systems[name] = toys.scan
             if name == "empty" and transport == "io_callback":
                 systems["callback"] = Callback(toys.envs, length)
-        turns = rig.turns(systems, "what a step is made of")
+        turns = setup.turns(systems, "what a step is made of")
     counts = {name: num_workers if name == "single" else num_envs for name in turns}
     return {name: counts[name] / turn.rate * 1e6 for name, turn in turns.items()}, turns["pool"].busy
 
 
-def _toys(rig: Rig, envs: VectorEnv) -> dict[str, tuple[int, Space[Any], Space[Any]]]:
+def _toys(setup: BenchSetup, envs: VectorEnv) -> dict[str, tuple[int, Space[Any], Space[Any]]]:
     """Returns how many, and the spaces, of envs that do nothing."""
     tiny, binary = spaces.Box(0, 255, (1,), np.uint8), spaces.Discrete(2)
     toys: dict[str, tuple[int, Space[Any], Space[Any]]] = {
-        "hollow": (envs.num_envs, envs.single_observation_space, envs.single_action_space),
+        "no_op": (envs.num_envs, envs.single_observation_space, envs.single_action_space),
         "empty": (envs.num_envs, tiny, binary),
         "single": (envs.num_workers, tiny, binary),
     }
-    as_it_is = [leaf.dtype == leaf.stored for leaf in obs_leaves(rig.spec)]
-    if as_it_is != [True] or len(rig.spec.action_leaves) != 1:  # else it is flat already
-        flat = spaces.Box(0, 255, (max(obs_bytes(rig.spec), 1),), np.uint8)
+    as_it_is = [leaf.dtype == leaf.stored for leaf in obs_leaves(setup.spec)]
+    if as_it_is != [True] or len(setup.spec.action_leaves) != 1:  # else it is flat already
+        flat = spaces.Box(0, 255, (max(obs_bytes(setup.spec), 1),), np.uint8)
         toys["flat"] = envs.num_envs, flat, binary
     return toys
 
@@ -108,12 +108,12 @@ def _worth_trying(
         yield "spare envs", {"spare_envs": max(num_envs // num_workers // 4, 1)}
 
 
-def _try(rig: Rig, pool: Pool, name: str, settings: dict[str, Any]) -> Variant:
+def _try(setup: BenchSetup, pool: Pool, name: str, settings: dict[str, Any]) -> Variant:
     num_envs, num_workers = pool.envs.num_envs, pool.envs.num_workers
     with ExitStack() as stack:
-        envs = rig.pool(num_envs, num_workers, **settings)
-        other = Pool(stack, envs, rig.length(envs.batch_size, num_workers))
-        turns = rig.turns({"as it is": pool.scan, name: other.scan}, name)
+        envs = setup.pool(num_envs, num_workers, **settings)
+        other = Pool(stack, envs, setup.length(envs.batch_size, num_workers))
+        turns = setup.turns({"as it is": pool.scan, name: other.scan}, name)
     return Variant(name, settings, turns[name].rate / turns["as it is"].rate)
 
 

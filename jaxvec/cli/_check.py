@@ -43,11 +43,13 @@ class Check:
         name: what should be so.
         status: `"ok"`, `"FAIL"`, `"warn"` or `"not run"`.
         reason: why it is not ok.
+        warnings: how many it gave.
     """
 
     name: str
     status: str
     reason: str = ""
+    warnings: int = 0
 
 
 def run(options: Namespace) -> Outcome:
@@ -56,9 +58,11 @@ def run(options: Namespace) -> Outcome:
     checks = list(_checks(target, progress(quiet=options.json)))
     failed = sum(check.status == FAIL for check in checks)
     lines = [f"{check.status:8} {check.name}{_indent(check.reason)}" for check in checks]
-    lines.append(
-        f"\n{target.name}: " + (f"{failed} of {len(checks)} checks failed" if failed else "all is well")
-    )
+    warned = sum(check.warnings for check in checks)
+    verdict = f"{failed} of {len(checks)} checks failed" if failed else "ok"
+    if warned:
+        verdict += f", with {warned} warning{'s' if warned > 1 else ''}"
+    lines.append(f"\n{target.name}: {verdict}")
     record = {
         "schema": "jaxvec.check/1",
         "env": target.name,
@@ -80,7 +84,7 @@ def _checks(target: Target, progress: Progress) -> Iterator[Check]:
         yield _check(_WORKER, lambda: _step_in_worker(target)) if sound else Check(_WORKER, NOT_RUN)
         advance()
         built = ours[0].status == OK
-        yield from _of_gymnasium(target) if built else [Check(_GYMNASIUM, NOT_RUN)]
+        yield _of_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
         advance()
 
 
@@ -120,8 +124,8 @@ def _step_in_worker(target: Target) -> None:
             envs.step(envs.action_space.sample())
 
 
-def _of_gymnasium(target: Target) -> Iterator[Check]:
-    """Yields what Gymnasium finds wrong, on the env itself, without its wrappers; its warnings, too."""
+def _of_gymnasium(target: Target) -> Check:
+    """Returns what Gymnasium finds wrong, on the env itself, without its wrappers; its warnings, too."""
 
     def check() -> None:
         (env_fn,) = target.env_fns(1)
@@ -131,11 +135,19 @@ def _of_gymnasium(target: Target) -> Iterator[Check]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = _check(_GYMNASIUM, check)
-        if _REUSE in found.reason:  # a pool copies each row before the env's next call
-            found = Check(_GYMNASIUM, WARN, f"{found.reason} A pool doesn't mind.")
-        yield found
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
-        yield Check(_GYMNASIUM, WARN, re.sub(r"\x1b\[[\d;]*m|^WARN: ", "", re.sub(r"^\x1b\[\d+m", "", text)))
+    said = [_plain(str(warning.message)) for warning in caught]
+    reuses = _REUSE in found.reason
+    if reuses:  # a pool copies each row before the env's next call
+        said.append(f"{found.reason} A pool doesn't mind.")
+    said = list(dict.fromkeys(said))
+    if found.status == FAIL and not reuses:
+        return Check(_GYMNASIUM, FAIL, "\n".join([found.reason, *said]), len(said))
+    return Check(_GYMNASIUM, WARN if said else OK, "\n".join(said), len(said))
+
+
+def _plain(text: str) -> str:
+    """Returns what Gymnasium warns of, without its colours and marks."""
+    return re.sub(r"\x1b\[[\d;]*m|^WARN: ", "", re.sub(r"^\x1b\[\d+m", "", text))
 
 
 def _check(name: str, function: Callable[[], Any]) -> Check:
@@ -161,10 +173,11 @@ COMMAND = Command(
     summary="check that an env keeps jaxvec's contract, and Gymnasium's",
     details="""\
 It steps the env with random actions, in this process and in a worker, and has Gymnasium's own check_env
-look at it. A breach is a FAIL; what Gymnasium warns of is a warn, and fails nothing.
+look at it. Observations have to be members of their space. A breach is a FAIL, and the exit status 1; what
+Gymnasium warns of is a warning, and fails nothing.
 
 --json prints {"schema": "jaxvec.check/1", "env": TEXT, "kwargs": {…}, "ok": BOOL, "checks": [{"name": TEXT,
-"status": "ok", "FAIL", "warn" or "not run", "reason": TEXT}]}.
+"status": "ok", "FAIL", "warn" or "not run", "reason": TEXT, "warnings": COUNT}]}.
 
 examples:
   python -m jaxvec check CartPole-v1

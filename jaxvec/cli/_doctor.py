@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 import jaxvec
+from jaxvec import _stepper
 from jaxvec._backends import _fork, _handoffs, _start_method
 from jaxvec._backends._ray import _launcher
 from jaxvec._cores import usable_cores
@@ -27,8 +29,12 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "usable cores", str(usable_cores())
     reason = _fork.reason_unavailable()
     yield "start method", _start_method.choose("auto") if reason is None else f"spawn: {reason}"
+    pins = hasattr(os, "sched_setaffinity")
+    yield "pin_workers", "ready" if pins else "off: this system does not bind processes to cores"
     reason = library.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
+    reason = _stepper.reason_unavailable
+    yield "stepping loop", "compiled" if reason is None else f"off: {reason}"
     yield "hand-off", _handoffs.choose("auto")
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"

@@ -11,11 +11,11 @@ import numpy as np
 
 from jaxvec._cores import usable_cores
 from jaxvec.cli import _records, _verdict
+from jaxvec.cli._bench_setup import ROUNDS, BenchSetup, Request
 from jaxvec.cli._breakdown import break_down
 from jaxvec.cli._command import UsageError
 from jaxvec.cli._progress import Progress
 from jaxvec.cli._records import Measurement, Sample
-from jaxvec.cli._rig import ROUNDS, Request, Rig
 from jaxvec.cli._systems import Bare, Pool, System, Turn
 from jaxvec.cli._target import Target
 from jaxvec.cli._toys import Times
@@ -41,16 +41,16 @@ def measure(target: Target, request: Request, progress: Progress) -> Measurement
             turn = one(request.seconds)
             advance()
         lanes = max(int(cores / max(turn.busy[0], 0.01)), 1)
-        rig = Rig(target, request, progress, 1 / turn.rate, lanes, one.envs.spec)
-        grid, left_out = _grid(rig, cores, turn.busy[0], times[0].build / cores)
+        setup = BenchSetup(target, request, progress, 1 / turn.rate, lanes, one.envs.spec)
+        grid, left_out = _grid(setup, cores, turn.busy[0], times[0].build / cores)
         copies = max(cores, *(num_workers for _, num_workers in grid))
         every = Bare(stack, target, copies)
         times += every.times(request.seconds)
-        samples, ones, alls = _sweep(rig, grid, one, every)
+        samples, ones, alls = _sweep(setup, grid, one, every)
         bare = _bare(times, ones, alls, copies)
         best = _verdict.best(samples)
         breakdown, variants, transport = break_down(
-            rig,
+            setup,
             best.num_envs,
             best.num_workers,
             times=[each.steps for each in times],
@@ -79,13 +79,13 @@ def default_workers(cores: int, core_share: float) -> Sequence[int]:
 
 
 def _grid(
-    rig: Rig, cores: int, core_share: float, build: float
+    setup: BenchSetup, cores: int, core_share: float, build: float
 ) -> tuple[list[tuple[int, int]], tuple[str, ...]]:
     """Returns the numbers of envs and of workers to try, and what is left out and why."""
-    all_workers = rig.request.num_workers or default_workers(cores, core_share)
-    sizes, left_out = list(rig.request.num_envs or ()), list[str]()
+    all_workers = setup.request.num_workers or default_workers(cores, core_share)
+    sizes, left_out = list(setup.request.num_envs or ()), list[str]()
     if not sizes:
-        step = rig.step_seconds / min(*all_workers, rig.lanes)
+        step = setup.step_seconds / min(*all_workers, setup.lanes)
         for num_envs in _NUM_ENVS:
             if num_envs * build > _MAX_START:
                 left_out.append(f"{num_envs} envs: they take {num_envs * build:.0f} s to build")
@@ -106,7 +106,7 @@ def _grid(
 
 
 def _sweep(
-    rig: Rig, grid: Sequence[tuple[int, int]], one: Bare, every: Bare
+    setup: BenchSetup, grid: Sequence[tuple[int, int]], one: Bare, every: Bare
 ) -> tuple[tuple[Sample, ...], list[Turn], list[Turn]]:
     """Returns samples of all pools, and the bare loops' turns between them."""
     samples: list[Sample] = []
@@ -116,11 +116,11 @@ def _sweep(
         worker_counts = [num_workers for each, num_workers in grid if each == num_envs]
         with ExitStack() as stack:
             systems: dict[str, System] = {"one": one, "all": every}
-            length = rig.length(num_envs, max(worker_counts))
+            length = setup.length(num_envs, max(worker_counts))
             for num_workers in worker_counts:
-                pool = Pool(stack, rig.pool(num_envs, num_workers), length)
+                pool = Pool(stack, setup.pool(num_envs, num_workers), length)
                 systems |= {f"host {num_workers}": pool.host, f"scan {num_workers}": pool.scan}
-            turns = rig.turns(systems, f"pools of {num_envs}")
+            turns = setup.turns(systems, f"pools of {num_envs}")
         ones.append(turns["one"])
         alls.append(turns["all"])
         for num_workers in worker_counts:

@@ -62,8 +62,8 @@ class Breakdown:
         num_envs, num_workers: of the pool.
         step_us: of a step of the pool, inside a jitted `lax.scan`.
         bare_us: of `num_workers` bare loops for as many env steps.
-        hollow_us: of a step of the same pool with envs of the same spaces that do nothing.
-        flat_us: … with observations of as many bytes, in one array of bytes; `hollow_us` if they are in
+        no_op_us: of a step of the same pool with envs of the same spaces that do nothing.
+        flat_us: … with observations of as many bytes, in one array of bytes; `no_op_us` if they are in
             one array already.
         empty_us: … with observations of one byte.
         single_us: … and with one env to each worker.
@@ -79,7 +79,7 @@ class Breakdown:
     num_workers: int
     step_us: float
     bare_us: float
-    hollow_us: float
+    no_op_us: float
     flat_us: float
     empty_us: float
     single_us: float

@@ -128,7 +128,7 @@ class _Watch:
         return (time.process_time() - self._cpu) / seconds
 
 
-class HollowEnv(gymnasium.Env[Any, Any]):
+class NoOpEnv(gymnasium.Env[Any, Any]):
     """Has the given spaces, returns one and the same observation, and does nothing else."""
 
     def __init__(self, observation_space: gymnasium.Space[Any], action_space: gymnasium.Space[Any]) -> None:

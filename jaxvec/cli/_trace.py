@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxvec._trace import require_file
-from jaxvec.callbacks import _transports
+from jaxvec._config import TRANSPORTS
+from jaxvec._trace import check_file
 from jaxvec.callbacks._trace_run import TraceRun, trace_run
 from jaxvec.cli import _target
 from jaxvec.cli._command import Command, Outcome, UsageError, positive
@@ -18,7 +18,7 @@ def run(options: Namespace) -> Outcome:
     """Traces a run of random actions."""
     target = _target.find(options)
     try:
-        require_file(options.out)
+        check_file(options.out)
     except OSError as error:
         raise UsageError(f"--out {options.out}: name a file in an existing folder") from error
     if options.num_workers is not None and options.num_workers > options.num_envs:
@@ -70,9 +70,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("pool.json"), metavar="FILE", help="pool.json by default"
     )
-    parser.add_argument(
-        "--transport", choices=_transports.NAMES, default="auto", help="how programs reach the pool"
-    )
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
 
 
 COMMAND = Command(

@@ -79,7 +79,7 @@ def straggling(times: Sequence[NDArray[np.float64]], num_envs: int, num_workers:
 def parts(found: Breakdown) -> dict[str, float]:
     """Splits the time of a step: each cheaper pool lacks one of its parts. See `Verdict`."""
     callback = min(found.callback_us, found.single_us)
-    around = max(found.empty_us - found.single_us, 0.0) + max(found.hollow_us - found.flat_us, 0.0)
+    around = max(found.empty_us - found.single_us, 0.0) + max(found.no_op_us - found.flat_us, 0.0)
     split = {
         "env": found.bare_us,
         "hand-off": found.single_us - callback,

@@ -111,7 +111,7 @@ class Environment(Face):
             ValueError: other params.
             JaxvecError: as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
         """
-        self._require_default(params)
+        self._check_default(params)
         handle, timestep = self._family.reset(key)
         return timestep.obs, EnvState(handle, jnp.zeros((), np.int32))
 
@@ -136,7 +136,7 @@ class Environment(Face):
             TypeError: `state` is none that `reset` or `step` returned.
         """
         del key
-        self._require_default(params)
+        self._check_default(params)
         if not isinstance(state, EnvState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"step takes the state that reset or step returned, got {type(state).__name__}")
         handle, timestep = self._family.step(state.handle, action)
@@ -160,7 +160,7 @@ class Environment(Face):
     def __repr__(self) -> str:
         return f"Environment({self.name!r}, pools of {sorted(self.pools)} envs)"
 
-    def _require_default(self, params: Any) -> None:
+    def _check_default(self, params: Any) -> None:
         if params is None:
             return
         if not isinstance(params, EnvParams):

@@ -55,6 +55,7 @@ class Config:
     entropy_weight: float = _option(0.005, "weight of the entropy bonus")
     value_weight: float = _option(0.5, "weight of the value loss")
     max_grad_norm: float = _option(0.5, "longer gradients are shortened to this norm")
+    stop_at: float | None = _option(None, "end as soon as the mean return is as high; None for never", float)
     plot: str | None = _option(None, "file for the learning curve; None for ppo_<env>.png", str)
 
     @property
@@ -335,12 +336,13 @@ def update(agent: Agent, report: Any, state: State, key: jax.Array) -> tuple[Sta
 
 def train(
     agent: Agent, report: Callable[[Any], None], handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
-) -> tuple[State, jax.Array]:
-    """Trains from a reset's `handle` and `obs` on.
+) -> tuple[State, jax.Array, jax.Array]:
+    """Trains from a reset's `handle` and `obs` on, until `total_steps` or until `stop_at` is reached.
 
-    Returns the last state and, for every update, what `report` got on the host too: the mean return
-    of recent episodes, `[num_updates]` float32.
+    Returns the last state; what `report` got on the host too, the mean return of recent episodes after
+    each update, `[num_updates]` float32; and how many updates were made, `[]` int32.
     """
+    config = agent.config
     init_key, train_key = jax.random.split(key)
     obs = agent.encode(obs)
     params = agent.network.init(init_key, obs)
@@ -353,8 +355,21 @@ def train(
         obs=obs,
         recent=jnp.full(100, jnp.nan),
     )
-    keys = jax.random.split(train_key, agent.config.num_updates)
-    return jax.lax.scan(partial(update, agent, report), state, keys)
+    keys = jax.random.split(train_key, config.num_updates)
+    curve = jnp.full(config.num_updates, jnp.nan)
+    goal = jnp.inf if config.stop_at is None else config.stop_at
+
+    def goes_on(carry: tuple[jax.Array, State, jax.Array]) -> jax.Array:
+        number, _, curve = carry  # a return that is not known yet is not high enough
+        return (number < config.num_updates) & ~(curve[jnp.maximum(number - 1, 0)] >= goal)
+
+    def go_on(carry: tuple[jax.Array, State, jax.Array]) -> tuple[jax.Array, State, jax.Array]:
+        number, state, curve = carry
+        state, mean_return = update(agent, report, state, keys[number])
+        return number + 1, state, curve.at[number].set(mean_return)
+
+    number, state, curve = jax.lax.while_loop(goes_on, go_on, (jnp.int32(0), state, curve))
+    return state, curve, number
 
 
 class Result(NamedTuple):
@@ -364,29 +379,30 @@ class Result(NamedTuple):
     num_episodes: int  # at most 100
     env_steps: int
     seconds: float  # compilation included
-    curve: NDArray[np.float32]  # [num_updates], the mean return after each update
+    curve: NDArray[np.float32]  # [updates that were made], the mean return after each
 
 
 def run(config: Config) -> Result:
     """Starts the envs, trains, and closes them."""
-    env_steps = config.num_updates * config.steps_per_update
+    total = config.num_updates * config.steps_per_update
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         agent = make_agent(config, envs)
-        bar = tqdm(total=env_steps, desc=config.env, unit=" steps", unit_scale=True)
+        bar = tqdm(total=total, desc=config.env, unit=" steps", unit_scale=True)
 
         def report(mean_return: Any) -> None:
             # The compiled program waits for this, so it must not call jax; NumPy is safe.
             bar.set_postfix_str(f"mean return {np.asarray(mean_return).item():.1f}", refresh=False)
             bar.update(config.steps_per_update)
 
-        program: Callable[..., tuple[State, jax.Array]] = jax.jit(partial(train, agent, report))
+        program: Callable[..., tuple[State, jax.Array, jax.Array]] = jax.jit(partial(train, agent, report))
         start = time.perf_counter()
         with bar:
             handle, timestep = jaxvec.reset(envs, seed=config.seed)
-            state, curve = program(handle, timestep.obs, jax.random.key(config.seed))
-            recent, curve = np.asarray(state.recent), np.asarray(curve)  # waits for the program
+            state, curve, number = program(handle, timestep.obs, jax.random.key(config.seed))
+            recent, curve = np.asarray(state.recent), np.asarray(curve)[:number]  # waits for the program
             jax.effects_barrier()  # waits for the last report
         seconds = time.perf_counter() - start
+    env_steps = curve.size * config.steps_per_update
     return Result(float(curve[-1]), int(np.isfinite(recent).sum()), env_steps, seconds, curve)
 
 
@@ -404,7 +420,7 @@ def plot(config: Config, result: Result, path: str) -> None:
     """Saves a picture of the learning curve."""
     figure = Figure(figsize=(7, 4), layout="constrained")  # draws with Agg; pyplot might open a window
     axes = figure.subplots()
-    axes.plot(np.arange(1, config.num_updates + 1) * config.steps_per_update, result.curve)
+    axes.plot(np.arange(1, result.curve.size + 1) * config.steps_per_update, result.curve)
     axes.set(title=f"PPO on {config.env}", xlabel="env steps", ylabel="mean return of the last 100 episodes")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

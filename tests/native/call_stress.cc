@@ -95,7 +95,7 @@ struct Setup {
   Parent parent = {board, sockets.data(), 0, {0}, {0}, {0}};
   Buffer action{kU32, {kSlots}}, nothing{kF32, {kSlots, 0}}, small{kU32, {kSlots}}, big{kU32, {kSlots, kBig}};
   std::vector<uint8_t> nonzero = std::vector<uint8_t>(kSlots), in_flight = nonzero, needs_reset = nonzero;
-  std::vector<uint32_t> counts = std::vector<uint32_t>(kSlots);
+  std::vector<uint32_t> generation = std::vector<uint32_t>(kSlots);
   std::vector<std::atomic<bool>> released = std::vector<std::atomic<bool>>(kSlots);
   std::vector<int64_t> stops = {2, 4, 6}, sent = std::vector<int64_t>(kSlots), due = sent;
   uint32_t num_sent = 0;
@@ -113,7 +113,7 @@ struct Setup {
     plan.step_ns = 5'000'000'000;
     plan.parent = &parent;
     plan.stops = stops.data();
-    plan.counts = counts.data();
+    plan.generation = generation.data();
     plan.actions = actions;
     plan.results = results;
     plan.num_actions = 2;
@@ -131,7 +131,7 @@ struct Setup {
 
   ~Setup() {
     withdraw(1);
-    for (uint32_t w = 0; w < kWorkers; ++w) knock(parent, w);
+    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(parent, w);
     for (std::thread& worker : workers) worker.join();
   }
 
@@ -160,7 +160,7 @@ struct Setup {
                        {{kU32, {rows, 3}}, {kU32, {rows}}, {kF32, {rows, 0}}},
                        {{kU32, {rows, 3}}, {kU32, {rows}}, {kU32, {rows, kBig}}, {kF32, {rows, 0}}}};
     for (int64_t i = 0; i < rows; ++i) {
-      request.token()[i] = {1, envs[i], counts[envs[i]]};
+      request.token()[i] = {1, envs[i], generation[envs[i]]};
       request.operands[1].as<uint32_t>()[i] = value + 2 * uint32_t(i);
     }
     return request;
@@ -183,7 +183,7 @@ struct Setup {
     Request request = {kRecv,
                        {{kU32, {kSlots, 3}}},
                        {{kU32, {kSlots, 3}}, {kU32, {kBatch}}, {kU32, {kBatch, kBig}}, {kF32, {kBatch, 0}}}};
-    for (uint32_t slot = 0; slot < kSlots; ++slot) request.token()[slot] = {1, slot, counts[slot]};
+    for (uint32_t slot = 0; slot < kSlots; ++slot) request.token()[slot] = {1, slot, generation[slot]};
     return request;
   }
 };
@@ -215,7 +215,7 @@ void answer(Call* call) {
   while (outcome != kDone && outcome != kTimeout);
   check(outcome == kDone, "a step that did not end");
   for (uint32_t i = 0; i < count; ++i) {
-    static_cast<TokenRow*>(call->results[0].data)[i] = {1, token[i].env, asked->counts[token[i].env]};
+    static_cast<TokenRow*>(call->results[0].data)[i] = {1, token[i].env, asked->generation[token[i].env]};
     static_cast<uint32_t*>(call->results[1].data)[i] = asked->small.as<uint32_t>()[slots[i]];
     std::memcpy(static_cast<uint32_t*>(call->results[2].data) + i * kBig,
                 asked->big.as<uint32_t>() + slots[i] * kBig, kBig * sizeof(uint32_t));
@@ -272,7 +272,7 @@ const std::vector<Spoiler> kSpoilers = {
     {"an env too many", [](Request& r) { r.token()[1].env = kSlots; }},
     {"an env that is far off", [](Request& r) { r.token()[1].env = 0xffffffff; }},
     {"an env twice", [](Request& r) { r.token()[1] = r.token()[0]; }},
-    {"a stale handle", [](Request& r) { --r.token()[1].count; }},
+    {"a stale handle", [](Request& r) { --r.token()[1].generation; }},
     {"another specification", [](Request& r) { ++r.fingerprint; }},
     {"a reset", [](Request& r) { r.verb = kReset; }},
     {"a verb that is not there", [](Request& r) { r.verb = 99; }},
@@ -311,15 +311,17 @@ const std::vector<Spoiler> kSpoilersOfIds = {
 };
 
 void expect_refusals(Setup& setup, const Request& good, const std::vector<Spoiler>& spoilers, void* stream) {
-  const auto counts = setup.counts;
+  const auto generation = setup.generation;
   const auto in_flight = setup.in_flight;
-  const int64_t tickets = setup.parent.tickets;
+  const int64_t request_number = setup.parent.request_number;
   for (const auto& [what, spoil] : spoilers) {
     Request request = good;
     spoil(request);
     check(request.call(stream) == "refused", what);
     synchronize(stream);
-    check(setup.counts == counts && setup.in_flight == in_flight && setup.parent.tickets == tickets, what);
+    check(setup.generation == generation && setup.in_flight == in_flight &&
+              setup.parent.request_number == request_number,
+          what);
   }
 }
 
@@ -428,7 +430,7 @@ void all_at_once(Setup& setup) {
     kill(getpid(), SIGINT);
     while (running > 0 && told == before) std::this_thread::yield();
     // As Python's own verbs, which hold no handle.
-    if (setup.pool->enter(true, 1'000'000)) setup.pool->settle();
+    if (setup.pool->enter(true, 1'000'000)) setup.pool->wait_for_copies();
     setup.pool->leave();
   }
   for (std::thread& program : programs) program.join();

@@ -27,7 +27,7 @@ void work(Board board, uint32_t index, std::vector<uint32_t>& rows, const uint32
     uint32_t operation, count;
     take(worker, &operation, slots.data(), &count);
     if (count == 0) {
-      check(stop == kStop, "a knock without a message");
+      check(stop == kStop, "a notice without a message");
       return;
     }
     uint32_t done = 0;
@@ -76,7 +76,7 @@ void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, uint32_
       check(outcome == kDone, "a wait that did not end");
       std::vector<int64_t> left;
       for (const int64_t slot : sent) {
-        if (words.done[slot].load(std::memory_order_acquire) == words.asked[slot].load()) {
+        if (words.completed[slot].load(std::memory_order_acquire) == words.requested[slot].load()) {
           check(rows[slot] == expected[slot], "a row that is not its worker's answer");
         } else {
           left.push_back(slot);
@@ -108,14 +108,14 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   }
   for (std::thread& owner : owners) owner.join();
   stop = kStop;
-  for (uint32_t w = 0; w < num_workers; ++w) knock(parent, w);
+  for (uint32_t w = 0; w < num_workers; ++w) notify_worker(parent, w);
   for (std::thread& thread : threads) thread.join();
 
   const int64_t slot = 0;
-  words.asked[0] += 1;
-  ring(parent.board);
-  check(wait(parent, &slot, 1, 1, 0) == kLookAround, "an alarm that was not heard");
-  note_alarms(parent);
+  words.requested[0] += 1;
+  notify_parent(parent.board);
+  check(wait(parent, &slot, 1, 1, 0) == kLookAround, "a notice that was not seen");
+  mark_notices_seen(parent);
   check(wait(parent, &slot, 1, 1, 1'000'000) == kTimeout, "a wait for nothing");
 }
 

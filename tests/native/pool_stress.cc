@@ -1,7 +1,7 @@
 // Drives a pool from many programs at once, for sanitizers to watch.
 //
 // Threads stand in for compiled programs, which step whenever the handle they hold is fresh; for
-// Python, which steps and closes the pool from inside the gate, and ends what programs hand over; and
+// Python, which steps and closes the pool while it has the lock, and ends what programs hand over; and
 // for workers, some of whose envs are slow. Every answer is checked to be that of its own step.
 #include <algorithm>
 #include <atomic>
@@ -75,9 +75,9 @@ void work(Board board, uint32_t index, Rows& rows) {
 struct Shared {
   Parent parent;
   Rows rows;
-  std::vector<uint32_t> counts;
+  std::vector<uint32_t> generation;
   std::vector<std::atomic<uint32_t>>
-      handles;  // the counts of the latest, which are out once a step has ended
+      handles;  // the generations of the latest, which are out once a step has ended
   std::shared_ptr<Pool> pool;
   std::atomic<uint32_t> steps{0}, by_programs{0}, handed_over{0}, refused{0};
 
@@ -91,7 +91,7 @@ struct Shared {
   bool tried() const { return by_programs > 0 && handed_over > 0 && refused > 0; }
 };
 
-// Waits as Python does for a step that was sent; the thread is in flight, or alone inside.
+// Waits as Python does for a step that was sent; the thread has the lock, shared or exclusive.
 void end_step(Shared& shared, const std::vector<int64_t>& slots) {
   const auto count = uint32_t(slots.size());
   Outcome outcome;
@@ -131,18 +131,18 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
         ++shared.handed_over;
         end_step(shared, slots);
         for (int64_t i = 0; i < count; ++i) result[i] = shared.rows.result[slots[i]];
-        for (const int64_t slot : slots) shared.renew(slot, shared.counts[slot]);
-        pool->land();
-        pool->land();  // does nothing
+        for (const int64_t slot : slots) shared.renew(slot, shared.generation[slot]);
+        pool->release_shared();
+        pool->release_shared();  // does nothing
         break;
       case Status::kDone:
         if (step % 3 != 0) std::this_thread::yield();
         target.copies->wait();  // the token comes after the rows
         for (int64_t i = 0; i < count; ++i) {
           check(next_token[i].pool == 1 && next_token[i].env == token[i].env &&
-                    next_token[i].count == token[i].count + 1,
+                    next_token[i].generation == token[i].generation + 1,
                 "a token that is not the next");
-          shared.renew(slots[i], next_token[i].count);
+          shared.renew(slots[i], next_token[i].generation);
         }
         break;
       default:
@@ -167,10 +167,10 @@ void run_host(Shared& shared, uint32_t steps) {
     }
     while (!pool.enter(true, 1'000'000)) {
     }
-    pool.settle();  // no handle says that all rows were read
+    pool.wait_for_copies();  // no handle says that all rows were read
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
       shared.rows.action[slot] = step;
-      ++shared.counts[slot];
+      ++shared.generation[slot];
     }
     for (uint32_t worker = 0; worker < kWorkers; ++worker) {
       send(shared.parent, worker, kStep, &slots[2 * worker], 2);
@@ -178,7 +178,7 @@ void run_host(Shared& shared, uint32_t steps) {
     end_step(shared, slots);
     shared.steps += kSlots;
     check(shared.rows.result[5] == 2 * step, "an answer to another step");
-    for (const int64_t slot : slots) shared.renew(slot, shared.counts[slot]);
+    for (const int64_t slot : slots) shared.renew(slot, shared.generation[slot]);
     pool.leave();
     pool.leave();  // does nothing
   }
@@ -217,7 +217,7 @@ struct Setup {
     plan.step_ns = 5'000'000'000;
     plan.parent = &shared.parent;
     plan.stops = stops.data();
-    plan.counts = shared.counts.data();
+    plan.generation = shared.generation.data();
     plan.actions = &action;
     plan.results = &result;
     plan.num_actions = plan.num_results = 1;
@@ -233,7 +233,7 @@ struct Setup {
   }
 
   ~Setup() {
-    for (uint32_t w = 0; w < kWorkers; ++w) knock(shared.parent, w);
+    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(shared.parent, w);
     for (std::thread& worker : workers) worker.join();
   }
 };
@@ -252,7 +252,7 @@ void steps() {
   for (std::thread& program : programs) program.join();
   uint32_t taken = 0;
   for (uint32_t slot = 0; slot < kSlots; ++slot) {
-    check(shared.rows.steps[slot] == shared.counts[slot], "a step lost or repeated");
+    check(shared.rows.steps[slot] == shared.generation[slot], "a step lost or repeated");
     taken += shared.rows.steps[slot];
   }
   check(taken == shared.steps, "a step lost or repeated");
@@ -274,7 +274,7 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
   std::vector<TokenRow> token(kSlots), next_token(kSlots);
   for (uint32_t slot = 0; slot < kSlots; ++slot) token[slot] = {1, slot, 0};
   std::vector<uint32_t> result(batch_size), expected(kSlots), order;
-  std::vector<int32_t> landed = {0, 1, 2, 3, 4, 5};
+  std::vector<int32_t> received = {0, 1, 2, 3, 4, 5};
   std::mt19937 random(batch_size);
   const auto move = [&](Verb verb, std::vector<Array> operands, std::vector<Array> results) {
     operands.insert(operands.begin(), {token.data(), token_dims, 2, kU32, nullptr});
@@ -288,10 +288,10 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
     token = next_token;
   };
   for (uint32_t turn = 1; turn < 3000; ++turn) {
-    if (!landed.empty() && (random() % 2 == 0 || order.size() < batch_size)) {
-      std::shuffle(landed.begin(), landed.end(), random);
-      std::vector<int32_t> ids(landed.begin(), landed.begin() + 1 + random() % landed.size());
-      landed.erase(landed.begin(), landed.begin() + int64_t(ids.size()));
+    if (!received.empty() && (random() % 2 == 0 || order.size() < batch_size)) {
+      std::shuffle(received.begin(), received.end(), random);
+      std::vector<int32_t> ids(received.begin(), received.begin() + 1 + random() % received.size());
+      received.erase(received.begin(), received.begin() + int64_t(ids.size()));
       std::vector<uint32_t> action;
       for (const int32_t id : ids) {
         action.push_back(turn * 10 + uint32_t(id));
@@ -309,7 +309,7 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
           std::find_if(order.begin(), order.end(), [&](uint32_t id) { return expected[id] == value; });
       check(who != order.end(), "an env that is not in flight, or an answer to another step");
       check(!in_order || who == order.begin() || batch_size == kSlots, "out of order");
-      landed.push_back(int32_t(*who));
+      received.push_back(int32_t(*who));
       order.erase(who);
     }
   }

@@ -10,33 +10,33 @@
 namespace jaxvec {
 
 struct Words {
-  std::vector<std::atomic<int64_t>> asked, done, done_at;
-  std::vector<Line> bell, knocks, asleep, single;
+  std::vector<std::atomic<int64_t>> requested, completed, completed_at;
+  std::vector<Line> doorbell, notices, asleep, single;
 
   Words(uint32_t slots, uint32_t workers)
-      : asked(slots),
-        done(slots),
-        done_at(slots),
-        bell(workers),
-        knocks(workers),
+      : requested(slots),
+        completed(slots),
+        completed_at(slots),
+        doorbell(workers),
+        notices(workers),
         asleep(workers),
         single(3) {}
 
   // `start` is where the counter of finished slots begins: it may wrap.
   Board board(uint32_t spin_ns, uint32_t start) {
-    for (auto* lines : {&bell, &knocks, &asleep, &single}) {
+    for (auto* lines : {&doorbell, &notices, &asleep, &single}) {
       for (Line& line : *lines) line.word = 0;
     }
     single[0].word = single[1].word = start;
-    return {uint32_t(asked.size()),
-            uint32_t(bell.size()),
+    return {uint32_t(requested.size()),
+            uint32_t(doorbell.size()),
             spin_ns,
             50'000'000,
-            asked.data(),
-            done.data(),
-            done_at.data(),
-            bell.data(),
-            knocks.data(),
+            requested.data(),
+            completed.data(),
+            completed_at.data(),
+            doorbell.data(),
+            notices.data(),
             asleep.data(),
             &single[0],
             &single[1],

@@ -34,7 +34,7 @@ from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 
-_WHOLE = 0.2  # seconds for a request, after which what is done of it is sent
+_WHOLE = 0.2  # seconds for a request, after which what is completed of it is sent
 
 
 class _Interrupted(Exception):
@@ -43,7 +43,7 @@ class _Interrupted(Exception):
 
 @dataclass
 class _WorkerSlot:
-    """A worker's worker_slot. Its channel keeps its descriptor, whichever process is at the other end."""
+    """A worker's place. Its channel keeps its descriptor, whichever process is at the other end."""
 
     channel: Channel
     dead_socket: socket.socket | None  # the other end, while there is no process
@@ -62,7 +62,7 @@ class ActorHost:
         """Makes room for these workers."""
         self._workers = workers
         self._launcher = LocalLauncher(method)
-        self._worker_slots = {worker: _WorkerSlot(*_channel.nobody()) for worker in workers}
+        self._worker_slots = {worker: _WorkerSlot(*_channel.dead_socket()) for worker in workers}
         self._lock = threading.Lock()
         self._wake_writer, reader = _channel.pair()  # wakes `run`
         self._wake_reader = _channel.adopt(reader)
@@ -100,7 +100,7 @@ class ActorHost:
 
         Args:
             worker: whom to tell.
-            incarnation: which process in its worker_slot.
+            incarnation: which of the processes in its place.
             message: of the pool's supervisor.
             inherited: with `Attach`, what a worker left that was in another actor.
         """
@@ -108,14 +108,14 @@ class ActorHost:
         if worker_slot.incarnation != incarnation:
             return
         if isinstance(message, Setup):
-            self._envs_per_instance = message.kind.size or 1
+            self._envs_per_instance = message.slice_config.size or 1
             message = replace(message, sys_path=list(sys.path), python_path=os.environ.get("PYTHONPATH"))
         descriptors: list[int] = []
         if isinstance(message, Attach):
             message = self._attach(message, inherited)
             descriptors = [self._segment]
         elif self._arrays is not None:
-            self._handoff.knock(worker)  # first: a long message needs its reader
+            self._handoff.notify_worker(worker)  # first: a long message needs its reader
         if message is None:
             worker_slot.channel.shut()
             return
@@ -125,7 +125,7 @@ class ActorHost:
     def move(self, verb: Verb, request: Payload) -> None:
         """Hands slots to their workers."""
         slots = self._wire.requests[verb].unpack(request)
-        self._handoff.pass_on(self._asked, slots)  # first: until then they look as if they were done
+        self._handoff.pass_on(self._requested, slots)  # first: until then they look as if they were completed
         with self._lock:
             self._requests.append(slots)
         self._wake_run()
@@ -169,17 +169,17 @@ class ActorHost:
         if self._arrays is None or not requests:
             self._look(None)
             return
-        done = [self._done(slots) for slots in requests]
-        if any(map(self._is_due, done)):
+        completed = [self._are_completed(slots) for slots in requests]
+        if any(map(self._is_due, completed)):
             return
-        missing = np.concatenate(requests)[~np.concatenate(done)]
-        # Who waits for one request is woken once; among several, each may be the first to be done.
+        missing = np.concatenate(requests)[~np.concatenate(completed)]
+        # Who waits for one request is woken once; among several, each may be the first to be completed.
         count = missing.size if len(requests) == 1 and not self._first_ready else 1
         deadline = time.monotonic() + _WHOLE
         while not self._handoff.wait(missing, count, time_left(deadline)):
             with self._handoff.listening(missing, count, time_left(deadline)) as seconds:
                 self._look(seconds)
-            if time_left(deadline) <= 0 and not self._handoff.is_done(missing, count):
+            if time_left(deadline) <= 0 and not self._handoff.enough_completed(missing, count):
                 raise TimeoutError
 
     def _look(self, seconds: float | None) -> None:
@@ -211,10 +211,10 @@ class ActorHost:
         left: list[NDArray[np.int64]] = []
         with self._lock:
             for slots in self._requests:
-                done = self._done(slots)
-                if partly or self._is_due(done):
-                    out.append(slots[done])
-                    slots = slots[~done]
+                completed = self._are_completed(slots)
+                if partly or self._is_due(completed):
+                    out.append(slots[completed])
+                    slots = slots[~completed]
                 if slots.size:
                     left.append(slots)
             self._requests = left
@@ -222,12 +222,12 @@ class ActorHost:
         instances = np.unique(np.concatenate(out) // self._envs_per_instance)
         return (instances[:, None] * self._envs_per_instance + np.arange(self._envs_per_instance)).ravel()
 
-    def _done(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return self._marks.done[slots] == self._marks.asked[slots]
+    def _are_completed(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self._marks.completed[slots] == self._marks.requested[slots]
 
-    def _is_due(self, done: NDArray[np.bool_]) -> bool:
+    def _is_due(self, completed: NDArray[np.bool_]) -> bool:
         """Says whether slots of a request should go out; somebody may wait for any of a first-ready pool."""
-        return bool(done.any() if self._first_ready else done.all())
+        return bool(completed.any() if self._first_ready else completed.all())
 
     # --- both threads' -----------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class ActorHost:
         """Makes `run` look around."""
         self._wake_writer.wake()
         if self._arrays is not None:
-            self._handoff.stir()
+            self._handoff.notify_parent()
 
     def _vacate(self, worker: int) -> None:
         """Notes that the process in a worker's place has ended; under the lock."""
@@ -243,7 +243,7 @@ class ActorHost:
         assert worker_slot.process is not None
         end = ProcessEnd(*worker_slot.process.ending())
         self._messages.append(WorkerMessage(worker, worker_slot.incarnation, end))
-        channel, worker_slot.dead_socket = _channel.nobody()
+        channel, worker_slot.dead_socket = _channel.dead_socket()
         worker_slot.channel.replace(channel)
         worker_slot.process = None
 
@@ -254,12 +254,12 @@ class ActorHost:
             self._segment = _segment.create(attach.layout, sparse=True)
             arrays = _segment.attach(self._segment, attach.layout)
             self._marks = Marks.of(arrays)
-            self._asked = np.zeros_like(self._marks.asked)  # what the pool asked for, to be passed on
+            self._requested = np.zeros_like(self._marks.requested)  # what the pool asked for, to be passed on
             self._wire = WireFormat(
-                attach.spec, arrays, self._workers, asked=self._asked, answered=self._marks.done
+                attach.spec, arrays, self._workers, requested=self._requested, answered=self._marks.completed
             )
             self._first_ready = attach.spec.first_ready
-            elsewhere, self._elsewhere = _channel.nobody()
+            elsewhere, self._elsewhere = _channel.dead_socket()
             channels = [elsewhere] * len(attach.layout.slices)
             for worker, worker_slot in self._worker_slots.items():
                 channels[worker] = worker_slot.channel
@@ -269,8 +269,8 @@ class ActorHost:
             self._arrays = arrays
         if inherited is not None:
             slots = self._wire.inheritance(attach.worker).unpack(inherited)
-            self._marks.asked[slots] = self._marks.done[slots]
+            self._marks.requested[slots] = self._marks.completed[slots]
         replaces = attach.replaces
         if replaces is not None:
-            replaces = replace(replaces, knocks=int(self._marks.knocks[attach.worker, 0]))
+            replaces = replace(replaces, notices=int(self._marks.worker_notices[attach.worker, 0]))
         return replace(attach, handoff=kind, spin_ns=0, replaces=replaces)

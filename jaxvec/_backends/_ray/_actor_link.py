@@ -20,6 +20,7 @@ from typing import Any
 from jaxvec._backends._messages import Attach, Reply
 from jaxvec._backends._ray import _nodes
 from jaxvec._backends._ray._nodes import ActorLostError
+from jaxvec._backends._ray._placement import Placement
 from jaxvec._backends._ray._shipper import Shipper
 from jaxvec._backends._ray._wire_format import HostFailure, Payload, ProcessEnd, WorkerMessage
 from jaxvec._backends._start_method import StartMethod
@@ -27,6 +28,7 @@ from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
 from jaxvec._slices._failures import Report
 
+_EVERY = 1.0  # seconds between looks whether an actor can still find a place
 _ACKNOWLEDGED = 3.0  # seconds within which an actor has to end one of its processes, or is lost
 
 
@@ -93,6 +95,7 @@ class ActorLink:
         ray: Any,
         make_actor: Callable[[], Any],
         *,
+        placement: Placement,
         workers: range,
         method: StartMethod,
         predecessor: ActorLink | None,
@@ -102,6 +105,7 @@ class ActorLink:
         Args:
             ray: the module.
             make_actor: starts the actor.
+            placement: where it is put.
             workers: that it has room for.
             method: how the actor starts them.
             predecessor: whose place this one takes, and which is lost.
@@ -111,6 +115,7 @@ class ActorLink:
         self.ahead = 0
         self._ray = ray
         self._make_actor = make_actor
+        self._placement = placement
         self._workers = workers
         self._method = method
         self._predecessor = predecessor
@@ -211,14 +216,23 @@ class ActorLink:
                 self._kill()
                 raise ActorLostError("was ended")
             try:  # retried: until Ray knows that it is dead, it says "unavailable", and misses no node
-                said = self._ray.get(self._actor.identify.options(max_task_retries=-1).remote())
+                said = self._wait_for(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
                 if self.lost or not _nodes.dead_nodes(self._ray) - dead:
                     raise
             else:
                 break
         self.node = said["node"]
-        _nodes.require_alike(said)
+        _nodes.check_alike(said)
+
+    def _wait_for(self, answer: Any) -> Any:
+        """Waits for the first answer of the actor, as long as it can come."""
+        while not self._ray.wait([answer], timeout=_EVERY)[0]:
+            if self.lost:
+                raise ActorLostError("was ended")
+            if why := self._placement.lost():
+                raise ActorLostError(f"was not started: {why}")
+        return self._ray.get(answer)
 
     def _relay_all(self) -> None:
         poll = select.poll()
@@ -294,7 +308,7 @@ class ActorLink:
         with suppress(EOFError, OSError):  # the supervisor has done with it
             remote.channel.send(message)
         if isinstance(message, Report) and self._shipper is not None:
-            self._shipper.alarm(remote.worker)
+            self._shipper.notify_parent(remote.worker)
 
     # --- all threads' ------------------------------------------------------------------------------
 

@@ -12,41 +12,67 @@ import importlib.metadata
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from jaxvec._backends._launcher import Slices
+from jaxvec._backends._ray import _nodes, _placement, _runtime_env
 from jaxvec._backends._ray._actor_link import ActorLink, RemoteWorker
 from jaxvec._backends._ray._nodes import HeadMonitor
+from jaxvec._backends._ray._placement import Placement
 from jaxvec._backends._start_method import StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
 from jaxvec._ray import Ray
 
+_REACHED = 10.0  # seconds for the head's machine to answer
 _EXTRA = 'pip install "jaxvec[ray]"'
 
+_shipped: dict[str, dict[str, Any]] = {}  # the directories that Ray took when we connected; by connection
 
-def connect(options: Ray) -> RayCluster:
+
+def connect(options: Ray, timeout: float | None) -> RayCluster:
     """Connects this process to a cluster, unless it is; may start one on this machine, which ends with us.
+
+    Args:
+        options: of the user.
+        timeout: seconds within which its head has to answer; a few, if it is `None` or many.
 
     Raises:
         ImportError: Ray is not installed; names the extra.
         ConnectionError: there is no cluster at the address.
-        ValueError: this process is connected to another cluster.
+        ValueError: this process is connected to another cluster, or was when there was nothing to ship; or
+            `runtime_env` can't be.
+        TypeError: `runtime_env` can't be.
     """
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(f'backend="ray" needs Ray: {_EXTRA}') from error
+    runtime_env = options.runtime_env or {}
+    if runtime_env:
+        _runtime_env.check(runtime_env)
+    directories, _ = _runtime_env.split(runtime_env)
     if not ray.is_initialized():
-        ray.init(address=options.address)
+        address = options.address or os.environ.get("RAY_ADDRESS", "")
+        _nodes.check_reachable(address, _REACHED if timeout is None else min(timeout, _REACHED))
+        ray.init(address=options.address, runtime_env=dict(directories) or None)  # Ray changes it
+        _shipped[_connection(ray)] = directories
     elif options.address not in (None, "auto", "local", ray.get_runtime_context().gcs_address):
         raise ValueError(
             f"address is {options.address!r}, but this process is connected to the Ray cluster at "
             f"{ray.get_runtime_context().gcs_address}; leave it out, or call ray.shutdown() before"
         )
+    elif directories and directories != _shipped.get(_connection(ray)):
+        raise ValueError(
+            f"runtime_env: Ray ships {' and '.join(directories)} when a process connects to a cluster, and "
+            "this one was connected already; give that to ray.init(runtime_env=...), and leave it out here"
+        )
     return RayCluster(ray, options)
+
+
+def _connection(ray: Any) -> str:
+    return ray.get_runtime_context().get_worker_id()
 
 
 def describe() -> str:
@@ -74,51 +100,32 @@ class RayCluster:
 
     def num_workers(self, num_envs: int) -> int:
         """Returns how many workers there is room for now, at least one and at most one for each env."""
-        free = self._ray.available_resources()  # of all nodes together
-        actor, worker = self._options.of_actor(), self._options.of_actor(1)
-        if not any(worker.values()):
+        if not any(self._options.of_actor(1).values()):
             return num_envs
-        actors = min(_room(free, actor), sum(_room(node, actor) for node in self._nodes()))
-        workers = actors * self._options.workers_per_actor if actors else _room(free, worker)
-        return max(1, min(num_envs, workers))
+        rooms = _placement.of_own_group(self._ray), _placement.of_cluster(self._ray)
+        workers = next((count for room in rooms if room and (count := room.num_workers(self._options))), 1)
+        return min(num_envs, workers)
 
     def launcher(self, num_workers: int, method: StartMethod) -> RayLauncher:
         """Reserves what the actors of `num_workers` workers need, and returns what starts them.
 
         Raises:
-            ValueError: no node of the cluster has what one actor wants.
+            ValueError: no node of the cluster has what one actor wants, or Ray can't count that.
             TimeoutError: the placement group could not be placed in time.
         """
         size = self._options.workers_per_actor
         counts = [min(size, num_workers - first) for first in range(0, num_workers, size)]
+        for count in {*counts}:  # the last actor may have fewer
+            self._options.check(count)
         resources = self._options.of_actor(counts[0])
-        nodes = self._nodes()
-        if not any(all(node.get(name, 0) >= amount for name, amount in resources.items()) for node in nodes):
-            has = "; ".join(str({name: node.get(name, 0) for name in resources}) for node in nodes)
+        cluster = _placement.of_cluster(self._ray)
+        if not cluster.has_place(resources):
+            has = "; ".join(str({name: node.get(name, 0) for name in resources}) for node in cluster.places)
             raise ValueError(
                 f"resources_per_worker: no node of the Ray cluster has {resources}; its nodes have {has}"
             )
-        group = None
-        if self._options.placement_strategy is not None:
-            group = self._reserve([self._options.of_actor(count) for count in counts], method.timeout)
-        return RayLauncher(self._ray, self._options, num_workers, method, group)
-
-    def _nodes(self) -> list[dict[str, float]]:
-        """Returns what each node has, free or not."""
-        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-
-    def _reserve(self, bundles: list[dict[str, float]], timeout: float | None) -> Any:
-        groups = importlib.import_module("ray.util.placement_group")
-        strategy = self._options.placement_strategy
-        group = groups.placement_group(bundles, strategy=strategy)
-        if not group.wait(timeout_seconds=1e9 if timeout is None else timeout):
-            groups.remove_placement_group(group)
-            raise TimeoutError(
-                f"the Ray cluster has no room for {len(bundles)} actors of {bundles[0]} with "
-                f"placement_strategy={strategy!r}: none was found within start_timeout, {timeout} s; free "
-                f"are {self._ray.available_resources()}"
-            )
-        return group
+        placement = Placement(self._ray, self._options, counts, method.timeout)
+        return RayLauncher(self._ray, self._options, num_workers, method, placement)
 
 
 class RayLauncher:
@@ -132,7 +139,7 @@ class RayLauncher:
         options: Ray,
         num_workers: int,
         method: StartMethod,
-        group: Any | None,
+        placement: Placement,
     ) -> None:
         """Prepares to start workers.
 
@@ -141,25 +148,25 @@ class RayLauncher:
             options: of the user.
             num_workers: of the pool.
             method: how the actors start them.
-            group: the placement group, if there is one, with a bundle for each actor.
+            placement: where the actors are put.
         """
         self._ray = ray
         self._options = options
         self._num_workers = num_workers
         self._method = method
-        self._group = group
+        self._placement = placement
         self._links: dict[int, ActorLink] = {}  # by actor; the latest
         self._incarnations: Counter[int] = Counter()  # of each worker
         self._head = HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
 
-    def shares(self, slices: Slices) -> Slices:
-        # The first worker of each actor has the bell for all.
-        shares: list[tuple[int, int]] = []
+    def partition(self, slices: Slices) -> Slices:
+        # The first worker's doorbell is rung for all of an actor.
+        parts: list[tuple[int, int]] = []
         for worker in range(len(slices)):
             members = self._members(worker)
             stop = slices[members[-1]][1]
-            shares.append((slices[worker][0] if worker == members[0] else stop, stop))
-        return tuple(shares)
+            parts.append((slices[worker][0] if worker == members[0] else stop, stop))
+        return tuple(parts)
 
     def launch(self, worker: int) -> tuple[RemoteWorker, Channel]:
         if self._head.lost:
@@ -167,9 +174,12 @@ class RayLauncher:
         members = self._members(worker)
         link = self._links.get(members[0])
         if link is None or link.lost:
+            if link is not None and (why := self._placement.lost()):
+                raise ConnectionError(why)
             link = self._links[members[0]] = ActorLink(
                 self._ray,
                 partial(self._start_actor, members),
+                placement=self._placement,
                 workers=members,
                 method=self._method,
                 predecessor=link,
@@ -183,9 +193,8 @@ class RayLauncher:
         for link in self._links.values():
             link.close(timeout=1)
         self._links.clear()
-        group, self._group = self._group, None
-        if group is not None and self._ray.is_initialized() and not self._head.lost:
-            importlib.import_module("ray.util.placement_group").remove_placement_group(group)
+        if not self._head.lost:
+            self._placement.close()
 
     def _members(self, worker: int) -> range:
         """Returns the workers that live in the same actor."""
@@ -200,26 +209,17 @@ class RayLauncher:
             "num_gpus": resources.pop("GPU", 0),
             "memory": resources.pop("memory", None),
             "resources": resources,
-            "runtime_env": dict(self._options.runtime_env or {}),
+            "runtime_env": _runtime_env.split(self._options.runtime_env or {})[1],
             "max_restarts": 0,  # who takes its place has to be told of the envs
             "max_task_retries": 0,  # no step may be taken twice
             "concurrency_groups": {"stream": 1},
+            "scheduling_strategy": self._placement.strategy(workers[0] // self._options.workers_per_actor),
         }
-        if self._group is not None:
-            strategies = importlib.import_module("ray.util.scheduling_strategies")
-            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=workers[0] // self._options.workers_per_actor
-            )
         return self._ray.remote(**options)(_actor_class()).remote()
 
     def _lose(self, why: str) -> None:
         for link in list(self._links.values()):
             link.lose(why, reachable=False)
-
-
-def _room(have: Mapping[str, float], wanted: Mapping[str, float]) -> int:
-    """Returns how many times there is what is wanted, of which something is."""
-    return min(int(have.get(name, 0) // amount) for name, amount in wanted.items() if amount > 0)
 
 
 def _actor_class() -> type:

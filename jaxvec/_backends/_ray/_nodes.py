@@ -62,12 +62,38 @@ class HeadMonitor:
                 return
 
     def _answers(self) -> bool:
-        host, _, port = self._address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_EVERY).close()
+            _connect(self._address, _EVERY)
         except OSError:
             return False
         return True
+
+
+def check_reachable(address: str, timeout: float) -> None:
+    """Checks that somebody listens where a cluster's head should be, for which Ray would wait for minutes.
+
+    Args:
+        address: as `ray.init` takes it; only one with a port is checked.
+        timeout: seconds.
+
+    Raises:
+        ConnectionError: nobody does.
+    """
+    address = address.rpartition("://")[2]
+    if not address.rpartition(":")[2].isdigit():  # such as "auto", for which Ray looks
+        return
+    try:
+        _connect(address, timeout)
+    except OSError as error:
+        raise ConnectionError(
+            f"no Ray cluster can be reached at {address}: {error}; check Ray(address=...) or RAY_ADDRESS, "
+            "and whether a firewall is between"
+        ) from error
+
+
+def _connect(address: str, timeout: float) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout).close()
 
 
 def identity() -> dict[str, str]:
@@ -78,7 +104,7 @@ def identity() -> dict[str, str]:
     }
 
 
-def require_alike(said: Mapping[str, str]) -> None:
+def check_alike(said: Mapping[str, str]) -> None:
     """Checks what an actor's `identify` has said; raises `ActorLostError` if it can't work with us."""
     if "error" in said:
         raise ActorLostError(

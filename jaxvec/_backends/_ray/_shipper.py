@@ -1,7 +1,8 @@
 """Ships slots that the pool asks for to their Ray actor, and writes the rows that come back.
 
-A slot belongs to its worker while `done` differs from `asked`, see `_handoff.py`. To know what is shipped
-already, there is another `done` here, in which that counts as done: so several requests can be on their way.
+A slot belongs to its worker while `completed` differs from `requested`, see `_handoff.py`. To know what is
+shipped already, there is another `completed` here, in which that counts as completed: so several requests can
+be on their way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxvec._backends._messages import Attach
 from jaxvec._backends._ray._wire_format import Payload, WireFormat
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
-from jaxvec._handoff._handoff import Shares, Slots, WorkerHandoff
+from jaxvec._handoff._handoff import Partition, Slots, WorkerHandoff
 from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
 
@@ -27,7 +28,7 @@ from jaxvec._memory._marks import Marks
 class Shipper:
     """The workers' end of the hand-off, for those of one actor.
 
-    A thread of its own ships; one other calls `post` and `alarm`, and one the rest.
+    A thread of its own ships; one other calls `post` and `notify_parent`, and one the rest.
     """
 
     def __init__(
@@ -44,30 +45,30 @@ class Shipper:
         Args:
             attach: the first that a worker is sent.
             segment: its descriptor, which stays the caller's.
-            workers: of the actor; the first one's bell is rung for all.
+            workers: of the actor; the first one's doorbell is rung for all.
             move: has the actor move slots.
             fail: is told what the thread fails of, if it does.
         """
         self._arrays = _segment.attach(segment, attach.layout)
         self._kind = attach.handoff
         self._slices = attach.layout.slices
-        self._shares = Shares(self._slices)
+        self._partition = Partition(self._slices)
         self._move = move
         self._fail = fail
         self._marks = Marks.of(self._arrays)
-        self._answered = np.zeros_like(self._marks.done)  # the requests that rows answer
+        self._answered = np.zeros_like(self._marks.completed)  # the requests that rows answer
         self._wire = WireFormat(
-            attach.spec, self._arrays, workers, asked=self._marks.asked, answered=self._answered
+            attach.spec, self._arrays, workers, requested=self._marks.requested, answered=self._answered
         )
         self._serving = np.zeros(len(self._answered), np.bool_)  # slots whose worker is attached
-        self._shipped = self._marks.done.copy()
+        self._shipped = self._marks.completed.copy()
         self._order = threading.Lock()  # what is packed first goes first
         self._wake_writer, reader = _channel.pair()
         self._wake_reader = _channel.adopt(reader)
-        share = self._slices[workers[0]][0], self._slices[workers[-1]][1]
-        shipped = replace(self._marks, done=self._shipped)
-        self._share, self._to_ship = slice(*share), Slots(shipped)
-        self._taking = self._worker_end(workers[0], share, shipped, self._wake_reader)
+        own = self._slices[workers[0]][0], self._slices[workers[-1]][1]
+        shipped = replace(self._marks, completed=self._shipped)
+        self._own, self._to_ship = slice(*own), Slots(shipped)
+        self._taking = self._worker_end(workers[0], own, shipped, self._wake_reader)
         self._posting: dict[int, WorkerHandoff] = {}  # by worker
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -83,24 +84,24 @@ class Shipper:
             tell: lets the actor know, with what the worker inherits from one that was lost with its actor.
             replaces: whether another has served before.
         """
-        share = self._slices[worker]
-        self._posting[worker] = self._worker_end(worker, share, self._marks, channel)
-        slots = np.arange(*share)
+        own = self._slices[worker]
+        self._posting[worker] = self._worker_end(worker, own, self._marks, channel)
+        slots = np.arange(*own)
         with self._order:
             if self._serving[slots].all():  # the actor has its rows, and what it was asked for
                 tell(None)
                 return
             tell(self._wire.inheritance(worker).pack(slots) if replaces else None)
             self._serving[slots] = True
-            self._shipped[slots] = self._marks.done[slots]
+            self._shipped[slots] = self._marks.completed[slots]
         self._wake_writer.send("look again")
-        self._taking.stir()
+        self._taking.notify_worker()
 
     def ship(self) -> None:
         """Ships what has been asked for by now, lest what a worker is told next be there first."""
         with self._order:
-            while (work := self._to_ship.requested(self._share)) is not None:
-                self._shipped[work.slots] = self._marks.asked[work.slots]
+            while (work := self._to_ship.next_work(self._own)) is not None:
+                self._shipped[work.slots] = self._marks.requested[work.slots]
                 slots = np.sort(work.slots[self._serving[work.slots]])  # `serve` sees to the others
                 if slots.size:
                     self._move(work.verb, self._wire.requests[work.verb].pack(slots))
@@ -112,21 +113,21 @@ class Shipper:
     def post(self, rows: Payload) -> None:
         """Writes rows, and hands those back that answer what was asked."""
         slots = self._wire.results.unpack(rows)
-        asked, done = self._marks.asked[slots], self._marks.done[slots]
-        finished = slots[(self._answered[slots] == asked) & (done != asked)]
-        for worker, part in self._shares.of(finished):
-            with suppress(OSError):  # its socket is closed; the slots are done all the same
+        requested, completed = self._marks.requested[slots], self._marks.completed[slots]
+        finished = slots[(self._answered[slots] == requested) & (completed != requested)]
+        for worker, part in self._partition.of(finished):
+            with suppress(OSError):  # its socket is closed; the slots are completed all the same
                 self._posting[worker].post(part)
 
-    def alarm(self, worker: int) -> None:
+    def notify_parent(self, worker: int) -> None:
         """Makes the pool look at its control sockets at once."""
         if worker in self._posting:
-            self._posting[worker].alarm()
+            self._posting[worker].notify_parent()
 
     def close(self) -> None:
         """Ends the thread."""
         self._wake_writer.break_off()
-        self._taking.stir()
+        self._taking.notify_worker()
         self._thread.join()
         self._wake_writer.close()
         self._wake_reader.close()
@@ -141,9 +142,9 @@ class Shipper:
             self._fail(error)
 
     def _worker_end(
-        self, worker: int, share: tuple[int, int], marks: Marks, channel: Channel
+        self, worker: int, slots: tuple[int, int], marks: Marks, channel: Channel
     ) -> WorkerHandoff:
-        knocks = int(marks.knocks[worker, 0])
+        notices = int(marks.worker_notices[worker, 0])
         return _handoffs.worker_end(
-            self._kind, marks, worker=worker, share=share, channel=channel, spin_ns=0, knocks=knocks
+            self._kind, marks, worker=worker, slots=slots, channel=channel, spin_ns=0, notices=notices
         )

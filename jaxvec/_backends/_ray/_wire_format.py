@@ -52,7 +52,7 @@ class WireFormat:
         arrays: Arrays,
         workers: range,
         *,
-        asked: NDArray[np.int64],
+        requested: NDArray[np.int64],
         answered: NDArray[np.int64],
     ) -> None:
         """Prepares for these arrays.
@@ -61,21 +61,21 @@ class WireFormat:
             spec: of the pool.
             arrays: of the segment at this end.
             workers: of the actor.
-            asked: the request of each slot, `[num_envs]`, which travels to the actor.
+            requested: the request of each slot, `[num_envs]`, which travels to the actor.
             answered: the request that each row answers, `[num_envs]`, which travels back.
         """
         actions = [leaf.path for leaf in spec.action_leaves if not leaf.is_object]
         results = [leaf.path for leaf in spec.timestep_leaves if not leaf.is_object]
         final = [path for path in results if path[:2] == ("info", "final_obs")]
         self._arrays = arrays
-        self._rows = [*results, *((name,) for name in _KEPT_BY_WORKERS), ("done",)]
-        sent = arrays | {("asked",): asked}
+        self._rows = [*results, *((name,) for name in _KEPT_BY_WORKERS), ("completed",)]
+        sent = arrays | {("requested",): requested}
         self.requests = {
-            Verb.STEP: RowPacker(sent, [("asked",), *actions]),
-            Verb.RESET: RowPacker(sent, [("asked",), ("seed",)]),
+            Verb.STEP: RowPacker(sent, [("requested",), *actions]),
+            Verb.RESET: RowPacker(sent, [("requested",), ("seed",)]),
         }
         self.results = RowPacker(
-            arrays | {("done",): answered},
+            arrays | {("completed",): answered},
             self._rows,
             whole=[self._of(workers, name) for name in ("stats", "running")],
             sparse=dict.fromkeys(final, ("info", "_final_obs")),

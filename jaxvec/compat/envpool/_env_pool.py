@@ -184,7 +184,8 @@ class EnvPool(ABC):
         """Returns `(handle, recv, send, step)`, to be used in compiled programs.
 
         `step(handle, action, env_id=None)` and `recv(handle)` return a handle and what `step` returns
-        here, `send(handle, action, env_id=None)` a handle. They are jaxvec's own verbs: they work under
+        here, `send(handle, action, env_id=None)` a handle, which is an array, `[num_envs, 3]` uint32: it can
+        be copied, donated, stacked and saved as any other. They are jaxvec's own verbs: they work under
         `jit`, `scan`, `vmap` and the like, keep its promises, and a handle can be used once. The verbs on
         NumPy leave handles fresh; so two handles of two calls of `xla` are fresh until one is used.
         """
@@ -204,7 +205,7 @@ class EnvPool(ABC):
         return np.stack(frames)
 
     def close(self, **kwargs: Any) -> None:
-        """Closes the envs and ends the workers; at most five seconds. Twice is fine."""
+        """Closes the envs and ends the workers, which have five seconds to do so. Twice is fine."""
         self.vector_env.close()
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxvec._cores import usable_cores
 from jaxvec._errors import NotReadyError
-from jaxvec._promise import promise
+from jaxvec._run_in_thread import run_in_thread
 from jaxvec.compat.gymnasium._errors import as_gymnasium
 from jaxvec.compat.gymnasium._pooled import PooledVectorEnv
 
@@ -189,7 +189,7 @@ class AsyncVectorEnv(PooledVectorEnv):
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begins a call; raises as `reset_async`."""
         self._begin("call_async")
-        self._calls = promise(lambda begun: self._call(name, args, kwargs, begun))
+        self._calls = run_in_thread(lambda begun: self._call(name, args, kwargs, begun))
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:

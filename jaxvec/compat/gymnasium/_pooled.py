@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from jaxvec import _seeds, _start, _vector_env
 from jaxvec._actions import check_on_host
+from jaxvec._config import PoolConfig
 from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
 from jaxvec._handoff._move import Caller, Verb
 from jaxvec._memory._views import Rows, copies, views
-from jaxvec._pool import Timeouts
 from jaxvec._spaces import Leaf, Node, as_is, map_leaves
 from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
 from jaxvec.compat.gymnasium._infos import batch
@@ -45,7 +45,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     ) -> None:
         """Starts the pool; `options` are those of `jaxvec.make`."""
         super().__init__()
-        _require_mode(observation_mode)
+        _check_mode(observation_mode)
         self.env_fns = env_fns
         self.copy = copy
         self.observation_mode = observation_mode
@@ -64,7 +64,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             elif isinstance(observation_mode, tuple):
                 self.observation_space, self.single_observation_space = observation_mode
             if shared_memory:
-                _require_known(self.single_observation_space)
+                _check_known(self.single_observation_space)
         except BaseException:
             self.pool.close()
             raise
@@ -103,8 +103,13 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self.call("render")
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the pool: at most `timeout` seconds, five by default, none if `terminate`."""
-        self.pool.pool.close(0.0 if terminate else 5.0 if timeout is None else timeout)
+        """Closes the pool; see `jaxvec.VectorEnv.close`.
+
+        Args:
+            timeout: seconds that the envs have for their `close`, `None` for any time.
+            terminate: whether they have none.
+        """
+        self.pool.close(0 if terminate else timeout)
 
     def _call(
         self,
@@ -191,19 +196,18 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> _vector_env.VectorEnv:
         name, mode = type(self).__name__, self.observation_mode
-        patience = [options.pop(f"{operation}_timeout", None) for operation in ("start", "reset", "step")]
+        # Gymnasium waits for ever, unless it is told otherwise.
+        options = {"start_timeout": None, "reset_timeout": None, "step_timeout": None, **options}
         try:
             return _start.start(
                 list(env_fns),
                 None,
-                autoreset_mode=self.autoreset_mode,
+                PoolConfig(autoreset_mode=self.autoreset_mode, **options),
+                env_kwargs={},
                 policy=as_is,
                 objects=True,
                 equal_spaces=mode == "same",
                 resets_required=False,
-                timeouts=Timeouts(*patience),  # Gymnasium waits for ever
-                env_kwargs={},
-                **options,
             )
         except SpaceMismatchError as error:
             if "action space" in str(error):
@@ -250,7 +254,7 @@ def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
     return cast("NDArray[np.bool_]", mask)
 
 
-def _require_mode(mode: Any) -> None:
+def _check_mode(mode: Any) -> None:
     if isinstance(mode, tuple) and len(mode) == 2:  # pyright: ignore[reportUnknownArgumentType]
         batched, single = cast("tuple[Any, Any]", mode)
         if not (isinstance(batched, Space) and isinstance(single, Space)):
@@ -265,7 +269,7 @@ def _require_mode(mode: Any) -> None:
         )
 
 
-def _require_known(space: Space[Any]) -> None:
+def _check_known(space: Space[Any]) -> None:
     """Refuses spaces of the user's own under `shared_memory`, as Gymnasium does."""
     match space:
         case gymnasium.spaces.Dict():
@@ -275,7 +279,7 @@ def _require_known(space: Space[Any]) -> None:
         case _:
             children = []
     for child in children:
-        _require_known(child)
+        _check_known(child)
     if create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object):  # pyright: ignore
         raise ValueError(
             "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature with "

@@ -17,7 +17,7 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec.cli._progress import Progress
 from jaxvec.cli._systems import System, Turn, take_turns
 from jaxvec.cli._target import Target
-from jaxvec.cli._toys import HollowEnv
+from jaxvec.cli._toys import NoOpEnv
 
 ROUNDS = 5
 
@@ -39,7 +39,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Rig:
+class BenchSetup:
     """All that pools and turns of a run have in common.
 
     Attributes:
@@ -61,15 +61,15 @@ class Rig:
         transport = self.request.transport
         return self.target.make(num_envs=num_envs, num_workers=num_workers, transport=transport, **settings)
 
-    def hollow(self, num_envs: int, num_workers: int, obs: Space[Any], action: Space[Any]) -> VectorEnv:
+    def no_op(self, num_envs: int, num_workers: int, obs: Space[Any], action: Space[Any]) -> VectorEnv:
         """Makes a pool of envs that have these spaces and do nothing."""
-        make = partial(HollowEnv, obs, action)
+        make = partial(NoOpEnv, obs, action)
         return jaxvec.make(make, num_envs, num_workers=num_workers, transport=self.request.transport)
 
-    def length(self, num_envs: int, num_workers: int, *, hollow: bool = False) -> int:
+    def length(self, num_envs: int, num_workers: int, *, no_op: bool = False) -> int:
         """Returns the length of scans, of which a turn should have some: by a rough and high estimate."""
         step = 30e-6 + num_envs * (1e-6 + 4e-9 * obs_bytes(self.spec))
-        if not hollow:
+        if not no_op:
             step += num_envs * self.step_seconds / min(num_workers, self.lanes)
         return int(np.clip(self.request.seconds / 4 / step, 1, 1000))
 

@@ -15,22 +15,22 @@ from jaxvec._slices._spares import Spares
 
 
 @dataclass(frozen=True)
-class Kind:
+class SliceConfig:
     """The same for all slices of a pool.
 
     Attributes:
         size: how many envs a batched env has; `None` for envs one by one.
         spare_envs: how many more envs each worker builds, to be reset in advance.
         strict: whether observations have to be members of their space.
+        see_through: whether steps may pass Gymnasium's own wrappers by.
         equal_spaces: whether observation spaces have to be equal, and not only alike.
-        idle: whether envs idle when their episode has ended, and no autoreset begins another.
     """
 
     size: int | None
     spare_envs: int
     strict: bool
+    see_through: bool
     equal_spaces: bool
-    idle: bool
 
     def slice_of(
         self, envs: list[Any], env_fns: Sequence[EnvFn], spares: Spares | None = None
@@ -38,4 +38,11 @@ class Kind:
         """Returns what makes the slice of these envs, once its place in a pool is known."""
         if self.size is not None:
             return partial(BatchSlice, envs, size=self.size)
-        return partial(EnvSlice, envs, env_fns, spares=spares, strict=self.strict, idle=self.idle)
+        return partial(
+            EnvSlice,
+            envs,
+            env_fns,
+            spares=spares,
+            strict=self.strict,
+            see_through=self.see_through,
+        )

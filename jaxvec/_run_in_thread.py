@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def promise(call: Callable[[Callable[[], None]], T]) -> Future[T]:
+def run_in_thread(call: Callable[[Callable[[], None]], T]) -> Future[T]:
     """Begins a call in a thread of its own, which ends with the program if it must.
 
     Args:

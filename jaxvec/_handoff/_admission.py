@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 FOREVER = 1 << 60  # ns, 36 years: a timeout that never comes, and can be added to a time
 
 
-class Turns:
+class Admission:
     """The state of a pool's envs as callers see it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Turns:
         """A copy of the ids of those in flight, in the order in which they were sent."""
         return self.sent_words[: self.num_sent[0]].copy()
 
-    def take_off(self, slots: NDArray[Any], timeout: float | None) -> None:
+    def note_sent(self, slots: NDArray[Any], timeout: float | None) -> None:
         """Notes that `slots` were sent, and are late after `timeout` seconds."""
         self.in_flight[slots] = True
         self.due[slots] = time.monotonic_ns() + (FOREVER if timeout is None else int(timeout * 1e9))
@@ -54,11 +54,11 @@ class Turns:
         self.num_sent[0] += len(slots)
 
     def overdue(self) -> NDArray[Any]:
-        """Returns those in flight that are late, unless they are done by now."""
+        """Returns those in flight that are late, unless they are completed by now."""
         sent = self.sent
         return sent[self.due[sent] < time.monotonic_ns()]
 
-    def land(self, slots: NDArray[Any]) -> None:
+    def note_received(self, slots: NDArray[Any]) -> None:
         """Notes that `slots` were received."""
         self.in_flight[slots] = False
         sent = self.sent

@@ -1,0 +1,80 @@
+"""Seconds until CartPole is solved: `jaxvec.examples.ppo` beside CleanRL's `ppo.py`, each with its defaults.
+
+    python -m benchmarks.time_to_solve --cleanrl ppo.py --python PYTHON
+
+takes turns, a seed each. Solved is a mean return of the last 100 episodes of at least 475. Each turn is a
+program of its own and is timed from its start, so importing, starting envs and compiling count. CleanRL pins
+its packages (gymnasium 0.29), so it takes an interpreter of its own, and a checkout of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+SOLVED = 475.0
+_LIMIT = 1800  # seconds of a turn
+_RETURN = re.compile(r"episodic_return=\[?([\d.]+)")
+
+
+def jaxvec_seconds(seed: int) -> float:
+    """Returns the seconds of a run of ours; infinite if it did not solve it."""
+    module = "jaxvec.examples.ppo"
+    command = [sys.executable, "-m", module, "--stop-at", str(SOLVED), "--seed", str(seed)]
+    with tempfile.TemporaryDirectory() as folder:  # for its picture
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True, cwd=folder)
+        seconds = time.perf_counter() - start
+    reached = re.search(r"mean return ([\d.]+)", done.stdout)
+    assert reached is not None, done.stdout
+    return seconds if float(reached[1]) >= SOLVED else float("inf")
+
+
+def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
+    """Returns the seconds until CleanRL's program solved it; infinite if it ended before."""
+    returns: deque[float] = deque(maxlen=100)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        command = [python, "-u", str(script.resolve()), "--seed", str(seed)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as program:
+            assert program.stdout is not None
+            try:
+                for line in program.stdout:
+                    returns.extend(map(float, _RETURN.findall(line)))
+                    if len(returns) == 100 and statistics.mean(returns) >= SOLVED:
+                        return time.perf_counter() - start
+                    if time.perf_counter() - start > _LIMIT:
+                        break
+            finally:
+                program.kill()
+        if not returns:
+            raise RuntimeError("CleanRL's program told no return; its standard error says why")
+    return float("inf")
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cleanrl", type=Path, required=True, help="its ppo.py")
+    parser.add_argument(
+        "--python", required=True, help="interpreter of an environment with CleanRL's packages"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
+    args = parser.parse_args()
+    pairs: list[tuple[float, float]] = []
+    for seed in range(1, args.seeds + 1):
+        pairs.append((jaxvec_seconds(seed), cleanrl_seconds(args.python, args.cleanrl, seed)))
+        print(f"seed {seed}: jaxvec {pairs[-1][0]:.1f} s, CleanRL {pairs[-1][1]:.1f} s", flush=True)
+    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"medians: jaxvec {ours:.1f} s, CleanRL {theirs:.1f} s, {theirs / ours:.1f} times sooner")
+
+
+if __name__ == "__main__":
+    main()

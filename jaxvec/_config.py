@@ -1,0 +1,167 @@
+"""`PoolConfig`: what users say of a pool, checked; faces make it, with or without JAX."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from jaxvec import _restart
+from jaxvec._ray import Ray
+from jaxvec._restart import Restart
+from jaxvec._spec import Autoreset, undeclared
+
+TRANSPORTS = ("auto", "ffi", "io_callback")
+
+_NAMES = {
+    "start_method": ("auto", "forkserver", "spawn"),
+    "transport": TRANSPORTS,
+    "handoff": ("auto", "native", "portable"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PoolConfig:
+    """The options of `jaxvec.make`, which tells what each means; all but those that are JAX's.
+
+    What is wrong with them, whatever the env and the machine are, is said here: `ValueError` or `TypeError`.
+    """
+
+    num_workers: int | None = None
+    batch_size: int | None = None
+    recv_order: str = "ready"
+    backend: str | Ray = "process"
+    autoreset_mode: AutoresetMode | str | None = None
+    episodic: bool = False
+    final_obs: bool = True
+    info: Mapping[str, Any] | Iterable[str] | None = None
+    env_configs: Sequence[Mapping[str, Any]] | None = None
+    envs_per_instance: int | None = None
+    worker_env: Mapping[str, str | None] | None = None
+    start_method: str = "auto"
+    preload: Iterable[str] = ()
+    pin_workers: bool = False
+    max_running: int | None = None
+    on_fault: str | Restart = "raise"
+    check: str = "structure"
+    see_through: bool = True
+    spare_envs: int = 0
+    start_timeout: float | None = 60
+    reset_timeout: float | None = 60
+    step_timeout: float | None = 60
+    transport: str = "auto"
+    handoff: str = "auto"
+
+    def __post_init__(self) -> None:
+        # Kept as read, since an iterator can be read only once.
+        declared, learnt = undeclared(self.info)
+        object.__setattr__(self, "info", declared | dict.fromkeys(learnt))
+        object.__setattr__(self, "preload", _modules(self.preload))
+        if self.recv_order not in ("ready", "sent"):
+            raise ValueError(f'recv_order must be "ready" or "sent", not {self.recv_order!r}')
+        if self.check not in ("structure", "strict"):
+            raise ValueError(f'check must be "structure" or "strict", not {self.check!r}')
+        if not isinstance(self.backend, Ray) and self.backend not in ("process", "serial", "ray"):
+            raise ValueError(
+                f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {self.backend!r}'
+            )
+        for name, known in _NAMES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        for name in ("start_timeout", "reset_timeout", "step_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name} must be above 0 seconds, or None, not {seconds!r}")
+        size = self.envs_per_instance
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"envs_per_instance must be an integer of at least 1, not {size!r}")
+        autoreset, restart, count = self.autoreset, self.restart, self.spare_envs
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"spare_envs must be an integer of at least 0, not {count!r}")
+        if count and autoreset is not None and not autoreset.resets:
+            raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")
+        if self.preload and self.start_method == "spawn":
+            raise ValueError('preload needs the fork server; start_method="spawn" has none')
+        if self.max_running is not None:
+            _check_max_running(self.max_running, self.backend)
+        if self.pin_workers and not hasattr(os, "sched_setaffinity"):
+            raise ValueError("pin_workers needs a system that binds processes to cores, as Linux does")
+        if size is not None:
+            _refuse(
+                "does not go with a batched env",
+                on_fault=restart,
+                check=self.strict,
+                spare_envs=count,
+                episodic=self.episodic,
+            )
+        if self.backend == "serial":
+            if self.num_workers not in (None, 1):
+                raise ValueError(f'backend="serial" has one worker, this process, not {self.num_workers}')
+            _refuse(
+                'needs worker processes; backend="serial" has none',
+                worker_env=self.worker_env,
+                preload=self.preload,
+                pin_workers=self.pin_workers,
+                max_running=self.max_running,
+                spare_envs=count,
+            )
+
+    @property
+    def autoreset(self) -> Autoreset | None:
+        """What happens when an episode ends; `None` for batched envs, which say it themselves."""
+        mode, batched = self.autoreset_mode, self.envs_per_instance is not None
+        if mode is None and not batched:
+            return Autoreset.EPISODIC if self.episodic else Autoreset.SAME_STEP
+        if mode is None:
+            return None
+        for known in AutoresetMode:
+            if mode in (known, known.name, known.value):
+                if batched:
+                    raise ValueError("autoreset_mode: a batched env resets its envs itself; leave it out")
+                if self.episodic and known is not AutoresetMode.DISABLED:
+                    raise ValueError(
+                        "episodic envs idle after their episode's end, so autoreset_mode can't be "
+                        f"{known.name}; leave it out"
+                    )
+                return Autoreset.EPISODIC if self.episodic else Autoreset(known)
+        names = ", ".join(known.name for known in AutoresetMode)
+        raise ValueError(f"autoreset_mode must be one of {names}, not {mode!r}")
+
+    @property
+    def restart(self) -> Restart | None:
+        """How the pool goes on after a fault; `None` if it does not."""
+        return _restart.parse(self.on_fault)
+
+    @property
+    def strict(self) -> bool:
+        """Whether observations have to be members of their space."""
+        return self.check == "strict"
+
+
+def _check_max_running(max_running: int, backend: str | Ray) -> None:
+    if isinstance(max_running, bool) or not isinstance(max_running, int) or max_running < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"max_running must be an integer of at least 1, or None, not {max_running!r}")
+    if isinstance(backend, Ray) or backend == "ray":
+        raise ValueError(
+            "max_running needs workers on this machine; on a cluster, reserve more CPUs for each"
+        )
+    if sys.platform != "linux":
+        raise ValueError("max_running needs Linux, which can lock parts of memory that processes share")
+
+
+def _refuse(why: str, **values: Any) -> None:
+    for name, value in values.items():
+        if value:
+            raise ValueError(f"{name} {why}")
+
+
+def _modules(preload: Iterable[str]) -> tuple[str, ...]:
+    modules = (preload,) if isinstance(preload, str) else tuple(preload)
+    for module in modules:
+        if not isinstance(module, str) or not module:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"preload: the name of a module is expected, as text, not {module!r}")
+    return modules

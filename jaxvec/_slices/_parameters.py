@@ -1,0 +1,71 @@
+"""What the program has told envs, and a new env in the place of another has to be told again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from jaxvec._options import Options
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a new env is told.
+
+    Attributes:
+        options: for its first reset, if that is not one from outside, which has its own.
+        attributes: to be set before, by name; on their way to a worker, each a cloudpickled value.
+    """
+
+    options: dict[str, Any] | None
+    attributes: Mapping[str, Any]
+
+
+class Told:
+    """Of all envs of a pool, what they were told last."""
+
+    def __init__(self, pack: Callable[[Any], Any]) -> None:
+        """Begins with nothing; `pack` keeps a value from being changed by who has set it."""
+        self._pack = pack
+        self._options: dict[int, dict[str, Any]] = {}
+        self._attributes: dict[int, dict[str, Any]] = {}
+        self._called: set[int] = set()
+
+    def reset(self, slots: NDArray[Any], options: Options) -> None:
+        """Takes note of a reset of `slots` with the options that each env of the pool has."""
+        if options is None and not self._options:
+            return
+        for slot in slots.tolist():
+            one = None if options is None else options[slot]
+            if one is None:
+                self._options.pop(slot, None)
+            else:
+                self._options[slot] = one
+
+    def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
+        """Takes note of an attribute that is set, of each of `slots`."""
+        packed: dict[int, Any] = {}  # values may be large, and one for all
+        for slot, value in zip(slots.tolist(), values, strict=True):
+            if id(value) not in packed:
+                packed[id(value)] = self._pack(value)
+            self._attributes.setdefault(slot, {})[name] = packed[id(value)]
+
+    def call(self, slots: NDArray[Any]) -> None:
+        """Takes note that somebody's code may have changed the envs of `slots`; who knows how."""
+        self._called.update(slots.tolist())
+
+    def of(self, slot: int) -> Parameters | None:
+        """Returns what a new env in this slot has to be told, if anything."""
+        options, attributes = self._options.get(slot), self._attributes.get(slot)
+        if options is None and attributes is None:
+            return None
+        return Parameters(options, attributes or {})
+
+    def forget_calls(self, slots: Iterable[int]) -> list[int]:
+        """Returns those of `slots` that may have been changed by calls, which new envs in them have not."""
+        lost = sorted(self._called.intersection(slots))
+        self._called.difference_update(lost)
+        return lost

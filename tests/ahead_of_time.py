@@ -1,0 +1,246 @@
+"""Compiles programs for devices that are not there: XLA takes a description for the device itself.
+
+What a device's own compiler makes of our programs shows here: whether it knows our call and takes what that
+has, how often the call is there, what is copied around it. Whether it runs does not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+NUM_ENVS = 4
+LENGTH = 9
+SHARD = PartitionSpec("envs")
+
+# --- Programs of a handle and an action, and how often each of them has our call --------------------
+
+
+def step_twice(handle, action):
+    handle, _ = jaxvec.step(handle, action)
+    return jaxvec.step(handle, action + 1)
+
+
+def step_unread(handle, action):
+    return jaxvec.step(handle, action)[0]
+
+
+def step_some(handle, action):
+    return jaxvec.step(jax.tree.map(lambda x: x[::2], handle), action[::2])
+
+
+def reset_some(handle, action):
+    return jaxvec.reset(handle, mask=action > 0, seed=action)
+
+
+def reset_by_key(handle, action):
+    return jaxvec.reset(handle, seed=jax.random.key(action[0]), options={"a": 1})
+
+
+def call(handle, action):
+    return jaxvec.call(handle, "multiply", action, result=int)
+
+
+def scan(handle, action):
+    return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=LENGTH)
+
+
+def fori_loop(handle, action):
+    return jax.lax.fori_loop(0, LENGTH, lambda _, h: jaxvec.step(h, action)[0], handle)
+
+
+def while_loop(handle, action):
+    def go_on(carry):
+        return carry[1].info["episode_length"].max() % 3 < 2
+
+    return jax.lax.while_loop(go_on, lambda carry: jaxvec.step(carry[0], action), jaxvec.step(handle, action))
+
+
+def cond(handle, action):
+    return jax.lax.cond(action.sum() > 0, lambda h: scan(h, action), lambda h: scan(h, action + 1), handle)
+
+
+def switch(handle, action):
+    branches = [lambda h, i=i: jaxvec.step(h, action + i) for i in range(3)]
+    return jax.lax.switch(action[0], branches, handle)
+
+
+def vmap(handle, action):
+    return jax.vmap(jaxvec.step)(*split(handle, action))
+
+
+def vmap_of_scan(handle, action):
+    return jax.vmap(scan)(*split(handle, action))
+
+
+def scan_of_vmap(handle, action):
+    handles, actions = split(handle, action)
+    return jax.lax.scan(lambda h, _: jax.vmap(jaxvec.step)(h, actions), handles, length=LENGTH)
+
+
+def split(handle, action):
+    return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (handle, action))
+
+
+def grad(handle, action):
+    def loss(weight):
+        _, timestep = jaxvec.step(handle, (action * weight).astype(int))
+        return (timestep.reward * weight).sum()
+
+    return jax.grad(loss)(1.0)
+
+
+def grad_of_scan(handle, action):
+    def loss(weight):
+        def body(carry, _):
+            handle, timestep = jaxvec.step(carry[0], (carry[1] * weight > 1).astype(int))
+            return (handle, timestep.reward), timestep.reward * weight
+
+        return jax.lax.scan(body, (handle, action.astype(float)), length=LENGTH)[1].sum()
+
+    return jax.value_and_grad(loss)(1.0)
+
+
+def jit_within(handle, action):
+    return jax.jit(scan)(handle, action)
+
+
+PROGRAMS: dict[Callable[..., Any], int] = {
+    jaxvec.step: 1,
+    step_twice: 2,
+    step_unread: 1,
+    step_some: 1,
+    reset_some: 1,
+    reset_by_key: 1,
+    call: 1,
+    scan: 1,
+    fori_loop: 1,
+    while_loop: 2,
+    cond: 2,
+    switch: 3,
+    vmap: 1,
+    vmap_of_scan: 1,
+    scan_of_vmap: 1,
+    grad: 1,
+    grad_of_scan: 1,
+    jit_within: 1,
+}
+
+each_program = pytest.mark.parametrize(
+    ("program", "calls"), PROGRAMS.items(), ids=[program.__name__ for program in PROGRAMS]
+)
+
+
+def play_halves(handle, timestep):
+    """Has the envs of a pool with `batch_size` stepped in turns: two calls."""
+
+    def body(carry, _):
+        handle, timestep = carry
+        handle = jaxvec.send(handle, timestep.obs[:, 1], timestep.info["env_id"])
+        return jaxvec.recv(handle), timestep.reward
+
+    return jax.lax.scan(body, (handle, timestep), length=LENGTH)
+
+
+def carry_more(carry, action):
+    """Carries a large array through steps, which is for XLA to update in place."""
+
+    def body(carry, _):
+        handle, x = carry
+        handle, timestep = jaxvec.step(handle, action)
+        return (handle, x.at[0].add(timestep.reward.sum())), timestep.reward
+
+    return jax.lax.scan(body, carry, length=LENGTH)
+
+
+def with_much_to_compute(handle, action):
+    """Has what XLA captures into CUDA graphs, around the calls."""
+
+    def body(carry, _):
+        handle, x = carry
+        for _ in range(8):
+            x = jnp.tanh(x @ x.T) * 0.5
+        handle, timestep = jaxvec.step(handle, action + (x.sum() > 1e9).astype(int))
+        return (handle, x + timestep.reward.mean() * 1e-3), timestep
+
+    (handle, _), timesteps = jax.lax.scan(body, (handle, jnp.ones((64, 64)) * 0.01), length=9)
+    return handle, timesteps
+
+
+class ImageEnv(CountingEnv):
+    """Observes what is too large to be packed."""
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Box(0, 255, (100, 100), np.uint8)
+
+    def _observe(self, action):
+        return np.full((100, 100), action % 256, np.uint8)
+
+
+# --- Devices ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Devices that are only described.
+
+    Attributes:
+        devices: of the description.
+        compile_lowered: returns what the device's compiler makes of a program, in words.
+    """
+
+    devices: Sequence[Any]
+    compile_lowered: Callable[[Any], Any]
+
+    def compile(self, program: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Compiles a program for the first device; `options` are of `jax.jit`."""
+        first = SingleDeviceSharding(self.devices[0])
+        if not arguments:
+            options["out_shardings"] = first
+        return self.compile_lowered(jax.jit(program, **options).lower(*structs(arguments, first)))
+
+    def compile_sharded(self, program: Callable[..., Any], out_specs: Any, *arguments: Any) -> Any:
+        """Compiles a program for two devices, by `shard_map`; arguments are split by their first axis."""
+        mesh = Mesh(np.array(self.devices[:2]), ("envs",))
+        program = jax.shard_map(program, mesh=mesh, in_specs=SHARD, out_specs=out_specs)
+        return self.compile_lowered(jax.jit(program).lower(*structs(arguments, NamedSharding(mesh, SHARD))))
+
+
+def describe(platform: str, name: str = "", **description: Any) -> Sequence[Any]:
+    """Returns described devices."""
+    return topologies.get_topology_desc(name, platform=platform, **description).devices
+
+
+def skip_without(*packages: str) -> pytest.MarkDecorator:
+    """Skips tests where none of the packages is installed, which hold a device's compiler."""
+    there = any(importlib.util.find_spec(package) for package in packages)
+    return pytest.mark.skipif(not there, reason=f"{' or '.join(packages)}: not installed")
+
+
+def structs(tree: Any, sharding: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def arguments(envs: jaxvec.VectorEnv) -> tuple[Any, Any]:
+    """Returns a handle to all envs, and an action."""
+    return jaxvec.reset(envs)[0], jnp.zeros(envs.num_envs, int)
+
+
+def copies(hlo: str) -> list[str]:
+    """Returns the type of each array that the program copies whole, without the layout."""
+    return [re.sub(r"\{.*?\}$", "", each) for each in re.findall(r"= (\S+) copy(?:-start)?\(", hlo)]

@@ -1,0 +1,266 @@
+"""What else the host asks of envs: functions run on them, attributes, wrappers; of which, and what fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import SyncVectorEnv
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+
+class Leveled(CountingEnv):
+    """Has attributes, one of them a function, and one that can't be set."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
+        self.level = 0
+        self.scale = abs
+
+    def twice(self):
+        return 2 * self.index
+
+    @property
+    def fixed(self):
+        return 1
+
+
+class Shield(gymnasium.Wrapper):
+    """A wrapper of the user's own."""
+
+    shield = "up"
+
+
+def wrapped(index):
+    return TimeLimit(Shield(Leveled(index)), 9)
+
+
+# --- Functions ---------------------------------------------------------------------------------
+
+
+def test_a_function_runs_on_envs_where_they_live(make, backend):
+    envs = make(wrapped, 3, backend=backend, num_workers=1 if backend == "serial" else 2)
+    envs.reset()
+    envs.step([5, 5, 5])
+    offset = 10  # travels with the function
+
+    def change(env, by, *, times=2):
+        env.unwrapped.level += by * times + offset
+        return env.unwrapped.index, env.get_wrapper_attr("_elapsed_steps"), os.getpid()
+
+    answers = envs.map(change, 1, indices=[2, 0])
+    assert [answer[:2] for answer in answers] == [(2, 1), (0, 1)]
+    assert envs.get_attr("level") == (12, 0, 12)
+    pids = {pid for *_, pid in envs.map(change, 0)}
+    assert (len(pids), os.getpid() in pids) == ((1, True) if backend == "serial" else (2, False))
+
+
+def test_a_function_that_changes_what_is_stepped_is_seen_by_the_next_step(make, backend):
+    """The compiled loop passes `TimeLimit` by, after its first steps."""
+    envs = make(wrapped, 2, backend=backend)
+    envs.reset()
+    for _ in range(3):
+        envs.step([0, 0])
+    envs.map(lambda env: setattr(env, "_max_episode_steps", 4), indices=1)
+    assert envs.step([0, 0]).truncated.tolist() == [False, True]
+
+
+def test_a_function_runs_once_on_each_batched_env(make):
+    def new():
+        return SyncVectorEnv([CountingEnv] * 2)
+
+    envs = make(new, 4, envs_per_instance=2, num_workers=1)
+    envs.reset()
+    assert envs.map(lambda env: env.num_envs) == (2, 2, 2, 2)
+    assert envs.map(lambda env: [id(env), id(env)], indices=[0, 3])[0] != envs.map(id, indices=3)[0]
+    assert envs.map(lambda env: env.get_attr("resets"), indices=[1, 2]) == (1, 1)
+    envs.set_attr("steps", 5, indices=[2])
+    assert envs.get_attr("steps") == (0, 0, 5, 0)
+    with pytest.raises(jaxvec.EnvAttributeError, match="env 2 .*in nothing"):
+        envs.get_attr("nothing", indices=[2], call=False)
+
+
+def test_a_function_that_raises_names_its_env_and_the_pool_stays_usable(make, backend):
+    def fail(env):
+        if env.unwrapped.index == 1:
+            raise LookupError("there is no door")
+        return env.unwrapped.index
+
+    envs = make(wrapped, 2, backend=backend)
+    with pytest.raises(jaxvec.EnvError, match="env 1.* raised LookupError in map: there is no door") as info:
+        envs.map(fail)
+    assert (info.value.env_id, info.value.operation) == (1, "map")
+    assert isinstance(info.value.__cause__, LookupError)
+    assert envs.map(fail, indices=[0]) == (0,)
+
+
+def test_what_a_worker_can_not_open_is_an_error_of_the_call(make):
+    class Closed:
+        def __reduce__(self):
+            return int, ("no number",)
+
+    envs = make(wrapped, 2)
+    with pytest.raises(jaxvec.EnvError, match=r"env 0 \(worker 0\) raised ValueError in map: .*no number"):
+        envs.map(lambda env, _: None, Closed())
+    assert envs.get_attr("index") == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda envs, lock: envs.map(lambda env: lock),
+        lambda envs, lock: envs.call("render", lock),
+        lambda envs, lock: envs.set_attr("level", lock),
+        lambda envs, lock: envs.reset(options={"lock": lock}),
+    ],
+)
+def test_what_can_not_be_pickled_is_refused_and_the_pool_stays_usable(make, ask):
+    envs = make(wrapped, 2)
+    envs.reset(seed=3)
+    with pytest.raises(jaxvec.NotPicklableError, match="can't be sent to the workers: .*lock") as info:
+        ask(envs, threading.Lock())
+    assert isinstance(info.value, TypeError)
+    assert envs.get_attr("resets") == (1, 1)
+    assert envs.step([0, 0]).obs[:, 1].tolist() == [1, 1]
+    assert envs.reset().obs[:, 0].tolist() == [2, 2]
+
+
+def test_wrappers_are_found(make, backend):
+    envs = make([partial(wrapped, 0), partial(Leveled, 1)], backend=backend)
+    assert envs.env_is_wrapped(TimeLimit) == (True, False)
+    assert envs.env_is_wrapped(Shield) == (True, False)
+    assert envs.env_is_wrapped(gymnasium.Wrapper, indices=-1) == (False,)
+    assert envs.env_is_wrapped(OrderEnforcing) == (False, False)
+    with pytest.raises(TypeError, match="wrapper_class must be a class, not 'TimeLimit'"):
+        envs.env_is_wrapped("TimeLimit")
+
+
+# --- Attributes --------------------------------------------------------------------------------
+
+
+def test_an_attribute_is_set_where_it_is_as_by_gymnasium(make, backend):
+    envs, alone = make(wrapped, 2, backend=backend), wrapped(0)
+    names = ("level", "shield", "_max_episode_steps", "new")
+    for value, name in enumerate(names):
+        envs.set_attr(name, value)
+        alone.set_wrapper_attr(name, value)
+
+    def where(env):
+        layers = [env, env.env, env.env.env]
+        return [[vars(layer).get(name) for name in names] for layer in layers]
+
+    assert envs.map(where) == (where(alone),) * 2
+
+
+def test_an_attribute_can_be_a_list(make, backend):
+    envs = make(wrapped, 3, backend=backend)
+    envs.set_attr("level", [[1, 2]] * 3)
+    assert envs.get_attr("level") == ([1, 2],) * 3
+    envs.set_attr("level", [(3,)], indices=-1)
+    assert envs.get_attr("level") == ([1, 2], [1, 2], (3,))
+
+
+def test_a_callable_attribute_is_read_or_called(make, backend):
+    envs = make(wrapped, 2, backend=backend)
+    assert envs.get_attr("scale", call=False) == (abs, abs)
+    assert envs.get_attr("level", call=False) == (0, 0)
+    assert envs.get_attr("twice", indices=1) == (2,)
+    with pytest.raises(jaxvec.EnvError, match="env 0.* raised TypeError in scale"):
+        envs.get_attr("scale")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda envs: envs.get_attr("nothing"),
+        lambda envs: envs.get_attr("nothing", call=False),
+        lambda envs: envs.call("nothing", 3),
+        lambda envs: envs.set_attr("fixed", 3),
+    ],
+)
+def test_a_missing_attribute_is_an_attribute_error_too(make, backend, ask):
+    envs = make(wrapped, 2, backend=backend)
+    with pytest.raises(AttributeError, match="env 0.* raised AttributeError in .*(nothing|fixed)") as info:
+        ask(envs)
+    assert type(info.value) is jaxvec.EnvAttributeError
+    assert isinstance(info.value, jaxvec.EnvError)
+    assert isinstance(info.value.__cause__, AttributeError)
+    assert envs.get_attr("level") == (0, 0)
+
+
+def test_an_attribute_error_of_a_methods_own_is_none_of_a_missing_method(make, backend):
+    class Careless(CountingEnv):
+        def lose(self):
+            return self.gone
+
+    envs = make(Careless, 1, backend=backend)
+    with pytest.raises(jaxvec.EnvError, match="raised AttributeError in lose") as info:
+        envs.call("lose")
+    assert type(info.value) is jaxvec.EnvError
+
+
+# --- Indices -----------------------------------------------------------------------------------
+
+ASK = {
+    "call": lambda envs, indices: envs.call("index", indices=indices),
+    "call_async": lambda envs, indices: envs.call_async("index", indices=indices).result(200),
+    "get_attr": lambda envs, indices: envs.get_attr("index", indices=indices),
+    "map": lambda envs, indices: envs.map(lambda env: env.unwrapped.index, indices=indices),
+    "infos_of": lambda envs, indices: tuple(info["seed"] for info in envs.infos_of(indices)),
+}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with jaxvec.make(wrapped, 3, num_workers=2) as envs:
+        envs.reset(seed=0)
+        yield envs
+
+
+INDICES = [
+    (None, (0, 1, 2)),
+    (1, (1,)),
+    (-1, (2,)),
+    (np.int64(2), (2,)),
+    ([-3], (0,)),
+    ([2, -2], (2, 1)),
+    (np.array([0, 2]), (0, 2)),
+    (range(2), (0, 1)),
+    ([], ()),
+    (np.zeros(0, int), ()),
+]
+
+
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
+def test_indices_are_one_or_some_and_may_count_from_the_end(shared, ask):
+    assert [ask(shared, indices) for indices, _ in INDICES] == [expected for _, expected in INDICES]
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (3, "indices: 3 is out of range for 3 envs: -3 to 2"),
+        ([0, -4], "indices: -4 is out of range for 3 envs: -3 to 2"),
+        ([0, 1, 0], "indices: env 0 is named twice"),
+        ([2, -1], "indices: env 2 is named twice"),
+        ([0.5], "indices: expected an integer or a list of them, got float64"),
+        ([True, False, True], "indices: expected an integer or a list of them, got bool"),
+        ([[0, 1]], r"indices: .*got int64 of shape \(1, 2\)"),
+        ("all", "indices: expected an integer or a list of them, got <U3"),
+        ([[0], [1, 2]], "indices: expected an integer or a list of them, got a ragged"),
+    ],
+)
+@pytest.mark.parametrize(
+    "ask", [*ASK.values(), lambda envs, indices: envs.set_attr("level", 1, indices=indices)]
+)
+def test_wrong_indices_are_named_as_such(shared, ask, indices, message):
+    with pytest.raises(jaxvec.EnvIdError, match=message):
+        ask(shared, indices)

@@ -1,0 +1,347 @@
+"""The compiled stepping loop does what Python's does, and nobody can tell which wrappers it passes by."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+
+import jaxvec
+from jaxvec import _stepper
+from jaxvec._memory import _segment
+from jaxvec._memory._layout import make_layout
+from jaxvec._slices._env_slice import EnvSlice
+from jaxvec._slices._envs import EnvFailure
+from jaxvec._slices._targets import Targets
+from jaxvec._spaces import as_is, as_jax
+from jaxvec._spec import Autoreset, EnvSpaces, make_spec
+
+pytestmark = pytest.mark.skipif(
+    _stepper.compiled is None, reason=f"not compiled: {_stepper.reason_unavailable}"
+)
+
+SPACE = spaces.Dict(
+    a=spaces.Box(-9, 9, (2, 3), np.float32),
+    b=spaces.Discrete(7),
+    c=spaces.Tuple([spaces.Box(0, 255, (4,), np.uint8), spaces.Box(-9, 9, (), np.float64)]),
+    d=spaces.MultiDiscrete([3, 3]),
+)
+NUM_ENVS = 3
+FIRST = 5
+
+
+class Scripted(gymnasium.Env):
+    """Returns what is drawn: mostly what is ordinary, else all that an env may return, or must not."""
+
+    observation_space = SPACE
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, seed: int, odd: float) -> None:
+        self.random = np.random.default_rng(seed)
+        self.odd = odd
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.obs(), self.one_of({}, {"k": 1})
+
+    def step(self, action: Any) -> Any:
+        if self.random.random() < self.odd / 8:
+            raise RuntimeError(f"action {action}")
+        reward = self.one_of(
+            1.5, np.float64(0.1), np.float32(0.1), 3, True, np.array([2.0]), 2**70, 10**400, "1", None
+        )
+        flags = (
+            self.one_of(False, True, np.False_, np.True_, 0, 1, None, np.array(True), np.zeros(2))
+            for _ in range(2)
+        )
+        result = (
+            self.obs(),
+            reward,
+            *flags,
+            self.one_of({}, {"k": 1.5}, {"k": 2, "l": "x"}, OrderedDict(), None),
+        )
+        return self.one_of(result, list(result), result[:4], None)
+
+    def obs(self) -> Any:
+        number = self.random.normal
+        a = self.one_of(
+            number(size=(2, 3)).astype(np.float32),
+            number(size=(2, 3)),
+            number(size=(3, 2)).T,
+            np.full((2, 3), 1e300),
+            np.full((2, 3), -np.inf),
+            number(size=(2, 3)).astype(">f4"),
+            number(size=(2, 3)).tolist(),
+            number(size=(2, 3)).astype(np.float32).view(np.recarray),
+            number(size=6),
+            np.zeros((2, 3), int),
+            None,
+        )
+        b = self.one_of(3, np.int64(2), np.uint8(1), np.array(4), True, 2**40, -(2**31), 1.0, np.array([1]))
+        c = self.one_of(np.arange(4, dtype=np.uint8), np.arange(8, dtype=np.uint8)[::2], np.arange(4))
+        d = self.one_of(np.array([1, 2]), np.array([1, 2], np.int32), np.array([2**40, 0]), [1, 2])
+        pair = self.one_of((c, number()), (c, np.float32(1)), [c, 0.5], (c, np.array(0.5)), (c,), "c")
+        obs = {"a": a, "b": b, "c": pair, "d": d}
+        return self.one_of(obs, OrderedDict(obs), {**obs, "e": 1}, {"a": a}, list(obs.values()), a)
+
+    def one_of(self, ordinary: Any, *odd: Any) -> Any:
+        return odd[self.random.integers(len(odd))] if self.random.random() < self.odd / len(odd) else ordinary
+
+
+def make_slice(
+    envs: list[gymnasium.Env], *, mode: Autoreset, policy: Any = as_jax, see_through: bool = True
+) -> tuple[EnvSlice, dict[Any, Any]]:
+    spec = make_spec(
+        EnvSpaces(envs[0].observation_space, envs[0].action_space, None),
+        num_envs=FIRST + len(envs),
+        autoreset=mode,
+        final_obs=True,
+        fault=True,
+        declared={"k": float},
+        policy=policy,
+    )
+    arrays = _segment.private(make_layout(spec, ((0, FIRST), (FIRST, FIRST + len(envs)))))
+    env_slice = EnvSlice(
+        envs,
+        [],
+        first=FIRST,
+        worker=1,
+        spec=spec,
+        arrays=arrays,
+        see_through=see_through,
+    )
+    return env_slice, arrays
+
+
+def outcome(call: Callable[..., None], slots: Any, first_ready: bool) -> tuple[Any, ...]:
+    """Returns what a call told of, and how it failed."""
+    told: list[tuple[int, int]] = []
+    try:
+        call(np.array(slots), (lambda *done: told.append(done)) if first_ready else None)
+    except EnvFailure as failure:
+        cause = failure.__cause__
+        return told, failure.env_id, failure.operation, failure.action, failure.completed, repr(cause)
+    return (told,)
+
+
+def play(seed: int, mode: Autoreset, policy: Any, first_ready: bool) -> list[Any]:
+    """Returns all that can be seen of a slice's life."""
+    env_slice, arrays = make_slice(
+        [Scripted(100 * seed + i, 0.1) for i in range(NUM_ENVS)], mode=mode, policy=policy
+    )
+    random = np.random.default_rng(seed)
+    seen: list[Any] = []
+    for number in range(60):
+        slots = FIRST + random.permutation(NUM_ENVS)[: random.integers(1, NUM_ENVS + 1)]
+        call = env_slice.step if number and random.random() < 0.95 else env_slice.reset
+        slots = slots if number else FIRST + np.arange(NUM_ENVS)
+        arrays["requested",][slots] += 2
+        arrays["action",][slots] = random.integers(2, size=len(slots))
+        for _ in range(20):
+            seen.append(outcome(call, slots, first_ready))
+            seen.append({path: array.tobytes() for path, array in arrays.items() if path != ("stats",)})
+            seen.append((arrays["stats",][1, :4].tolist(), repr(env_slice._rows.infos)))
+            if len(seen[-3]) == 1:
+                break
+            slots = [slot for slot in slots if slot not in seen[-3][4]]
+    return seen
+
+
+@pytest.mark.parametrize("mode", Autoreset)
+@pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
+@pytest.mark.parametrize("first_ready", [False, True], ids=["together", "one by one"])
+def test_it_does_what_python_does(mode, policy, first_ready, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(8):
+            compiled = play(seed, mode, policy, first_ready)
+            with monkeypatch.context() as without:
+                without.setattr(_stepper, "compiled", None)
+                expected = play(seed, mode, policy, first_ready)
+            assert len(compiled) == len(expected)
+            for number, (a, b) in enumerate(zip(compiled, expected, strict=True)):
+                assert a == b, f"seed {seed}, {number}"
+
+
+def test_an_ordinary_step_is_not_pythons(monkeypatch):
+    """Else all that is said here would be of Python's loop alone."""
+
+    class Ordinary(Scripted):
+        def one_of(self, ordinary: Any, *odd: Any) -> Any:
+            return ordinary
+
+    env_slice, arrays = make_slice([Ordinary(0, 0.0)], mode=Autoreset.SAME_STEP)
+    env_slice.reset(np.array([FIRST]))
+    monkeypatch.setattr(EnvSlice, "_take", None)
+    for slots in [np.array([FIRST])] * 5:
+        env_slice.step(slots)
+    assert arrays["info", "episode_length"][FIRST] == 5
+    assert arrays["info", "episode_return"][FIRST] == 7.5
+
+
+def test_it_keeps_no_references():
+    class Same(gymnasium.Env):
+        observation_space = spaces.Box(-9, 9, (2,), np.float32)
+        action_space = spaces.Discrete(2)
+        result = np.zeros(2, np.float32), 1.25, False, False, {"k": 1.0}
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return self.result[0], {}
+
+        def step(self, action: Any) -> Any:
+            return self.result
+
+    env = TimeLimit(Same(), 10**6)
+    env_slice, _ = make_slice([env], mode=Autoreset.SAME_STEP)
+    slots = np.array([FIRST])
+    env_slice.reset(slots)
+    env_slice.step(slots)
+    objects = [env_slice, env, env.env, Same.result, *Same.result, env_slice._rows.infos]
+    before = [sys.getrefcount(each) for each in objects]
+    for _ in range(100):
+        env_slice.step(slots)
+    assert [sys.getrefcount(each) for each in objects] == before
+    env_slice.reset(slots)
+    env_slice.set_attr([FIRST], [2], "_max_episode_steps")
+    for _ in range(100):
+        env_slice.step(slots)  # and ends every other episode
+    del env_slice, objects
+    gc.collect()
+    assert sys.getrefcount(env) == 2
+
+
+# --- wrappers that are passed by --------------------------------------------------------------
+
+
+class Counting(gymnasium.Env):
+    """Says what it has done in its observation, and raises or ends its episode now and then."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(2)
+    built = 0
+
+    def __init__(self, fails: bool = False, returns: type = tuple) -> None:
+        type(self).built += 1
+        self.fails, self.returns, self.number, self.steps = fails, returns, type(self).built, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.obs(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        if self.fails and self.steps % 17 == 0:
+            raise RuntimeError("now")
+        return self.returns((self.obs(), 1.0, bool(self.np_random.random() < 0.05), False, {}))
+
+    def obs(self) -> Any:
+        return self.np_random.random(2)
+
+
+def wrapped(env: gymnasium.Env, limit: int) -> gymnasium.Env:
+    return TimeLimit(OrderEnforcing(PassiveEnvChecker(env)), limit)
+
+
+OFTEN = jaxvec.Restart(interval=0, max_restarts=None)
+POOLS = {
+    "same step": {},
+    "next step": {"autoreset_mode": "NEXT_STEP"},
+    "envs that raise": {"fails": True, "on_fault": OFTEN},
+    "envs built anew": {"fails": True, "on_fault": replace(OFTEN, retry="rebuild")},
+    "spare envs": {"spare_envs": 2},
+    "steps that return a list": {"returns": list},
+}
+
+
+@pytest.mark.parametrize("options", POOLS.values(), ids=POOLS)
+def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, make):
+    def env_fn(fails: bool = False, returns: type = tuple) -> gymnasium.Env:
+        env = Counting(fails, returns)  # Gymnasium's checker wants tuples
+        return TimeLimit(wrapped(env, 11) if returns is tuple else TimeLimit(env, 11), 9)
+
+    pools = [
+        make(env_fn, 3, num_workers=1, see_through=see_through, **options) for see_through in (True, False)
+    ]
+    steps = [[envs.reset(seed=1)] for envs in pools]
+    for number in range(80):
+        if number == 50:
+            for envs in pools:
+                envs.set_attr("_max_episode_steps", 6)
+                envs.reset(mask=[False, True, False])
+        for envs, seen in zip(pools, steps, strict=True):
+            seen += [envs.step(np.ones(3, int)), envs.call("_elapsed_steps"), envs.infos]
+    np.testing.assert_equal(*steps)
+
+
+def test_first_steps_go_through_all_wrappers():
+    env = wrapped(gymnasium.make("CartPole-v1").unwrapped, 500)
+    targets = Targets([env], see_through=True)
+    assert not env.get_wrapper_attr("has_reset")
+    for step in range(2):
+        targets.look()
+        assert targets.envs == [env]
+        if not step:
+            env.reset(seed=0)
+        env.step(0)
+    targets.look()
+    assert targets.envs == [env.unwrapped]
+    assert targets.limits == [(vars(env),)]
+
+
+def test_the_warnings_of_a_checker_are_given(make):
+    class Outside(Counting):
+        observation_space = spaces.Box(0, 1, (2,), np.float64)
+
+        def obs(self) -> Any:
+            return np.full(2, 5.0)
+
+    envs = make(lambda: wrapped(Outside(), 9), 1, backend="serial")
+    with pytest.warns(UserWarning, match="reset.* is not within the observation space"):
+        envs.reset(seed=0)
+    with pytest.warns(UserWarning, match="step.* is not within the observation space"):
+        envs.step(np.zeros(1, int))
+
+
+class Subclass(TimeLimit):
+    pass
+
+
+def on_instance(env: gymnasium.Env) -> gymnasium.Env:
+    env.step = env.step
+    return env
+
+
+OPAQUE = {
+    "a subclass": lambda env: Subclass(env, 9),
+    "another wrapper": gymnasium.wrappers.RecordEpisodeStatistics,
+    "a method of the instance": lambda env: on_instance(OrderEnforcing(env)),
+}
+
+
+@pytest.mark.parametrize("wrap", OPAQUE.values(), ids=OPAQUE)
+def test_what_may_do_more_is_called(wrap):
+    opaque = wrap(TimeLimit(Counting(), 9))
+    env = TimeLimit(OrderEnforcing(opaque), 7)
+    env.reset(seed=0)
+    targets = Targets([env], see_through=True)
+    targets.look()
+    assert targets.envs == [opaque]
+    assert targets.limits == [(vars(env),)]
+
+
+def test_a_wrapper_that_somebody_has_changed_is_called(monkeypatch):
+    env = OrderEnforcing(TimeLimit(Counting(), 9))
+    env.reset(seed=0)
+    monkeypatch.setattr(TimeLimit, "step", lambda *_: None)
+    targets = Targets([env], see_through=True)
+    targets.look()
+    assert targets.envs == [env.env]
