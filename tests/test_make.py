@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import runpy
@@ -550,6 +551,61 @@ def test_each_env_has_its_config_and_knows_its_worker(make):
     assert gravities.get_attr("_sutton_barto_reward") == (True, False)
     with pytest.raises(ValueError, match="env_configs has 1 configs, but there are 2 envs"):
         make("CartPole-v1", 2, env_configs=[{}])
+
+
+def test_a_parameter_by_name_gets_the_index_of_the_env_or_of_its_worker(make, backend):
+    class Placed(CountingEnv):
+        def __init__(self, place):
+            super().__init__()
+            self.place = place
+
+    def optional(env_id=None, worker_id=None):
+        return Placed((env_id, worker_id))
+
+    def number(index, worker_id=-1, *, env_id: int):
+        return Placed((index, worker_id, env_id))
+
+    def required_last(worker_id, env_id):
+        return Placed((env_id, worker_id))
+
+    def required_first(env_id, worker_id):
+        return Placed((env_id, worker_id))
+
+    @functools.wraps(required_first)
+    def wrapper(*args, **kwargs):
+        return required_first(*args, **kwargs)
+
+    def positional(first, /, env_id: int | None = None):
+        return Placed((first, env_id))
+
+    def of_an_id(env_id="CartPole-v1", worker_id=None):
+        return Placed((env_id, worker_id))
+
+    def annotated(env_id: str | None = None):
+        return Placed(env_id)
+
+    def others(**env_id):
+        return Placed(env_id)
+
+    at = [0, 1, 1] if backend == "process" else [0, 0, 0]
+    start = partial(make, num_envs=3, backend=backend, num_workers=max(at) + 1)
+    for function, expected in (
+        (optional, [(i, at[i]) for i in range(3)]),
+        ([optional, partial(optional, env_id=7), partial(optional, 5)], [(0, 0), (7, at[1]), (5, at[2])]),
+        (partial(optional, worker_id="mine"), [(i, "mine") for i in range(3)]),
+        (number, [(i, at[i], i) for i in range(3)]),
+        (required_last, [(i, at[i]) for i in range(3)]),
+        (required_first, [(i, at[i]) for i in range(3)]),
+        (wrapper, [(i, at[i]) for i in range(3)]),
+        (positional, [(i, i) for i in range(3)]),
+        (of_an_id, [("CartPole-v1", at[i]) for i in range(3)]),
+        (annotated, [None] * 3),
+        (others, [{}] * 3),
+    ):
+        assert start(function).get_attr("place") == tuple(expected), function
+    assert start(optional, env_id="mine").get_attr("place") == tuple(("mine", at[i]) for i in range(3))
+    with pytest.raises(TypeError, match=r"requires the arguments \['level', 'env_id'\]"):
+        start(lambda level, env_id: Placed((level, env_id)))
 
 
 def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -60,7 +61,8 @@ def resolve(
 
     Args:
         env: a Gymnasium id, an `EnvSpec`, a callable, or a list of callables. A callable with one
-            required positional parameter gets the env's index, one with a parameter `worker_id` its worker's.
+            required positional parameter gets the env's index, and so does one with a parameter `env_id` that
+            is no text; one with a parameter `worker_id` gets its worker's index.
         slices: `(first, stop)` of each worker's envs.
         env_kwargs: for `gymnasium.make`, or the callables.
         configs: more of them, of each env's own.
@@ -121,21 +123,38 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
             )
         )
     parameters = _parameters(env_fn)
-    if "worker_id" in parameters and "worker_id" not in env_kwargs:
-        env_kwargs = {**env_kwargs, "worker_id": worker}
+    by_name = {
+        name: number
+        for name, number in (("env_id", index), ("worker_id", worker))
+        if name in parameters and _is_for_us(parameters[name], env_fn)
+    }
     required = [
         name
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and name not in env_kwargs
+        and (name == "env_id" or name not in by_name)
     ]
     if len(required) > 1:
         raise TypeError(
             f"{env_fn!r} requires the arguments {required}; jaxvec.make passes the env's index to one "
             "required argument, and its own keyword arguments to the others"
         )
-    return cast(EnvFn, partial(env_fn, *([index] if required else []), **env_kwargs))
+    by_name |= dict.fromkeys(required, index)
+    # By its place, where it can be, as the callable may know the name by its signature alone.
+    first = [by_name.pop(name) for name in required if name == next(iter(parameters))]
+    return cast(EnvFn, partial(env_fn, *first, **{**by_name, **env_kwargs}))
+
+
+def _is_for_us(parameter: inspect.Parameter, env_fn: Any) -> bool:
+    """Says whether a parameter of a name that we fill is meant so, and not bound or a Gymnasium id."""
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        return False
+    if isinstance(env_fn, partial) and parameter.name in env_fn.keywords:
+        return False
+    annotation = inspect.formatannotation(parameter.annotation)
+    return not isinstance(parameter.default, str) and not re.search(r"\bstr\b", annotation)
 
 
 def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -59,10 +59,11 @@ def make(
 
     Args:
         env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list of such
-            callables. One with a required positional parameter gets the env's index, one with a parameter
-            `worker_id` the index of its worker. Lambdas, closures and classes of `__main__` or a notebook
-            are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`, whose envs are stepped
-            in this process, and which is closed with the pool.
+            callables. One with a required positional parameter gets the env's index, and so does one with
+            a parameter `env_id`, unless its default or annotation is a text, such as an id; one with a
+            parameter `worker_id` gets its worker's. What you have bound stays. Lambdas, closures and classes
+            of `__main__` or a notebook are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`,
+            whose envs are stepped in this process, and which is closed with the pool.
         num_envs: how many envs; may be left out for a list or a `VectorEnv`.
         num_workers: how many processes share them; by default as many as there are usable cores, or
             as a Ray cluster has room for.
