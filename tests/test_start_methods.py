@@ -25,7 +25,7 @@ from jaxvec.testing import CountingEnv
 
 METHODS = ["forkserver", "spawn"]
 methods = pytest.mark.parametrize("method", METHODS)
-FREE = jaxvec.Restart(max_restarts=None, interval=0)
+FREE = jaxvec.Restart(max_restarts=None, rate=None)
 
 pytestmark = pytest.mark.skipif(
     _fork.reason_unavailable() is not None, reason=str(_fork.reason_unavailable())
