@@ -95,7 +95,8 @@ class EnvError(JaxvecError, RuntimeError):
     Attributes:
         env_id: index of the env in the pool.
         worker: index of the worker process, `None` for the serial backend.
-        operation: `"constructor"`, `"reset"`, `"step"`, `"close"` or the name of the method called.
+        operation: `"constructor"`, `"reset"`, `"step"`, `"close"` or the name of the method called; for
+            `"worker_init"`, `env_id` is the worker's first env.
         action: `repr` of the action that the env was given, shortened; `None` outside `step`.
         remote_traceback: the traceback's text as the worker saw it.
     """

@@ -83,6 +83,7 @@ def start(
         slice_config,
         pin_workers=config.pin_workers,
         max_running=config.max_running,
+        worker_init=config.worker_init,
     )
     workers = _workers(recipe, config, cluster, learn_info=bool(learnt))
     try:

@@ -105,6 +105,19 @@ def scan(envs, actions):
     return first, rest
 
 
+def test_workers_there_run_worker_init_first(make_on_ray):
+    def prepare(worker_id):
+        os.environ["JAXVEC_MINE"] = f"worker {worker_id}"
+
+    class Env(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.mine = os.environ["JAXVEC_MINE"]
+
+    envs = make_on_ray(Env, 4, backend=IN_PAIRS, worker_init=prepare)
+    assert envs.get_attr("mine") == ("worker 0", "worker 0", "worker 1", "worker 1")
+
+
 # --- The local pool is the oracle -----------------------------------------------------------------
 
 ENVS = {

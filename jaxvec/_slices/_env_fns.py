@@ -93,6 +93,16 @@ def resolve(
     ]
 
 
+def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:
+    """Returns a function that gets its worker's index, if it has a parameter `worker_id`."""
+    parameter = _parameters(function).get("worker_id")
+    return (
+        function
+        if parameter is None or not _is_for_us(parameter, function)
+        else partial(function, worker_id=worker)
+    )
+
+
 def takes(env: Any, name: str) -> bool:
     """Says whether the constructor of some env takes a keyword, or may."""
     for each in env if _is_list(env) else [env]:

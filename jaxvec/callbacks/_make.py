@@ -38,6 +38,7 @@ def make(
     env_configs: Sequence[Mapping[str, Any]] | None = None,
     envs_per_instance: int | None = None,
     worker_env: Mapping[str, str | None] | None = None,
+    worker_init: Callable[..., Any] | None = None,
     start_method: str = "auto",
     preload: Iterable[str] = (),
     pin_workers: bool = False,
@@ -89,6 +90,10 @@ def make(
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
             they run numerical libraries on one thread, keep off the accelerator, and lack those by which MPI
             knows its processes (`OMPI_*`, `PMI_*`, `PMIX_*`).
+        worker_init: a function that each worker runs before it builds its envs, as do workers that replace
+            others. It prepares the process: registers envs, sets global options, opens what the envs
+            share. It gets the index of its worker if it has a parameter `worker_id`. `start_timeout`
+            includes it.
         start_method: how worker processes are started: `"forkserver"` forks them from a helper process
             that has imported NumPy and Gymnasium, but neither JAX nor your code; `"spawn"` starts each
             as a Python interpreter of its own, which takes longer; `"auto"` is the first where it works.
@@ -135,7 +140,7 @@ def make(
     Raises:
         UnsupportedSpaceError: a space has a leaf without fixed shape and dtype; names the leaf.
         SpaceMismatchError: the envs' spaces differ.
-        EnvError: a constructor raised; names the env, with its traceback.
+        EnvError: a constructor, or `worker_init`, raised; names the env or worker, with its traceback.
         WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
         ValueError, TypeError: a bad argument.
     """
