@@ -26,7 +26,13 @@ __all__ = [
 
 
 class JaxvecError(Exception):
-    """Base of all errors that jaxvec raises on purpose."""
+    """Base of all errors that jaxvec raises on purpose.
+
+    Attributes:
+        others: what failed at the same time, where several envs or workers did: an error of each.
+    """
+
+    others: tuple[JaxvecError, ...] = ()
 
     def __reduce__(self) -> Any:
         # Programs run in others' processes, too, such as trials of Ray's Tune, and their errors travel: by
