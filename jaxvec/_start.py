@@ -61,6 +61,7 @@ def start(
     """
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
+    env = _env_fns.listed(env)
     size = config.envs_per_instance
     together = size or 1
     num_envs = _env_fns.count(env, num_envs, size)

@@ -659,6 +659,101 @@ def test_a_misspelt_option_is_named_with_what_was_meant(env):
             jaxvec.make(env, 2, **{name: 1})
 
 
+@pytest.mark.parametrize("env", ["CartPole-v1", CountingEnv])
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("asynchronous", 'backend="serial"'),
+        ("vectorization_mode", 'backend="serial"'),
+        ("wrappers", r"lambda: Wrapper\(gymnasium.make"),
+        ("observation_space", "make asks the envs for their spaces"),
+        ("shared_memory", "always in shared memory"),
+        ("context", "start_method says"),
+        ("num_threads", "num_workers says"),
+        ("env_kwargs", "env_configs"),
+        ("seed", r"reset\(seed=\)"),
+    ],
+)
+def test_an_argument_of_other_libraries_names_what_takes_its_place(env, name, instead):
+    with pytest.raises(TypeError, match=f"no option '{name}', .*{instead}"):
+        jaxvec.make(env, 2, **{name: 1})
+
+
+def test_an_env_may_have_such_an_argument(make):
+    class Env(CountingEnv):
+        def __init__(self, seed, **kwargs):
+            super().__init__()
+            self.given = (seed, kwargs)
+
+    assert make(Env, 1, seed=3, wrappers=4).get_attr("given") == ((3, {"wrappers": 4}),)
+
+
+def test_callables_may_come_from_a_generator(make, backend):
+    envs = make((partial(CountingEnv, length) for length in (2, 3)), backend=backend)
+    envs.reset()
+    envs.step([0, 0])
+    assert envs.step([0, 0]).terminated.tolist() == [True, False]
+    assert make(map(partial, [CountingEnv] * 3), 3, backend=backend).num_envs == 3
+    with pytest.raises(ValueError, match="num_envs is 3, but the list has 2 callables"):
+        make((CountingEnv for _ in range(2)), 3)
+    with pytest.raises(TypeError, match="no option 'num_worker'.*did you mean 'num_workers'"):
+        make((CountingEnv for _ in range(2)), num_worker=1)
+
+
+class OldEnv(CountingEnv):
+    def reset(self):
+        return super().reset()[0]
+
+
+class OldStep(CountingEnv):
+    def step(self, action):
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, terminated, info
+
+
+class Outer(gymnasium.Wrapper):
+    """Passes on what it gets."""
+
+
+class NoOptions(gymnasium.Wrapper):
+    def reset(self, *, seed=None):
+        return self.env.reset(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        (OldEnv, "OldEnv"),
+        (lambda: Outer(OldEnv()), "OldEnv"),
+        (lambda: NoOptions(CountingEnv()), "NoOptions"),
+    ],
+)
+def test_a_reset_that_takes_no_seed_or_options_names_the_way_out(make, backend, env, named):
+    envs = make(env, 2, backend=backend)
+    with pytest.raises(
+        jaxvec.EnvError, match=rf"(?s){named}.reset has to take.*seed=None, options=None.*shimmy"
+    ) as caught:
+        envs.reset(seed=0)
+    assert caught.value.operation == "reset"
+
+
+def test_a_type_error_of_another_kind_says_nothing_of_it(make):
+    class Env(CountingEnv):
+        def reset(self, *, seed=None, options=None):
+            return 1 + "1"
+
+    with pytest.raises(jaxvec.EnvError) as caught:
+        make(Env, 1).reset()
+    assert "shimmy" not in str(caught.value)
+
+
+def test_a_step_of_four_values_names_the_way_out(make, backend):
+    envs = make(OldStep, 1, backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match="got a tuple of 4.*shimmy.GymV21"):
+        envs.step([0])
+
+
 def test_an_envs_own_argument_may_look_like_an_option(make):
     class Env(CountingEnv):
         def __init__(self, num_worker):

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,13 @@ from gymnasium.envs.registration import (
 from jaxvec._slices._envs import EnvFn
 
 _PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}  # where the package has another name than its ids
+
+
+def listed(env: Any) -> Any:
+    """Returns what the user calls an env, where that is a generator, or the like, of callables, as a list."""
+    if isinstance(env, Iterable) and not callable(env) and not isinstance(env, (str, Sequence)):
+        return list(cast("Iterable[Any]", env))
+    return env
 
 
 def count(env: Any, num_envs: int | None, size: int | None) -> int:
