@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -202,4 +203,10 @@ def _learn(keys: list[str], description: Description) -> dict[str, Any]:
                 f"info: env 0's first reset returned no {key!r}, only {sorted(info)}; declare its dtype "
                 f"and shape, as in info={{{key!r}: np.float32}}"
             )
-    return {key: np.asarray(info[key]) for key in keys}
+    return {key: _as_arrays(info[key]) for key in keys}
+
+
+def _as_arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_arrays(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    return np.asarray(value)

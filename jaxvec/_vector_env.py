@@ -12,6 +12,7 @@ from typing import Any, Self, final
 
 import numpy as np
 from gymnasium import Space
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
@@ -80,6 +81,17 @@ class VectorEnv:
     def pool(self) -> Pool:
         """The pool itself, for jaxvec's own faces."""
         return self._pool
+
+    @property
+    def env_spec(self) -> EnvSpec | None:
+        """The `gymnasium.envs.registration.EnvSpec` of env 0; `None` if `gymnasium.make` did not make it.
+
+        Raises:
+            EnvError: it can't be pickled; the pool stays usable.
+            PoolBrokenError, PoolClosedError: the pool is.
+        """
+        (spec,) = self.get_attr("spec", indices=0, call=False)
+        return spec
 
     @property
     def closed(self) -> bool:
@@ -227,7 +239,7 @@ class VectorEnv:
         """Calls a method of every env, or reads an attribute; wrappers are looked through.
 
         Args:
-            name: of the method.
+            name: of the method; a dotted name, such as `"simulator.pause"`, goes on from an attribute.
             *args: for each call.
             indices: which envs: an index or a list of them, negative ones from the end; `None` for all.
             **kwargs: for each call.

@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from jaxvec._backends import _handoffs
+from jaxvec._backends import _handoffs, _process_name
 from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Reply, Request, Setup
 from jaxvec._backends._run_limit import RunLimit
 from jaxvec._handoff import _channel
@@ -63,6 +63,7 @@ def work(channel: _channel.Channel) -> None:
         with _reporting(channel):
             _init(setup)
             env_fns = _load(setup)
+            _process_name.show(setup.first, len(env_fns) * (setup.slice_config.size or 1))
             envs, spares = _envs.build(env_fns, setup.first, setup.slice_config.size), Spares()
             try:
                 with _reporting(channel):

@@ -6,6 +6,7 @@ The twin of `EnvSlice` for simulators that step many envs in one call, on NumPy 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from time import monotonic_ns
 from typing import Any
 
@@ -175,7 +176,7 @@ class BatchSlice:
         def ask(instance: Any, *mine: Any) -> Any:
             if callable(getattr(instance, "call", None)) and name != "render":  # only some of Gymnasium's
                 return instance.call(name, *mine, **kwargs)
-            attribute = getattr(instance, name)
+            attribute = attrgetter(name)(instance)
             return attribute(*mine, **kwargs) if callable(attribute) else attribute
 
         return self._ask(slots, args, ask, lambda slot: FailingAttribute(slot, name))
@@ -186,7 +187,7 @@ class BatchSlice:
         def read(instance: Any) -> Any:
             if callable(getattr(instance, "get_attr", None)):
                 return instance.get_attr(name)
-            return getattr(instance, name)
+            return attrgetter(name)(instance)
 
         return self._ask(slots, args, read, lambda slot: FailingAttribute(slot, name))
 

@@ -19,7 +19,7 @@ from jaxvec._options import Options
 from jaxvec._slices import _forks
 from jaxvec._slices._delivered import Delivered
 from jaxvec._slices._env_rows import EnvRows
-from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing, FailingAttribute
+from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing, FailingAttribute, find_attr, put_attr
 from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Episodes
 from jaxvec._slices._forks import forked
 from jaxvec._slices._parameters import Parameters
@@ -229,7 +229,7 @@ class EnvSlice:
 
         def ask(slot: int, env: Env, *mine: Any) -> Any:
             with FailingAttribute(slot, name):
-                attribute = env.get_wrapper_attr(name)
+                attribute = find_attr(env, name)
             with Failing(slot, name):
                 return attribute(*mine, **kwargs) if callable(attribute) else attribute
 
@@ -240,7 +240,7 @@ class EnvSlice:
 
         def read(slot: int, env: Env) -> Any:
             with FailingAttribute(slot, name):
-                return env.get_wrapper_attr(name)
+                return find_attr(env, name)
 
         return self._ask(slots, args, read)
 
@@ -258,7 +258,7 @@ class EnvSlice:
 
         def put(slot: int, env: Env, value: Any) -> None:
             with FailingAttribute(slot, f"set_attr({name!r})"):
-                env.set_wrapper_attr(name, value)
+                put_attr(env, name, value)
 
         self._ask(slots, [(value,) for value in values], put)
 
