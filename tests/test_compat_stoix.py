@@ -177,7 +177,7 @@ def test_it_is_a_subclass_of_stoix_s_where_that_is_imported(monkeypatch):
 
 def test_without_stoa_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "stoa", None)
-    with pytest.raises(ImportError, match="pip install stoa-env"):
+    with pytest.raises(ImportError, match='pip install "stoa-env>='):
         EnvFactory("CartPole-v1")(2)
 
 

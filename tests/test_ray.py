@@ -35,7 +35,7 @@ from jaxvec._backends import _fork
 from jaxvec._backends._ray import _actor_link, _launcher, _nodes, _shipper
 from jaxvec.testing import CountingEnv, NestedEnv
 
-ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "jaxvec[ray]"')
+ray = pytest.importorskip("ray", reason="Ray is not installed: the extra ray has it")
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -950,12 +950,12 @@ def test_an_address_where_no_cluster_is_is_an_error_at_once():
         assert re.match(rf"no Ray cluster can be reached at {address}: .*{why}", line)
 
 
-def test_a_missing_ray_names_the_extra():
+def test_without_ray_the_error_says_what_to_install():
     script = (
         "import sys; sys.modules['ray'] = None; import jaxvec; jaxvec.make('CartPole-v1', 2, backend='ray')"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
-    assert 'ImportError: backend="ray" needs Ray: pip install "jaxvec[ray]"' in said.stderr
+    assert 'ImportError: backend="ray" needs Ray: pip install "ray>=' in said.stderr
 
 
 def test_nobody_imports_ray_unasked():

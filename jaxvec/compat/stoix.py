@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from gymnasium import Space, spaces
 
+from jaxvec import _extras
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
@@ -191,4 +192,4 @@ def _stoa() -> Any:
     try:
         return importlib.import_module("stoa")
     except ImportError as error:
-        raise ImportError("Stoix's envs are stoa's: pip install stoa-env, or jaxvec[stoix]") from error
+        raise ImportError(f"Stoix's envs are stoa's: {_extras.command('stoix')}") from error

@@ -15,6 +15,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
+from jaxvec import _extras
 from jaxvec._backends._launcher import Slices
 from jaxvec._backends._ray import _nodes, _placement, _runtime_env
 from jaxvec._backends._ray._actor_link import ActorLink, RemoteWorker
@@ -26,7 +27,6 @@ from jaxvec._handoff._channel import Channel
 from jaxvec._ray import Ray
 
 _REACHED = 10.0  # seconds for the head's machine to answer
-_EXTRA = 'pip install "jaxvec[ray]"'
 
 _shipped: dict[str, dict[str, Any]] = {}  # the directories that Ray took when we connected; by connection
 
@@ -48,7 +48,7 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError(f'backend="ray" needs Ray: {_EXTRA}') from error
+        raise ImportError(f'backend="ray" needs Ray: {_extras.command("ray")}') from error
     runtime_env = options.runtime_env or {}
     if runtime_env:
         _runtime_env.check(runtime_env)
@@ -78,7 +78,7 @@ def _connection(ray: Any) -> str:
 def describe() -> str:
     """Says which Ray there is, and whether this process finds a cluster, for `doctor`; starts nothing."""
     if importlib.util.find_spec("ray") is None:
-        return f"off: Ray is not installed: {_EXTRA}"
+        return f"off: Ray is not installed: {_extras.command('ray')}"
     version = importlib.metadata.version("ray")
     address = os.environ.get("RAY_ADDRESS")
     if address is None:

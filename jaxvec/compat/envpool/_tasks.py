@@ -13,6 +13,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 import jaxvec
+from jaxvec import _extras
 from jaxvec._handoff._move import Move, Verb
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat import _atari
@@ -59,7 +60,7 @@ class Task:
             )
         except gymnasium.error.Error as error:
             if str(self.env).endswith("-v5") and importlib.util.find_spec("ale_py") is None:
-                error.add_note('EnvPool\'s Atari tasks need ALE: pip install "jaxvec[atari]"')
+                error.add_note(f"EnvPool's Atari tasks need ALE: {_extras.command('atari')}")
             raise
 
     def options(self, envs: VectorEnv) -> dict[str, Any]:
