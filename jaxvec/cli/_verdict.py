@@ -172,8 +172,8 @@ def _doubts(found: Measurement) -> Iterator[str]:
     if found.load > _BUSY * found.cores:
         yield (
             f"other programs keep this machine busy (load {found.load:.1f} on "
-            f"{counted(found.cores, 'core')}): pools wait for them, and all figures are lower than on a quiet "
-            "machine"
+            f"{counted(found.cores, 'core')}): pools wait for them, and all figures are lower than they "
+            "would be on a quiet machine"
         )
     # Loops that wait more than they compute don't need a core each.
     at_once = min(bare.copies, found.cores)
