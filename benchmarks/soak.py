@@ -252,7 +252,7 @@ def run(kind, seconds, mean, deaths):
             transport=kind.transport,
             backend=kind.backend,
             spare_envs=kind.spare_envs,
-            on_fault=jaxvec.Restart(retry=kind.retry, max_restarts=None, interval=0),
+            on_fault=jaxvec.Restart(retry=kind.retry, max_restarts=None, rate=None),
             step_timeout=1.0,
             record=record,
             mean=mean,

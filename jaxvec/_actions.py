@@ -47,7 +47,7 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
 
     Args:
         spec: of the pool.
-        action: of `num_envs` envs.
+        action: of `num_envs` envs; where it is a dict, also a tuple or list of a dict for each.
         num_envs: how many.
         exact: whether values have to be what the envs get, and not be rounded on their way.
 
@@ -71,7 +71,23 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
             raise _unexpected(leaf, shape, f"values that don't fit into {leaf.stored}")
         return stored
 
+    if isinstance(spec.action, DictNode) and isinstance(action, (tuple, list)):
+        # A sample for each env. Of a tuple's space only the batch is taken: there the two may look alike.
+        if len(action) != num_envs:
+            raise ActionError(
+                f"action: expected a dict, or a dict for each of {num_envs} envs, not {len(action)}"
+            )
+        samples = [_take_apart(spec.action, number, sample) for number, sample in enumerate(action)]
+        return [check(leaf, [each[i] for each in samples]) for i, leaf in enumerate(spec.action_leaves)]
     return flatten(spec.action, action, check)
+
+
+def _take_apart(node: Node, number: int, sample: Any) -> list[Any]:
+    """Returns the leaves of one env's action."""
+    try:
+        return flatten(node, sample, lambda leaf, value: value)
+    except ActionError as error:
+        raise ActionError(f"of the actions given one by one, number {number}: {error}") from None
 
 
 def _unexpected(leaf: Leaf, shape: tuple[int, ...], got: str) -> ActionError:

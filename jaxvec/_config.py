@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class PoolConfig:
     env_configs: Sequence[Mapping[str, Any]] | None = None
     envs_per_instance: int | None = None
     worker_env: Mapping[str, str | None] | None = None
+    worker_init: Callable[..., Any] | None = None
     start_method: str = "auto"
     preload: Iterable[str] = ()
     pin_workers: bool = False
@@ -72,6 +73,8 @@ class PoolConfig:
         for name, known in _NAMES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.worker_init is not None and not callable(self.worker_init):
+            raise TypeError(f"worker_init must be a function, or None, not {self.worker_init!r}")
         for name in ("start_timeout", "reset_timeout", "step_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0:
@@ -104,6 +107,7 @@ class PoolConfig:
             _refuse(
                 'needs worker processes; backend="serial" has none',
                 worker_env=self.worker_env,
+                worker_init=self.worker_init is not None,
                 preload=self.preload,
                 pin_workers=self.pin_workers,
                 max_running=self.max_running,

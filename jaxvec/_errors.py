@@ -26,7 +26,13 @@ __all__ = [
 
 
 class JaxvecError(Exception):
-    """Base of all errors that jaxvec raises on purpose."""
+    """Base of all errors that jaxvec raises on purpose.
+
+    Attributes:
+        others: what failed at the same time, where several envs or workers did: an error of each.
+    """
+
+    others: tuple[JaxvecError, ...] = ()
 
     def __reduce__(self) -> Any:
         # Programs run in others' processes, too, such as trials of Ray's Tune, and their errors travel: by
@@ -95,7 +101,8 @@ class EnvError(JaxvecError, RuntimeError):
     Attributes:
         env_id: index of the env in the pool.
         worker: index of the worker process, `None` for the serial backend.
-        operation: `"constructor"`, `"reset"`, `"step"`, `"close"` or the name of the method called.
+        operation: `"constructor"`, `"reset"`, `"step"`, `"close"` or the name of the method called; for
+            `"worker_init"`, `env_id` is the worker's first env.
         action: `repr` of the action that the env was given, shortened; `None` outside `step`.
         remote_traceback: the traceback's text as the worker saw it.
     """

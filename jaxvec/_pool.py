@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _options, _stats
 from jaxvec._backends._backend import Patience, Workers
+from jaxvec._backends._diagnosis import check_all
 from jaxvec._closing import Closing
 from jaxvec._errors import (
     EnvIdError,
@@ -529,10 +530,7 @@ class Pool:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
         with self._breaking():
             answers = self._workers.request(name, arguments, timeout=self._timeouts.step)
-        for answer in answers:
-            if isinstance(answer, JaxvecError):
-                raise answer
-        return answers
+        return check_all(answers)
 
     def _question(
         self,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
+from collections import deque
 from dataclasses import dataclass
 
 from jaxvec._errors import JaxvecError
@@ -24,7 +24,8 @@ class Restart:
             all its envs are built anew.
         max_restarts: how many faults each worker and its envs may have in the pool's
             lifetime; `None` for any number. The next one is raised.
-        interval: seconds that must lie between two of them; 0 for none.
+        rate: how many of these, and within how many seconds: `(3, 60.0)` are three in any minute; `None`
+            for any rate.
         keep_options: whether an env that is built anew is told what the one before it was: its first reset
             gets the options of the last `reset` of that env, and attributes that `set_attr` has set are
             set again before. What `call` and `map` have changed is lost, as only the env's code knows what
@@ -33,7 +34,7 @@ class Restart:
 
     retry: str = "reset"
     max_restarts: int | None = 10
-    interval: float = 60.0
+    rate: tuple[int, float] | None = (1, 60.0)
     keep_options: bool = True
 
     def __post_init__(self) -> None:
@@ -41,8 +42,20 @@ class Restart:
             raise ValueError(f"retry must be one of {', '.join(RETRIES)}, not {self.retry!r}")
         if self.max_restarts is not None and not self.max_restarts >= 0:
             raise ValueError(f"max_restarts must be at least 0, or None, not {self.max_restarts!r}")
-        if not self.interval >= 0:
-            raise ValueError(f"interval must be at least 0 seconds, not {self.interval!r}")
+        if self.rate is not None:
+            object.__setattr__(self, "rate", _check_rate(self.rate))
+
+
+def _check_rate(rate: tuple[int, float]) -> tuple[int, float]:
+    try:
+        count, seconds = rate
+        if isinstance(count, int) and count >= 1 and seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return count, seconds
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"rate must be (n, seconds), at most n restarts, 1 or more, within that time, or None, not {rate!r}"
+    )
 
 
 def parse(on_fault: str | Restart) -> Restart | None:
@@ -64,7 +77,8 @@ class Budget:
     def __init__(self, policy: Restart | None, num_workers: int) -> None:
         self.policy = policy
         self.restarts = [0] * num_workers
-        self._latest = [-math.inf] * num_workers
+        most = policy.rate[0] if policy and policy.rate else 0
+        self._latest = [deque[float](maxlen=most) for _ in range(num_workers)]  # when; the latest last
 
     def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
         """Counts and logs a fault that the pool recovers from, and what is lost by it; or raises `error`."""
@@ -72,14 +86,15 @@ class Budget:
             raise error
         now = time.monotonic()
         count, most = self.restarts[worker], self.policy.max_restarts
+        latest, rate = self._latest[worker], self.policy.rate
         why = ""
         if most is not None and count >= most:
             why = f"it was restarted {count} times, and max_restarts is {most}"
-        elif now - self._latest[worker] < self.policy.interval:
-            ago = now - self._latest[worker]
-            why = f"its last restart was {ago:.1f} s ago, and interval is {self.policy.interval} s"
+        elif rate is not None and len(latest) == rate[0] and now - latest[0] < rate[1]:
+            why = f"restarts in the last {now - latest[0]:.1f} s: {len(latest)}, and rate is {rate}"
         if why:
             error.args = (f"{error}\nWorker {worker} was not restarted: {why}.",)
             raise error
-        self.restarts[worker], self._latest[worker] = count + 1, now
+        self.restarts[worker] = count + 1
+        latest.append(now)
         _logger.warning("worker %d recovers from fault %d%s: %s", worker, count + 1, lost, error)

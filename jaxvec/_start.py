@@ -61,6 +61,7 @@ def start(
     """
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
+    env = _env_fns.listed(env)
     size = config.envs_per_instance
     together = size or 1
     num_envs = _env_fns.count(env, num_envs, size)
@@ -83,6 +84,7 @@ def start(
         slice_config,
         pin_workers=config.pin_workers,
         max_running=config.max_running,
+        worker_init=config.worker_init,
     )
     workers = _workers(recipe, config, cluster, learn_info=bool(learnt))
     try:

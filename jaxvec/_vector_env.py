@@ -116,7 +116,8 @@ class VectorEnv:
         """Steps every env once.
 
         Args:
-            action: pytree of the action space, leaves `[num_envs, ...]`.
+            action: pytree of the action space, leaves `[num_envs, ...]`. Instead of a dict also a tuple or
+                list of a dict for each env, such as samples of `single_action_space`.
 
         Returns:
             Arrays, as of `reset`.

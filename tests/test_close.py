@@ -271,7 +271,7 @@ def test_a_script_that_just_ends_closes_its_pool():
 
 
 REPLACED = """
-other = jaxvec.make(Env, 2, num_workers=1, on_fault=jaxvec.Restart(interval=0))
+other = jaxvec.make(Env, 2, num_workers=1, on_fault=jaxvec.Restart(rate=None))
 other.reset()
 os.kill(other.call("pid")[0], signal.SIGKILL)
 while not other.stats().total.restarts:

@@ -45,6 +45,7 @@ from disasters import (
 from scripts import end, run_script, workers
 
 import jaxvec
+from jaxvec._backends import _supervisor
 from jaxvec.testing import CountingEnv
 
 FILE = Path(disasters.__file__).name
@@ -156,6 +157,76 @@ def test_a_failure_is_noticed_while_other_envs_go_on(drive):
     with pytest.raises(jaxvec.EnvError, match="env 0 .*bad luck") as caught:
         within(turns)
     assert_broken(driver, caught.value)
+
+
+# --- Several failures at once -------------------------------------------------------------------
+
+
+class Doomed(CountingEnv):
+    """At action 7 each env fails in another way; env 3 never does."""
+
+    def __init__(self, env_id):
+        super().__init__()
+        self.ways = [
+            lambda: throw(LookupError("no door")),
+            lambda: os._exit(3),
+            lambda: throw(ValueError("bad luck")),
+        ]
+        self.fail = dict(enumerate(self.ways)).get(env_id, lambda: None)
+
+    def step(self, action):
+        if action == 7:
+            self.fail()
+        return super().step(action)
+
+    def ask(self):
+        self.fail()
+
+
+@pytest.mark.parametrize(
+    "way", [way for way in disasters.WAYS if not way.first_ready], ids=str, indirect=True
+)
+def test_all_that_fails_in_a_step_is_told_and_logged(drive, monkeypatch, caplog):
+    monkeypatch.setattr(_supervisor, "_TOGETHER", disasters.PATIENCE)  # a busy machine may take its time
+    driver = drive(Doomed, 4, num_workers=4)
+    driver.reset()
+    driver.step()
+    with pytest.raises(jaxvec.JaxvecError, match="Failed at the same time: 2 more") as caught:
+        driver.step(7)
+    errors = sorted([caught.value, *caught.value.others], key=lambda error: error.worker)
+    assert [type(error) for error in errors] == [jaxvec.EnvError, jaxvec.WorkerDiedError, jaxvec.EnvError]
+    assert [error.worker for error in errors] == [0, 1, 2]
+    assert [errors[0].env_id, errors[1].env_ids, errors[2].env_id] == [0, (1,), 2]
+    assert [errors[0].action, errors[1].exitcode, errors[2].operation] == ["np.int64(7)", 3, "step"]
+    assert [type(errors[0].__cause__), type(errors[2].__cause__)] == [LookupError, ValueError]
+    for other in caught.value.others:
+        assert other.others == ()
+        assert f"failed at the same time: {other}" in caplog.messages
+    come = pickle.loads(pickle.dumps(caught.value))
+    assert [str(each) for each in (come, *come.others)] == [
+        str(each) for each in (caught.value, *caught.value.others)
+    ]
+    assert_broken(driver, caught.value)
+
+
+def test_who_hangs_or_is_done_does_not_hold_up_the_error_of_another(make):
+    fail = partial(FailingEnv, 2, "step")
+    envs = make(
+        [partial(fail, FAILURES["picklable"][0]), CountingEnv, partial(fail, signal.pause)], num_workers=3
+    )
+    envs.reset()
+    with pytest.raises(jaxvec.EnvError) as caught:
+        within(partial(envs.step, [7, 7, 7]))
+    assert caught.value.others == ()
+
+
+def test_a_call_that_fails_in_several_workers_tells_of_each(make):
+    envs = make([partial(Doomed, env_id) for env_id in (3, 0, 3, 2)], num_workers=4)
+    with pytest.raises(jaxvec.EnvError, match="env 1 .*no door") as caught:
+        envs.call("ask")
+    (other,) = caught.value.others
+    assert (other.env_id, other.worker, other.operation) == (3, 3, "ask")
+    envs.reset()
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])

@@ -61,13 +61,13 @@ class Painter(gymnasium.Env):
         return self.buffer
 
 
-OFTEN = {"on_fault": jaxvec.Restart(interval=0, max_restarts=None), "fails": True}
+OFTEN = {"on_fault": jaxvec.Restart(rate=None, max_restarts=None), "fails": True}
 POOLS = {
     "same step": {},
     "next step": {"autoreset_mode": "NEXT_STEP"},
     "serial": {"backend": "serial"},
     "faults": OFTEN,
-    "envs built anew": OFTEN | {"on_fault": jaxvec.Restart(retry="rebuild", interval=0, max_restarts=None)},
+    "envs built anew": OFTEN | {"on_fault": jaxvec.Restart(retry="rebuild", rate=None, max_restarts=None)},
     "spare envs": {"spare_envs": 2},
     "first ready": {"batch_size": 2, "recv_order": "sent"},
 }

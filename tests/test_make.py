@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import runpy
@@ -552,6 +553,61 @@ def test_each_env_has_its_config_and_knows_its_worker(make):
         make("CartPole-v1", 2, env_configs=[{}])
 
 
+def test_a_parameter_by_name_gets_the_index_of_the_env_or_of_its_worker(make, backend):
+    class Placed(CountingEnv):
+        def __init__(self, place):
+            super().__init__()
+            self.place = place
+
+    def optional(env_id=None, worker_id=None):
+        return Placed((env_id, worker_id))
+
+    def number(index, worker_id=-1, *, env_id: int):
+        return Placed((index, worker_id, env_id))
+
+    def required_last(worker_id, env_id):
+        return Placed((env_id, worker_id))
+
+    def required_first(env_id, worker_id):
+        return Placed((env_id, worker_id))
+
+    @functools.wraps(required_first)
+    def wrapper(*args, **kwargs):
+        return required_first(*args, **kwargs)
+
+    def positional(first, /, env_id: int | None = None):
+        return Placed((first, env_id))
+
+    def of_an_id(env_id="CartPole-v1", worker_id=None):
+        return Placed((env_id, worker_id))
+
+    def annotated(env_id: str | None = None):
+        return Placed(env_id)
+
+    def others(**env_id):
+        return Placed(env_id)
+
+    at = [0, 1, 1] if backend == "process" else [0, 0, 0]
+    start = partial(make, num_envs=3, backend=backend, num_workers=max(at) + 1)
+    for function, expected in (
+        (optional, [(i, at[i]) for i in range(3)]),
+        ([optional, partial(optional, env_id=7), partial(optional, 5)], [(0, 0), (7, at[1]), (5, at[2])]),
+        (partial(optional, worker_id="mine"), [(i, "mine") for i in range(3)]),
+        (number, [(i, at[i], i) for i in range(3)]),
+        (required_last, [(i, at[i]) for i in range(3)]),
+        (required_first, [(i, at[i]) for i in range(3)]),
+        (wrapper, [(i, at[i]) for i in range(3)]),
+        (positional, [(i, i) for i in range(3)]),
+        (of_an_id, [("CartPole-v1", at[i]) for i in range(3)]),
+        (annotated, [None] * 3),
+        (others, [{}] * 3),
+    ):
+        assert start(function).get_attr("place") == tuple(expected), function
+    assert start(optional, env_id="mine").get_attr("place") == tuple(("mine", at[i]) for i in range(3))
+    with pytest.raises(TypeError, match=r"requires the arguments \['level', 'env_id'\]"):
+        start(lambda level, env_id: Placed((level, env_id)))
+
+
 def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):
     envs = make([partial(CountingEnv, length) for length in (1, 2, 3)], episodic=True, backend=backend)
     assert envs.autoreset_mode is AutoresetMode.DISABLED
@@ -601,6 +657,101 @@ def test_a_misspelt_option_is_named_with_what_was_meant(env):
     for name, meant in {"num_worker": "num_workers", "step_timout": "step_timeout"}.items():
         with pytest.raises(TypeError, match=f"no option '{name}', .*did you mean '{meant}'"):
             jaxvec.make(env, 2, **{name: 1})
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", CountingEnv])
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("asynchronous", 'backend="serial"'),
+        ("vectorization_mode", 'backend="serial"'),
+        ("wrappers", r"lambda: Wrapper\(gymnasium.make"),
+        ("observation_space", "make asks the envs for their spaces"),
+        ("shared_memory", "always in shared memory"),
+        ("context", "start_method says"),
+        ("num_threads", "num_workers says"),
+        ("env_kwargs", "env_configs"),
+        ("seed", r"reset\(seed=\)"),
+    ],
+)
+def test_an_argument_of_other_libraries_names_what_takes_its_place(env, name, instead):
+    with pytest.raises(TypeError, match=f"no option '{name}', .*{instead}"):
+        jaxvec.make(env, 2, **{name: 1})
+
+
+def test_an_env_may_have_such_an_argument(make):
+    class Env(CountingEnv):
+        def __init__(self, seed, **kwargs):
+            super().__init__()
+            self.given = (seed, kwargs)
+
+    assert make(Env, 1, seed=3, wrappers=4).get_attr("given") == ((3, {"wrappers": 4}),)
+
+
+def test_callables_may_come_from_a_generator(make, backend):
+    envs = make((partial(CountingEnv, length) for length in (2, 3)), backend=backend)
+    envs.reset()
+    envs.step([0, 0])
+    assert envs.step([0, 0]).terminated.tolist() == [True, False]
+    assert make(map(partial, [CountingEnv] * 3), 3, backend=backend).num_envs == 3
+    with pytest.raises(ValueError, match="num_envs is 3, but the list has 2 callables"):
+        make((CountingEnv for _ in range(2)), 3)
+    with pytest.raises(TypeError, match="no option 'num_worker'.*did you mean 'num_workers'"):
+        make((CountingEnv for _ in range(2)), num_worker=1)
+
+
+class OldEnv(CountingEnv):
+    def reset(self):
+        return super().reset()[0]
+
+
+class OldStep(CountingEnv):
+    def step(self, action):
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, terminated, info
+
+
+class Outer(gymnasium.Wrapper):
+    """Passes on what it gets."""
+
+
+class NoOptions(gymnasium.Wrapper):
+    def reset(self, *, seed=None):
+        return self.env.reset(seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        (OldEnv, "OldEnv"),
+        (lambda: Outer(OldEnv()), "OldEnv"),
+        (lambda: NoOptions(CountingEnv()), "NoOptions"),
+    ],
+)
+def test_a_reset_that_takes_no_seed_or_options_names_the_way_out(make, backend, env, named):
+    envs = make(env, 2, backend=backend)
+    with pytest.raises(
+        jaxvec.EnvError, match=rf"(?s){named}.reset has to take.*seed=None, options=None.*shimmy"
+    ) as caught:
+        envs.reset(seed=0)
+    assert caught.value.operation == "reset"
+
+
+def test_a_type_error_of_another_kind_says_nothing_of_it(make):
+    class Env(CountingEnv):
+        def reset(self, *, seed=None, options=None):
+            return 1 + "1"
+
+    with pytest.raises(jaxvec.EnvError) as caught:
+        make(Env, 1).reset()
+    assert "shimmy" not in str(caught.value)
+
+
+def test_a_step_of_four_values_names_the_way_out(make, backend):
+    envs = make(OldStep, 1, backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match="got a tuple of 4.*shimmy.GymV21"):
+        envs.step([0])
 
 
 def test_an_envs_own_argument_may_look_like_an_option(make):

@@ -350,7 +350,7 @@ class PoolMachine(RuleBasedStateMachine):
             autoreset_mode=mode,
             info={"lives": np.int32},
             spare_envs=spare_envs,
-            on_fault=jaxvec.Restart(retry=retry, max_restarts=None, interval=0),
+            on_fault=jaxvec.Restart(retry=retry, max_restarts=None, rate=None),
         )
         self.face = HostFace(self.envs) if face == "host" else ProgramFace(self.envs)
         self.workers = [

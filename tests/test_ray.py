@@ -105,6 +105,19 @@ def scan(envs, actions):
     return first, rest
 
 
+def test_workers_there_run_worker_init_first(make_on_ray):
+    def prepare(worker_id):
+        os.environ["JAXVEC_MINE"] = f"worker {worker_id}"
+
+    class Env(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.mine = os.environ["JAXVEC_MINE"]
+
+    envs = make_on_ray(Env, 4, backend=IN_PAIRS, worker_init=prepare)
+    assert envs.get_attr("mine") == ("worker 0", "worker 0", "worker 1", "worker 1")
+
+
 # --- The local pool is the oracle -----------------------------------------------------------------
 
 ENVS = {
@@ -214,7 +227,7 @@ def test_a_replaced_worker_is_told_what_its_envs_were(make_on_ray):
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().step(action)
 
-    envs = make_on_ray(Fragile, 2, on_fault=jaxvec.Restart(max_restarts=None, interval=0))
+    envs = make_on_ray(Fragile, 2, on_fault=jaxvec.Restart(max_restarts=None, rate=None))
     envs.reset(options={"level": 3})
     envs.set_attr("goal", [[1], [2]])
     assert envs.step([7, 0]).info["fault"].tolist() == [True, False]
@@ -427,7 +440,7 @@ def test_an_actor_that_dies_takes_its_workers_with_it(make_on_ray):
 
 
 def test_a_slow_env_is_replaced_beside_the_other_workers_of_its_actor(make_on_ray):
-    envs = make_on_ray(SleepingEnv, 4, backend=IN_PAIRS, step_timeout=5, on_fault=jaxvec.Restart(interval=0))
+    envs = make_on_ray(SleepingEnv, 4, backend=IN_PAIRS, step_timeout=5, on_fault=jaxvec.Restart(rate=None))
     envs.reset(seed=0)
     rows = envs.step(np.full(4, 7))
     assert rows.info["fault"].tolist() == [True, True, False, False]
@@ -589,7 +602,7 @@ def test_an_actor_that_is_too_slow_times_out(make_on_ray):
 
 
 def test_an_actor_that_is_too_slow_is_replaced(make_on_ray):
-    envs = make_on_ray(SleepingEnv, 4, step_timeout=5, on_fault=jaxvec.Restart(interval=0))
+    envs = make_on_ray(SleepingEnv, 4, step_timeout=5, on_fault=jaxvec.Restart(rate=None))
     envs.reset(seed=0)
     rows = envs.step(np.full(4, 7))
     assert rows.info["fault"].tolist() == [True, True, False, False]
@@ -823,7 +836,7 @@ def test_a_placement_group_that_is_removed_breaks_the_pool(make_on_ray, monkeypa
         2,
         num_workers=1,
         backend=jaxvec.Ray(placement_strategy="PACK"),
-        on_fault=jaxvec.Restart(max_restarts=None, interval=0),
+        on_fault=jaxvec.Restart(max_restarts=None, rate=None),
         step_timeout=None,
         start_timeout=None,
     )

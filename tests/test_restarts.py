@@ -12,6 +12,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium
 import jax
@@ -23,12 +24,13 @@ from gymnasium import spaces
 from scripts import gone, workers
 
 import jaxvec
+from jaxvec import _restart
 from jaxvec._native import library
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
-FREE = jaxvec.Restart(max_restarts=None, interval=0)
-REBUILD = jaxvec.Restart(retry="rebuild", max_restarts=None, interval=0)
+FREE = jaxvec.Restart(max_restarts=None, rate=None)
+REBUILD = jaxvec.Restart(retry="rebuild", max_restarts=None, rate=None)
 HARM = 7  # the action that does harm
 
 
@@ -316,7 +318,7 @@ def test_a_constructor_that_hangs_in_a_new_worker_is_late_and_tried_again(make, 
 
 
 def test_a_constructor_that_hangs_in_a_new_worker_is_an_error_at_the_limit(make, left):
-    policy = jaxvec.Restart(max_restarts=1, interval=0)
+    policy = jaxvec.Restart(max_restarts=1, rate=None)
     envs = make(lambda: Flaky(left, "constructor", signal.pause), 2, num_workers=1, on_fault=policy)
     envs.reset()
     give_replacements(envs, 0.1)
@@ -355,7 +357,7 @@ def test_an_automatic_reset_that_fails_costs_no_step(make, left, mode, retry):
     envs = make(
         lambda: Flaky(left, "reset", episode_length=2),
         1,
-        on_fault=jaxvec.Restart(retry=retry, interval=0),
+        on_fault=jaxvec.Restart(retry=retry, rate=None),
         autoreset_mode=mode,
     )
     envs.reset(seed=0)
@@ -445,7 +447,7 @@ def test_what_follows_a_fault_depends_on_the_seed_alone(make, fault):
 
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
 def test_beyond_the_limit_a_fault_is_raised_and_breaks_the_pool(make, handoff, face, fault):
-    policy = jaxvec.Restart(max_restarts=2, interval=0)
+    policy = jaxvec.Restart(max_restarts=2, rate=None)
     envs = start(
         make, face, lambda: FragileEnv(FAULTS[fault]), 2, num_workers=2, on_fault=policy, handoff=handoff
     )
@@ -462,16 +464,40 @@ def test_beyond_the_limit_a_fault_is_raised_and_breaks_the_pool(make, handoff, f
         envs.reset()
 
 
-def test_two_restarts_too_soon_after_each_other_are_one_too_many(make, backend):
-    envs = make(lambda: FragileEnv(throw), 2, backend=backend, on_fault="restart")
+@pytest.mark.parametrize(("policy", "most"), [("restart", 1), (jaxvec.Restart(rate=(3, 3600)), 3)])
+def test_more_restarts_in_a_period_than_the_rate_says_are_too_many(make, backend, policy, most):
+    envs = make(lambda: FragileEnv(throw), 2, num_workers=1, backend=backend, on_fault=policy)
     envs.reset()
-    envs.step([HARM, 1])
-    with pytest.raises(jaxvec.EnvError, match=r"(?s)bad luck.*Worker 0 was not restarted: its last restart"):
-        envs.step([HARM, 1])
+    for _ in range(most):
+        assert envs.step([HARM, 1]).info["fault"].tolist() == [True, False]
+    said = rf"(?s)bad luck.*0 was not restarted: restarts in the last .* s: {most}, and rate is \({most}, "
+    with pytest.raises(jaxvec.EnvError, match=said):
+        envs.step([1, HARM])
+    assert envs.stats().total.restarts == most
+
+
+def test_a_rate_is_of_any_such_period_and_of_each_worker(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(_restart, "time", SimpleNamespace(monotonic=lambda: now))
+    budget = _restart.Budget(jaxvec.Restart(max_restarts=None, rate=(2, 10.0)), 2)
+
+    def spend(worker):
+        try:
+            budget.spend(worker, jaxvec.JaxvecError("bad luck"))
+        except jaxvec.JaxvecError:
+            return False
+        return True
+
+    steps = [(0.0, True), (6.0, True), (9.9, False), (10.0, True), (15.9, False), (16.0, True), (16.0, False)]
+    for after, allowed in steps:
+        now = 100.0 + after
+        assert spend(0) is allowed, after
+    assert [spend(1), spend(1), spend(1)] == [True, True, False]
+    assert budget.restarts == [4, 2]
 
 
 def test_an_env_that_never_comes_back_is_raised(make):
-    envs = make(lambda: FragileEnv(signal.pause), 1, on_fault=jaxvec.Restart(max_restarts=1, interval=0),
+    envs = make(lambda: FragileEnv(signal.pause), 1, on_fault=jaxvec.Restart(max_restarts=1, rate=None),
                 step_timeout=0.5)  # fmt: skip
     envs.reset()
     assert envs.step([HARM]).info["fault"].all()
@@ -496,7 +522,7 @@ def test_an_unknown_policy_is_refused(arguments, match):
     [
         ({"retry": "pray"}, "retry must be"),
         ({"max_restarts": -1}, "max_restarts"),
-        ({"interval": -1}, "interval"),
+        *(({"rate": rate}, "rate must be") for rate in [(0, 60), (1, 0), (1.5, 60), 60, (1, 2, 3), ("", 1)]),
     ],
 )
 def test_a_policy_that_can_not_be_is_refused(arguments, match):
@@ -577,7 +603,7 @@ def test_a_spare_env_that_is_rebuilt_is_told_its_options(make):
 
 
 def test_a_new_env_can_be_left_as_it_is_built(make):
-    envs = make(lambda: FragileEnv(kill), 2, on_fault=jaxvec.Restart(interval=0, keep_options=False))
+    envs = make(lambda: FragileEnv(kill), 2, on_fault=jaxvec.Restart(rate=None, keep_options=False))
     envs.reset(options={"level": 3})
     envs.set_attr("resets", 70)
     assert envs.step([HARM, 0]).info["fault"].tolist() == [True, False]
@@ -723,7 +749,7 @@ class Env(CountingEnv):
             os.kill(os.getpid(), 9)
         return super().step(action)
 
-policy = jaxvec.Restart(max_restarts=None, interval=0)
+policy = jaxvec.Restart(max_restarts=None, rate=None)
 envs = jaxvec.make(Env, 2, num_workers=2, on_fault=policy, start_method=sys.argv[1])
 envs.reset(seed=0)
 highest = max(fd for fd in range(1000) if os.path.exists(f"/proc/self/fd/{fd}"))

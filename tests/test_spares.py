@@ -13,7 +13,7 @@ from gymnasium import spaces
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-FREE = jaxvec.Restart(max_restarts=None, interval=0)
+FREE = jaxvec.Restart(max_restarts=None, rate=None)
 
 
 class SlowEnv(CountingEnv):

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import types
 import uuid
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from jaxvec.testing import CountingEnv
 
 METHODS = ["forkserver", "spawn"]
 methods = pytest.mark.parametrize("method", METHODS)
-FREE = jaxvec.Restart(max_restarts=None, interval=0)
+FREE = jaxvec.Restart(max_restarts=None, rate=None)
 
 pytestmark = pytest.mark.skipif(
     _fork.reason_unavailable() is not None, reason=str(_fork.reason_unavailable())
@@ -54,6 +56,85 @@ def ask(make, expression, method="forkserver", num_envs=1, **kwargs):
 def server():
     """Returns the one fork server that the latest pool has."""
     return psutil.Process(list(_fork._servers.values())[-1].pid)
+
+
+# --- What a worker runs first -------------------------------------------------------------------
+
+
+@methods
+def test_worker_init_runs_in_each_worker_and_each_replacement_before_its_envs(
+    make, method, tmp_path, monkeypatch
+):
+    log, env_class = tmp_path / "log", AskedEnv
+
+    def define():
+        module = types.ModuleType("made_by_init")
+        module.env_class = env_class
+        exec("def make_env():\n    return env_class()", vars(module))
+        return module
+
+    def prepare(worker_id):
+        sys.modules["made_by_init"] = define()
+        os.environ["JAXVEC_MINE"] = f"worker {worker_id}"
+        with log.open("a") as file:
+            file.write(f"{worker_id} {os.getpid()}\n")
+
+    monkeypatch.setitem(sys.modules, "made_by_init", define())
+    make_env = sys.modules["made_by_init"].make_env  # which is sent by its name
+    envs = make(make_env, 3, num_workers=2, start_method=method, worker_init=prepare, on_fault=FREE)
+    envs.reset()
+    mine, pid = "os.environ['JAXVEC_MINE']", "os.getpid()"
+    assert envs.call("ask", mine) == ("worker 0", "worker 1", "worker 1")
+    old = dict(enumerate(envs.call("ask", pid, indices=[0, 1])))
+    assert sorted(log.read_text().split("\n")[:-1]) == [f"{worker} {old[worker]}" for worker in (0, 1)]
+    assert envs.step([0, 7, 0]).info["fault"].tolist() == [False, True, True]
+    assert envs.call("ask", mine) == ("worker 0", "worker 1", "worker 1")
+    assert log.read_text().split("\n")[2:] == [f"1 {envs.call('ask', pid, indices=1)[0]}", ""]
+    assert "JAXVEC_MINE" not in os.environ
+
+
+def test_what_worker_init_raises_names_the_worker_and_its_traceback(make):
+    def prepare(worker_id):
+        if worker_id == 1:
+            raise LookupError("no licence")
+
+    with pytest.raises(
+        jaxvec.EnvError, match="(?s)^worker 1 raised LookupError in worker_init: no licence.*in prepare"
+    ) as caught:
+        make(CountingEnv, 4, num_workers=2, worker_init=prepare)
+    error = caught.value
+    assert (error.worker, error.env_id, error.operation) == (1, 2, "worker_init")
+    assert isinstance(error.__cause__, LookupError)
+
+
+def test_worker_init_that_fails_in_a_replacement_is_raised_at_the_limit(make, tmp_path):
+    done = tmp_path / "done"
+
+    def prepare():
+        if done.exists():
+            raise LookupError("no licence")
+
+    policy = jaxvec.Restart(max_restarts=2, rate=None)
+    envs = make(AskedEnv, 1, worker_init=prepare, on_fault=policy)
+    envs.reset()
+    done.touch()
+    with pytest.raises(jaxvec.EnvError, match="(?s)in worker_init: no licence.*max_restarts is 2"):
+        envs.step([7])
+
+
+def test_worker_init_needs_workers_and_a_function_that_can_be_sent():
+    lock = threading.Lock()
+    for arguments, kind, text in (
+        (
+            {"worker_init": lambda: lock},
+            TypeError,
+            "worker_init can't be pickled, .*make what it needs inside",
+        ),
+        ({"worker_init": "prepare"}, TypeError, "worker_init must be a function, or None, not 'prepare'"),
+        ({"worker_init": print, "backend": "serial"}, ValueError, "worker_init needs worker processes"),
+    ):
+        with pytest.raises(kind, match=text):
+            jaxvec.make(CountingEnv, 1, **arguments)
 
 
 # --- As clean as a new interpreter -------------------------------------------------------------

@@ -251,7 +251,7 @@ def wrapped(env: gymnasium.Env, limit: int) -> gymnasium.Env:
     return TimeLimit(OrderEnforcing(PassiveEnvChecker(env)), limit)
 
 
-OFTEN = jaxvec.Restart(interval=0, max_restarts=None)
+OFTEN = jaxvec.Restart(rate=None, max_restarts=None)
 POOLS = {
     "same step": {},
     "next step": {"autoreset_mode": "NEXT_STEP"},

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -719,6 +720,42 @@ def test_a_wrong_nested_action_names_its_leaf(make, name, how):
     assert envs.get_attr("_steps") == (0, 0)
     _, timestep = step(handle, action)
     np.testing.assert_array_equal(timestep.info["episode_length"], 1)
+
+
+@pytest.mark.parametrize("env", [NestedEnv, CountingEnv, "Pendulum-v1"])
+def test_on_the_host_each_env_may_have_its_own_sample(make, env):
+    one, other = (make(env, 3, backend="serial") for _ in range(2))
+    space = one.single_action_space
+    space.seed(0)
+    samples = [space.sample() for _ in range(3)]
+    one.reset(seed=0), other.reset(seed=0)
+    batch = batch_space(space, 3)
+    batched = concatenate(space, samples, create_empty_array(space, 3))
+    assert batched in batch
+    expected = other.step(batched)
+    jax.tree.map(np.testing.assert_array_equal, one.step(tuple(samples)), expected)
+    one.send(samples[:2], [2, 0])  # whose they are
+    one.send(samples[2:], [1])
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        one.recv(),
+        other.step(concatenate(space, [samples[i] for i in (1, 2, 0)], create_empty_array(space, 3))),
+    )
+
+
+def test_a_wrong_sample_names_its_place(make):
+    envs = make(NestedEnv, 2, backend="serial")
+    envs.reset()
+    good = envs.single_action_space.sample()
+    for action, match in (
+        ([good], "a dict for each of 2 envs, not 1"),
+        ([good, {**good, "leg": 1}], "number 1: action: expected a dict with keys"),
+        ([good, {**good, "turn": np.ones(3)}], r"action\['turn'\]: expected int32 of shape \(2,\).*ragged"),
+        ([good, 3], "number 1: action: expected a dict"),
+    ):
+        with pytest.raises(jaxvec.ActionError, match=f"(?s){match}"):
+            envs.step(action)
+    assert envs.get_attr("_steps") == (0, 0)
 
 
 def test_bools_and_smaller_integers_stand_for_integers_and_integers_for_floats(make):

@@ -24,7 +24,7 @@ from jaxvec.testing import CountingEnv
 pytestmark = pytest.mark.jax_version
 
 EPSILON = 1e-3  # µs: times are written in µs, and taken in ns
-FREE = jaxvec.Restart(max_restarts=None, interval=0)
+FREE = jaxvec.Restart(max_restarts=None, rate=None)
 
 
 class Timeline:
@@ -257,7 +257,7 @@ def test_an_env_that_failed_is_traced_on(make, backend, retry, tmp_path):
     def bad_luck():
         raise ValueError("bad luck")
 
-    restart = jaxvec.Restart(retry=retry, max_restarts=None, interval=0)
+    restart = jaxvec.Restart(retry=retry, max_restarts=None, rate=None)
     envs = make(failing("step", bad_luck), 4, backend=backend, on_fault=restart)
     envs.reset()
     with envs.trace(tmp_path / "pool.json"):

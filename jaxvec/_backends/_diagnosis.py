@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._launcher import Process, Slices
-from jaxvec._errors import EnvTimeoutError, WorkerDiedError
+from jaxvec._errors import EnvTimeoutError, JaxvecError, WorkerDiedError
 from jaxvec._handoff._move import Verb
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._rows import reader
@@ -16,6 +18,8 @@ from jaxvec._memory._segment import Arrays
 from jaxvec._slices import _failures
 from jaxvec._slices._parameters import Told
 from jaxvec._spec import PoolSpec
+
+_logger = logging.getLogger("jaxvec")
 
 
 class Diagnosis:
@@ -118,6 +122,25 @@ def _silent(workers: Iterable[int], processes: Sequence[Process]) -> str:
         for worker in workers
         if (place := processes[worker].place)
     )
+
+
+def join(errors: Iterable[JaxvecError]) -> JaxvecError:
+    """Returns the first of the errors of one operation; it then tells of the others, which are logged."""
+    first, *others = dict.fromkeys(errors)  # late workers share one
+    first.others = tuple(others)
+    for other in others:
+        _logger.error("failed at the same time: %s", other)
+    if others:
+        first.args = (f"{first}\nFailed at the same time: {len(others)} more, see `others` and the log.",)
+    return first
+
+
+def check_all(answers: list[Any]) -> list[Any]:
+    """Returns the answers of a request; raises the first error among them, which tells of the others."""
+    errors = [answer for answer in answers if isinstance(answer, JaxvecError)]
+    if errors:
+        raise join(errors)
+    return answers
 
 
 def tell_lost(told: Told | None, slots: Iterable[int]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxvec._slices._envs import EnvFn
 from jaxvec._slices._slice_config import SliceConfig
@@ -20,6 +21,7 @@ class WorkerRecipe:
         slice_config: of each worker's slice.
         pin_workers: whether each worker has a core of its own.
         max_running: how many workers may run envs at once; `None` for all.
+        worker_init: what each worker runs before it builds its envs.
     """
 
     env_fns: Sequence[EnvFn]
@@ -28,6 +30,7 @@ class WorkerRecipe:
     slice_config: SliceConfig
     pin_workers: bool = False
     max_running: int | None = None
+    worker_init: Callable[..., Any] | None = None
 
     def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
         """Returns those of one worker."""

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import cloudpickle
 
 from jaxvec._backends._messages import Setup
 from jaxvec._backends._recipe import WorkerRecipe
+from jaxvec._slices import _env_fns
 
 
 def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
-    """Makes the first message to a worker; raises `TypeError` if a constructor can't be pickled."""
+    """Makes the first message to a worker; raises `TypeError` if a function of the user can't be pickled."""
     first, _ = recipe.slices[worker]
-    try:
-        pickled: bytes = cloudpickle.dumps(list(recipe.env_fns_of(worker)))
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise TypeError(
-            f"the constructor of env {first} can't be pickled, so it can't be sent to a worker: {error}; "
-            'make what it needs inside it, or use backend="serial"'
-        ) from error
+    init = recipe.worker_init
     return Setup(
         sys_path=list(sys.path),
         python_path=os.environ.get("PYTHONPATH"),
         first=first,
-        env_fns=pickled,
+        worker_init=init and _pickle(_env_fns.of_worker(init, worker), "worker_init"),
+        env_fns=_pickle(
+            list(recipe.env_fns_of(worker)), f"the constructor of env {first}", ', or use backend="serial"'
+        ),
         slice_config=recipe.slice_config,
         learn_info=learn_info and first == 0,
         core=worker if recipe.pin_workers else None,
     )
+
+
+def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(function)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"{name} can't be pickled, so it can't be sent to a worker: {error}; make what it needs inside it"
+            + otherwise
+        ) from error
+    return pickled

@@ -8,7 +8,7 @@ import os
 import pickle
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ import cloudpickle
 
 from jaxvec import _options
 from jaxvec._backends._backend import Patience
-from jaxvec._backends._diagnosis import Diagnosis, name_envs, tell_lost
+from jaxvec._backends._diagnosis import Diagnosis, join, name_envs, tell_lost
 from jaxvec._backends._launcher import Launcher, Process
 from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Replacement, Reply, Request
 from jaxvec._backends._recipe import WorkerRecipe
@@ -47,6 +47,8 @@ from jaxvec._tracing._recorder import Loss, Record
 _logger = logging.getLogger("jaxvec")
 
 _HURRY = 1.0  # seconds that the workers of a broken pool have to answer
+_TOGETHER = 0.5  # seconds after a failure that ends the pool, for others to be heard of
+_GLANCE = 0.01  # between looks for workers that are done by then
 _LAST = 10.0  # seconds that a killed worker has to end; one that is stuck in the kernel goes when it can
 
 
@@ -184,6 +186,38 @@ class Supervisor:
         self._replace_late_starters()
         news, self._news = self._news, []
         return news + heard
+
+    def hear_others(
+        self, error: EnvError | WorkerDiedError, late: Callable[[], Iterable[int]], patience: Patience
+    ) -> None:
+        """Hears for a short time what else fails, and lets the error that ends the pool tell of it.
+
+        Args:
+            error: what is known.
+            late: returns the workers that the operation waits for.
+            patience: of the operation.
+        """
+        errors: dict[int | None, JaxvecError] = {error.worker: error}
+        deadline = time.monotonic() + _TOGETHER
+        while (missing := [each for each in late() if each not in errors]) and time.monotonic() < deadline:
+            patience.check()
+            poll = select.poll()
+            for worker in missing:
+                poll.register(self.channels[worker], select.POLLIN)
+            said = {self._by_fd[fd] for fd, _ in poll.poll(_GLANCE * 1000)}
+            for worker in missing:
+                try:
+                    message = self.channels[worker].receive(deadline) if worker in said else WAKE
+                except EOFError:
+                    errors[worker] = self._died(worker)
+                except TimeoutError:  # it came in part
+                    break
+                else:
+                    if isinstance(message, _failures.Report):
+                        errors[worker] = _failures.to_error(message, worker=worker)
+                    elif worker not in said and self._processes[worker].ended():
+                        errors[worker] = self._died(worker)
+        join(errors.values())
 
     def expire(
         self, patience: Patience, late: Sequence[int], unfinished: Sequence[int] | None = None

@@ -61,6 +61,7 @@ def work(channel: _channel.Channel) -> None:
             os.sched_setaffinity(0, {cores[setup.core % len(cores)]})
         _adopt_paths(setup)
         with _reporting(channel):
+            _init(setup)
             env_fns = _load(setup)
             envs, spares = _envs.build(env_fns, setup.first, setup.slice_config.size), Spares()
             try:
@@ -181,6 +182,13 @@ def _adopt_paths(setup: Setup) -> None:
         os.environ.pop("PYTHONPATH", None)
     else:
         os.environ["PYTHONPATH"] = setup.python_path
+
+
+def _init(setup: Setup) -> None:
+    """Runs what the user wants to be run before the envs are even unpickled."""
+    if setup.worker_init is not None:
+        with Failing(setup.first, "worker_init"):
+            _open(setup.worker_init)()
 
 
 def _load(setup: Setup) -> Sequence[EnvFn]:

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from jaxvec import _options
 from jaxvec._backends import _handoffs
 from jaxvec._backends._backend import Patience
+from jaxvec._backends._diagnosis import check_all
 from jaxvec._backends._launcher import Launcher
 from jaxvec._backends._messages import Attach
 from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._backends._supervisor import Supervisor
 from jaxvec._cores import usable_cores
-from jaxvec._errors import JaxvecError, NotPicklableError
+from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._handoff._engine import Engine, Rules
 from jaxvec._handoff._handoff import LOOK_AROUND, ParentHandoff
 from jaxvec._handoff._move import Verb
@@ -121,7 +122,11 @@ class ProcessWorkers:
             if handoff.wait(slots, count, seconds):
                 break
             with handoff.listening(slots, count, seconds) as sleep:
-                heard = supervisor.look(sleep, patience)
+                try:
+                    heard = supervisor.look(sleep, patience)
+                except (EnvError, WorkerDiedError) as error:
+                    supervisor.hear_others(error, lambda: self._late(slots)[0], patience)
+                    raise
                 # The slots count, not the wakes: a worker can be stopped between the two.
                 over = not heard and supervisor.time_left(patience) <= 0  # what was seen may have moved it
                 if over and not handoff.enough_completed(slots, count):
@@ -183,15 +188,20 @@ class ProcessWorkers:
 
     def _blame(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
         """Returns the workers that hold up `slots`, and what else of theirs is unfinished, too."""
-        assert self._handoff is not None
-        worker_of, unfinished = self.supervisor.worker_of, self._handoff.unfinished().tolist()
-        late = sorted({worker_of(slot) for slot in np.intersect1d(unfinished, slots)})
+        late, unfinished = self._late(slots)
         if self._max_running is not None:  # who waits for its turn is late because of those that run
             assert self._arrays is not None
             waiting = Marks.of(self._arrays).running[:, 1]
             late = [worker for worker in late if not waiting[worker]] or late
         # In a first-ready pool those of other workers may have been sent a moment ago.
-        return late, [slot for slot in unfinished if worker_of(slot) in late]
+        return late, [slot for slot in unfinished if self.supervisor.worker_of(slot) in late]
+
+    def _late(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
+        """Returns the workers that are not done with `slots`, and all slots that are not done."""
+        assert self._handoff is not None
+        unfinished = self._handoff.unfinished()
+        late = {self.supervisor.worker_of(slot) for slot in np.intersect1d(unfinished, slots).tolist()}
+        return sorted(late), unfinished.tolist()
 
     def _put_objects(self, slots: NDArray[Any]) -> None:
         """Gives the workers what of the actions of `slots` is not in the segment."""
@@ -202,7 +212,7 @@ class ProcessWorkers:
             mine = slots[(first <= slots) & (slots < stop)]
             return mine, {path: column[mine] for path, column in columns.items()}
 
-        _check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
+        check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
 
     def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
         """Gets from the workers what of the time steps of `slots` is not in the segment."""
@@ -211,19 +221,11 @@ class ProcessWorkers:
         def arguments(first: int, stop: int) -> tuple[Any, ...]:
             return slots[(first <= slots) & (slots < stop)], self._objects_in
 
-        answers = _check_all(self.request("get_objects", arguments, timeout=timeout))
+        answers = check_all(self.request("get_objects", arguments, timeout=timeout))
         for (first, stop), columns in zip(self._slices, answers, strict=True):
             mine, _ = arguments(first, stop)
             for path, column in columns.items():
                 self._arrays[path][mine] = column
-
-
-def _check_all(answers: list[Any]) -> list[Any]:
-    """Returns the answers of a request; raises the error that is among them."""
-    for answer in answers:
-        if isinstance(answer, JaxvecError):
-            raise answer
-    return answers
 
 
 def _spin_ns(num_workers: int) -> int:

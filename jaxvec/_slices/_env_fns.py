@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,6 +22,13 @@ from gymnasium.envs.registration import (
 from jaxvec._slices._envs import EnvFn
 
 _PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}  # where the package has another name than its ids
+
+
+def listed(env: Any) -> Any:
+    """Returns what the user calls an env, where that is a generator, or the like, of callables, as a list."""
+    if isinstance(env, Iterable) and not callable(env) and not isinstance(env, (str, Sequence)):
+        return list(cast("Iterable[Any]", env))
+    return env
 
 
 def count(env: Any, num_envs: int | None, size: int | None) -> int:
@@ -60,7 +68,8 @@ def resolve(
 
     Args:
         env: a Gymnasium id, an `EnvSpec`, a callable, or a list of callables. A callable with one
-            required positional parameter gets the env's index, one with a parameter `worker_id` its worker's.
+            required positional parameter gets the env's index, and so does one with a parameter `env_id` that
+            is no text; one with a parameter `worker_id` gets its worker's index.
         slices: `(first, stop)` of each worker's envs.
         env_kwargs: for `gymnasium.make`, or the callables.
         configs: more of them, of each env's own.
@@ -89,6 +98,16 @@ def resolve(
         _bind(env_fn, index, worker, {**env_kwargs, **config})
         for env_fn, (index, worker), config in zip(env_fns, places, each, strict=True)
     ]
+
+
+def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:
+    """Returns a function that gets its worker's index, if it has a parameter `worker_id`."""
+    parameter = _parameters(function).get("worker_id")
+    return (
+        function
+        if parameter is None or not _is_for_us(parameter, function)
+        else partial(function, worker_id=worker)
+    )
 
 
 def takes(env: Any, name: str) -> bool:
@@ -121,21 +140,38 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
             )
         )
     parameters = _parameters(env_fn)
-    if "worker_id" in parameters and "worker_id" not in env_kwargs:
-        env_kwargs = {**env_kwargs, "worker_id": worker}
+    by_name = {
+        name: number
+        for name, number in (("env_id", index), ("worker_id", worker))
+        if name in parameters and _is_for_us(parameters[name], env_fn)
+    }
     required = [
         name
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and name not in env_kwargs
+        and (name == "env_id" or name not in by_name)
     ]
     if len(required) > 1:
         raise TypeError(
             f"{env_fn!r} requires the arguments {required}; jaxvec.make passes the env's index to one "
             "required argument, and its own keyword arguments to the others"
         )
-    return cast(EnvFn, partial(env_fn, *([index] if required else []), **env_kwargs))
+    by_name |= dict.fromkeys(required, index)
+    # By its place, where it can be, as the callable may know the name by its signature alone.
+    first = [by_name.pop(name) for name in required if name == next(iter(parameters))]
+    return cast(EnvFn, partial(env_fn, *first, **{**by_name, **env_kwargs}))
+
+
+def _is_for_us(parameter: inspect.Parameter, env_fn: Any) -> bool:
+    """Says whether a parameter of a name that we fill is meant so, and not bound or a Gymnasium id."""
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        return False
+    if isinstance(env_fn, partial) and parameter.name in env_fn.keywords:
+        return False
+    annotation = inspect.formatannotation(parameter.annotation)
+    return not isinstance(parameter.default, str) and not re.search(r"\bstr\b", annotation)
 
 
 def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

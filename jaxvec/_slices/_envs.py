@@ -13,6 +13,12 @@ BatchedEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]  # fills sever
 EnvFn: TypeAlias = Callable[[], Any]
 
 
+OLD_GYM = (
+    "An env of old Gym goes into shimmy.GymV21CompatibilityV0(env=...) if its step returns four values, or "
+    "into shimmy.GymV26CompatibilityV0(env=...)"
+)
+
+
 class EnvFailure(Exception):
     """An env failed; `__cause__` is its own exception, or `InvalidValue` for wrong data.
 
@@ -107,8 +113,8 @@ def _check_kind(env: Any, size: int | None) -> None:
     elif not isinstance(env, gymnasium.Env):
         raise TypeError(
             f"expected a gymnasium.Env, got {type(env).__name__}; wrap a dm_env.Environment in "
-            "jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv, an "
-            "old gym.Env in shimmy.GymV21CompatibilityV0(env=...) or GymV26CompatibilityV0(env=...)"
+            f"jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv. "
+            + OLD_GYM
         )
 
 

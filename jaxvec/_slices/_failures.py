@@ -57,6 +57,8 @@ def report(failure: EnvFailure) -> Report:
 def to_error(said: Report, *, worker: int | None) -> EnvError:
     """Makes the error that the user gets, with the original exception as its cause if it travelled."""
     where = f"env {said.env_id}" + ("" if worker is None else f" (worker {worker})")
+    if said.operation == "worker_init":
+        where = f"worker {worker}"
     given = "" if said.action is None else f" with action {said.action}"
     if said.error is EnvDataError:
         message = f"{where} returned wrong data from {said.operation}{given}: {said.message}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from jaxvec._memory._rows import InvalidValue
+from jaxvec._slices._envs import OLD_GYM
 
 
 def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
@@ -17,10 +20,27 @@ def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
     return result
 
 
+def explain_reset(error: TypeError, env: Any) -> None:
+    """Says more of what `reset` has raised, if it does not take what it is given."""
+    layers = [env]
+    while isinstance(layers[-1], gymnasium.Wrapper):
+        layers.append(layers[-1].env)
+    for layer in layers:
+        try:
+            inspect.signature(layer.reset).bind(seed=None, options=None)
+        except (TypeError, ValueError):
+            error.add_note(
+                f"{type(layer).__name__}.reset has to take what Gymnasium's envs take: "
+                f"reset(self, *, seed=None, options=None). {OLD_GYM}"
+            )
+            return
+
+
 def wrong_step(result: Any) -> InvalidValue:
     """Says what `step` has returned instead of what it must."""
     return InvalidValue(
         f"step must return (obs, reward, terminated, truncated, info), got {_outline(result)}"
+        + (f". {OLD_GYM}" if isinstance(result, tuple) and len(result) == 4 else "")
     )
 
 

@@ -15,7 +15,7 @@ from jaxvec._slices._envs import Env, EnvFn
 from jaxvec._slices._forks import forked
 from jaxvec._slices._lending import Lending
 from jaxvec._slices._membership import checker
-from jaxvec._slices._results import split_reset
+from jaxvec._slices._results import explain_reset, split_reset
 from jaxvec._slices._spares import Spares
 from jaxvec._slices._targets import Targets
 from jaxvec._spaces import Node
@@ -155,6 +155,9 @@ class SlotEnvs:
         began = monotonic_ns()
         try:
             result = env.reset(seed=seed, options=options)
+        except TypeError as error:
+            explain_reset(error, self.envs[env_id - self._first])
+            raise
         finally:
             if forked:
                 _forks.end(env_id, "reset")

@@ -22,9 +22,28 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _transports
 from jaxvec.callbacks._placement import Placement
 
+# What other libraries' functions that make vector envs are given, and what takes its place.
+_PROCESSES = 'leave it out: envs are in worker processes, or with backend="serial" in this one'
+_WRAPPERS = "pass a function that wraps each env: make(lambda: Wrapper(gymnasium.make(env)), num_envs)"
+_SPACES = "leave it out: make asks the envs for their spaces"
+_ELSEWHERE = {
+    "asynchronous": _PROCESSES,
+    "vectorization_mode": _PROCESSES,
+    "vec_env_cls": _PROCESSES,
+    "wrappers": _WRAPPERS,
+    "wrapper_class": _WRAPPERS,
+    "observation_space": _SPACES,
+    "action_space": _SPACES,
+    "shared_memory": "leave it out: observations are always in shared memory",
+    "context": "start_method says how workers are started",
+    "num_threads": "num_workers says how many processes share the envs",
+    "env_kwargs": "pass its entries to make itself; those of each env's own in env_configs",
+    "seed": "pass it to reset(seed=)",
+}
+
 
 def make(
-    env: str | EnvSpec | Callable[..., Any] | Sequence[Callable[..., Any]],
+    env: str | EnvSpec | Callable[..., Any] | Iterable[Callable[..., Any]],
     num_envs: int | None = None,
     *,
     num_workers: int | None = None,
@@ -38,6 +57,7 @@ def make(
     env_configs: Sequence[Mapping[str, Any]] | None = None,
     envs_per_instance: int | None = None,
     worker_env: Mapping[str, str | None] | None = None,
+    worker_init: Callable[..., Any] | None = None,
     start_method: str = "auto",
     preload: Iterable[str] = (),
     pin_workers: bool = False,
@@ -58,11 +78,12 @@ def make(
     """Starts worker processes, builds the envs in them, and returns the pool.
 
     Args:
-        env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list of such
-            callables. One with a required positional parameter gets the env's index, one with a parameter
-            `worker_id` the index of its worker. Lambdas, closures and classes of `__main__` or a notebook
-            are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`, whose envs are stepped
-            in this process, and which is closed with the pool.
+        env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list, generator, or the
+            like, of such callables. One with a required positional parameter gets the env's index, and so
+            does one with a parameter `env_id`, unless its default or annotation is a text, such as an id; one
+            with a `worker_id` gets its worker's. What you have bound stays. Lambdas, closures and classes
+            of `__main__` or a notebook are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`,
+            whose envs are stepped in this process, and which is closed with the pool.
         num_envs: how many envs; may be left out for a list or a `VectorEnv`.
         num_workers: how many processes share them; by default as many as there are usable cores, or
             as a Ray cluster has room for.
@@ -88,6 +109,10 @@ def make(
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
             they run numerical libraries on one thread, keep off the accelerator, and lack those by which MPI
             knows its processes (`OMPI_*`, `PMI_*`, `PMIX_*`).
+        worker_init: a function that each worker runs before it builds its envs, as do workers that replace
+            others. It prepares the process: registers envs, sets global options, opens what the envs
+            share. It gets the index of its worker if it has a parameter `worker_id`. `start_timeout`
+            includes it.
         start_method: how worker processes are started: `"forkserver"` forks them from a helper process
             that has imported NumPy and Gymnasium, but neither JAX nor your code; `"spawn"` starts each
             as a Python interpreter of its own, which takes longer; `"auto"` is the first where it works.
@@ -134,12 +159,13 @@ def make(
     Raises:
         UnsupportedSpaceError: a space has a leaf without fixed shape and dtype; names the leaf.
         SpaceMismatchError: the envs' spaces differ.
-        EnvError: a constructor raised; names the env, with its traceback.
+        EnvError: a constructor, or `worker_init`, raised; names the env or worker, with its traceback.
         WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
         ValueError, TypeError: a bad argument.
     """
     given = locals()  # the record's fields among them, by the same names
-    _refuse_misspelt(env, env_kwargs)
+    env = _env_fns.listed(env)
+    _refuse_unknown(env, env_kwargs)
     config = PoolConfig(**{option.name: given[option.name] for option in fields(PoolConfig)})
     place = Placement.of(device, sharding)
     envs = start(
@@ -159,12 +185,16 @@ def make(
     return envs
 
 
-def _refuse_misspelt(env: Any, env_kwargs: Mapping[str, Any]) -> None:
-    """Refuses a keyword that looks like an option of `make`, and that the env does not know."""
+def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
+    """Refuses a keyword of others' `make`, or one like an option of ours, unless the env knows it."""
     options = inspect.signature(make).parameters
     for name in env_kwargs:
         meant = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
-        if meant and not _env_fns.takes(env, name):
+        if (name not in _ELSEWHERE and not meant) or _env_fns.takes(env, name):
+            continue
+        if name in _ELSEWHERE:
+            raise TypeError(f"make has no option {name!r}, and the env no such argument: {_ELSEWHERE[name]}")
+        if meant:
             raise TypeError(
                 f"make has no option {name!r}, and the env no such argument; did you mean {meant[0]!r}?"
             )
