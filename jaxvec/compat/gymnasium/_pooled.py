@@ -19,6 +19,7 @@ from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
 from jaxvec._handoff._move import Caller, Verb
 from jaxvec._memory._views import Rows, copies, views
 from jaxvec._spaces import Leaf, Node, as_is, map_leaves
+from jaxvec._spec import parse_autoreset_mode
 from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
 from jaxvec.compat.gymnasium._infos import batch
 
@@ -49,7 +50,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.env_fns = env_fns
         self.copy = copy
         self.observation_mode = observation_mode
-        self.autoreset_mode: AutoresetMode = AutoresetMode(autoreset_mode)
+        self.autoreset_mode: AutoresetMode = parse_autoreset_mode(autoreset_mode)
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
         try:
             self.num_envs: int = self.pool.num_envs
