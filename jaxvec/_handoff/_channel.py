@@ -114,7 +114,7 @@ class Channel:
 
     def _skip_wakes(self) -> None:
         """Takes the wakes that have come by now for one, lest they pile up before a message."""
-        # Asked before: an error that is caught here would stand in the traceback of a Ctrl-C that comes meanwhile.
+        # Asked before: an error caught here would stand in the traceback of a Ctrl-C that comes meanwhile.
         if not _readable(self._socket, 0.0):
             return
         with suppress(ConnectionResetError):
