@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -808,8 +809,18 @@ def test_what_no_node_has_is_refused_at_once(make_on_ray):
 
 
 def test_actors_that_find_no_room_time_out(make_on_ray):
-    with pytest.raises(jaxvec.EnvTimeoutError, match="constructor timed out after 2 s: .* no node yet"):
+    needs = "constructor timed out after 2 s: .* no node yet, as Ray has not started .* needs {'CPU': 1}"
+    with pytest.raises(jaxvec.EnvTimeoutError, match=needs):
         make_on_ray(CountingEnv, 6, num_workers=6, start_timeout=2)
+
+
+def test_too_many_open_files_are_told(make_on_ray, monkeypatch):
+    def pair():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_launcher._channel, "pair", pair)
+    with pytest.raises(jaxvec.WorkerDiedError, match="two for each worker .* ulimit -n"):
+        make_on_ray(CountingEnv, 2)
 
 
 def test_a_placement_group_that_finds_no_room_times_out(make_on_ray):
