@@ -819,7 +819,7 @@ def test_too_many_open_files_are_told(make_on_ray, monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(_launcher._channel, "pair", pair)
-    with pytest.raises(jaxvec.WorkerDiedError, match="two for each worker .* ulimit -n"):
+    with pytest.raises(jaxvec.WorkerDiedError, match="two for each worker .*ulimit -n"):
         make_on_ray(CountingEnv, 2)
 
 
