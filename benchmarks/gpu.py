@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -155,22 +157,32 @@ def main() -> None:
     """Prints a table for each payload."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--platform", default="cuda", help="cpu tries the script where there is no GPU")
+    parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--json", type=Path, help="a file for the figures, in microseconds and GB/s")
     arguments = parser.parse_args()
     device = jax.devices(arguments.platform)[0]
     print(f"jax {jax.__version__}, {device.device_kind}")
-    for label, size in PAYLOADS.items():
+    figures: dict[str, Any] = {"device": device.device_kind}
+    for label in arguments.payloads:
+        size = PAYLOADS[label]
         results = measure(size, device, arguments.rounds, arguments.seconds)
         bare = results["host loop, no copy"]
+        rows = figures[f"{label} a step"] = {}
         print(f"\n{label} a step")
         if arguments.platform == "cuda":
             copy = plain_copy(size)
+            rows["plain copy"] = {"us": copy * 1e6, "GB/s": size / copy / 1e9}
             print(f"  {'plain copy':32} {copy * 1e6:10.1f} µs {size / copy / 1e9:8.2f} GB/s")
         for name, taken in results.items():
             added, copying = taken - results["program on the CPU, ffi"], taken - bare
-            rate = f"{size / copying / 1e9:8.2f} GB/s" if copying > 0 else ""
-            print(f"  {name:32} {taken * 1e6:10.1f} µs {added * 1e6:+10.1f} µs {rate}")
+            rate = size / copying / 1e9 if copying > 0 else None
+            rows[name] = {"us": taken * 1e6, "GB/s": rate}
+            said = "" if rate is None else f"{rate:8.2f} GB/s"
+            print(f"  {name:32} {taken * 1e6:10.1f} µs {added * 1e6:+10.1f} µs {said}")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ program takes longer, the device idles.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -200,7 +202,8 @@ def turns(programs: Mapping[str, Program], what: str, rounds: int) -> dict[str, 
 
 
 def report(options: argparse.Namespace) -> None:
-    """Measures, and prints as it goes."""
+    """Measures, prints as it goes, and writes the file of figures if there is to be one."""
+    figures: dict[str, Any] = {}
     size, workers = options.num_envs, options.num_workers
     shape = partial(Ppo, options.num_steps, options.num_minibatches)
     rows = jaxvec.TimeStep(
@@ -213,6 +216,7 @@ def report(options: argparse.Namespace) -> None:
     alone = Program(shape(halves=1), nowhere, (), rows)
     seconds = turns({"device": alone}, "rollout", options.rounds)["device"] / options.num_steps
     print(f"the policy takes {seconds * 1e3:.2f} ms for {size} images, and so do the envs for a step")
+    figures["policy, ms"] = seconds * 1e3
 
     # Of the envs that a worker steps in one batch, the first waits for all.
     in_batch = size // workers
@@ -231,9 +235,12 @@ def report(options: argparse.Namespace) -> None:
             for name, taken in times.items():
                 rate, idle = size * options.num_steps / taken, 1 - times["device alone"] / taken
                 print(f"  {name:26} {taken * 1e3:9.1f} ms {rate:11,.0f} steps/s, device idle {idle:4.0%}")
+                figures.setdefault(what, {})[name] = {"ms": taken * 1e3, "steps/s": rate, "device idle": idle}
             for transport in options.transports:
                 ratio = times[f"synchronous, {transport}"] / times[f"two halves, {transport}"]
                 print(f"  two halves over synchronous, {transport}: {ratio:.2f}")
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=1))
 
 
 def main() -> None:
@@ -250,6 +257,7 @@ def main() -> None:
     parser.add_argument("--num-minibatches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--transports", nargs="+", default=["ffi", "io_callback"])
+    parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     if options.num_envs % options.num_workers:
         parser.error("--num-envs must be a multiple of --num-workers")

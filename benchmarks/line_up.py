@@ -15,6 +15,8 @@ def systems(pufferlib_python: str | None) -> dict[str, System]:
         for transport in ("ffi", "io_callback")
         for handoff in ("native", "portable")
     }
+    theirs = {"module": "stable_baselines3.common.vec_env"}
+    faces = {"module": "jaxvec.compat.stable_baselines3"}
     return {
         "bare env.step loops, one per core": bare_loops,
         "bare loops that meet after each step": partial(bare_loops, meet=True),
@@ -25,7 +27,16 @@ def systems(pufferlib_python: str | None) -> dict[str, System]:
         "Gymnasium SyncVectorEnv": peers.gymnasium_sync,
         "Gymnasium AsyncVectorEnv (spawn)": peers.gymnasium_async,
         "AsyncVectorEnv by io_callback in scan": peers.gymnasium_async_in_jit,
-        "Stable-Baselines3 SubprocVecEnv (spawn)": peers.stable_baselines3,
+        "Stable-Baselines3 SubprocVecEnv (spawn)": partial(
+            peers.stable_baselines3, **theirs, name="SubprocVecEnv"
+        ),
+        "jaxvec's SubprocVecEnv for Stable-Baselines3": partial(
+            peers.stable_baselines3, **faces, name="SubprocVecEnv"
+        ),
+        "Stable-Baselines3 DummyVecEnv": partial(peers.stable_baselines3, **theirs, name="DummyVecEnv"),
+        "jaxvec's DummyVecEnv for Stable-Baselines3": partial(
+            peers.stable_baselines3, **faces, name="DummyVecEnv"
+        ),
         "gxm in scan (pure_callback)": peers.gxm,
         "PufferLib 1.0.1 Multiprocessing": partial(peers.pufferlib, python=pufferlib_python),
         "EnvPool xla(), its C++ CartPole": peers.envpool_xla,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
@@ -70,15 +71,23 @@ def gymnasium_async_in_jit(load: Load) -> Generator[Run]:
 
 
 @contextmanager
-def stable_baselines3(load: Load) -> Generator[Run]:
-    """Steps Stable-Baselines3's `SubprocVecEnv`."""
-    if (load.num_envs > 8 and load.env_id is None) or load.num_envs > MAX_PROCESSES:
+def stable_baselines3(load: Load, *, name: str, module: str) -> Generator[Run]:
+    """Steps a vector env with Stable-Baselines3's interface: its own, or ours.
+
+    Args:
+        load: the envs.
+        name: of the class, `"SubprocVecEnv"` or `"DummyVecEnv"`.
+        module: which has the class.
+    """
+    spawns = name == "SubprocVecEnv" and module.startswith("stable_baselines3")
+    if spawns and ((load.num_envs > 8 and load.env_id is None) or load.num_envs > MAX_PROCESSES):
         raise NotRun("each of its processes imports torch; above 8 envs measured on CartPole x 64 only")
     try:
-        from stable_baselines3.common.vec_env import SubprocVecEnv
+        cls = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise NotRun(str(error)) from error
-    with _closing(SubprocVecEnv(load.env_fns(), start_method="spawn")) as envs:  # pyright: ignore[reportArgumentType]
+    options = {"start_method": "spawn"} if spawns else {}  # its default would fork JAX's threads
+    with _closing(cls(load.env_fns(), **options)) as envs:
         yield loop(envs.step, draw(gymnasium.vector.utils.batch_space(envs.action_space, load.num_envs)))
 
 

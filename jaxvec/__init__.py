@@ -30,7 +30,7 @@ from jaxvec._stats import Stats, WorkerStats
 from jaxvec._timestep import TimeStep
 
 if TYPE_CHECKING:
-    from jaxvec import adapters, testing
+    from jaxvec import adapters, normalize, testing
     from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._first_ready import recv, send
@@ -72,6 +72,7 @@ __all__ = [
     "get_attr",
     "make",
     "merge_traces",
+    "normalize",
     "recv",
     "reset",
     "send",
@@ -97,7 +98,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("adapters", "testing"):
+    if name in ("adapters", "normalize", "testing"):
         return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")

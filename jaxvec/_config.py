@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from jaxvec import _restart
 from jaxvec._ray import Ray
 from jaxvec._restart import Restart
-from jaxvec._spec import Autoreset, undeclared
+from jaxvec._spec import Autoreset, parse_autoreset_mode, undeclared
 
 TRANSPORTS = ("auto", "ffi", "io_callback")
 
@@ -122,18 +122,15 @@ class PoolConfig:
             return Autoreset.EPISODIC if self.episodic else Autoreset.SAME_STEP
         if mode is None:
             return None
-        for known in AutoresetMode:
-            if mode in (known, known.name, known.value):
-                if batched:
-                    raise ValueError("autoreset_mode: a batched env resets its envs itself; leave it out")
-                if self.episodic and known is not AutoresetMode.DISABLED:
-                    raise ValueError(
-                        "episodic envs idle after their episode's end, so autoreset_mode can't be "
-                        f"{known.name}; leave it out"
-                    )
-                return Autoreset.EPISODIC if self.episodic else Autoreset(known)
-        names = ", ".join(known.name for known in AutoresetMode)
-        raise ValueError(f"autoreset_mode must be one of {names}, not {mode!r}")
+        known = parse_autoreset_mode(mode)
+        if batched:
+            raise ValueError("autoreset_mode: a batched env resets its envs itself; leave it out")
+        if self.episodic and known is not AutoresetMode.DISABLED:
+            raise ValueError(
+                "episodic envs idle after their episode's end, so autoreset_mode can't be "
+                f"{known.name}; leave it out"
+            )
+        return Autoreset.EPISODIC if self.episodic else Autoreset(known)
 
     @property
     def restart(self) -> Restart | None:

@@ -44,6 +44,19 @@ class Autoreset(Enum):
         return self in (Autoreset.SAME_STEP, Autoreset.NEXT_STEP)
 
 
+def parse_autoreset_mode(mode: Any) -> AutoresetMode:
+    """Returns Gymnasium's mode for itself, its name (`"SAME_STEP"`) or its value (`"SameStep"`).
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for known in AutoresetMode:
+        if mode in (known, known.name, known.value):
+            return known
+    names = ", ".join(known.name for known in AutoresetMode)
+    raise ValueError(f"autoreset_mode must be one of {names}, not {mode!r}")
+
+
 @dataclass(frozen=True)
 class EnvSpaces:
     """What an env says of itself; `reward` is `None` for a scalar reward."""

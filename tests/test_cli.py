@@ -29,6 +29,7 @@ from jaxvec.cli._bench_setup import BenchSetup, obs_bytes, obs_leaves
 from jaxvec.cli._command_line import COMMANDS, main
 from jaxvec.cli._measure import default_workers
 from jaxvec.cli._records import Bare, Breakdown, Measurement, Sample, Variant
+from jaxvec.cli._target import Target
 from jaxvec.cli._toys import BareLoop, NoOpEnv
 from jaxvec.testing import CountingEnv, NestedEnv, check_env
 
@@ -176,6 +177,7 @@ FOUND = Measurement(
     env="Env-v0",
     kwargs={},
     cores=2,
+    load=0.2,
     platform="cpu",
     transport="ffi",
     rounds=5,
@@ -186,9 +188,10 @@ FOUND = Measurement(
 )
 
 
-def found(*, bare=None, variants=(), **breakdown):
+def found(*, bare=None, variants=(), load=0.2, **breakdown):
     return dataclasses.replace(
         FOUND,
+        load=load,
         bare=dataclasses.replace(BARE, **bare or {}),
         breakdown=dataclasses.replace(BREAKDOWN, **breakdown),
         variants=variants,
@@ -237,6 +240,37 @@ def test_the_limit_is_the_largest_part_and_has_its_own_advice(changes, limit, ad
 def test_slow_resets_are_worth_a_word():
     (_, said) = _verdict.judge(found(bare={"reset_share": 0.4, "reset_us": 5_000})).advice
     assert "resets take 40% of the env's time, 5,000 us each" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"load": 1.4}, r"busy \(load 1\.4 on 2 cores\)"),
+        ({"bare": {"all": 118_000}}, "2 loops together are only 1.18 times as fast as one"),
+        ({"bare": {"all": 118_000, "core_share": 0.1}}, None),  # they wait, and need no core
+        ({"bare": {"all": 190_000, "copies": 8}}, None),  # more than there are cores
+    ],
+)
+def test_a_busy_or_shared_machine_is_told(changes, said):
+    doubts = _verdict.judge(found(**changes)).doubts
+    assert len(doubts) == (said is not None)
+    assert said is None or re.search(said, doubts[0])
+
+
+@pytest.mark.parametrize(
+    ("from_us", "said"),
+    [(0.2, "for a policy on an accelerator:"), (413, "that takes more than 413 us for 64 envs:")],
+)
+def test_the_report_counts_in_plain_words(from_us, said):
+    verdict = dataclasses.replace(
+        _verdict.judge(found(num_workers=1, load=9.0)), overlapping={"num_envs": 64}, overlap_from_us=from_us
+    )
+    text = "\n".join(_bench._report(found(num_workers=1), verdict, Target("Env-v0", "Env-v0", {}), None))
+    assert "A step of 64 envs on 1 worker takes 400 us" in text
+    assert "2 such loops, a process each        200,000   the limit" in text
+    assert said in text
+    assert "note: other programs keep this machine busy (load 9.0 on 2 cores)" in text
 
 
 def test_the_best_pool_has_no_more_workers_and_envs_than_it_needs():
@@ -544,11 +578,11 @@ def test_bench_refuses_before_it_measures(run, words, said):
     assert said in err
 
 
-def test_a_plot_without_matplotlib_names_the_extra(run, monkeypatch):
+def test_a_plot_without_matplotlib_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, _, err = run("bench", "CartPole-v1", "--plot", "speed.png")
     assert code == 2
-    assert 'pip install "jaxvec[demo]"' in err
+    assert re.search('pip install .*"matplotlib>=', err)
     assert not Path("speed.png").exists()
 
 

@@ -358,6 +358,43 @@ def test_a_custom_worker_is_refused():
         AsyncVectorEnv([CountingEnv], worker=lambda *args: None)
 
 
+@pytest.mark.parametrize("vectorization_mode", [None, "vector_entry_point"])
+def test_make_vec_makes_a_pool_of_an_existing_id(monkeypatch, vectorization_mode):
+    spec = gymnasium.spec("CartPole-v1")
+    monkeypatch.setattr(spec, "vector_entry_point", vector_entry_point(spec, num_workers=1))
+    limit = {"max_episode_steps": 3} if vectorization_mode else {}
+    envs = gymnasium.make_vec("CartPole-v1", 2, vectorization_mode, **limit)
+    assert type(envs) is AsyncVectorEnv
+    assert envs.pool.num_workers == 1
+    assert envs.spec.id == "CartPole-v1"
+    single = gymnasium.make("CartPole-v1", **limit)
+    assert [str(env) for env in envs.call("__str__")] == [str(single)] * 2
+    assert envs.call("spec")[0].max_episode_steps == (3 if limit else 500)
+    np.testing.assert_array_equal(envs.reset(seed=3)[0][0], single.reset(seed=3)[0])
+    envs.close()
+
+
+def test_make_vec_makes_pools_of_all_ids_where_the_class_is_swapped(monkeypatch):
+    monkeypatch.setattr(gymnasium.vector, "AsyncVectorEnv", AsyncVectorEnv)
+    options = {"num_workers": 1, "autoreset_mode": "SAME_STEP"}
+    envs = gymnasium.make_vec("Pendulum-v1", 2, "async", vector_kwargs=options)
+    assert type(envs) is AsyncVectorEnv
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    envs.close()
+
+
+@pytest.mark.parametrize("cls", [AsyncVectorEnv, SyncVectorEnv])
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, "SAME_STEP", "SameStep"])
+def test_an_autoreset_mode_has_three_names(cls, mode):
+    envs = cls([CountingEnv], autoreset_mode=mode)
+    assert envs.autoreset_mode is envs.pool.autoreset_mode is AutoresetMode.SAME_STEP
+    envs.close()
+    with pytest.raises(
+        ValueError, match="autoreset_mode must be one of NEXT_STEP, SAME_STEP, DISABLED, not 'Same'"
+    ):
+        cls([CountingEnv], autoreset_mode="Same")
+
+
 def test_make_vec_by_entry_point():
     gymnasium.register(
         "jaxvec-test/Counting-v0",

@@ -14,8 +14,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 import jaxvec
-from jaxvec.compat import cleanba
-from jaxvec.compat.stoix import EnvFactory
+from jaxvec.compat import cleanba, envpool
+from jaxvec.compat.stoix import EnvFactory, register
 from jaxvec.testing import CountingEnv
 
 
@@ -175,9 +175,42 @@ def test_it_is_a_subclass_of_stoix_s_where_that_is_imported(monkeypatch):
     assert isinstance(EnvFactory("CartPole-v1"), theirs.EnvFactory)
 
 
+class Config(dict):
+    """As OmegaConf's."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_registered_name_makes_stoix_s_systems_take_their_envs_from_here(stoa, monkeypatch):
+    # tests/conformance/test_stoix.py does the same with Stoix itself.
+    theirs = types.ModuleType("stoix.utils.make_env")
+    theirs.make_factory = lambda config: ("theirs", config.env.env_name)
+    hydra = types.ModuleType("hydra.utils")
+    hydra.instantiate = lambda config, *, _partial_: lambda env: (config._target_, env) if _partial_ else None
+    monkeypatch.setitem(sys.modules, "stoix", types.ModuleType("stoix"))
+    monkeypatch.setitem(sys.modules, "stoix.utils", types.ModuleType("stoix.utils"))
+    monkeypatch.setitem(sys.modules, "stoix.utils.make_env", theirs)
+    monkeypatch.setitem(sys.modules, "hydra", types.ModuleType("hydra"))
+    monkeypatch.setitem(sys.modules, "hydra.utils", hydra)
+    register()
+    register()
+    env = Config(env_name="jaxvec", scenario=Config(name="CartPole-v1"), kwargs={"max_episode_steps": 3})
+    config = Config(arch=Config(seed=9), env=env)
+    factory = theirs.make_factory(config)
+    assert (factory.task_id, factory.seed, factory.kwargs) == ("CartPole-v1", 9, {"max_episode_steps": 3})
+    with factory(2).env as envs:
+        assert envs.num_envs == 2
+    env["wrapper"] = Config(_target_="a.Wrapper")
+    name, wrapped = theirs.make_factory(config)(1)
+    assert name == "a.Wrapper"
+    wrapped.close()
+    env["env_name"] = "gymnasium"
+    assert theirs.make_factory(config) == ("theirs", "gymnasium")
+
+
 def test_without_stoa_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "stoa", None)
-    with pytest.raises(ImportError, match="pip install stoa-env"):
+    with pytest.raises(ImportError, match='pip install "stoa-env>='):
         EnvFactory("CartPole-v1")(2)
 
 
@@ -217,3 +250,117 @@ def test_cleanba_tells_truncations_by_the_time_limit():
     unlimited = cleanba.make_env(CountingEnv, 0, 1)()
     assert unlimited.spec.config.max_episode_steps == 2**31 - 1
     unlimited.close()
+
+
+# --- EnvPool's tasks --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ale():
+    pytest.importorskip("ale_py", reason='Atari needs the extra: pip install "jaxvec[atari]"')
+    pytest.importorskip("cv2", reason='Atari needs the extra: pip install "jaxvec[atari]"')
+
+
+LIVES = {"lives": "i4", "reward": "f4"}
+
+
+class GameEnv(CountingEnv):
+    """Its info tells of the step, and after a reset of none."""
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        return obs, {**info, "lives": 3, "reward": 0.0}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated, truncated, {**info, "lives": 3 - terminated, "reward": 10 * reward}
+
+
+def test_cleanba_s_info_is_of_the_step_and_not_of_the_reset_after_it():
+    envs = cleanba.make_env(partial(GameEnv, 2), 7, 2, info=LIVES)()
+    envs.reset()
+    rows = [envs.step(np.zeros(2, int))[3] for _ in range(3)]
+    assert [row["lives"].tolist() for row in rows] == [[3, 3], [2, 2], [3, 3]]
+    assert [row["reward"].tolist() for row in rows] == [[10, 10], [20, 20], [10, 10]]
+    assert [row["elapsed_step"].tolist() for row in rows] == [[1, 1], [2, 2], [1, 1]]
+    assert "final_info" not in rows[0]
+    envs.close()
+
+
+def test_stoix_s_extras_are_of_the_step_and_not_of_the_reset_after_it(make):
+    env = make(partial(GameEnv, 2), info=LIVES)
+    env.reset()
+    rows = [env.step(np.zeros(2, int)).extras for _ in range(3)]
+    assert [row["lives"].tolist() for row in rows] == [[3, 3], [2, 2], [3, 3]]
+    assert [row["reward"].tolist() for row in rows] == [[10, 10], [20, 20], [10, 10]]
+
+
+def _games(face, actions):
+    """Yields what EnvPool's face, which resets in the next step, says of the same steps."""
+    obs = face.reset()
+    yield obs, None, None, None
+    for action in actions:
+        obs, reward, done, info = face.step(action)
+        first = obs.copy()
+        if done.any():
+            first[done] = face.step(action[done], np.flatnonzero(done))[0]
+        yield first, reward, done, info
+
+
+def test_cleanba_plays_envpool_s_games_as_cleanba_asks_for_them(ale):
+    settings = {
+        "episodic_life": False,
+        "repeat_action_probability": 0.25,
+        "noop_max": 1,
+        "full_action_space": True,
+        "max_episode_steps": 27_000,
+        "reward_clip": True,
+    }
+    ours = cleanba.make_env("Breakout-v5", seed=3, num_envs=2)()
+    theirs = envpool.make("Breakout-v5", env_type="gym", num_envs=2, seed=3, **settings)
+    assert ours.single_action_space.n == 18
+    assert (ours.single_observation_space.shape, ours.spec.config.max_episode_steps) == ((4, 84, 84), 27_000)
+    actions = np.random.default_rng(0).integers(18, size=(400, 2))
+    ends = 0
+    for step, (obs, reward, done, info) in enumerate(_games(theirs, actions)):
+        if not step:
+            np.testing.assert_array_equal(ours.reset(), obs)
+            continue
+        got = ours.step(actions[step - 1])
+        for mine, other in zip(got[:3], (obs, reward, done), strict=True):
+            np.testing.assert_array_equal(mine, other)
+        for name in ("lives", "reward", "terminated", "elapsed_step", "TimeLimit.truncated", "ram"):
+            np.testing.assert_array_equal(got[3][name], info[name], name)
+        ends += done.sum()
+    assert ends >= 2
+    ours.close()
+    theirs.close()
+
+
+def test_cleanba_s_settings_of_games_can_be_changed(ale):
+    with pytest.raises(TypeError, match="Pong-v5 has no options \\['lives'\\]"):
+        cleanba.make_env("Pong-v5", 0, 1, lives=3)
+    envs = cleanba.make_env("Pong-v5", 0, 1, full_action_space=False, stack_num=2, max_episode_steps=5)()
+    assert (envs.reset().shape, envs.single_action_space.n) == ((1, 2, 84, 84), 6)
+    assert envs.spec.config.max_episode_steps == 5
+    assert [envs.step(np.zeros(1, int))[3]["elapsed_step"].item() for _ in range(6)] == [1, 2, 3, 4, 5, 1]
+    envs.close()
+
+
+def test_stoix_s_metrics_of_a_game_are_its_score_over_all_lives(ale, make):
+    options = {"episodic_life": True, "reward_clip": True, "repeat_action_probability": 0.25}
+    env = make("Breakout-v5", init_seed=3, num_envs=2, max_episode_steps=27_000, **options)
+    env.reset()
+    score, length, told, games, lives = np.zeros(2), np.zeros(2, int), np.zeros((2, 2)), 0, 0
+    for action in np.random.default_rng(0).integers(4, size=(500, 2)):
+        timestep = env.step(action)
+        extras = timestep.extras
+        score, length = score + extras["reward"], length + 1
+        over = extras["terminated"].astype(bool)
+        told = np.where(over, [score, length], told)
+        metrics = extras["metrics"]
+        np.testing.assert_array_equal([metrics["episode_return"], metrics["episode_length"]], told)
+        np.testing.assert_array_equal(metrics["is_terminal_step"], timestep.last())
+        score, length = np.where(over, 0, score), np.where(over, 0, length)
+        games, lives = games + over.sum(), lives + timestep.last().sum()
+    assert lives >= 4 * games > 0

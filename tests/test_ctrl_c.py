@@ -51,8 +51,22 @@ LOOPS = {
 @pytest.mark.parametrize("to", ["group", "parent"])
 def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
     """In programs, a jitted loop."""
-    step, then = LOOPS[loop]
-    script = run_script(step, then, way, start_new_session=True)
+    code, err, pids = interrupt(way, to, loop)
+    if code == -signal.SIGSEGV and way.face == "io_callback":
+        # JAX's own: where a signal comes while its C++ takes over a callback's results, jaxlib 0.7.2 reads
+        # the strides of no array (xla::nb_numpy_ndarray::strides in XlaFfiPythonCpuCallback, says a core
+        # file), in one run of some 400 on a busy machine. Twice in a row it would be ours.
+        code, err, pids = interrupt(way, to, loop)
+    assert code != 0
+    assert "KeyboardInterrupt" in err, code
+    # Of an io_callback, JAX logs the error, too, and repeats its traceback in the program's.
+    assert err.count("Traceback (most recent call last)") <= (3 if way.face == "io_callback" else 1)
+    assert gone(pids)
+
+
+def interrupt(way, to, loop):
+    """Runs a loop until Ctrl-C; returns the exit code, what was written to stderr, and the workers' pids."""
+    script = run_script(*LOOPS[loop], way, start_new_session=True)
     try:
         pids = read_pids(script)
         assert script.stdout.readline() == "stepping\n"
@@ -60,11 +74,7 @@ def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
         _, err = script.communicate(timeout=200)
     finally:
         end(script)
-    assert script.returncode != 0
-    assert "KeyboardInterrupt" in err
-    # Of an io_callback, JAX logs the error, too, and repeats its traceback in the program's.
-    assert err.count("Traceback (most recent call last)") <= (3 if way.face == "io_callback" else 1)
-    assert gone(pids)
+    return script.returncode, err, pids
 
 
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])

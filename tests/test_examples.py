@@ -154,14 +154,3 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
     advantage, target = ppo.estimate(agent, None, steps)
     np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(target, expected + value, rtol=1e-5, atol=1e-6)
-
-
-def test_ppo_normalises_by_the_moments_of_all_values_so_far():
-    batches = np.random.default_rng(0).normal([3, -1], [2, 5], (4, 6, 3, 2)).astype(np.float32)
-    moments = ppo.Moments(jnp.zeros(2), jnp.ones(2), jnp.float32(0))
-    for batch in batches:
-        moments = moments.add(jnp.asarray(batch))
-    values = batches.reshape(-1, 2)
-    np.testing.assert_allclose(moments.mean, values.mean(0), rtol=1e-4)
-    np.testing.assert_allclose(moments.variance, values.var(0), rtol=1e-4)
-    assert moments.weight == len(values)

@@ -58,7 +58,9 @@ def test_a_refusal_says_what_the_driver_says(driver):
 
 def test_without_a_driver_it_says_so(monkeypatch):
     monkeypatch.setattr(_pinned, "_LIBRARY", "libnosuch.so.1")
-    assert _pinned.reason_unavailable().startswith("CUDA's driver can't be opened: libnosuch.so.1: ")
+    assert _pinned.reason_unavailable().startswith(
+        "no NVIDIA driver was found, as there is no libnosuch.so.1"
+    )
 
 
 def test_a_driver_that_lacks_a_function_is_named(driver, monkeypatch):

@@ -114,7 +114,10 @@ class Channel:
 
     def _skip_wakes(self) -> None:
         """Takes the wakes that have come by now for one, lest they pile up before a message."""
-        with suppress(BlockingIOError, ConnectionResetError):
+        # Asked before: an error caught here would stand in the traceback of a Ctrl-C that comes meanwhile.
+        if not _readable(self._socket, 0.0):
+            return
+        with suppress(ConnectionResetError):
             come = self._socket.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             wakes = len(come) - len(come.lstrip(_WAKE_BYTE))
             if wakes:

@@ -79,6 +79,8 @@ class _Driver:
         try:
             return cls(ctypes.CDLL(name))
         except OSError as error:
+            if "No such file" in str(error):
+                raise PinningError(f"no NVIDIA driver was found, as there is no {name}") from error
             raise PinningError(f"CUDA's driver can't be opened: {error}") from error
 
     def call(self, name: str, *arguments: Any) -> None:

@@ -10,11 +10,14 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.error import ResetNeeded
 
+from jaxvec import _extras
+
 try:
     import dm_env
     from dm_env import specs
 except ImportError as _error:
-    raise ImportError("jaxvec.adapters.dm_env needs dm_env: pip install 'jaxvec[dm-env]'") from _error
+    _install = _extras.command("dm-env")
+    raise ImportError(f"jaxvec.adapters.dm_env needs dm_env: {_install}") from _error
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec.adapters._adapter import Adapter

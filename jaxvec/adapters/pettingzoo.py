@@ -10,13 +10,14 @@ from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 from numpy.typing import NDArray
 
+from jaxvec import _extras
+
 try:
     from pettingzoo import AECEnv, ParallelEnv
     from pettingzoo.utils.conversions import aec_to_parallel
 except ImportError as _error:
-    raise ImportError(
-        "jaxvec.adapters.pettingzoo needs pettingzoo: pip install 'jaxvec[pettingzoo]'"
-    ) from _error
+    _install = _extras.command("pettingzoo")
+    raise ImportError(f"jaxvec.adapters.pettingzoo needs pettingzoo: {_install}") from _error
 
 from jaxvec._spaces import Node, as_is, build, walk
 from jaxvec.adapters._adapter import Adapter

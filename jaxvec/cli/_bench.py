@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxvec._config import TRANSPORTS
 from jaxvec.cli import _plot, _target, _verdict
 from jaxvec.cli._bench_setup import Request
-from jaxvec.cli._command import Command, Outcome
+from jaxvec.cli._command import Command, Outcome, counted
 from jaxvec.cli._measure import measure
 from jaxvec.cli._progress import progress
 from jaxvec.cli._records import Measurement
@@ -47,11 +47,12 @@ def _report(found: Measurement, verdict: Verdict, target: Target, plot: Path | N
     bare = found.bare
     yield (
         f"{found.env}, env steps a second; medians of {found.rounds} turns of {found.seconds} s "
-        f"on {found.cores} cores, programs on {found.platform} by {found.transport}"
+        f"on {counted(found.cores, 'core')}, programs on {found.platform} by {found.transport}"
     )
     yield ""
     yield f"  env.step in a loop             {bare.one:12,.0f}"
-    yield f"  {bare.copies} such loops, a process each   {bare.all:10,.0f}   the limit of this machine"
+    loops = f"{counted(bare.copies, 'such loop')}, a process each"
+    yield f"  {loops:30} {bare.all:12,.0f}   the limit of this machine"
     yield (
         f"  a step takes {bare.step_us:,.1f} us (median {bare.step_us_median:,.1f}, 99% within "
         f"{bare.step_us_p99:,.1f}), a reset {bare.reset_us:,.1f} us"
@@ -71,22 +72,25 @@ def _report(found: Measurement, verdict: Verdict, target: Target, plot: Path | N
     yield ""
     pool = found.breakdown
     yield (
-        f"A step of {pool.num_envs} envs on {pool.num_workers} workers takes {pool.step_us:,.0f} us "
+        f"A step of {counted(pool.num_envs, 'env')} on {counted(pool.num_workers, 'worker')} takes "
+        f"{pool.step_us:,.0f} us "
         "in lax.scan: " + ", ".join(f"{name} {us:,.0f}" for name, us in verdict.parts.items())
     )
     yield f"Limited by {verdict.because}."
     for advice in verdict.advice:
         yield f"  {advice}"
+    for doubt in verdict.doubts:
+        yield f"  note: {doubt}"
     for variant in found.variants:
         yield f"  tried {_target.arguments(variant.settings)}: {variant.ratio:.2f} times as fast"
     yield ""
     yield "Recommended:"
     yield f"  {target.line(verdict.settings)}"
     if verdict.overlapping is not None:
-        yield (
-            "or, double buffering, for a policy on an accelerator that takes more than "
-            f"{verdict.overlap_from_us:,.0f} us for {found.breakdown.num_envs} envs:"
-        )
+        policy = "for a policy on an accelerator"
+        if verdict.overlap_from_us >= 0.5:
+            policy += f" that takes more than {verdict.overlap_from_us:,.0f} us for {pool.num_envs} envs"
+        yield f"or, double buffering, {policy}:"
         yield f"  {target.line(verdict.overlapping)}"
     if plot:
         yield f"\nPlotted to {plot}"

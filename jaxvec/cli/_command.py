@@ -28,6 +28,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def counted(number: int, thing: str) -> str:
+    """Returns `1 env`, `2 envs`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command found.

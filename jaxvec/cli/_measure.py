@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from jaxvec._cores import usable_cores
 from jaxvec.cli import _records, _verdict
 from jaxvec.cli._bench_setup import ROUNDS, BenchSetup, Request
 from jaxvec.cli._breakdown import break_down
-from jaxvec.cli._command import UsageError
+from jaxvec.cli._command import UsageError, counted
 from jaxvec.cli._progress import Progress
 from jaxvec.cli._records import Measurement, Sample
 from jaxvec.cli._systems import Bare, Pool, System, Turn
@@ -32,7 +33,7 @@ def measure(target: Target, request: Request, progress: Progress) -> Measurement
         UsageError: no pool has as many envs as workers.
         JaxvecError: the env failed.
     """
-    cores = usable_cores()
+    cores, load = usable_cores(), os.getloadavg()[0]
     with ExitStack() as stack:
         with progress("the bare env", 2) as advance:
             one = Bare(stack, target, 1, here=True)
@@ -60,6 +61,7 @@ def measure(target: Target, request: Request, progress: Progress) -> Measurement
         env=target.name,
         kwargs=target.kwargs,
         cores=cores,
+        load=load,
         platform=jax.default_backend(),
         transport=transport,
         rounds=ROUNDS,
@@ -88,9 +90,11 @@ def _grid(
         step = setup.step_seconds / min(*all_workers, setup.lanes)
         for num_envs in _NUM_ENVS:
             if num_envs * build > _MAX_START:
-                left_out.append(f"{num_envs} envs: they take {num_envs * build:.0f} s to build")
+                left_out.append(f"{counted(num_envs, 'env')}: they take {num_envs * build:.0f} s to build")
             elif num_envs * step > _MAX_STEP:
-                left_out.append(f"{num_envs} envs: a step of them takes up to {num_envs * step:.1f} s")
+                left_out.append(
+                    f"{counted(num_envs, 'env')}: a step of them takes up to {num_envs * step:.1f} s"
+                )
             else:
                 sizes.append(num_envs)
     grid: list[tuple[int, int]] = []
@@ -99,7 +103,7 @@ def _grid(
             if num_workers <= num_envs:
                 grid.append((num_envs, num_workers))
             else:
-                left_out.append(f"{num_envs} envs on {num_workers} workers: a worker needs an env")
+                left_out.append(f"{counted(num_envs, 'env')} on {num_workers} workers: a worker needs an env")
     if not grid:
         raise UsageError("--num-workers: every pool would have more workers than envs")
     return grid, tuple(left_out)

@@ -112,6 +112,7 @@ class Measurement:
     Attributes:
         env, kwargs: what was measured.
         cores: that this process may use.
+        load: processes that wanted a core before the run, by the system's average of the last minute.
         platform: that programs ran on.
         transport: by which they reached the pool.
         rounds, seconds: how often each system had its turn, and for how long. Figures are medians.
@@ -122,6 +123,7 @@ class Measurement:
     env: str
     kwargs: dict[str, Any]
     cores: int
+    load: float
     platform: str
     transport: str
     rounds: int

@@ -14,13 +14,15 @@ from typing import Any, cast
 import gymnasium
 
 import jaxvec
+from jaxvec import _extras
 from jaxvec._memory._layout import split
 from jaxvec._slices import _env_fns
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _make
 from jaxvec.cli._command import UsageError
 
-_PUBLISHERS = {"ALE": ("ale_py", 'pip install "jaxvec[atari]"')}  # which register their ids when imported
+# Packages that register their envs when they are imported, and the extras that have them; by namespace.
+_PUBLISHERS = {"ALE": ("ale_py", "atari")}
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,11 @@ def _callable(name: str, module: str, rest: str) -> Any:
 
 def _publisher(name: str) -> str:
     """Returns the package that registers such ids."""
-    package, install = _PUBLISHERS[name.partition("/")[0]]
+    package, extra = _PUBLISHERS[name.partition("/")[0]]
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: there is no package {package!r} here; {install}") from error
+        raise UsageError(f"{name}: there is no package {package!r} here; {_extras.command(extra)}") from error
     return package
 
 

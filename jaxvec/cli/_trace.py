@@ -11,7 +11,7 @@ from jaxvec._config import TRANSPORTS
 from jaxvec._trace import check_file
 from jaxvec.callbacks._trace_run import TraceRun, trace_run
 from jaxvec.cli import _target
-from jaxvec.cli._command import Command, Outcome, UsageError, positive
+from jaxvec.cli._command import Command, Outcome, UsageError, counted, positive
 
 
 def run(options: Namespace) -> Outcome:
@@ -45,8 +45,9 @@ def run(options: Namespace) -> Outcome:
 def _report(name: str, found: TraceRun) -> Iterator[str]:
     shares = found.shares
     yield (
-        f"{name} x {found.num_envs} on {found.num_workers} workers, {found.num_steps} steps in lax.scan: "
-        f"{shares.hand_offs} hand-offs in {shares.seconds * 1e3:,.1f} ms, "
+        f"{name} x {found.num_envs} on {counted(found.num_workers, 'worker')}, "
+        f"{counted(found.num_steps, 'step')} in lax.scan: {counted(shares.hand_offs, 'hand-off')} "
+        f"in {shares.seconds * 1e3:,.1f} ms, "
         f"{found.env_steps_per_second:,.0f} env steps a second while traced"
     )
     yield ""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec.cli._command import counted
 from jaxvec.cli._records import Breakdown, Measurement, Sample, Variant
 
 _AS_GOOD = 0.95  # of the best rate: fewer workers and envs are worth that
 _GAIN = 1.1  # what a variant must gain to be recommended
 _RESETS = 0.15  # share of the env's time from which resets are worth a word
+_BUSY = 0.5  # of the cores: a load from which other programs are worth a word
+_SHARED = 0.75  # of what they would be on cores of their own: loops below share cores, or the cores slow down
 _WAITS = 0.5  # share of a core below which an env waits more than it computes
 
 
@@ -30,6 +33,7 @@ class Verdict:
         of_limit: the best pool's rate over that of bare loops, this machine's limit.
         because: says so.
         advice: what would help.
+        doubts: what makes the figures lower than this machine could have them.
         settings: arguments of `jaxvec.make` that are recommended.
         overlapping: others, that let a policy work on one half of the envs while the other half steps; `None`
             for an odd number of envs.
@@ -41,6 +45,7 @@ class Verdict:
     of_limit: float
     because: str
     advice: tuple[str, ...]
+    doubts: tuple[str, ...]
     settings: dict[str, Any]
     overlapping: dict[str, Any] | None
     overlap_from_us: float
@@ -104,6 +109,7 @@ def judge(found: Measurement) -> Verdict:
         of_limit=pool.scan / found.bare.all,
         because=f"{_BECAUSE[limit]}: {share:.0%} of that time",
         advice=tuple(_advice(limit, found)),
+        doubts=tuple(_doubts(found)),
         settings=settings | (max(gains, key=lambda variant: variant.ratio).settings if gains else {}),
         overlapping=None if halves is None else settings | halves.settings,
         overlap_from_us=0.0 if halves is None else _overlap_from(found.breakdown, halves),
@@ -159,6 +165,23 @@ def _advice(limit: str, found: Measurement) -> list[str]:
             "program computes between steps, spare_envs=1 or more has them done in advance"
         )
     return said
+
+
+def _doubts(found: Measurement) -> Iterator[str]:
+    bare = found.bare
+    if found.load > _BUSY * found.cores:
+        yield (
+            f"other programs keep this machine busy (load {found.load:.1f} on "
+            f"{counted(found.cores, 'core')}): pools wait for them, and all figures are lower than they "
+            "would be on a quiet machine"
+        )
+    # Loops that wait more than they compute don't need a core each.
+    at_once = min(bare.copies, found.cores)
+    if bare.core_share >= _WAITS and at_once > 1 and bare.all < _SHARED * at_once * bare.one:
+        yield (
+            f"{bare.copies} loops together are only {bare.all / bare.one:.2f} times as fast as one: the "
+            "cores are shared with others or slow down together, and no pool can be faster than these loops"
+        )
 
 
 def _overlap_from(found: Breakdown, halves: Variant) -> float:

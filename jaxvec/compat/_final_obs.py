@@ -1,4 +1,4 @@
-"""What the envs returned in a step, where same-step autoreset has put a new episode's first observation."""
+"""What the envs returned in a step, where same-step autoreset has put what a new episode begins with."""
 
 from __future__ import annotations
 
@@ -24,8 +24,30 @@ def take(timestep: TimeStep, numpy: Any) -> tuple[dict[str, Any], Any]:
     if "final_obs" not in info:
         return info, None
     ended, final = info.pop("_final_obs"), info.pop("final_obs")
+    return info, _choose(ended, final, timestep.obs, numpy)
+
+
+def take_info(timestep: TimeStep, numpy: Any) -> TimeStep:
+    """Puts the ending step's declared keys of info in the place of the new episode's.
+
+    Args:
+        timestep: of one env or a batch.
+        numpy: the module whose arrays these are.
+
+    Returns:
+        The time step, whose info has no `final_info`.
+    """
+    info = dict(timestep.info)
+    final = info.pop("final_info", {})
+    new = {key: info[key] for key in final}
+    info |= _choose(timestep.terminated | timestep.truncated, final, new, numpy)
+    return timestep._replace(info=info)
+
+
+def _choose(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
+    """Returns the leaves of `final` where an episode has ended, else those of `new`."""
 
     def choose(last: Any, new: Any) -> Any:
         return numpy.where(ended.reshape(*ended.shape, *[1] * (last.ndim - ended.ndim)), last, new)
 
-    return info, jax.tree.map(choose, final, timestep.obs)
+    return jax.tree.map(choose, final, new)

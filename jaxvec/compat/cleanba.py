@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -14,30 +15,44 @@ import numpy as np
 from gymnasium import Space
 
 from jaxvec._errors import EnvError
+from jaxvec._spec import STATISTICS
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks._make import make
-from jaxvec.compat import _final_obs
+from jaxvec.compat import _atari, _final_obs
+from jaxvec.compat.envpool import _info, _tasks
+from jaxvec.compat.envpool._tasks import Task
 
 __all__ = ["GymVectorEnv", "make_env"]
 
 _NO_LIMIT = 2**31 - 1
+_ATARI = {  # as Cleanba asks for Atari's games
+    "repeat_action_probability": 0.25,
+    "noop_max": 1,
+    "full_action_space": True,
+    "reward_clip": True,
+}
 
 
 def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[], GymVectorEnv]:
     """Returns a function that starts a pool, as Cleanba's `make_env` does.
 
     Args:
-        env_id: the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable.
+        env_id: one of EnvPool's Atari tasks, such as `Breakout-v5`, for which there is the extra `atari`; or
+            the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable.
         seed: of env 0 at the first reset; env *i* gets `seed + i`.
         num_envs: how many envs.
-        **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`.
+        **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`; for an Atari task, also
+            EnvPool's options. Their defaults are what Cleanba asks for: sticky actions, all 18 actions,
+            clipped rewards.
 
     Raises:
         TypeError: an argument can't be given here. The function that is returned raises as `jaxvec.make`.
     """
     for name in {"autoreset_mode", "batch_size"} & kwargs.keys():
         raise TypeError(f"{name} can't be set here: every step is of all envs, which reset themselves in it")
-    return lambda: GymVectorEnv(make(env_id, num_envs, **kwargs), seed=seed)
+    if _atari.find(env_id) is not None:
+        kwargs = {**_ATARI, **kwargs}
+    task, options = _tasks.resolve(env_id, kwargs)
+    return lambda: GymVectorEnv(task, task.start(num_envs, autoreset_mode="SAME_STEP", **options), seed=seed)
 
 
 @final
@@ -52,9 +67,10 @@ class GymVectorEnv:
         spec: `spec.config.max_episode_steps` is the envs' time limit.
     """
 
-    def __init__(self, envs: VectorEnv, *, seed: int) -> None:
-        """Makes the face of `envs`, which it owns; `seed` is for the first reset."""
+    def __init__(self, task: Task, envs: VectorEnv, *, seed: int) -> None:
+        """Makes the face of `envs` of a task, which it owns; `seed` is for the first reset."""
         self._envs = envs
+        self._reset_options = task.reset_options
         self._seed: int | None = seed
         self.num_envs: int = envs.num_envs
         self.observation_space: Space[Any] = envs.single_observation_space
@@ -62,16 +78,14 @@ class GymVectorEnv:
         self.single_observation_space: Space[Any] = self.observation_space
         self.single_action_space: Space[Any] = self.action_space
         self.is_vector_env = True
-        limit: int | None = None
-        with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
-            limit = getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
-        config = SimpleNamespace(max_episode_steps=limit or _NO_LIMIT, num_envs=envs.num_envs, seed=seed)
-        self.spec: SimpleNamespace = SimpleNamespace(config=config)
+        config: dict[str, Any] = {"num_envs": envs.num_envs, "seed": seed}
+        config |= _limit(envs) if task.atari is None else asdict(task.atari)
+        self.spec: SimpleNamespace = SimpleNamespace(config=SimpleNamespace(**config))
 
     def reset(self) -> Any:
         """Resets all envs, the first time with their seeds, and returns their observations."""
         seed, self._seed = self._seed, None
-        return self._envs.reset(seed=seed).obs
+        return self._envs.reset(seed=seed, options=self._reset_options).obs
 
     def step(self, action: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
         """Steps all envs.
@@ -81,18 +95,26 @@ class GymVectorEnv:
 
         Returns:
             `(obs, reward, done, info)`. Where an episode has ended, `obs` is the next one's first and
-            `info["final_observation"]`, in every row, what the env returned. `info` has `env_id`, `reward`,
-            `terminated`, `TimeLimit.truncated`, `elapsed_step` of the episode that has ended or runs on, and
-            the declared keys.
+            `info["final_observation"]`, in every row, what the env returned. `info` has `env_id`, `reward`
+            before clipping, `terminated`, `TimeLimit.truncated`, `elapsed_step` of the episode that has ended
+            or runs on, and the declared keys, as of the step itself; of Atari's tasks also `lives` and `ram`.
         """
-        obs, reward, terminated, truncated, _ = timestep = self._envs.step(action)
-        info, last_obs = _final_obs.take(timestep, np)
+        timestep = _final_obs.take_info(self._envs.step(action), np)
+        statistics, last_obs = _final_obs.take(timestep, np)
+        obs, reward, terminated, truncated, _ = timestep
+        info = {key: statistics[key] for key in STATISTICS}
+        info |= _info.convert(timestep._replace(info=statistics, truncated=truncated & ~terminated))
         if last_obs is not None:
             info["final_observation"] = last_obs
-        flags = {"terminated": terminated, "TimeLimit.truncated": truncated & ~terminated}
-        info |= {"reward": reward, "elapsed_step": info["episode_length"], **flags}
         return obs, reward, terminated | truncated, info
 
     def close(self) -> None:
         """Closes the pool. Twice is fine."""
         self._envs.close()
+
+
+def _limit(envs: VectorEnv) -> dict[str, int]:
+    limit: int | None = None
+    with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
+        limit = getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
+    return {"max_episode_steps": limit or _NO_LIMIT}

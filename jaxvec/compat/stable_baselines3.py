@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _actions, _seeds, _start
+from jaxvec import _actions, _extras, _seeds, _start
 from jaxvec._config import PoolConfig
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._handoff._move import Caller, Move, Verb
@@ -44,8 +44,7 @@ else:
         _VecEnv = importlib.import_module("stable_baselines3.common.vec_env").VecEnv
     except ImportError as error:
         raise ImportError(
-            "these vector envs are Stable-Baselines3's, which can't be imported: pip install "
-            "stable-baselines3, or jaxvec[sb3]"
+            f"these vector envs are Stable-Baselines3's, which can't be imported: {_extras.command('sb3')}"
         ) from error
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]

@@ -15,13 +15,15 @@ import jax
 import numpy as np
 from gymnasium import Space, spaces
 
+from jaxvec import _extras
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks._make import make
 from jaxvec.compat import _final_obs
+from jaxvec.compat.envpool import _tasks
+from jaxvec.compat.envpool._tasks import Task
 
-__all__ = ["EnvFactory", "StoaVectorEnv"]
+__all__ = ["EnvFactory", "StoaVectorEnv", "register"]
 
 
 def _unwrapped(env: Any) -> Any:
@@ -42,10 +44,15 @@ class EnvFactory:
         """Starts nothing yet.
 
         Args:
-            task_id: the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable.
+            task_id: the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable; or one of
+                EnvPool's Atari tasks, such as `Breakout-v5`, for which there is the extra `atari`.
             init_seed: of the first env; each env that is made gets the next one.
             apply_wrapper_fn: what is made is passed through it.
-            **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`.
+            **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`; for an Atari task
+                EnvPool's options.
+
+        Raises:
+            TypeError: an argument can't be given here.
         """
         for name in {"autoreset_mode", "batch_size", "num_envs"} & kwargs.keys():
             raise TypeError(f"{name} can't be set here: Stoix's actors step as many envs as they ask for")
@@ -54,6 +61,7 @@ class EnvFactory:
         self.apply_wrapper_fn = apply_wrapper_fn
         self.lock: threading.Lock = threading.Lock()  # of the seed
         self.kwargs = kwargs
+        self._task, self._options = _tasks.resolve(task_id, kwargs)
         theirs = sys.modules.get("stoix.utils.env_factory")
         if theirs is not None:  # its systems ask whether they got one
             theirs.EnvFactory.register(EnvFactory)
@@ -72,7 +80,35 @@ class EnvFactory:
         with self.lock:
             seed = self.seed
             self.seed += num_envs
-        return self.apply_wrapper_fn(StoaVectorEnv(make(self.task_id, num_envs, **self.kwargs), seed=seed))
+        envs = self._task.start(num_envs, autoreset_mode="SAME_STEP", **self._options)
+        return self.apply_wrapper_fn(StoaVectorEnv(self._task, envs, seed=seed))
+
+
+def register(env_name: str = "jaxvec") -> None:
+    """Makes Stoix's Sebulba systems take their envs from here where `config.env.env_name` is `env_name`.
+
+    Stoix's `make_factory` chooses a factory by that name. It then makes an `EnvFactory` for
+    `config.env.scenario.name` with the keywords of `config.env.kwargs`, whose pools go through
+    `config.env.wrapper`, if there is one. All other names mean what they did. Twice is fine.
+
+    Args:
+        env_name: the name. `"envpool"` or `"gymnasium"` take the place of Stoix's own factory.
+
+    Raises:
+        ImportError: Stoix is not installed.
+    """
+    theirs: Any = importlib.import_module("stoix.utils.make_env")
+    others: Callable[[Any], Any] = theirs.make_factory
+
+    def make_factory(config: Any) -> Any:
+        if config.env.env_name != env_name:
+            return others(config)
+        apply: Callable[[Any], Any] = _unwrapped
+        if config.env.get("wrapper") is not None:
+            apply = importlib.import_module("hydra.utils").instantiate(config.env.wrapper, _partial_=True)
+        return EnvFactory(config.env.scenario.name, config.arch.seed, apply, **config.env.kwargs)
+
+    theirs.make_factory = make_factory
 
 
 @final
@@ -83,9 +119,17 @@ class StoaVectorEnv:
     returned, in every row, unless the pool was made with `final_obs=False`.
     """
 
-    def __init__(self, envs: VectorEnv, *, seed: int) -> None:
-        """Makes the face of `envs`, which it owns; `seed` is for the first reset, if that is given none."""
+    def __init__(self, task: Task, envs: VectorEnv, *, seed: int) -> None:
+        """Makes the face of a task's `envs`, which it owns.
+
+        Args:
+            task: of the envs.
+            envs: with same-step autoreset.
+            seed: for the first reset that is given none.
+        """
         self.env = envs
+        self._reset_options = task.reset_options
+        self._has_games = task.atari is not None
         self.num_envs: int = envs.num_envs
         self._seed: int | None = seed
         stoa = _stoa()
@@ -94,6 +138,7 @@ class StoaVectorEnv:
         self._kinds = [np.int8(kind) for kind in kinds]  # they are arrays on a device
         self._return = np.zeros(self.num_envs)
         self._length = np.zeros(self.num_envs, np.int64)
+        self._score = np.zeros(self.num_envs)  # of the games that are played
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         """Resets all envs.
@@ -107,9 +152,10 @@ class StoaVectorEnv:
             A `FIRST` time step.
         """
         seed, self._seed = self._seed if seed is None else seed, None
-        timestep = self.env.reset(seed=seed, options=options)
+        timestep = self.env.reset(seed=seed, options=self._reset_options if options is None else options)
         self._return = np.zeros(self.num_envs)
         self._length = np.zeros(self.num_envs, np.int64)
+        self._score = np.zeros(self.num_envs)
         return self._timestep(np.full(self.num_envs, self._kinds[0]), timestep)
 
     def step(self, action: Any) -> Any:
@@ -121,14 +167,23 @@ class StoaVectorEnv:
         Returns:
             A time step: `MID`, or `TERMINATED` or `TRUNCATED` where an episode has ended; the discount is 0
             where one was terminated. `extras["metrics"]` has `episode_return` and `episode_length` of the
-            episode that ended last, and `is_terminal_step`.
+            episode that ended last, and `is_terminal_step`; of an Atari task, its last game's score and
+            length, over all its lives and before clipping. The extras of `info=` are of the step itself.
         """
-        _, _, terminated, truncated, info = timestep = self.env.step(action)
+        _, _, terminated, truncated, info = timestep = _final_obs.take_info(self.env.step(action), np)
         _, running, ended, cut = self._kinds
         kind = np.where(terminated, ended, np.where(truncated, cut, running))
-        done = terminated | truncated
-        self._return = np.where(done, info["episode_return"], self._return)
-        self._length = np.where(done, info["episode_length"], self._length)
+        over, total, length = terminated | truncated, info["episode_return"], info["episode_length"]
+        if self._has_games:
+            self._score += info["reward"]
+            over, total, length = (
+                info["terminated"].astype(bool) | truncated,
+                self._score,
+                info["elapsed_step"],
+            )
+        self._return = np.where(over, total, self._return)
+        self._length = np.where(over, length, self._length)
+        self._score = np.where(over, 0, self._score)
         return self._timestep(kind, timestep)
 
     def observation_space(self) -> Any:
@@ -191,4 +246,4 @@ def _stoa() -> Any:
     try:
         return importlib.import_module("stoa")
     except ImportError as error:
-        raise ImportError("Stoix's envs are stoa's: pip install stoa-env, or jaxvec[stoix]") from error
+        raise ImportError(f"Stoix's envs are stoa's: {_extras.command('stoix')}") from error

@@ -1,1 +1,9 @@
 """Programs to read and to run: `python -m jaxvec.examples.ppo`."""
+
+from importlib.util import find_spec
+
+from jaxvec import _extras
+
+_missing = [package for package in ("flax", "optax", "tqdm", "matplotlib") if find_spec(package) is None]
+if _missing:
+    raise ImportError(f"jaxvec's examples need {', '.join(_missing)}: {_extras.command('demo')}")

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 import jaxvec
+from jaxvec.normalize import RunningMeanStd
 
 
 def _option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
@@ -193,33 +194,13 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     return Agent(config, envs.single_observation_space, policy, network, optimizer)
 
 
-class Moments(NamedTuple):
-    """A running mean and variance."""
-
-    mean: jax.Array  # [...] float32
-    variance: jax.Array  # [...] float32
-    weight: jax.Array  # [] float32, how many values went in
-
-    def add(self, batch: jax.Array) -> Moments:
-        """Merges in `[num_steps, num_envs, ...]` values."""
-        number = batch.shape[0] * batch.shape[1]
-        share = number / (self.weight + number)
-        delta = batch.mean((0, 1)) - self.mean
-        variance = (1 - share) * self.variance + share * (batch.var((0, 1)) + (1 - share) * delta**2)
-        return Moments(self.mean + share * delta, variance, self.weight + number)
-
-    def normalise(self, values: jax.Array) -> jax.Array:
-        """Brings `[..., obs_size]` to mean 0 and variance 1, within 10 deviations."""
-        return jnp.clip((values - self.mean) * jax.lax.rsqrt(self.variance + 1e-8), -10, 10)
-
-
 class State(NamedTuple):
     """What training carries from update to update."""
 
     params: Any
     opt_state: Any
-    obs_moments: Moments  # [obs_size]
-    reward_moments: Moments  # []
+    obs_stats: RunningMeanStd  # [obs_size]
+    reward_stats: RunningMeanStd  # []
     handle: jaxvec.Handle
     obs: jax.Array  # [num_envs, obs_size] float32
     recent: jax.Array  # [100] float32, returns of the last episodes, the newest last; NaN: none yet
@@ -243,7 +224,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
 
     def play(carry: tuple[jaxvec.Handle, jax.Array], key: jax.Array) -> tuple[Any, Steps]:
         handle, obs = carry
-        outputs, _ = agent.network.apply(state.params, state.obs_moments.normalise(obs))
+        outputs, _ = agent.network.apply(state.params, state.obs_stats.normalize(obs))
         action = agent.policy.sample(outputs, key)
         log_prob, _ = agent.policy.evaluate(outputs, action)
         handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
@@ -315,19 +296,19 @@ def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
 def update(agent: Agent, report: Any, state: State, key: jax.Array) -> tuple[State, jax.Array]:
     """Plays and learns once; returns the new state and the mean return of recent episodes, `[]`."""
     play_key, learn_key = jax.random.split(key)
-    before = state.obs_moments
+    before = state.obs_stats
     state, steps = collect(agent, state, play_key)
-    reward = state.reward_moments.add(steps.reward)
+    reward = state.reward_stats.update(steps.reward)
     ended = jnp.where(steps.done, steps.episode_return, jnp.nan).reshape(-1)
     returns = jnp.concatenate([state.recent, ended])  # the oldest first
     returns = returns[jnp.argsort(~jnp.isnan(returns), stable=True)]  # those of no episode before all others
     state = state._replace(
-        obs_moments=before.add(steps.obs), reward_moments=reward, recent=returns[-state.recent.size :]
+        obs_stats=before.update(steps.obs), reward_stats=reward, recent=returns[-state.recent.size :]
     )
     # Brings values to the order of 1: a value sums about 1 / (1 - gamma) rewards, more or less alike.
-    unit = jnp.sqrt((reward.mean**2 + reward.variance + 1e-8) / max(1 - agent.config.gamma, 1e-3))
+    unit = jnp.sqrt((reward.mean**2 + reward.var + 1e-8) / max(1 - agent.config.gamma, 1e-3))
     steps = steps._replace(
-        obs=before.normalise(steps.obs), next_obs=before.normalise(steps.next_obs), reward=steps.reward / unit
+        obs=before.normalize(steps.obs), next_obs=before.normalize(steps.next_obs), reward=steps.reward / unit
     )
     mean_return = jnp.nanmean(state.recent)
     jax.debug.callback(report, mean_return)
@@ -349,8 +330,8 @@ def train(
     state = State(
         params=params,
         opt_state=agent.optimizer.init(params),
-        obs_moments=Moments(jnp.zeros_like(obs[0]), jnp.ones_like(obs[0]), jnp.float32(0)),
-        reward_moments=Moments(jnp.float32(0), jnp.float32(1), jnp.float32(0)),
+        obs_stats=RunningMeanStd.create(obs[0], count=0),
+        reward_stats=RunningMeanStd.create(0.0, count=0),
         handle=handle,
         obs=obs,
         recent=jnp.full(100, jnp.nan),

@@ -1,8 +1,8 @@
-"""CleanRL's own programs for EnvPool's `xla`, over jaxvec: from a checkout that `JAXVEC_CLEANRL` names.
+"""CleanRL's own programs for EnvPool's `xla`, over jaxvec, as they are.
 
-They run as they are, but for two names that JAX and Flax have removed since. `envpool` is a module that
-imports jaxvec's face; of `torch`, from which they take nothing but TensorBoard's writer, there is a stand-in,
-which writes scalars to a file.
+Before them runs `shims.py` of docs/porting/envpool.md. `envpool` is a module that imports jaxvec's face; of
+`torch`, from which they take nothing but TensorBoard's writer, there is a stand-in, which writes scalars to a
+file.
 """
 
 import json
@@ -11,27 +11,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from checkouts import CLEANRL
 
-CHECKOUT = os.environ.get("JAXVEC_CLEANRL")
-NEEDED = ["gym", "tyro", "flax", "optax", "ale_py", "cv2"]
-MISSING = [name for name in NEEDED if find_spec(name) is None]
-
-pytestmark = [
-    pytest.mark.skipif(not CHECKOUT, reason="JAXVEC_CLEANRL names no checkout of CleanRL"),
-    pytest.mark.skipif(bool(MISSING), reason=f"CleanRL's programs need {MISSING}, which are not installed"),
-]
-
-PARAMETERS = "    critic_params: flax.core.FrozenDict\n"
-PATCHES = {
-    # JAX 0.6 has no jax.tree_map any more.
-    "jax.tree_map(": "jax.tree.map(",
-    # Flax's TrainState looks for a name among the parameters, which are a dataclass there.
-    PARAMETERS: f"{PARAMETERS}    __contains__ = lambda self, name: False\n",
-}
+pytestmark = pytest.mark.skipif(bool(CLEANRL.missing), reason=CLEANRL.missing)
 
 STAND_INS = {
     "envpool.py": "from jaxvec.compat.envpool import *\n",
@@ -39,7 +23,6 @@ STAND_INS = {
     "torch/utils/__init__.py": "",
     "torch/utils/tensorboard.py": """
 import json
-from pathlib import Path
 
 class SummaryWriter:
     def __init__(self, folder):
@@ -61,21 +44,19 @@ class SummaryWriter:
 @pytest.fixture
 def run(tmp_path):
     """Yields `run(name, **arguments)` of a program, which returns its output and its scalars."""
-    for name, text in STAND_INS.items():
+    for name, text in {**STAND_INS, "shims.py": CLEANRL.shims}.items():
         path = tmp_path / "stand_ins" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
     def run(name, **arguments):
-        text = (Path(CHECKOUT) / "cleanrl" / name).read_text()
-        for old, new in PATCHES.items():
-            text = text.replace(old, new)
-        (tmp_path / name).write_text(text)
+        program = CLEANRL.folder / "cleanrl" / name
+        start = f"import runpy, shims; runpy.run_path({str(program)!r}, run_name='__main__')"
         path = [str(tmp_path / "stand_ins"), *filter(None, [os.environ.get("PYTHONPATH")])]
         done = subprocess.run(
             [
                 sys.executable,
-                str(tmp_path / name),
+                *("-c", start),
                 *(f"--{key.replace('_', '-')}={value}" for key, value in arguments.items()),
             ],
             cwd=tmp_path,

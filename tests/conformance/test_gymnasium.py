@@ -1,9 +1,6 @@
 """Gymnasium's own tests of its vector envs, with the classes swapped for ours.
 
-They run from a local checkout of Gymnasium, of the installed version, that `JAXVEC_GYMNASIUM` names:
-
-    git clone --depth 1 --branch v1.4.0 https://github.com/Farama-Foundation/Gymnasium
-    JAXVEC_GYMNASIUM=$PWD/Gymnasium python -m pytest tests/conformance/test_gymnasium.py
+They run from a checkout of Gymnasium, of the installed version.
 
 Tests that fail without the swap as well, for want of a display or an extra, say nothing of us.
 """
@@ -17,8 +14,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from checkouts import GYMNASIUM
 
-CHECKOUT = os.environ.get("JAXVEC_GYMNASIUM")
 FILES = ["tests/vector", "tests/wrappers/vector", "tests/envs/registration/test_make_vec.py"]
 
 # What differs, and why.
@@ -30,7 +27,7 @@ DIFFERENCES = {
 }
 
 pytestmark = [
-    pytest.mark.skipif(CHECKOUT is None, reason="JAXVEC_GYMNASIUM names no checkout of Gymnasium"),
+    pytest.mark.skipif(bool(GYMNASIUM.missing), reason=GYMNASIUM.missing),
     pytest.mark.timeout(1_200),
 ]
 
@@ -49,7 +46,7 @@ def _failures(folder: Path, files: list[str], *, swap: bool) -> set[str]:
     """Returns the names of the tests that fail, and asserts that some pass."""
     report = folder / f"{swap}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
-    path = [str(CHECKOUT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = [str(GYMNASIUM.folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "SDL_VIDEODRIVER": "dummy",
@@ -57,7 +54,12 @@ def _failures(folder: Path, files: list[str], *, swap: bool) -> set[str]:
     command += ["-k", "not (screen_size and Ant)"]  # without a display, its renderer ends the process
     plugin = ["-p", "gymnasium_swap"] if swap else []
     done = subprocess.run(
-        [*command, *plugin], cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=1_100
+        [*command, *plugin],
+        cwd=GYMNASIUM.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1_100,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     cases = ElementTree.parse(report).findall(".//testcase")

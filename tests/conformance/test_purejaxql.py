@@ -1,6 +1,6 @@
 """PureJaxQL's programs, as they are but for where they get their envs, with their own settings, but smaller.
 
-They run on JAX 0.10.2, though PureJaxQL itself asks for 0.4.38 at most.
+They run on today's JAX, though PureJaxQL itself asks for 0.4.38 at most.
 """
 
 from __future__ import annotations

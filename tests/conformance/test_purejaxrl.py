@@ -1,30 +1,25 @@
 """PureJaxRL's `ppo.py`, as it is but for `gymnax.make`, trains Python envs.
 
-Over a checkout of https://github.com/luchris429/purejaxrl, named by `JAXVEC_PUREJAXRL`, with gymnax, distrax,
-flax, optax and brax installed. On today's versions of these it needs nothing else: its wrappers import navix,
-which nothing here uses, so an empty module of that name stands in where navix is not installed.
+On today's versions of what it imports it needs nothing else: its wrappers import navix, which nothing here
+uses, so an empty module of that name stands in where navix is not installed.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import types
 import warnings
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from checkouts import PUREJAXRL
 
 import jaxvec
 from jaxvec.compat import gymnax as face
 
-CHECKOUT = os.environ.get("JAXVEC_PUREJAXRL")
-pytestmark = pytest.mark.skipif(
-    CHECKOUT is None, reason="JAXVEC_PUREJAXRL does not name a checkout of luchris429/purejaxrl"
-)
+pytestmark = pytest.mark.skipif(bool(PUREJAXRL.missing), reason=PUREJAXRL.missing)
 
 NUM_ENVS, NUM_STEPS, NUM_UPDATES = 4, 8, 3
 CONFIG = {
@@ -50,9 +45,7 @@ CONFIG = {
 @pytest.fixture
 def ppo(monkeypatch):
     """Yields PureJaxRL's module `ppo`, and the envs that its `gymnax.make` has made."""
-    folder = Path(CHECKOUT, "purejaxrl")
-    assert (folder / "ppo.py").is_file(), f"JAXVEC_PUREJAXRL: there is no {folder / 'ppo.py'}"
-    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(PUREJAXRL.folder / "purejaxrl"))
     for name in ("ppo", "wrappers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     made = []

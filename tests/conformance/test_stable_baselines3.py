@@ -1,10 +1,6 @@
 """Stable-Baselines3's own tests of its vector envs, with the classes swapped for ours.
 
-They run from a local checkout, of about the installed version, that `JAXVEC_STABLE_BASELINES3` names:
-
-    git clone --depth 1 https://github.com/DLR-RM/stable-baselines3
-    export JAXVEC_STABLE_BASELINES3=$PWD/stable-baselines3
-    python -m pytest tests/conformance/test_stable_baselines3.py
+They run from a checkout, of about the installed version.
 """
 
 from __future__ import annotations
@@ -12,28 +8,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-CHECKOUT = os.environ.get("JAXVEC_STABLE_BASELINES3")
+from checkouts import STABLE_BASELINES3
 
 pytestmark = [
-    pytest.mark.skipif(
-        not CHECKOUT, reason="JAXVEC_STABLE_BASELINES3 names no checkout of stable-baselines3"
-    ),
-    pytest.mark.skipif(find_spec("stable_baselines3") is None, reason="stable-baselines3 is not installed"),
+    pytest.mark.skipif(bool(STABLE_BASELINES3.missing), reason=STABLE_BASELINES3.missing),
     pytest.mark.timeout(1_200),
 ]
 
 
 def test_all_tests_of_vector_envs_pass():
-    path = [CHECKOUT, str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = [str(STABLE_BASELINES3.folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "stable_baselines3_swap"]
     done = subprocess.run(
         [*command, "tests/test_vec_envs.py"],
-        cwd=CHECKOUT,
+        cwd=STABLE_BASELINES3.folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
-"""Our env factory against Stoix's own, over a checkout of https://github.com/EdanToledo/Stoix.
+"""Our env factory against Stoix's own, and Stoix's Sebulba PPO over it.
 
-The checkout is named by `JAXVEC_STOIX`; stoa-env and colorama have to be installed. Stoix's wrapper of
-Gymnasium envs is the reference, but that it says MID for a reset, and TERMINATED for a truncation.
+Stoix's wrapper of Gymnasium envs is the reference, but that it says MID for a reset, and TERMINATED for a
+truncation. Before the program runs `shims.py` of docs/porting/stoix.md.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import contextlib
 import importlib
 import io
 import os
+import re
+import subprocess
 import sys
 import warnings
 
 import numpy as np
 import pytest
+from checkouts import STOIX
 
 from jaxvec.compat.stoix import EnvFactory
 
-CHECKOUT = os.environ.get("JAXVEC_STOIX")
-pytestmark = pytest.mark.skipif(
-    CHECKOUT is None, reason="JAXVEC_STOIX does not name a checkout of EdanToledo/Stoix"
-)
+pytestmark = pytest.mark.skipif(bool(STOIX.missing), reason=STOIX.missing)
 
 
 @pytest.fixture
 def theirs(monkeypatch):
     """Yields Stoix's module of env factories."""
-    monkeypatch.syspath_prepend(CHECKOUT)
+    monkeypatch.syspath_prepend(str(STOIX.folder))
     for name in ("stoa", "colorama"):
         pytest.importorskip(name, reason=f"Stoix's factories need {name}")
     before = set(sys.modules)
@@ -63,3 +63,41 @@ def test_it_returns_what_stoix_s_factory_does(theirs):
     assert ends > truncations > 0
     ours.close()
     reference.close()
+
+
+PROGRAM = """
+import runpy, sys
+import shims
+from jaxvec.compat import stoix
+
+stoix.register()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SETTINGS = [
+    *("env=gymnasium/cartpole", "env.env_name=jaxvec", "network=mlp", "logger.loggers.json.enabled=False"),
+    *(
+        "arch.total_num_envs=8",
+        "arch.total_timesteps=1024",
+        "arch.num_evaluation=1",
+        "arch.num_eval_episodes=4",
+    ),
+    *("arch.actor.actor_per_device=1", "arch.learner.device_ids=[0]", "arch.evaluator_device_id=0"),
+    *("system.rollout_length=16", "system.num_minibatches=2", "system.epochs=1"),
+]
+
+
+def test_stoix_s_sebulba_ppo_trains_on_envs_of_a_registered_name(tmp_path):
+    (tmp_path / "shims.py").write_text(STOIX.shims)
+    path = [str(tmp_path), str(STOIX.folder), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "stoix/systems/ppo/sebulba/ff_ppo.py", *SETTINGS],
+        cwd=STOIX.folder,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"final episode return of \d", done.stdout), done.stdout

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-import jaxvec
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat.envpool import _old_gym, _tasks
 from jaxvec.compat.envpool._faces import DMEnvPool, GymEnvPool, GymnasiumEnvPool
@@ -98,11 +96,10 @@ def _sort(task_id: TaskId, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict
     """Sorts keywords into EnvPool's own with its defaults, those of `jaxvec.make`, and the task's."""
     if "autoreset_mode" in kwargs:
         raise TypeError("autoreset_mode can't be set here: EnvPool's is NEXT_STEP; jaxvec.make takes others")
-    ours = inspect.signature(jaxvec.make).parameters.keys() - _DEFAULTS.keys()
     config = {key: kwargs.get(key, default) for key, default in _DEFAULTS.items()}
-    pool_options: dict[str, Any] = {"info": None}
-    pool_options |= {key: value for key, value in kwargs.items() if key in ours}
-    task = _tasks.resolve(task_id, {key: kwargs[key] for key in kwargs.keys() - ours - _DEFAULTS.keys()})
+    others = {key: value for key, value in kwargs.items() if key not in _DEFAULTS}
+    task, pool_options = _tasks.resolve(task_id, others)
+    pool_options["autoreset_mode"] = "NEXT_STEP"
     num_envs, num_threads = config["num_envs"], config["num_threads"]
     pool_options["batch_size"] = config["batch_size"] or None
     if num_threads:

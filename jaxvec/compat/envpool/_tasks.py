@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 import jaxvec
+from jaxvec import _extras
 from jaxvec._handoff._move import Move, Verb
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat import _atari
@@ -40,12 +42,18 @@ class Task:
     reset_options: dict[str, Any] | None = None
 
     def start(
-        self, num_envs: int, info: Mapping[str, Any] | Iterable[str] | None, **kwargs: Any
+        self,
+        num_envs: int,
+        *,
+        autoreset_mode: str,
+        info: Mapping[str, Any] | Iterable[str] | None = None,
+        **kwargs: Any,
     ) -> VectorEnv:
         """Starts a pool.
 
         Args:
             num_envs: how many envs.
+            autoreset_mode: as of `jaxvec.make`.
             info: more keys of the envs' info, as of `jaxvec.make`.
             **kwargs: of `jaxvec.make`.
         """
@@ -55,11 +63,11 @@ class Task:
             info = {**self.info, **(info or {})}
         try:
             return jaxvec.make(
-                self.env, num_envs, info=info, autoreset_mode="NEXT_STEP", **kwargs, **self.env_kwargs
+                self.env, num_envs, info=info, autoreset_mode=autoreset_mode, **kwargs, **self.env_kwargs
             )
         except gymnasium.error.Error as error:
             if str(self.env).endswith("-v5") and importlib.util.find_spec("ale_py") is None:
-                error.add_note('EnvPool\'s Atari tasks need ALE: pip install "jaxvec[atari]"')
+                error.add_note(f"EnvPool's Atari tasks need ALE: {_extras.command('atari')}")
             raise
 
     def options(self, envs: VectorEnv) -> dict[str, Any]:
@@ -73,17 +81,21 @@ class Task:
         return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
 
 
-def resolve(task_id: TaskId, options: dict[str, Any]) -> Task:
-    """Returns the task of this id with options of its own.
+def resolve(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """Returns the task of this id, and those of `kwargs` that are `jaxvec.make`'s; the others are the task's.
 
     Raises:
         TypeError: an Atari task has no such option.
     """
+    ours = inspect.signature(jaxvec.make).parameters
+    pool_options = {key: value for key, value in kwargs.items() if key in ours}
+    options = {key: value for key, value in kwargs.items() if key not in ours}
     ale_id = _atari.find(task_id)
     if ale_id is None:
-        return Task(task_id, options, {})
+        return Task(task_id, options, {}), pool_options
     atari = _atari.parse(str(task_id), options)
-    return Task(partial(_atari.build, ale_id, atari), {}, _atari.INFO, atari, _atari.NEW_GAME)
+    task = Task(partial(_atari.build, ale_id, atari), {}, _atari.INFO, atari, _atari.NEW_GAME)
+    return task, pool_options
 
 
 def list_all_envs() -> list[str]:

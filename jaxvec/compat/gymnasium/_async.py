@@ -62,7 +62,7 @@ class AsyncVectorEnv(PooledVectorEnv):
             daemon: nor has this.
             worker: refused; wrap the env instead.
             observation_mode: `"same"`, `"different"`, or the batched and the single space.
-            autoreset_mode: of Gymnasium's.
+            autoreset_mode: Gymnasium's, or its name.
             max_concurrency: how many envs run at the same time, at most.
             **options: of `jaxvec.make`: `num_workers`, `on_fault`, `worker_env`, …. `episodic=True` implies
                 `AutoresetMode.DISABLED`; infos then have `idle`, `[num_envs]` bool.

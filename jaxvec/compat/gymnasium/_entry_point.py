@@ -1,31 +1,44 @@
-"""A `vector_entry_point` for `gymnasium.register`."""
+"""A `vector_entry_point` for `gymnasium.register`, and for envs that are registered."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import load_env_creator
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.wrappers import TimeLimit
 
 from jaxvec.compat.gymnasium._async import AsyncVectorEnv
 
 
 def vector_entry_point(
-    entry_point: str | Callable[..., Any], **options: Any
+    entry_point: str | EnvSpec | Callable[..., Any], **options: Any
 ) -> Callable[..., AsyncVectorEnv]:
-    """Returns what makes an `AsyncVectorEnv` of one kind of env, for `gymnasium.register`.
+    """Returns what makes an `AsyncVectorEnv` of one kind of env, for Gymnasium's registry.
 
     `gymnasium.register(id, entry_point=MyEnv, vector_entry_point=vector_entry_point(MyEnv))` lets
-    `gymnasium.make_vec(id, num_envs, vectorization_mode="vector_entry_point")` make a pool.
+    `gymnasium.make_vec(id, num_envs, vectorization_mode="vector_entry_point")` make a pool. For an id that is
+    registered, `gymnasium.spec(id).vector_entry_point = vector_entry_point(gymnasium.spec(id))` does.
 
     Args:
-        entry_point: of the env, as `gymnasium.register` takes it: a callable or `"module:name"`.
+        entry_point: of the env, as `gymnasium.register` takes it: a callable or `"module:name"`; or a spec,
+            whose env is made as by `gymnasium.make`, with its wrappers.
         **options: of `AsyncVectorEnv`.
     """
+    if isinstance(entry_point, EnvSpec):
+        # Not with what may be this very function, and with kwargs of its own: make_vec adds to the spec's.
+        spec = dataclasses.replace(entry_point, vector_entry_point=None, kwargs={**entry_point.kwargs})
+        return partial(_make_registered, partial(gymnasium.make, spec), options)
     return partial(_make_vec, entry_point, options)
+
+
+def _make_registered(
+    make: Callable[..., Any], options: dict[str, Any], *, num_envs: int, **kwargs: Any
+) -> AsyncVectorEnv:
+    return AsyncVectorEnv([partial(make, **kwargs)] * num_envs, **options)
 
 
 def _make_vec(

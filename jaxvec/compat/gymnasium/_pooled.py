@@ -19,7 +19,7 @@ from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
 from jaxvec._handoff._move import Caller, Verb
 from jaxvec._memory._views import Rows, copies, views
 from jaxvec._spaces import Leaf, Node, as_is, map_leaves
-from jaxvec._spec import Autoreset
+from jaxvec._spec import Autoreset, parse_autoreset_mode
 from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
 from jaxvec.compat.gymnasium._infos import batch
 
@@ -50,7 +50,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.env_fns = env_fns
         self.copy = copy
         self.observation_mode = observation_mode
-        self.autoreset_mode: AutoresetMode = AutoresetMode(autoreset_mode)
+        self.autoreset_mode: AutoresetMode = parse_autoreset_mode(autoreset_mode)
         if options.get("episodic") and self.autoreset_mode is AutoresetMode.NEXT_STEP:  # the default
             self.autoreset_mode = AutoresetMode.DISABLED
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)

@@ -1,0 +1,212 @@
+"""Tests and measures jaxvec on a GPU, and leaves all of it in a JSON file. It has not run on a GPU yet.
+
+Each step is a process of its own with a time limit, so what hangs or aborts loses one step. The file is
+written anew after each of them.
+
+Run it in a checkout after `pip install -e ".[test]"`, or, where the wheel is installed, in a folder with the
+checkout's `benchmarks`, `tests` and `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+GRACE = 5  # seconds that a step has to end in, once it is told to
+TAIL = 1500  # characters kept of what a step prints
+GRAPHS = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL,COLLECTIVES"
+    " --xla_gpu_graph_min_graph_size=1"
+)
+ASYNCHRONOUS = {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process, and the file that it leaves.
+
+    Attributes:
+        name: of the step.
+        seconds: that it may take.
+        command: after the interpreter. `{file}` is what it writes, JSON or JUnit's XML.
+        env: variables beside those that are there.
+    """
+
+    name: str
+    seconds: float
+    command: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, folder: Path, limit: float) -> dict[str, Any]:
+        """Runs it for at most `limit` seconds; returns what came of it."""
+        file = folder / self.name
+        command = [sys.executable, *(part.format(file=file) for part in self.command)]
+        began = time.perf_counter()
+        with open(folder / f"{self.name}.log", "w+b") as log:
+            # A session of its own, so that its workers can be ended with it.
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | self.env,
+                start_new_session=True,
+            )
+            code: int | str
+            try:
+                code = child.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = f"took more than {limit:.0f} s"
+                child.send_signal(signal.SIGINT)  # pytest writes down what it has
+                try:
+                    child.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    code += f", and did not end within {GRACE} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            log.seek(0)
+            tail = log.read()[-TAIL:].decode(errors="replace")
+        seconds = round(time.perf_counter() - began, 2)
+        return {"exit": code, "seconds": seconds, "tail": tail, "result": read(file)}
+
+
+def read(file: Path) -> Any:
+    """Returns what a step has written: JSON as it is, of JUnit's XML a summary, or None."""
+    try:
+        text = file.read_text()
+        return summarize(text) if text.startswith("<") else json.loads(text)
+    except FileNotFoundError:
+        return None
+    except (ValueError, ElementTree.ParseError) as error:  # it was ended while it wrote
+        return {"unreadable": repr(error)}
+
+
+def summarize(xml: str) -> dict[str, Any]:
+    """Counts outcomes of tests, and keeps why those failed that did."""
+    counts = dict.fromkeys(("passed", "failure", "error", "skipped"), 0)
+    failed: dict[str, str] = {}
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        outcome = next((child for child in case if child.tag in counts), None)
+        counts["passed" if outcome is None else outcome.tag] += 1
+        if outcome is not None and outcome.tag != "skipped":
+            failed[f"{case.get('classname')}::{case.get('name')}"] = outcome.get("message", "")[:600]
+    return counts | {"failed": failed}
+
+
+def steps(where: str, short: bool) -> list[Step]:
+    """Returns all steps, what matters most first; short ones show only that they run."""
+
+    def tests(name: str, seconds: float, *arguments: str, env: Mapping[str, str] | None = None) -> Step:
+        # One after the other: there is one GPU. A test that hangs is ended before its step is.
+        command = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "60", "-m", "gpu")
+        return Step(name, seconds, (*command, "--junitxml={file}", *arguments), env or {})
+
+    def programs(name: str, seconds: float, question: str, env: Mapping[str, str] | None = None) -> Step:
+        command = ("-m", "benchmarks.accelerator.programs", question, "{file}", "--platform", where)
+        return Step(name, seconds, (*command, *["--short"] * short), env or {})
+
+    measure = ("--platform", where, "--json", "{file}")
+    payloads = ["--payloads", "1 kB", "--rounds", "1"] if short else ["--rounds", "3"]
+    images = ["--num-steps", "2", "--num-envs", "8"] if short else ["--num-steps", "16"]
+    images += ["--transports", "ffi"]
+    return [
+        Step("driver", 40, ("-m", "benchmarks.accelerator.driver", "{file}")),
+        programs("calling", 75, "calling"),
+        tests("tests_cuda", 130, "tests/test_cuda.py"),
+        Step("gpu", 90, ("-m", "benchmarks.gpu", *measure, "--seconds", "0.25", *payloads)),
+        Step("images", 95, ("-m", "benchmarks.images", *measure, "--rounds", "2", *images)),
+        tests("graphs", 60, "tests/test_cuda.py", "-k", "ffi and ImageEnv", env={"XLA_FLAGS": GRAPHS}),
+        programs("interrupt", 45, "interrupt"),
+        programs("asynchronous", 60, "calling", env=ASYNCHRONOUS),
+        programs("threads", 40, "threads"),
+        tests(
+            "tests_more",
+            120,
+            "tests/test_transports.py",
+            "tests/test_placement.py",
+            "tests/test_transforms.py",
+        ),
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """Returns what it was measured on."""
+    names = ("jax", "numpy", "gymnasium", "nvidia-c", "flax", "optax")
+    info: dict[str, Any] = {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cores": len(os.sched_getaffinity(0)),
+        "packages": {
+            each.name: each.version for each in distributions() if (each.name or "").lower().startswith(names)
+        },
+    }
+    query = "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current"
+    try:
+        info["gpu"] = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        ).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        info["gpu"] = f"unknown: {error}"
+    return info
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accelerator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--platform", default="cuda", help="of JAX; cpu tries the command without a GPU")
+    parser.add_argument("--seconds", type=float, default=555, help="for all steps")
+    parser.add_argument("--only", default="", help="a regular expression that the steps' names match")
+    parser.add_argument("--short", action="store_true", help="shows that the steps run, and measures little")
+    parser.add_argument("--out", type=Path, default=Path("accelerator.json"), help="the file of results")
+    options = parser.parse_args()
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
+    os.environ |= {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    deadline = time.monotonic() + options.seconds
+    results: dict[str, Any] = {"machine": machine(), "platform": options.platform, "steps": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        for step in steps(options.platform, options.short):
+            if not re.search(options.only, step.name):
+                continue
+            limit = min(step.seconds, deadline - time.monotonic() - GRACE)
+            if limit < GRACE:
+                outcome: dict[str, Any] = {"exit": "no time was left"}
+            else:
+                outcome = step.run(Path(folder), limit)
+            results["steps"][step.name] = outcome
+            new = options.out.with_suffix(".new")
+            new.write_text(json.dumps(results, indent=1))
+            new.replace(options.out)
+            print(f"{step.name:14} exit {outcome['exit']}, {outcome.get('seconds', 0)} s", flush=True)
+            if outcome["exit"] != 0:
+                print(outcome.get("tail", ""), flush=True)
+    print(f"all of it is in {options.out}")
+    sys.exit(any(outcome["exit"] != 0 for outcome in results["steps"].values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What CUDA's driver does with memory of our kind: `python -m benchmarks.accelerator.driver FILE`. No JAX.
+
+Times are medians in microseconds, if nothing else is said.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BIG = 256 << 20  # bytes
+SIZES = (256, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes
+ATTRIBUTES = {
+    "multiprocessors": 16,
+    "copy engines": 40,
+    "pageable memory access": 88,
+    "registered memory has the same pointer": 91,
+    "host memory can be registered": 99,
+    "host's page tables": 100,
+}
+PORTABLE, NON_BLOCKING, NO_TIMING = 1, 1, 2  # flags of allocations, streams, events
+MEMORY_TYPE = 2  # a pointer's attribute
+
+
+def shared(size: int) -> NDArray[np.uint8]:
+    """Returns memory as the pool's segment has it."""
+    fd = os.memfd_create("jaxvec")
+    os.posix_fallocate(fd, 0, size)
+    return np.frombuffer(mmap.mmap(fd, size), np.uint8)
+
+
+class Driver:
+    """CUDA's driver, with JAX's own context as the current one, and a stream."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self("cuInit", 0)
+        device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        self("cuDeviceGet", ctypes.byref(device), 0)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self("cuCtxSetCurrent", context)
+        self("cuStreamCreate", ctypes.byref(stream), NON_BLOCKING)
+        self.device, self.context, self.stream = device, context, stream
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        """Calls a function; a plain int is a size. Raises `RuntimeError` with CUDA's name of an error."""
+        arguments = tuple(ctypes.c_size_t(x) if isinstance(x, int) else x for x in arguments)
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise RuntimeError(f"{name}: {code} {(text.value or b'').decode()}")
+
+    def wait(self) -> None:
+        """Waits for the stream."""
+        self("cuStreamSynchronize", self.stream)
+
+    def to_device(self, there: int, here: int, size: int) -> None:
+        """Begins a copy."""
+        self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(there), ctypes.c_void_p(here), size, self.stream)
+
+    def to_host(self, here: int, there: int, size: int) -> None:
+        """Begins a copy."""
+        self("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(here), ctypes.c_uint64(there), size, self.stream)
+
+
+def timed(turn: Callable[[], None], rounds: int = 100) -> float:
+    """Returns the median microseconds of a turn."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        turn()
+        times.append(time.perf_counter() - start)
+    return round(statistics.median(times) * 1e6, 2)
+
+
+def fork_writer(rows: NDArray[np.uint8], flags: NDArray[np.int64], rounds: int) -> None:
+    """Begins a process that writes rows as a worker does: when the last ones have been read."""
+    parent = os.getpid()
+    if os.fork():
+        return
+    for i in range(1, rounds + 1):
+        rows[:] = i % 251
+        flags[0] = i
+        while flags[1] != i:
+            if os.getppid() != parent:
+                os._exit(0)
+    os._exit(0)
+
+
+def main(file: Path) -> None:
+    """Asks one question after the other; what is known is in the file at once."""
+    results: dict[str, Any] = {}
+
+    def keep(name: str, value: Any) -> None:
+        results[name] = value
+        file.write_text(json.dumps(results, indent=1))
+
+    size, rounds = 4 << 20, 300
+    rows, flags = shared(size), shared(4096).view(np.int64)
+    fork_writer(rows, flags, rounds)  # a process that has the driver must not be forked
+
+    try:
+        driver = Driver()
+    except OSError as error:
+        keep("no driver", str(error))
+        return
+    for name, number in ATTRIBUTES.items():
+        value = ctypes.c_int()
+        driver("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), driver.device)
+        keep(name, value.value)
+
+    segment = shared(BIG)
+    address = segment.ctypes.data
+    start = time.perf_counter()
+    driver("cuMemHostRegister_v2", ctypes.c_void_p(address), BIG, PORTABLE)
+    keep("page-lock 256 MiB, ms", round((time.perf_counter() - start) * 1e3, 2))
+    kind = ctypes.c_uint()
+    driver("cuPointerGetAttribute", ctypes.byref(kind), MEMORY_TYPE, ctypes.c_uint64(address))
+    keep("memory type of page-locked memory (1: the host's)", kind.value)
+
+    device, allocated = ctypes.c_uint64(), ctypes.c_void_p()
+    driver("cuMemAlloc_v2", ctypes.byref(device), BIG)
+    driver("cuMemHostAlloc", ctypes.byref(allocated), BIG, PORTABLE)
+    there = device.value
+    pageable = shared(BIG)
+    places = {
+        "segment, page-locked": address,
+        "segment": pageable.ctypes.data,
+        "cuMemHostAlloc": allocated.value,
+    }
+    copies: dict[str, Any] = {}
+    for place, here in places.items():
+        assert here is not None
+        for count in SIZES:
+
+            def copy(here: int = here, count: int = count) -> None:
+                driver.to_device(there, here, count)
+                driver.wait()
+
+            taken = timed(copy, 15)
+            copies.setdefault(place, {})[count] = {"us": taken, "GB/s": round(count / taken / 1e3, 2)}
+            keep("to the device", copies)
+
+    def back(count: int) -> None:
+        driver.to_host(address, there, count)
+        driver.wait()
+
+    keep("to the host", {count: timed(lambda count=count: back(count)) for count in (256, 4096, 65536)})
+    keep("wait for an idle stream", timed(driver.wait))
+    event = ctypes.c_void_p()
+    driver("cuEventCreate", ctypes.byref(event), ctypes.c_uint(NO_TIMING))
+    keep("record an event", timed(lambda: driver("cuEventRecord", event, driver.stream)))
+    driver.wait()
+
+    def leaves(count: int) -> None:
+        for i in range(count):
+            driver.to_device(there + i * 4096, address + i * 4096, 256)
+        driver.wait()
+
+    keep(
+        "so many copies of 256 bytes",
+        {count: timed(lambda count=count: leaves(count)) for count in (1, 4, 8, 16)},
+    )
+
+    driver("cuMemHostRegister_v2", ctypes.c_void_p(rows.ctypes.data), size, PORTABLE)
+    mine, wrong, done = np.empty(size, np.uint8), 0, 0
+    deadline = time.monotonic() + 15
+    for i in range(1, rounds + 1):
+        while flags[0] != i and time.monotonic() < deadline:
+            pass
+        if time.monotonic() >= deadline:
+            break
+        driver.to_device(there, rows.ctypes.data, size)
+        driver.to_host(mine.ctypes.data, there, size)
+        driver.wait()
+        wrong += int((mine != i % 251).any())
+        done, flags[1] = i, i
+    keep("rows of another process", {"rounds": done, "wrong": wrong})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

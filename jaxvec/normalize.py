@@ -1,0 +1,116 @@
+"""Running statistics, by which programs normalise observations and rewards inside `jit`.
+
+They are what Gymnasium's `NormalizeObservation` and Stable-Baselines3's `VecNormalize` keep, as values, which
+a program carries through `scan` beside its parameters, and saves with these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["RunningMeanStd"]
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RunningMeanStd:
+    """The mean and variance of all values so far, for each element of a pytree of arrays. A pytree itself.
+
+    Attributes:
+        mean: pytree, leaves `[...]` float32.
+        var: pytree, leaves `[...]` float32; divided by the number of values, as NumPy's.
+        count: `[]` float32, how many values went in.
+    """
+
+    mean: Any
+    var: Any
+    count: jax.Array
+
+    @classmethod
+    def create(cls, like: Any, *, count: float = 1e-4) -> Self:
+        """Returns the statistics of no values: mean 0 and variance 1.
+
+        Args:
+            like: one env's value: a pytree of arrays or of `jax.ShapeDtypeStruct`s, `[...]`.
+            count: how many values this mean and variance count for; 1e-4 in Gymnasium and Stable-Baselines3.
+        """
+        mean = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), like)
+        return cls(mean, jax.tree.map(jnp.ones_like, mean), jnp.float32(count))
+
+    def update(self, batch: Any) -> Self:
+        """Returns the statistics with more values.
+
+        Args:
+            batch: pytree of values with axes before their own, such as `[num_envs, ...]`, or
+                `[num_steps, num_envs, ...]` of a scan.
+
+        Raises:
+            ValueError: the structure or a shape is another.
+        """
+        means, structure = jax.tree.flatten(self.mean)
+        shapes = set(map(_axes_before, means, structure.flatten_up_to(batch)))
+        if len(shapes) != 1:
+            raise ValueError(f"all leaves of a batch need the same axes before a value's own, not {shapes}")
+        (shape,) = shapes
+        axes = tuple(range(len(shape)))
+        number = jnp.prod(jnp.array(shape, jnp.float32))
+        fraction = number / (self.count + number)
+
+        def move(mean: jax.Array, values: Any) -> jax.Array:
+            return mean + fraction * (jnp.mean(values, axes, jnp.float32) - mean)
+
+        def spread(mean: jax.Array, var: jax.Array, values: Any) -> jax.Array:
+            values = jnp.asarray(values, jnp.float32)
+            between = (1 - fraction) * jnp.square(values.mean(axes) - mean)
+            return (1 - fraction) * var + fraction * (values.var(axes) + between)
+
+        mean = jax.tree.map(move, self.mean, batch)
+        var = jax.tree.map(spread, self.mean, self.var, batch)
+        return type(self)(mean, var, self.count + number)
+
+    def normalize(self, values: Any, *, epsilon: float = 1e-8, clip: float = 10.0) -> Any:
+        """Brings values to mean 0 and variance 1.
+
+        Args:
+            values: pytree, leaves `[..., *shape]`; the axes before a value's own may be any or none.
+            epsilon: added to the variance.
+            clip: how many standard deviations remain of more; `jnp.inf` leaves all.
+
+        Returns:
+            The same, in float32.
+        """
+
+        def convert(mean: jax.Array, var: jax.Array, values: Any) -> jax.Array:
+            return jnp.clip((values - mean) * jax.lax.rsqrt(var + epsilon), -clip, clip)
+
+        return jax.tree.map(convert, self.mean, self.var, values)
+
+    def scale(self, values: Any, *, epsilon: float = 1e-8, clip: float = 10.0) -> Any:
+        """Brings values to variance 1, and leaves where their zero is, as rewards want it.
+
+        Args:
+            values: pytree, leaves `[..., *shape]`.
+            epsilon: added to the variance.
+            clip: the largest magnitude that remains; `jnp.inf` leaves all.
+
+        Returns:
+            The same, in float32.
+        """
+
+        def convert(var: jax.Array, values: Any) -> jax.Array:
+            return jnp.clip(values * jax.lax.rsqrt(var + epsilon), -clip, clip)
+
+        return jax.tree.map(convert, self.var, values)
+
+
+def _axes_before(mean: jax.Array, values: Any) -> tuple[int, ...]:
+    shape = jnp.shape(values)
+    number = len(shape) - mean.ndim
+    if number < 1 or shape[number:] != mean.shape:
+        raise ValueError(f"a batch of values of shape {mean.shape} has axes before these, not shape {shape}")
+    return shape[:number]

@@ -1,0 +1,43 @@
+"""What to install is told by the packages' names: jaxvec itself need not be in any index."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from jaxvec import _extras
+
+
+def test_the_command_names_the_packages_of_an_extra(monkeypatch):
+    requires = [
+        "jax>=0.7.2",
+        'flax>=0.10; extra == "demo"',
+        'jaxvec[demo]; extra == "notebooks"',
+        "gymnasium[classic-control]>=1.2; extra == 'demo'",
+        'nbclient; extra == "notebooks"',
+        "envpool>=1.2; sys_platform == 'linux' and extra == 'bench'",
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", {"jaxvec": requires}.get)
+    assert _extras.command("demo") == 'pip install "flax>=0.10" "gymnasium[classic-control]>=1.2"'
+    assert _extras.command("notebooks") == _extras.command("demo") + " nbclient"
+    assert _extras.command("bench") == 'pip install "envpool>=1.2"'
+
+
+def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch):
+    def requires(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert _extras.command("ray").startswith('pip install ".[ray]" ')
+
+
+@pytest.mark.parametrize("example", ["ppo", "data_parallel"])
+def test_an_example_says_what_it_needs(example):
+    script = f"import sys, runpy; sys.modules['optax'] = None; runpy.run_module('jaxvec.examples.{example}')"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert said.returncode != 0
+    assert "ImportError: jaxvec's examples need optax: pip install " in said.stderr
+    assert '"optax>=' in said.stderr
