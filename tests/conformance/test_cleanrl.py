@@ -23,6 +23,7 @@ STAND_INS = {
     "torch/utils/__init__.py": "",
     "torch/utils/tensorboard.py": """
 import json
+from pathlib import Path
 
 class SummaryWriter:
     def __init__(self, folder):
