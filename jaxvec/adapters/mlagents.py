@@ -104,7 +104,8 @@ class MlAgentsEnv(Adapter):
         self.adapted.reset()
         for places in self._places.values():
             places.clear()
-        return self._observe()[::2]
+        obs, _, info = self._observe()
+        return obs, info
 
     def step(self, action: Any) -> tuple[dict[str, Any], NDArray[np.float32], bool, bool, dict[str, Any]]:
         """Gives the agents that decide their actions, and moves the simulation on until some decide again.

@@ -64,7 +64,7 @@ def run(tmp_path):
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, done.stderr
