@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxvec.adapters import dm_env, pettingzoo
+    from jaxvec.adapters import dm_env, mlagents, pettingzoo
 
-__all__ = ["dm_env", "pettingzoo"]
+__all__ = ["dm_env", "mlagents", "pettingzoo"]
 
 
 def __getattr__(name: str) -> ModuleType:
