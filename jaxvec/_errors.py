@@ -10,6 +10,7 @@ __all__ = [
     "EnvDataError",
     "EnvError",
     "EnvIdError",
+    "EnvStateError",
     "EnvTimeoutError",
     "InFlightError",
     "JaxvecError",
@@ -20,6 +21,7 @@ __all__ = [
     "ResetNeededError",
     "SpaceMismatchError",
     "StaleHandleError",
+    "StaleStateError",
     "UnsupportedSpaceError",
     "WorkerDiedError",
 ]
@@ -80,6 +82,10 @@ class StaleHandleError(JaxvecError, ValueError):
     """A handle was used twice, after a step on the host, or with a foreign pool."""
 
 
+class StaleStateError(JaxvecError, ValueError):
+    """A saved state is gone: newer ones took its place, or its pool or worker ended; nothing was done."""
+
+
 class PoolClosedError(JaxvecError, RuntimeError):
     """The pool was closed, or its `VectorEnv` was garbage collected."""
 
@@ -124,6 +130,20 @@ class EnvDataError(EnvError):
 
 class EnvAttributeError(EnvError, AttributeError):
     """An env has no attribute of the name that was asked for, or it can't be set."""
+
+
+class EnvStateError(JaxvecError, RuntimeError):
+    """The state of an env can't be saved, or is not put back as it was; says what to do.
+
+    Attributes:
+        env_id: index of the env in the pool; `None` where no env is named.
+        worker: index of its worker process, `None` for the serial backend.
+    """
+
+    def __init__(self, message: str, *, env_id: int | None = None, worker: int | None = None) -> None:
+        super().__init__(message)
+        self.env_id = env_id
+        self.worker = worker
 
 
 class WorkerDiedError(JaxvecError, RuntimeError):

@@ -74,6 +74,7 @@ def start(
         strict=config.strict,
         see_through=config.see_through,
         equal_spaces=equal_spaces,
+        state_functions=config.state_functions,
     )
     declared, learnt = undeclared(config.info)
     recipe = WorkerRecipe(
@@ -107,6 +108,7 @@ def start(
             in_order=config.recv_order == "sent",
             timeouts=Timeouts(config.start_timeout, config.reset_timeout, config.step_timeout),
             resets_required=resets_required,
+            states=config.states,
         )
         _pools.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.transport, place=place)

@@ -15,7 +15,8 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from jaxvec import _actions, _seeds, _trace
+from jaxvec import _actions, _env_state, _pools, _seeds, _trace
+from jaxvec._env_state import EnvState
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory._views import Place, copies, placed, views
 from jaxvec._pool import Pool
@@ -189,6 +190,66 @@ class VectorEnv:
         deliver = self._deliver if copy else self._placed or views
         rows = self._pool.recv(self._pool.move_all(Verb.RECV, Caller.HOST), deliver=deliver, timeout=timeout)
         return self.spec.build_timestep(rows)
+
+    def save(self, *, indices: Any = None) -> EnvState:
+        """Saves the states of envs; see `jaxvec.save`. Handles stay fresh, as nothing is moved.
+
+        Args:
+            indices: which envs, as of `call`.
+
+        Returns:
+            The states, `[k]`.
+
+        Raises:
+            EnvStateError: the state of an env can't be saved, or is not put back exactly.
+            ValueError: the pool keeps fewer states than that.
+            EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
+        """
+        slots = _actions.check_indices(indices, self.num_envs)
+        return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
+
+    def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep:
+        """Has envs go on from states, whose time step it returns; see `jaxvec.restore`.
+
+        Args:
+            state: `[k]`, for each env one.
+            indices: which envs, as of `call`.
+
+        Returns:
+            Arrays `[k, ...]`, as of `reset`.
+
+        Raises:
+            StaleStateError: a state is gone; nothing was restored.
+            EnvStateError: a state can't be put back; the pool is broken by it.
+            EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
+        """
+        slots = _actions.check_indices(indices, self.num_envs)
+        ids = _env_state.check(state, len(slots))
+        move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
+        return self.spec.build_timestep(_pools.restore(self._pool, move, ids, deliver=self._deliver))
+
+    def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep]:
+        """Steps copies of envs from their states, and leaves the envs alone; see `jaxvec.simulate`.
+
+        Args:
+            state: `[n]`, any number of them.
+            action: pytree of the action space, leaves `[n, ...]`.
+
+        Returns:
+            The states after the step, `[n]`, and arrays, `[n, ...]`, as of `reset`.
+
+        Raises:
+            ActionError: wrong structure, shape or dtype.
+            StaleStateError: a state is gone.
+            ValueError: the pool keeps fewer states than `n`.
+            ResetNeededError: without autoreset, an episode was over.
+            EnvError: an env raised; the pool stays usable.
+            EnvTimeoutError, WorkerDiedError, PoolBrokenError, PoolClosedError: as of `step`.
+        """
+        ids = _env_state.check(state, None)
+        actions = _actions.check_on_host(self.spec, action, len(ids))
+        ids, rows = self._pool.simulate(ids, actions, deliver=self._deliver)
+        return EnvState(ids), self.spec.build_timestep(rows)
 
     def stats(self) -> Stats:
         """Returns what each worker has done and how long it took, and the totals; also of a broken pool.

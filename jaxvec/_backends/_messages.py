@@ -24,7 +24,7 @@ class Setup:
     sys_path: list[str]
     python_path: str | None
     first: int  # env id of the slice's first env
-    env_fns: bytes  # cloudpickled, to be opened only once sys.path is set
+    env_fns: bytes  # and state_functions, cloudpickled, to be opened only once sys.path is set
     slice_config: SliceConfig
     learn_info: bool
     core: int | None  # the number, of the usable ones, of that to stay on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 import cloudpickle
 
@@ -14,8 +15,9 @@ from jaxvec._backends._recipe import WorkerRecipe
 def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
     """Makes the first message to a worker; raises `TypeError` if a constructor can't be pickled."""
     first, _ = recipe.slices[worker]
+    functions = recipe.slice_config.state_functions
     try:
-        pickled: bytes = cloudpickle.dumps(list(recipe.env_fns_of(worker)))
+        pickled: bytes = cloudpickle.dumps((list(recipe.env_fns_of(worker)), functions))
     except MemoryError:
         raise
     except Exception as error:
@@ -28,7 +30,7 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
         python_path=os.environ.get("PYTHONPATH"),
         first=first,
         env_fns=pickled,
-        slice_config=recipe.slice_config,
+        slice_config=replace(recipe.slice_config, state_functions=None),
         learn_info=learn_info and first == 0,
         core=worker if recipe.pin_workers else None,
     )

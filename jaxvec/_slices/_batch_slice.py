@@ -151,6 +151,9 @@ class BatchSlice:
         """Is not asked for, as `put_objects`."""
         raise NotImplementedError
 
+    def close(self) -> None:
+        """Has nothing to close."""
+
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
         recorder = self.recorder = Recorder(capacity)

@@ -16,6 +16,9 @@ from jaxvec._tracing._recorder import Record, Recorder
 # Is told the first of some neighbouring slots, and how many: their rows are complete.
 Done = Callable[[int, int], None]
 
+# Of a request to the slice of envs `first` to `stop - 1`; `None` where it is not to be asked.
+Arguments: TypeAlias = Callable[[int, int], tuple[Any, ...] | None]
+
 # What a pool asks of all slices by name, while none of their envs is in flight.
 Asked: TypeAlias = Literal[
     "infos_of",
@@ -29,6 +32,12 @@ Asked: TypeAlias = Literal[
     "give_actions",
     "put_objects",
     "get_objects",
+    # Of envs one by one alone:
+    "save_states",
+    "restore_states",
+    "simulate_states",
+    "export_states",
+    "import_states",
 ]
 
 
@@ -105,6 +114,10 @@ class Slice(Protocol):
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         """Returns what a function returns of each env."""
+        ...
+
+    def close(self) -> None:
+        """Closes what it has built itself; the envs that it was given are others' to close."""
         ...
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
