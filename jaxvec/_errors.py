@@ -10,6 +10,7 @@ __all__ = [
     "EnvDataError",
     "EnvError",
     "EnvIdError",
+    "EnvStateError",
     "EnvTimeoutError",
     "InFlightError",
     "JaxvecError",
@@ -62,6 +63,10 @@ class ResetNeededError(JaxvecError, RuntimeError):
 
 class EnvIdError(JaxvecError, ValueError):
     """A call names an env twice, or an env that the pool does not have."""
+
+
+class EnvStateError(JaxvecError, RuntimeError):
+    """An env's state is no value: it can't be taken, or what goes on from it differs; says what, and where."""
 
 
 class NotPicklableError(JaxvecError, TypeError):
