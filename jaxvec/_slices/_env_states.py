@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import random
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import cloudpickle
 import gymnasium
-import numpy as np
 
 from jaxvec._errors import EnvStateError
 from jaxvec._slices import _foreign
+from jaxvec._slices._differences import difference
 from jaxvec._slices._envs import Env
-from jaxvec._slices._snapshots import CannotCopy, Fields, Node, Putter, Taker
+from jaxvec._slices._snapshots import CannotCopy, Fields, Node, Putter, Taker, compare_fields
 
 __all__ = ["EnvState", "prove", "put", "take", "watch"]
 
@@ -135,6 +135,144 @@ def put(env: Env, state: EnvState, functions: StateFunctions | None = None) -> E
             f"a state of {type(base).__name__} can't be put back: {error.what}. {error.advice or _ADVICE}"
         ) from error
     return env
+
+
+def prove(
+    env: Env, functions: StateFunctions | None = None, *, fresh: bool = False, num_steps: int = 40
+) -> None:
+    """Raises unless an env goes on from a state as it did before, however far it went in between.
+
+    It takes a state, steps the env with random actions, and resets it with other seeds and steps it. Then it puts
+    the state back, a copy that was pickled too if that is possible, steps it with the same actions, and compares
+    all results bit for bit. The env is left in the state that it was in.
+
+    Args:
+        env: the env, with its wrappers.
+        functions: as for `take`.
+        fresh: it was never reset.
+        num_steps: to compare, with the resets that they need.
+
+    Raises:
+        EnvStateError: a state can't be taken, or results differ; says which, and which attribute did.
+    """
+    began = take(env, functions)
+    actions = copy.deepcopy(env.action_space)
+    actions.seed(0)
+    chosen = [actions.sample() for _ in range(num_steps)]
+    try:
+        first, at_first = _play(env, functions, chosen, fresh)
+        for seed in (1, 2):  # elsewhere, where an env has another map or other bodies
+            env.reset(seed=seed)
+            for action in chosen[:3]:
+                *_, terminated, truncated, _ = env.step(action)
+                if terminated or truncated:
+                    break
+        put(env, began, functions)
+        _compare_states(env, take(env, functions), began, functions)
+        again, at_again = _play(env, functions, chosen, fresh)
+        _compare(env, first, again, at_first, at_again, "")
+        if (copied := _pickled(began)) is not None:
+            put(env, copied, functions)
+            again, at_again = _play(env, functions, chosen, fresh)
+            _compare(env, first, again, at_first, at_again, "that was pickled ")
+    finally:
+        put(env, began, functions)
+
+
+def _play(
+    env: Env, functions: StateFunctions | None, actions: list[Any], fresh: bool
+) -> tuple[list[Any], list[EnvState]]:
+    """Returns what resets and steps return, as values, and the state after the first of them."""
+    results: list[Any] = []
+    states: list[EnvState] = []
+    ended = fresh
+    for action in actions:
+        if ended:
+            # A fresh env without a seed takes one from the system.
+            result: Any = env.reset(seed=0 if fresh and not results else None)
+            ended = False
+        else:
+            result = env.step(copy.deepcopy(action))
+            ended = bool(result[2] or result[3])
+        results.append(Taker([], lenient=True).value(result))
+        if len(states) < 3:
+            states.append(take(env, functions))
+    return results, states
+
+
+_NAMES = {2: ("obs", "info"), 5: ("obs", "reward", "terminated", "truncated", "info")}
+
+
+def _compare(
+    env: Env,
+    first: list[Any],
+    again: list[Any],
+    at_first: list[EnvState],
+    at_again: list[EnvState],
+    which: str,
+) -> None:
+    for number, (one, other) in enumerate(zip(first, again, strict=True)):
+        for field, mine, its in _fields_of(one, other):
+            where = difference(mine, its)
+            if where is None:
+                continue
+            states = zip(at_first[: number + 1], at_again, strict=False)
+            attribute = next(filter(None, (_attribute(*pair) for pair in states)), None)
+            named = f"; the attribute {attribute} did, too" if attribute else ""
+            raise EnvStateError(
+                f"{type(env.unwrapped).__name__} does not go on from its state {which}as it did before: after "
+                f"{number + 1} of the same actions, {field}{where} differs{named}. Something is not in what its "
+                f"attributes hold: {_SOMETHING}. {_ADVICE}"
+            )
+
+
+_SOMETHING = "a global generator (random, np.random), a closure, memory of a library in C, or a clock"
+
+
+def _fields_of(one: Any, other: Any) -> Any:
+    ones, others = (getattr(result, "items", result) for result in (one, other))
+    names = _NAMES.get(len(ones), ("",) * len(ones))
+    for name, mine, its in zip(names, ones, others, strict=True):
+        if name == "info":
+            mine, its = (_without_times(info) for info in (mine, its))
+        yield name, mine, its
+
+
+def _without_times(info: Any) -> Any:
+    """Leaves out the time on the clock that Gymnasium's `RecordEpisodeStatistics` writes."""
+    pairs = getattr(info, "pairs", ())
+    return {
+        key: {k: v for k, v in item.pairs if k != "t"} if key == "episode" and hasattr(item, "pairs") else item
+        for key, item in pairs
+        if not isinstance(key, Node)
+    }
+
+
+def _compare_states(env: Env, now: EnvState, began: EnvState, functions: StateFunctions | None) -> None:
+    attribute = _attribute(now, began)
+    if attribute is not None:
+        raise EnvStateError(
+            f"the state of {type(env.unwrapped).__name__} can't be put back: {attribute} is another afterwards. "
+            + _ADVICE
+        )
+
+
+def _attribute(one: EnvState, other: EnvState) -> str | None:
+    """Returns the attribute in which two states of an env differ, if there is one."""
+    for kind, mine, its in zip(one.kinds, one.layers, other.layers, strict=True):
+        for name, value, its_value in compare_fields(mine, its):
+            where = difference(value, its_value)
+            if where is not None:
+                return f"{kind.rpartition('.')[2]}{name}{where}"
+    where = difference(one.own, other.own)
+    return None if where is None else f"get_state(){where}"
+
+
+def _pickled(state: EnvState) -> EnvState | None:
+    try:
+        return pickle.loads(cloudpickle.dumps(state))
+    except Exception:  # it can't leave this process, which is an error only where it has to
+        return None
 
 
 def _layers(env: Any) -> list[Any]:

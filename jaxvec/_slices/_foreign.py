@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -123,6 +124,10 @@ class _Data(Node):
         mujoco.mj_copyData(old, old.model, self.data)
         return old
 
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        for name in ("time", "qpos", "qvel", "act", "ctrl", "qacc_warmstart", "xpos", "sensordata"):
+            yield f".{name}", getattr(self.data, name), getattr(other.data, name)
+
     def __del__(self) -> None:
         self.image.free.append(self.data)
 
@@ -232,7 +237,8 @@ class WatchedALE:
 
     def repeated(self, probability: float, random: _Twister) -> Any:
         """Returns the action that ALE would repeat next, `None` for none."""
-        kept = random.last(2 * len(self.actions))[::-2] / 2**32  # the second number is for a second player
+        # Of two numbers for an action, the second is for a second player.
+        kept = random.last(2 * len(self.actions))[-2::-2] / 2**32
         for action, number in zip(reversed(self.actions), kept[: len(self.actions)], strict=False):
             if number >= probability:
                 return action
@@ -316,6 +322,9 @@ class _ALE(Node):
             old = WatchedALE(ale)
             old.forget(self.action)
         return old
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.state.serialize(), other.state.serialize()
 
 
 def _take_ale(taker: Taker, value: Any) -> Any:

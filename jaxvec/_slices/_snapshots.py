@@ -12,7 +12,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -45,6 +45,11 @@ class Node:
     def put(self, putter: Putter, old: Any) -> Any:
         """Returns what it stands for: `old`, which is in its place now, if that can be made so, or a new one."""
         raise NotImplementedError
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        """Yields what is to be compared with another node of the same class, each with a name to append."""
+        for name in type(self).__slots__:
+            yield "", getattr(self, name), getattr(other, name)
 
 
 # What can't change, or is the same wherever it is: classes, functions and modules too, as in `copy.deepcopy`.
@@ -106,6 +111,8 @@ class Taker:
 
     def layer(self, layer: Any) -> Fields:
         """Takes the attributes of an env or a wrapper."""
+        if type(layer) is gymnasium.wrappers.PassiveEnvChecker:
+            return _NOTHING  # it warns once, and changes nothing
         return self.fields(layer, _TOLD)
 
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
@@ -153,6 +160,7 @@ class Taker:
 # Attributes that are atoms, those that are not, and how many there were, with those that are not taken; -1 for
 # those of an object that has others, which are nobody's concern.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
+_NOTHING: Fields = {}, {}, -1
 
 
 class Putter:
@@ -225,6 +233,20 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return held
 
 
+def compare_fields(one: Fields, other: Fields) -> Iterator[tuple[str, Any, Any]]:
+    """Yields attributes of two objects with their names."""
+    one_held, other_held = one[0] | one[1], other[0] | other[1]
+    for name in {**one_held, **other_held}:
+        yield f".{name}", one_held.get(name, ABSENT), other_held.get(name, ABSENT)
+
+
+class _Absent:
+    pass
+
+
+ABSENT = _Absent()
+
+
 def _slots(kind: type, known: dict[type, tuple[str, ...]] = {}) -> tuple[str, ...]:  # noqa: B006: a cache
     found = known.get(kind)
     if found is None:
@@ -281,6 +303,10 @@ class _Object(Node):
         putter.begin(self, target)
         putter.fields(target, self.fields)
         return target
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.kind, other.kind
+        yield from compare_fields(self.fields, other.fields)
 
 
 class _Array(Node):
@@ -581,6 +607,9 @@ class _Space(Node):
             space._np_random = putter.value(generator, space._np_random)
         return old
 
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.generators, other.generators
+
 
 def _spaces_in(space: Any) -> list[Any]:
     found = [space]
@@ -768,7 +797,7 @@ def _take_reduced(taker: Taker, value: Any) -> Any:
     try:
         reduced = value.__reduce_ex__(4)
     except Exception as error:
-        raise CannotCopy(f"it is a {_name(type(value))}, which can't be copied ({error})") from error
+        raise CannotCopy(f"{_name(type(value))} can't be copied ({error})") from error
     if isinstance(reduced, str):
         return value  # the name of a global
     function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
@@ -791,7 +820,8 @@ def _refuse(what: str) -> Taking:
 
 
 def _name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    module = getattr(kind, "__module__", "builtins")  # which some of SWIG's lack
+    return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
 
 # --- large containers that hardly ever change, such as tables of transitions -------------------
@@ -845,6 +875,7 @@ _KEPT_NAMES = (
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
     "mujoco.renderer.Renderer",
     "pygame.font.Font",
+    "pygame.freetype.Font",
     "pygame.surface.Surface",
     "pygame.time.Clock",
 )
@@ -878,7 +909,7 @@ _TAKINGS: dict[type, Taking] = {
 def _find(kind: type, value: Any) -> Taking:
     """Returns how values of a class are taken that was not seen yet."""
     for base in kind.__mro__:
-        named = NAMED.get(f"{base.__module__}.{base.__qualname__}")
+        named = NAMED.get(f"builtins.{_name(base)}") or NAMED.get(_name(base))
         if named is not None:
             return named
     if issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
