@@ -74,6 +74,7 @@ def start(
         strict=config.strict,
         see_through=config.see_through,
         equal_spaces=equal_spaces,
+        keeps_states=config.states > 0,
         state_functions=config.state_functions,
     )
     declared, learnt = undeclared(config.info)

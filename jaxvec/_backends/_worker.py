@@ -32,7 +32,7 @@ from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._slices import _envs, _failures, _forks
 from jaxvec._slices._description import describe
-from jaxvec._slices._env_states import Functions
+from jaxvec._slices._env_states import StateFunctions
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing
 from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._slice import Slice
@@ -203,7 +203,7 @@ def _adopt_paths(setup: Setup) -> None:
         os.environ["PYTHONPATH"] = setup.python_path
 
 
-def _load(setup: Setup) -> tuple[Sequence[EnvFn], Functions | None]:
+def _load(setup: Setup) -> tuple[Sequence[EnvFn], StateFunctions | None]:
     with Failing(setup.first, "constructor"):
         return _open(setup.env_fns)
 

@@ -23,7 +23,7 @@ from jaxvec._options import Options
 from jaxvec._slices import _env_states, _forks
 from jaxvec._slices._delivered import Delivered
 from jaxvec._slices._env_rows import EnvRows
-from jaxvec._slices._env_states import Functions
+from jaxvec._slices._env_states import StateFunctions
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing, FailingAttribute
 from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Episodes
 from jaxvec._slices._forks import forked
@@ -54,7 +54,8 @@ class EnvSlice:
         spares: Spares | None = None,
         strict: bool = False,
         see_through: bool = True,
-        state_functions: Functions | None = None,
+        keeps_states: bool = False,
+        state_functions: StateFunctions | None = None,
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
     ) -> None:
@@ -69,6 +70,7 @@ class EnvSlice:
             spares: more envs, to take turns with these.
             strict: whether observations have to be members of their space.
             see_through: whether steps may pass by those of Gymnasium's wrappers that leave them as they are.
+            keeps_states: whether states of envs are saved.
             state_functions: the user's, by which states of envs are taken and put back.
             lends: whether envs that can may write to the rows themselves.
             replaces: if we take the place of a slice whose process is gone, and which left its rows: the
@@ -100,6 +102,7 @@ class EnvSlice:
             see_through=see_through and compiled is not None,
             rebuilt=left,
             lends=lends,
+            keeps_states=keeps_states,
         )
         self._reward_shape = spec.reward.shape
         self._run = self._step_one
@@ -139,6 +142,7 @@ class EnvSlice:
                 arrays=arrays,
                 strict=strict,
                 see_through=False,
+                keeps_states=True,
                 state_functions=state_functions,
                 lends=False,
             ),
@@ -411,6 +415,7 @@ class EnvSlice:
             state: of this env, or of another that was made by the same function.
             new_row: whether its row is not that of the state, but one that others have used.
         """
+        self._slots.make_ready(index)
         env = _env_states.put(self._slots.envs[index], state.env, self._functions)
         self._slots.restore(index, env, state.seed, state.new_seed, state.options)
         self._episodes.restore(index, state.episode)
@@ -429,11 +434,12 @@ class EnvSlice:
 
     def _prove(self, slot: int) -> None:
         """Raises `EnvStateError` unless envs of this kind go on exactly from their states."""
-        kind = self._simulator.kind(slot)
-        if kind in self._proved or not self._slots.was_reset(slot - self.first):
+        kind, index = self._simulator.kind(slot), slot - self.first
+        if kind in self._proved:
             return
-        with self._slots.unlent(slot - self.first) as env:
-            _env_states.prove(env, self._functions)
+        fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
+        with self._slots.unlent(index) as env:
+            _env_states.prove(env, self._functions, fresh=fresh)
         self._proved.add(kind)
 
     def _ask(self, slots: Iterable[int], args: Sequence[Any], ask: Callable[..., Any]) -> list[Any]:

@@ -118,6 +118,11 @@ class Episodes:
         self.state[index] = self._over
         return True
 
+    def is_over(self, index: int) -> bool:
+        """Says whether an env has to be reset before it steps again."""
+        ended = self._over == MARKED and bool(self._terminated[index] or self._truncated[index])
+        return ended or self.state[index] in (ENDED, IDLE)
+
     def save(self, index: int) -> tuple[int, Any, int]:
         """Returns what an env has to do, and return and length of its episode."""
         return self.state[index], self._zero + self._returns[index], self._lengths[index]

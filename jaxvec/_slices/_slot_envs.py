@@ -10,7 +10,7 @@ from typing import Any
 from jaxvec import _seeds, _stats
 from jaxvec._memory._segment import Arrays
 from jaxvec._seeds import NONE
-from jaxvec._slices import _envs, _forks
+from jaxvec._slices import _env_states, _envs, _forks
 from jaxvec._slices._envs import Env, EnvFn
 from jaxvec._slices._forks import forked
 from jaxvec._slices._lending import Lending
@@ -47,6 +47,7 @@ class SlotEnvs:
         see_through: bool,
         rebuilt: bool,
         lends: bool,
+        keeps_states: bool,
     ) -> None:
         """Takes new envs; see `EnvSlice`.
 
@@ -56,6 +57,9 @@ class SlotEnvs:
         self._see_through = see_through
         self.record(None)
         self.spares = spares
+        self._keeps_states = keeps_states
+        for env in envs if keeps_states else ():
+            _env_states.watch(env)
         self._has_spares = bool(spares)  # quicker to ask
         self._env_fns = env_fns
         self._first = first
@@ -64,7 +68,7 @@ class SlotEnvs:
         )
         self._stats = stats
         self._lending, self._lends = Lending(obs, rows), lends
-        self._unlent = set(range(len(envs)))  # who was lent nothing yet: that is done with their next reset
+        self._unlent = set(range(len(envs) if lends else 0))  # who was lent nothing yet: that is done with their next reset
         self.check_member = checker(envs[0].observation_space, ("obs",)) if strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._kept_options: dict[int, dict[str, Any]] = {}  # for the next reset of such envs in a step
@@ -128,6 +132,8 @@ class SlotEnvs:
         with suppress(BaseException):
             self.envs[index].close()
         (self.envs[index],) = _envs.build([self._env_fns[index]], self._first + index)
+        if self._keeps_states:
+            _env_states.watch(self.envs[index])
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
@@ -135,6 +141,12 @@ class SlotEnvs:
     def was_reset(self, index: int) -> bool:
         """Says whether an env was ever reset."""
         return index not in self._unlent
+
+    def make_ready(self, index: int) -> None:
+        """Resets an env that never was, so that it can go on from a state: wrappers and simulators want that."""
+        if not self.was_reset(index):
+            self.envs[index].reset(seed=0)
+            self._unlent.remove(index)
 
     @contextmanager
     def unlent(self, index: int) -> Generator[Env]:
