@@ -92,7 +92,7 @@ def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deli
 
 def _find_other(pool_id: int, pool: Pool) -> Pool:
     other = _pools.get(pool_id)
-    if not pool_id or other is None:
+    if not pool_id or other is None or other.closed:
         raise StaleStateError(
             f"states of pool {pool_id}, which is gone: its states went with it"
             if pool_id

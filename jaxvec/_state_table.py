@@ -14,7 +14,7 @@ from jaxvec._errors import StaleStateError
 from jaxvec._memory._views import Rows
 from jaxvec._spec import PoolSpec
 
-_NOBODY = -1
+_NOBODY, _LOST = -1, -2  # in place of a worker that has a state
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class StateTable:
     @property
     def count(self) -> int:
         """How many states there are."""
-        return int(np.count_nonzero(self.worker != _NOBODY))
+        return int(np.count_nonzero(self.worker >= 0))
 
     @property
     def row_bytes(self) -> int:
@@ -156,24 +156,23 @@ class StateTable:
                 f"the place of the oldest. Make the pool with more states than {self._capacity}, as many as "
                 "your program uses at the same time"
             )
-        lost = np.flatnonzero(self._life[places] != lives[self.worker[places]])
-        if lost.size:
+        lost = (self.worker[places] == _LOST) | (self._life[places] != lives[self.worker[places]])
+        if lost.any():
             raise self.lost(numbers[lost])
         return numbers
 
     def lost(self, numbers: NDArray[np.int64]) -> StaleStateError:
-        """Forgets states that went with a worker, and returns the error of who asks for them."""
-        worker = self.worker[self.places(numbers)][0]
-        self.forget(numbers)
+        """Takes note of states that went with a worker, and returns the error of who asks for them."""
+        self.worker[self.places(numbers)] = _LOST
         return StaleStateError(
-            f"{len(numbers)} of these states are gone: worker {worker} had them, and was replaced after a "
-            "fault"
+            f"{len(numbers)} of these states are gone: the worker that had them was replaced after a fault; "
+            "reset its envs, and save states anew"
         )
 
     def forget(self, numbers: NDArray[np.int64]) -> None:
         """Forgets states; their workers are told when they are next asked for something."""
         places = self.places(numbers)
-        kept = (self._numbers[places] == numbers) & (self.worker[places] != _NOBODY)
+        kept = (self._numbers[places] == numbers) & (self.worker[places] >= 0)
         for number, worker in zip(numbers[kept].tolist(), self.worker[places][kept].tolist(), strict=True):
             self._dropped[worker].append(number)
         self.worker[places[kept]] = _NOBODY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -10,6 +11,7 @@ from typing import Any
 
 import gymnasium
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -18,6 +20,7 @@ from gymnasium.wrappers import TimeLimit
 import jaxvec
 from jaxvec._native import library
 from jaxvec.callbacks import _ffi
+from jaxvec.testing import CountingEnv
 
 NUM_ENVS = 5
 CAPACITY = 60  # states, of which newer ones soon take the place
@@ -429,7 +432,7 @@ def test_vmapped_loops_may_end_at_different_times(pool):
         return jax.lax.while_loop(lambda carry: ~carry[2], push, (state, 0, jnp.array(False)))[1]
 
     together = jax.jit(jax.vmap(play))(state[:, None])
-    alone = [jax.jit(play)(state[[i]]) for i in range(4)]
+    alone = [jax.jit(play)(state[i : i + 1]) for i in range(4)]
     np.testing.assert_array_equal(together, alone)
     assert len(set(np.asarray(together).tolist())) > 1
 
@@ -485,7 +488,7 @@ def test_a_state_goes_on_in_another_pool(make):
     )
     np.testing.assert_array_equal(timestep.info["env_id"], range(4))
     pools[0].close()
-    with pytest.raises(jaxvec.StaleStateError, match="closed|gone"):
+    with pytest.raises(jaxvec.StaleStateError, match="which is gone"):
         pools[1].restore(state)
 
 
@@ -588,7 +591,9 @@ def test_what_is_no_state_is_refused(make):
             jaxvec.simulate(envs, wrong, [0, 0])
     one = envs.save()[:1]
     for verb in (envs.restore, lambda state: jaxvec.restore(handle, state)):
-        with pytest.raises(ValueError, match=r"expected one for each of 2 envs.* got uint32 of shape \(1, 3\)"):
+        with pytest.raises(
+            ValueError, match=r"expected one for each of 2 envs.* got uint32 of shape \(1, 3\)"
+        ):
             verb(one)
     with pytest.raises(TypeError, match="takes the pool"):
         jaxvec.simulate("CartPole-v1", one, [0])
@@ -611,7 +616,9 @@ def test_an_env_that_fails_in_simulate_breaks_nothing(make, backend):
     envs = make(Fragile, 3, states=9, backend=backend)
     envs.reset(seed=0)
     state = envs.save()
-    with pytest.raises(jaxvec.EnvError, match="env 1.* raised RuntimeError in simulate with action.*9: fragile"):
+    with pytest.raises(
+        jaxvec.EnvError, match="env 1.* raised RuntimeError in simulate with action .*: fragile"
+    ):
         envs.simulate(state, [0, 9, 0])
     _, timestep = envs.simulate(state, [1, 2, 3])
     np.testing.assert_array_equal(timestep.obs[:, 3], [1, 2, 3])
@@ -625,7 +632,7 @@ def test_states_of_a_worker_that_was_replaced_are_gone(make):
     state = envs.save()
     assert envs.step([0, 8]).info["fault"].tolist() == [False, True]
     for verb in (envs.restore, lambda state: envs.simulate(state, [0, 0])):
-        with pytest.raises(jaxvec.StaleStateError, match="1 of these states are gone: worker 1"):
+        with pytest.raises(jaxvec.StaleStateError, match="1 of these states are gone: the worker"):
             verb(state)
     timestep = envs.restore(state[[0, 0]])
     np.testing.assert_array_equal(timestep.obs, [[1, 0, 0, -1]] * 2)
@@ -633,19 +640,15 @@ def test_states_of_a_worker_that_was_replaced_are_gone(make):
 
 
 class Forgetful(CountingEnv):
-    """Has its state where nobody finds it."""
-
-    def __init__(self):
-        super().__init__(4)
-        self.steps_of = iter(range(10**9)).__next__
+    """Has random numbers of Python's one generator, which is not the env's."""
 
     def step(self, action):
         obs, _, *rest = super().step(action)
-        return obs, float(self.steps_of()), *rest
+        return obs, random.random(), *rest
 
 
 def test_the_first_save_proves_that_states_are_kept(make, backend):
-    envs = make([counting, lambda i: Forgetful()], states=9, backend=backend, num_workers=1)
+    envs = make([counting, lambda i: Forgetful(4)], states=9, backend=backend, num_workers=1)
     envs.reset(seed=0)
     assert envs.save(indices=[0]).ids.shape == (1, 3)
     with pytest.raises(jaxvec.EnvStateError, match="save of env 1") as caught:
