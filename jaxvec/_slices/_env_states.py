@@ -15,7 +15,7 @@ from jaxvec._errors import EnvStateError
 from jaxvec._slices import _foreign
 from jaxvec._slices._differences import difference
 from jaxvec._slices._envs import Env
-from jaxvec._slices._snapshots import CannotCopy, Fields, Node, Putter, Taker, compare_fields
+from jaxvec._slices._snapshots import NOTHING, CannotCopy, Fields, Node, Putter, Taker, compare_fields
 
 __all__ = ["EnvState", "prove", "put", "take", "watch"]
 
@@ -83,12 +83,16 @@ def take(env: Env, functions: StateFunctions | None = None) -> EnvState:
                 held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
                 taken.append(({}, {name: taker.value(value) for name, value in held.items()}, -1))
                 own = taker.value(functions[0](env))
-            else:
-                taker.lenient = methods is not None
+            elif methods is None:
                 taken.append(taker.layer(base))
-                taker.lenient = False
-                if methods is not None:
-                    own = taker.value(methods[0](base))
+            else:
+                if isinstance(base, gymnasium.Wrapper):
+                    taken.append(NOTHING)  # it says what it keeps, of the env inside, too
+                else:
+                    taker.lenient = True
+                    taken.append(taker.layer(base))
+                    taker.lenient = False
+                own = taker.value(methods[0](base))
     except CannotCopy as error:
         path = f"{type(layer).__name__}." + "".join(
             name if name.startswith("[") or not number else f".{name}" for number, name in enumerate(error.path)
@@ -276,8 +280,9 @@ def _pickled(state: EnvState) -> EnvState | None:
 
 
 def _layers(env: Any) -> list[Any]:
+    """Returns the wrappers, outmost first, and the env; or the wrapper that says all of what is inside it."""
     layers = [env]
-    while isinstance(env, gymnasium.Wrapper):
+    while isinstance(env, gymnasium.Wrapper) and _own_methods(type(env)) is None:
         env = env.env
         layers.append(env)
     return layers

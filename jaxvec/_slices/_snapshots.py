@@ -112,7 +112,7 @@ class Taker:
     def layer(self, layer: Any) -> Fields:
         """Takes the attributes of an env or a wrapper."""
         if type(layer) is gymnasium.wrappers.PassiveEnvChecker:
-            return _NOTHING  # it warns once, and changes nothing
+            return NOTHING  # it warns once, and changes nothing
         return self.fields(layer, _TOLD)
 
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
@@ -129,6 +129,8 @@ class Taker:
                     except CannotCopy as error:
                         error.path.insert(0, name)
                         raise
+                    if name in _CANVASES and type(nodes[name]) is _Picture:
+                        nodes[name] = KEPT
         return atoms, nodes, len(held)
 
     def items(self, values: Any) -> list[Any]:
@@ -160,7 +162,7 @@ class Taker:
 # Attributes that are atoms, those that are not, and how many there were, with those that are not taken; -1 for
 # those of an object that has others, which are nobody's concern.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
-_NOTHING: Fields = {}, {}, -1
+NOTHING: Fields = {}, {}, -1
 
 
 class Putter:
@@ -436,6 +438,49 @@ class _Plain(Node):
         if type(old) is type(self.copy) and old == self.copy and putter.reuse(old):
             return old
         return _copy_plain(self.copy)
+
+
+# What is drawn on anew for each picture, by the names that envs use.
+_CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_surface"})
+
+
+class _Picture(Node):
+    """A surface of pygame, such as a sprite's, which is shared: envs replace it, and don't draw on it."""
+
+    __slots__ = ("surface",)
+
+    def __init__(self, surface: Any) -> None:
+        self.surface = surface
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return self.surface
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.surface.get_size(), other.surface.get_size()
+
+    def __reduce__(self) -> Any:
+        import pygame
+
+        pixels = pygame.image.tobytes(self.surface, "RGBA")
+        return _picture, (pixels, self.surface.get_size(), self.surface.get_flags())
+
+
+def _picture(pixels: bytes, size: tuple[int, int], flags: int) -> _Picture:
+    import pygame
+
+    surface = pygame.Surface(size, flags, 32)
+    surface.blit(pygame.image.frombytes(pixels, size, "RGBA"), (0, 0))
+    return _Picture(surface)
+
+
+def _take_picture(taker: Taker, value: Any) -> Any:
+    import pygame
+
+    if pygame.display.get_init() and value is pygame.display.get_surface():
+        return KEPT
+    node = _Picture(value)
+    taker.remember(value, node)
+    return node
 
 
 class _Set(Node):
@@ -876,11 +921,11 @@ _KEPT_NAMES = (
     "mujoco.renderer.Renderer",
     "pygame.font.Font",
     "pygame.freetype.Font",
-    "pygame.surface.Surface",
     "pygame.time.Clock",
 )
 NAMED.update(dict.fromkeys(_KEPT_NAMES, _take_kept))
 NAMED["gymnasium.envs.registration.EnvSpec"] = _take_atom
+NAMED["pygame.surface.Surface"] = _take_picture
 NAMED["_thread.lock"] = NAMED["_thread.RLock"] = _take_kept
 NAMED["_io._IOBase"] = NAMED["io.IOBase"] = _refuse("an open file")
 NAMED["mmap.mmap"] = NAMED["numpy.memmap"] = NAMED["numpy.core.memmap.memmap"] = _refuse("a mapped file")
