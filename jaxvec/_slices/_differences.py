@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxvec._slices._snapshots import Node
+from jaxvec._slices._snapshots import KEPT, Node
 
 
 def difference(one: Any, other: Any, seen: dict[Any, Any] | None = None) -> str | None:
@@ -15,7 +15,7 @@ def difference(one: Any, other: Any, seen: dict[Any, Any] | None = None) -> str 
 
     What is one object in one of them has to be one in the other.
     """
-    if one is other:
+    if one is other or one is KEPT or other is KEPT:
         return None
     if type(one) is not type(other):
         return ""

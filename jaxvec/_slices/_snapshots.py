@@ -6,6 +6,7 @@ and memory outside of Python may refer to them: only what they hold is put back.
 
 from __future__ import annotations
 
+import copy
 import enum
 import io
 import random
@@ -68,6 +69,8 @@ _TOLD = frozenset(
     {"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"}
 )
 
+_TOLD_WRAPPERS = _TOLD | {"env"}
+
 
 class Taker:
     """Takes one snapshot. Whatever is met twice is one node, so aliases stay aliases.
@@ -78,12 +81,9 @@ class Taker:
     """
 
     def __init__(self, layers: list[Any], *, lenient: bool = False) -> None:
-        self.memo: dict[int, Any] = {id(layer): _Layer(number) for number, layer in enumerate(layers)}
+        self.memo: dict[int, Any] = dict(zip(map(id, layers), _layer_nodes(len(layers)), strict=True))
         self.lenient = lenient
-        try:
-            self.plains = _plains.setdefault(layers[-1], {}) if layers else {}
-        except TypeError:  # it has no hash
-            self.plains = {}
+        self.plains = _plains_of(layers[-1]) if layers else {}
         self._alive: list[Any] = []  # or another object may get the `id` of one that is gone
 
     def value(self, value: Any) -> Any:
@@ -97,12 +97,12 @@ class Taker:
         taking = _TAKINGS.get(kind)
         if taking is None:
             taking = _TAKINGS[kind] = _find(kind, value)
+        if not self.lenient:
+            return taking(self, value)
         try:
             return taking(self, value)
         except CannotCopy:
-            if self.lenient:
-                return KEPT
-            raise
+            return KEPT
 
     def remember(self, value: Any, node: Any) -> None:
         """Notes that a node stands for a value, which lives as long as this."""
@@ -113,24 +113,24 @@ class Taker:
         """Takes the attributes of an env or a wrapper."""
         if type(layer) is gymnasium.wrappers.PassiveEnvChecker:
             return NOTHING  # it warns once, and changes nothing
-        return self.fields(layer, _TOLD)
+        return self.fields(layer, _TOLD_WRAPPERS if isinstance(layer, gymnasium.Wrapper) else _TOLD)
 
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
         """Takes the attributes of an object."""
         held = _attributes(owner)
-        atoms = held.copy()
+        atoms: dict[str, Any] = {}
         nodes: dict[str, Any] = {}
-        for name, value in held.items():
-            if type(value) not in _ATOMS:
-                del atoms[name]
-                if name not in without:
-                    try:
-                        nodes[name] = self.value(value)
-                    except CannotCopy as error:
-                        error.path.insert(0, name)
-                        raise
-                    if name in _CANVASES and type(nodes[name]) is _Picture:
-                        nodes[name] = KEPT
+        name = ""
+        try:
+            for name, value in held.items():
+                if type(value) in _ATOMS:
+                    atoms[name] = value
+                elif name not in without:
+                    node = self.value(value)
+                    nodes[name] = KEPT if type(node) is _Picture and name in _CANVASES else node
+        except CannotCopy as error:
+            error.path.insert(0, name)
+            raise
         return atoms, nodes, len(held)
 
     def items(self, values: Any) -> list[Any]:
@@ -181,6 +181,8 @@ class Putter:
         """Returns what a node, or an atom, stands for; `old` is what is in its place now."""
         if not isinstance(node, Node):
             return node
+        if node is KEPT:
+            return old
         done = self._done
         if id(node) in done:
             return done[id(node)]
@@ -201,25 +203,22 @@ class Putter:
 
     def layer(self, layer: Any, fields: Fields) -> None:
         """Gives an env or a wrapper its attributes."""
-        self.fields(layer, fields, _TOLD)
+        self.fields(layer, fields, _TOLD_WRAPPERS)
 
     def fields(self, owner: Any, fields: Fields, without: frozenset[str] = frozenset()) -> None:
         """Gives an object its attributes, and takes away what it had not."""
         atoms, nodes, count = fields
         held = _attributes(owner)
-        if nodes:
-            value, get = self.value, held.get
-            fresh = {name: value(node, get(name)) for name, node in nodes.items()}
+        value, get = self.value, held.get
+        fresh = {name: value(node, get(name)) for name, node in nodes.items()} if nodes else nodes
+        if _slots(type(owner)):
+            for name, one in (atoms | fresh).items():
+                object.__setattr__(owner, name, one)
+            held = _attributes(owner)
         else:
-            fresh = nodes
-        target = vars(owner) if hasattr(owner, "__dict__") else None
-        if target is None or len(held) != len(target):  # some are in slots
-            for name, value in (atoms | fresh).items():
-                object.__setattr__(owner, name, value)
-        else:
-            target.update(atoms)
-            target.update(fresh)
-        if count >= 0 and len(held := _attributes(owner)) != count:
+            held.update(atoms)
+            held.update(fresh)
+        if len(held) != count >= 0:
             for name in held.keys() - atoms.keys() - nodes.keys() - without:
                 object.__delattr__(owner, name)
 
@@ -276,6 +275,12 @@ class _Layer(Node):
 
     def put(self, putter: Putter, old: Any) -> Any:
         return putter.layers[self.number]
+
+
+def _layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: B006: a cache
+    while len(known) < count:
+        known.append(_Layer(len(known)))
+    return known[:count]
 
 
 class _Kept(Node):
@@ -646,8 +651,11 @@ class _Space(Node):
         self.generators = generators
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is not type(self.space) or (old is not self.space and old != self.space):
-            old = _copy_space(self.space)
+        if old is not self.space and (type(old) is not type(self.space) or old != self.space):
+            old = copy.deepcopy(self.space)
+        if self.generators is _NO_GENERATORS:
+            old._np_random = None
+            return old
         for space, generator in zip(_spaces_in(old), self.generators, strict=True):
             space._np_random = putter.value(generator, space._np_random)
         return old
@@ -669,12 +677,7 @@ def _spaces_in(space: Any) -> list[Any]:
     return found
 
 
-def _copy_space(space: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(space)
-
-
+_NO_GENERATORS: list[Any] = [None]
 _SIMPLE_SPACES = {getattr(gymnasium.spaces, name) for name in ("Box", "Discrete", "MultiDiscrete", "MultiBinary")}
 
 
@@ -807,13 +810,13 @@ def _take_weak(taker: Taker, value: Any) -> Any:
 
 def _take_generator(taker: Taker, value: Any) -> Any:
     node = _Generator(type(value), taker.value(value.bit_generator))
-    taker.remember(value, node)
+    taker.memo[id(value)] = node
     return node
 
 
 def _take_bits(taker: Taker, value: Any) -> Any:
     node = _BitGenerator(value)
-    taker.remember(value, node)
+    taker.memo[id(value)] = node
     return node
 
 
@@ -825,6 +828,11 @@ def _take_random(taker: Taker, value: Any) -> Any:
 
 
 def _take_space(taker: Taker, value: Any) -> Any:
+    if type(value) in _SIMPLE_SPACES and value._np_random is None:
+        known = taker.plains.get(id(value))  # which keeps the space, so the number is its own
+        if known is None:
+            known = taker.plains[id(value)] = value, _Space(value, _NO_GENERATORS)
+        return known[1]
     node = _Space(value, [taker.value(space._np_random) for space in _spaces_in(value)])
     taker.remember(value, node)
     return node
@@ -872,7 +880,17 @@ def _name(kind: type) -> str:
 # --- large containers that hardly ever change, such as tables of transitions -------------------
 
 _LARGE = 8  # entries
-_plains: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, _Plain]]] = weakref.WeakKeyDictionary()
+_plains: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def _plains_of(env: Any) -> dict[int, tuple[Any, Any]]:
+    try:
+        found = _plains.get(env)
+        if found is None:
+            found = _plains[env] = {}
+    except TypeError:  # it has no hash
+        found = {}
+    return found
 
 
 def _take_plain(taker: Taker, value: Any) -> _Plain | None:
