@@ -224,9 +224,10 @@ class Putter:
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
+    """Returns the attributes of an object: its own `dict`, where it has no slots."""
     slots = _slots(type(owner))
     if not slots:
-        return vars(owner)
+        return owner.__dict__
     held = dict(getattr(owner, "__dict__", {}))
     for name in slots:
         if hasattr(owner, name):
@@ -340,7 +341,7 @@ class _View(Node):
     def put(self, putter: Putter, old: Any) -> Any:
         whole = putter.value(self.whole, None)
         flat = whole.reshape(-1, order="A").view(np.uint8)
-        return np.ndarray(self.shape, self.dtype, flat.data, self.offset, self.strides)
+        return np.ndarray(self.shape, self.dtype, flat, self.offset, self.strides)
 
 
 class _Objects(Node):
@@ -497,6 +498,9 @@ class _Set(Node):
 
     def put(self, putter: Putter, old: Any) -> Any:
         return self.kind(putter.value(item, None) for item in self.items)
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", len(self.items), len(other.items)  # which have no order
 
 
 class _Method(Node):
@@ -975,7 +979,7 @@ def _find(kind: type, value: Any) -> Taking:
         named = NAMED.get(f"builtins.{_name(base)}") or NAMED.get(_name(base))
         if named is not None:
             return named
-    if issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
+    if kind is object or issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
         return _take_atom
     if issubclass(kind, gymnasium.Space):
         return _take_space
@@ -997,7 +1001,7 @@ def _is_ordinary(kind: type, value: Any) -> bool:
         method = getattr(kind, name, None)
         if method is not getattr(object, name, None) and _qualname(method) != f"EzPickle.{name}":
             return False
-    if kind.__new__ is not object.__new__:
+    if kind.__new__ is not object.__new__ or not (hasattr(value, "__dict__") or _slots(kind)):
         return False
     try:
         object.__reduce_ex__(value, 2)  # which refuses where C holds something
