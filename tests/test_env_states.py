@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from functools import partial
+from typing import Any
 
 import gymnasium
 import jax

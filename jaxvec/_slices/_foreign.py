@@ -20,16 +20,18 @@ class _Image:
     """The bytes of a model, which hardly ever changes, so all states of all envs that have it share one.
 
     Attributes:
-        words: as `mj_saveModel` writes them, `[n]` uint64.
+        words: as `mj_saveModel` writes them, `[n]` uint64, zeros at the end.
+        size: how many they are, without these.
         free: memory for data of such a model that no state uses any more; to make it takes a millisecond.
     """
 
-    def __init__(self, words: NDArray[np.uint64]) -> None:
+    def __init__(self, words: NDArray[np.uint64], size: int) -> None:
         self.words = words
+        self.size = size
         self.free: list[Any] = []
 
     def __reduce__(self) -> Any:
-        return _intern, (self.words,)
+        return _intern, (self.words, self.size)
 
 
 _images: WeakValueDictionary[int, _Image] = WeakValueDictionary()  # by the hash of their bytes
@@ -45,19 +47,21 @@ def _words(model: Any) -> NDArray[np.uint64]:
     return words
 
 
-def _intern(words: NDArray[np.uint64]) -> _Image:
+def _intern(words: NDArray[np.uint64], size: int) -> _Image:
     key = hash(words.tobytes())
     image = _images.get(key)
     if image is None or not np.array_equal(image.words, words):
-        image = _images[key] = _Image(words)
+        image = _images[key] = _Image(words, size)
     return image
 
 
 def _image(model: Any) -> _Image:
+    import mujoco
+
     words = _words(model)
     image = _last_images.get(model)
     if image is None or not np.array_equal(image.words, words):
-        image = _last_images[model] = _intern(words)
+        image = _last_images[model] = _intern(words, mujoco.mj_sizeModel(model))
     return image
 
 
@@ -76,7 +80,7 @@ class _Model(Node):
         import mujoco
 
         name = "model.mjb"
-        model = mujoco.MjModel.from_binary_path(name, {name: self.image.words.tobytes()})
+        model = mujoco.MjModel.from_binary_path(name, {name: self.image.words.tobytes()[: self.image.size]})
         _write(old, model)
         for part in ("opt", "stat", "vis"):
             _write(getattr(old, part), getattr(model, part))

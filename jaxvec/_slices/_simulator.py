@@ -147,7 +147,7 @@ class Simulator:
         envs = _envs.build([env_fn], slot)
         with Failing(slot, "simulate"):
             _env_states.watch(envs[0])
-            envs[0].reset(seed=0)  # wrappers and simulators want to be reset once before they go on from a state
+            envs[0].reset(seed=0)  # wrappers and simulators want that before they go on from a state
         arrays = _segment.private(self._layout)
         self._built[kind] = envs[0], self._slice_of(envs * _MOST, env_fn, arrays), arrays
 

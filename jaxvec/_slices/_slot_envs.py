@@ -68,7 +68,8 @@ class SlotEnvs:
         )
         self._stats = stats
         self._lending, self._lends = Lending(obs, rows), lends
-        self._unlent = set(range(len(envs) if lends else 0))  # who was lent nothing yet: that is done with their next reset
+        # Who was lent nothing yet: that is done with their next reset.
+        self._unlent = set(range(len(envs) if lends else 0))
         self.check_member = checker(envs[0].observation_space, ("obs",)) if strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._kept_options: dict[int, dict[str, Any]] = {}  # for the next reset of such envs in a step
@@ -143,7 +144,7 @@ class SlotEnvs:
         return index not in self._unlent
 
     def make_ready(self, index: int) -> None:
-        """Resets an env that never was, so that it can go on from a state: wrappers and simulators want that."""
+        """Resets an env that never was: wrappers and simulators want that before they go on from a state."""
         if not self.was_reset(index):
             self.envs[index].reset(seed=0)
             self._unlent.remove(index)

@@ -6,6 +6,7 @@ and memory outside of Python may refer to them: only what they hold is put back.
 
 from __future__ import annotations
 
+import copy
 import enum
 import io
 import random
@@ -68,6 +69,8 @@ _TOLD = frozenset(
     {"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"}
 )
 
+_TOLD_WRAPPERS = _TOLD | {"env"}
+
 
 class Taker:
     """Takes one snapshot. Whatever is met twice is one node, so aliases stay aliases.
@@ -78,12 +81,9 @@ class Taker:
     """
 
     def __init__(self, layers: list[Any], *, lenient: bool = False) -> None:
-        self.memo: dict[int, Any] = {id(layer): _Layer(number) for number, layer in enumerate(layers)}
+        self.memo: dict[int, Any] = dict(zip(map(id, layers), _layer_nodes(len(layers)), strict=True))
         self.lenient = lenient
-        try:
-            self.plains = _plains.setdefault(layers[-1], {}) if layers else {}
-        except TypeError:  # it has no hash
-            self.plains = {}
+        self.plains = _plains_of(layers[-1]) if layers else {}
         self._alive: list[Any] = []  # or another object may get the `id` of one that is gone
 
     def value(self, value: Any) -> Any:
@@ -97,12 +97,12 @@ class Taker:
         taking = _TAKINGS.get(kind)
         if taking is None:
             taking = _TAKINGS[kind] = _find(kind, value)
+        if not self.lenient:
+            return taking(self, value)
         try:
             return taking(self, value)
         except CannotCopy:
-            if self.lenient:
-                return KEPT
-            raise
+            return KEPT
 
     def remember(self, value: Any, node: Any) -> None:
         """Notes that a node stands for a value, which lives as long as this."""
@@ -112,23 +112,25 @@ class Taker:
     def layer(self, layer: Any) -> Fields:
         """Takes the attributes of an env or a wrapper."""
         if type(layer) is gymnasium.wrappers.PassiveEnvChecker:
-            return _NOTHING  # it warns once, and changes nothing
-        return self.fields(layer, _TOLD)
+            return NOTHING  # it warns once, and changes nothing
+        return self.fields(layer, _TOLD_WRAPPERS if isinstance(layer, gymnasium.Wrapper) else _TOLD)
 
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
         """Takes the attributes of an object."""
         held = _attributes(owner)
-        atoms = held.copy()
+        atoms: dict[str, Any] = {}
         nodes: dict[str, Any] = {}
-        for name, value in held.items():
-            if type(value) not in _ATOMS:
-                del atoms[name]
-                if name not in without:
-                    try:
-                        nodes[name] = self.value(value)
-                    except CannotCopy as error:
-                        error.path.insert(0, name)
-                        raise
+        name = ""
+        try:
+            for name, value in held.items():
+                if type(value) in _ATOMS:
+                    atoms[name] = value
+                elif name not in without:
+                    node = self.value(value)
+                    nodes[name] = KEPT if type(node) is _Picture and name in _CANVASES else node
+        except CannotCopy as error:
+            error.path.insert(0, name)
+            raise
         return atoms, nodes, len(held)
 
     def items(self, values: Any) -> list[Any]:
@@ -160,7 +162,7 @@ class Taker:
 # Attributes that are atoms, those that are not, and how many there were, with those that are not taken; -1 for
 # those of an object that has others, which are nobody's concern.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
-_NOTHING: Fields = {}, {}, -1
+NOTHING: Fields = {}, {}, -1
 
 
 class Putter:
@@ -179,6 +181,8 @@ class Putter:
         """Returns what a node, or an atom, stands for; `old` is what is in its place now."""
         if not isinstance(node, Node):
             return node
+        if node is KEPT:
+            return old
         done = self._done
         if id(node) in done:
             return done[id(node)]
@@ -199,33 +203,31 @@ class Putter:
 
     def layer(self, layer: Any, fields: Fields) -> None:
         """Gives an env or a wrapper its attributes."""
-        self.fields(layer, fields, _TOLD)
+        self.fields(layer, fields, _TOLD_WRAPPERS)
 
     def fields(self, owner: Any, fields: Fields, without: frozenset[str] = frozenset()) -> None:
         """Gives an object its attributes, and takes away what it had not."""
         atoms, nodes, count = fields
         held = _attributes(owner)
-        if nodes:
-            value, get = self.value, held.get
-            fresh = {name: value(node, get(name)) for name, node in nodes.items()}
+        value, get = self.value, held.get
+        fresh = {name: value(node, get(name)) for name, node in nodes.items()} if nodes else nodes
+        if _slots(type(owner)):
+            for name, one in (atoms | fresh).items():
+                object.__setattr__(owner, name, one)
+            held = _attributes(owner)
         else:
-            fresh = nodes
-        target = vars(owner) if hasattr(owner, "__dict__") else None
-        if target is None or len(held) != len(target):  # some are in slots
-            for name, value in (atoms | fresh).items():
-                object.__setattr__(owner, name, value)
-        else:
-            target.update(atoms)
-            target.update(fresh)
-        if count >= 0 and len(held := _attributes(owner)) != count:
+            held.update(atoms)
+            held.update(fresh)
+        if len(held) != count >= 0:
             for name in held.keys() - atoms.keys() - nodes.keys() - without:
                 object.__delattr__(owner, name)
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
+    """Returns the attributes of an object: its own `dict`, where it has no slots."""
     slots = _slots(type(owner))
     if not slots:
-        return vars(owner)
+        return owner.__dict__
     held = dict(getattr(owner, "__dict__", {}))
     for name in slots:
         if hasattr(owner, name):
@@ -274,6 +276,12 @@ class _Layer(Node):
 
     def put(self, putter: Putter, old: Any) -> Any:
         return putter.layers[self.number]
+
+
+def _layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: B006: a cache
+    while len(known) < count:
+        known.append(_Layer(len(known)))
+    return known[:count]
 
 
 class _Kept(Node):
@@ -333,7 +341,7 @@ class _View(Node):
     def put(self, putter: Putter, old: Any) -> Any:
         whole = putter.value(self.whole, None)
         flat = whole.reshape(-1, order="A").view(np.uint8)
-        return np.ndarray(self.shape, self.dtype, flat.data, self.offset, self.strides)
+        return np.ndarray(self.shape, self.dtype, flat, self.offset, self.strides)
 
 
 class _Objects(Node):
@@ -390,7 +398,7 @@ class _Deque(Node):
         self.maxlen = maxlen
 
     def put(self, putter: Putter, old: Any) -> Any:
-        target: deque[Any] = deque(maxlen=self.maxlen)
+        target: deque[Any] = deque((), self.maxlen)
         putter.begin(self, target)
         target.extend(_put_items(putter, self.items, old if type(old) is deque else ()))
         return target
@@ -438,6 +446,49 @@ class _Plain(Node):
         return _copy_plain(self.copy)
 
 
+# What is drawn on anew for each picture, by the names that envs use.
+_CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_surface"})
+
+
+class _Picture(Node):
+    """A surface of pygame, such as a sprite's, which is shared: envs replace it, and don't draw on it."""
+
+    __slots__ = ("surface",)
+
+    def __init__(self, surface: Any) -> None:
+        self.surface = surface
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return self.surface
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.surface.get_size(), other.surface.get_size()
+
+    def __reduce__(self) -> Any:
+        import pygame
+
+        pixels = pygame.image.tobytes(self.surface, "RGBA")
+        return _picture, (pixels, self.surface.get_size(), self.surface.get_flags())
+
+
+def _picture(pixels: bytes, size: tuple[int, int], flags: int) -> _Picture:
+    import pygame
+
+    surface = pygame.Surface(size, flags, 32)
+    surface.blit(pygame.image.frombytes(pixels, size, "RGBA"), (0, 0))
+    return _Picture(surface)
+
+
+def _take_picture(taker: Taker, value: Any) -> Any:
+    import pygame
+
+    if pygame.display.get_init() and value is pygame.display.get_surface():
+        return KEPT
+    node = _Picture(value)
+    taker.remember(value, node)
+    return node
+
+
 class _Set(Node):
     __slots__ = ("items", "kind")
 
@@ -447,6 +498,9 @@ class _Set(Node):
 
     def put(self, putter: Putter, old: Any) -> Any:
         return self.kind(putter.value(item, None) for item in self.items)
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", len(self.items), len(other.items)  # which have no order
 
 
 class _Method(Node):
@@ -601,8 +655,11 @@ class _Space(Node):
         self.generators = generators
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is not type(self.space) or (old is not self.space and old != self.space):
-            old = _copy_space(self.space)
+        if old is not self.space and (type(old) is not type(self.space) or old != self.space):
+            old = copy.deepcopy(self.space)
+        if self.generators is _NO_GENERATORS:
+            old._np_random = None
+            return old
         for space, generator in zip(_spaces_in(old), self.generators, strict=True):
             space._np_random = putter.value(generator, space._np_random)
         return old
@@ -624,15 +681,8 @@ def _spaces_in(space: Any) -> list[Any]:
     return found
 
 
-def _copy_space(space: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(space)
-
-
-_SIMPLE_SPACES = {
-    getattr(gymnasium.spaces, name) for name in ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
-}
+_NO_GENERATORS: list[Any] = [None]
+_SIMPLE_SPACES = {getattr(gymnasium.spaces, name) for name in ("Box", "Discrete", "MultiDiscrete", "MultiBinary")}
 
 
 # --- how each kind is taken -------------------------------------------------------------------
@@ -671,12 +721,7 @@ def _take_array(taker: Taker, value: Any) -> Any:
 
 def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
     dense = owner.flags.forc and owner.size
-    if (
-        not dense
-        or not owner.flags.writeable
-        or owner.nbytes > 64 * max(value.nbytes, 64)
-        or owner.dtype.hasobject
-    ):
+    if not dense or not owner.flags.writeable or owner.nbytes > 64 * max(value.nbytes, 64) or owner.dtype.hasobject:
         return _Array(value.copy("K"))  # such as one number of a table
     node = _View()
     node.whole = taker.value(owner)
@@ -769,13 +814,13 @@ def _take_weak(taker: Taker, value: Any) -> Any:
 
 def _take_generator(taker: Taker, value: Any) -> Any:
     node = _Generator(type(value), taker.value(value.bit_generator))
-    taker.remember(value, node)
+    taker.memo[id(value)] = node
     return node
 
 
 def _take_bits(taker: Taker, value: Any) -> Any:
     node = _BitGenerator(value)
-    taker.remember(value, node)
+    taker.memo[id(value)] = node
     return node
 
 
@@ -787,6 +832,11 @@ def _take_random(taker: Taker, value: Any) -> Any:
 
 
 def _take_space(taker: Taker, value: Any) -> Any:
+    if type(value) in _SIMPLE_SPACES and value._np_random is None:
+        known = taker.plains.get(id(value))  # which keeps the space, so the number is its own
+        if known is None:
+            known = taker.plains[id(value)] = value, _Space(value, _NO_GENERATORS)
+        return known[1]
     node = _Space(value, [taker.value(space._np_random) for space in _spaces_in(value)])
     taker.remember(value, node)
     return node
@@ -834,7 +884,17 @@ def _name(kind: type) -> str:
 # --- large containers that hardly ever change, such as tables of transitions -------------------
 
 _LARGE = 8  # entries
-_plains: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, _Plain]]] = weakref.WeakKeyDictionary()
+_plains: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def _plains_of(env: Any) -> dict[int, tuple[Any, Any]]:
+    try:
+        found = _plains.get(env)
+        if found is None:
+            found = _plains[env] = {}
+    except TypeError:  # it has no hash
+        found = {}
+    return found
 
 
 def _take_plain(taker: Taker, value: Any) -> _Plain | None:
@@ -883,11 +943,11 @@ _KEPT_NAMES = (
     "mujoco.renderer.Renderer",
     "pygame.font.Font",
     "pygame.freetype.Font",
-    "pygame.surface.Surface",
     "pygame.time.Clock",
 )
 NAMED.update(dict.fromkeys(_KEPT_NAMES, _take_kept))
 NAMED["gymnasium.envs.registration.EnvSpec"] = _take_atom
+NAMED["pygame.surface.Surface"] = _take_picture
 NAMED["_thread.lock"] = NAMED["_thread.RLock"] = _take_kept
 NAMED["_io._IOBase"] = NAMED["io.IOBase"] = _refuse("an open file")
 NAMED["mmap.mmap"] = NAMED["numpy.memmap"] = NAMED["numpy.core.memmap.memmap"] = _refuse("a mapped file")
@@ -919,7 +979,7 @@ def _find(kind: type, value: Any) -> Taking:
         named = NAMED.get(f"builtins.{_name(base)}") or NAMED.get(_name(base))
         if named is not None:
             return named
-    if issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
+    if kind is object or issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
         return _take_atom
     if issubclass(kind, gymnasium.Space):
         return _take_space
@@ -941,7 +1001,7 @@ def _is_ordinary(kind: type, value: Any) -> bool:
         method = getattr(kind, name, None)
         if method is not getattr(object, name, None) and _qualname(method) != f"EzPickle.{name}":
             return False
-    if kind.__new__ is not object.__new__:
+    if kind.__new__ is not object.__new__ or not (hasattr(value, "__dict__") or _slots(kind)):
         return False
     try:
         object.__reduce_ex__(value, 2)  # which refuses where C holds something
