@@ -24,6 +24,7 @@ from jaxvec._errors import (
     SpaceMismatchError,
     StaleHandleError,
     StaleStateError,
+    StateFileError,
     UnsupportedSpaceError,
     WorkerDiedError,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "SpaceMismatchError",
     "StaleHandleError",
     "StaleStateError",
+    "StateFileError",
     "Stats",
     "TimeStep",
     "UnsupportedSpaceError",

@@ -22,6 +22,7 @@ __all__ = [
     "SpaceMismatchError",
     "StaleHandleError",
     "StaleStateError",
+    "StateFileError",
     "UnsupportedSpaceError",
     "WorkerDiedError",
 ]
@@ -84,6 +85,10 @@ class StaleHandleError(JaxvecError, ValueError):
 
 class StaleStateError(JaxvecError, ValueError):
     """A saved state is gone: newer ones took its place, or its pool or worker ended; nothing was done."""
+
+
+class StateFileError(JaxvecError, ValueError):
+    """A file or an array holds no saved states, damaged ones, or those of other envs; names it."""
 
 
 class PoolClosedError(JaxvecError, RuntimeError):

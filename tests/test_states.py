@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -728,3 +730,100 @@ def test_envs_that_write_in_place_keep_their_rows(make, backend):
         np.testing.assert_array_equal(one.obs, other.obs[::-1])
         np.testing.assert_array_equal(one.info["final_obs"], other.info["final_obs"][::-1])
     assert all(envs.map(lambda env: env.buffer is not None))
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+TRAINING = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, jaxvec
+
+folder, wait = sys.argv[1], sys.argv[2] == "wait"
+saved = os.path.join(folder, "saved.npz")
+
+@jax.jit
+def train(handle, timestep, weight, key):
+    def step(carry, key):
+        handle, timestep, weight = carry
+        logits = timestep.obs @ weight
+        action = (logits > jax.random.logistic(key, (4,))).astype(int)
+        handle, after = jaxvec.step(handle, action)
+        weight = weight + 0.01 * jnp.mean(timestep.obs * (after.reward * (2 * action - 1))[:, None], 0)
+        return (handle, after, weight), after.obs
+    key, *keys = jax.random.split(key, 21)
+    (handle, timestep, weight), _ = jax.lax.scan(step, (handle, timestep, weight), jnp.stack(keys))
+    return handle, timestep, weight, key
+
+with jaxvec.make("CartPole-v1", 4, states=4, num_workers=2) as envs:
+    handle, timestep = jaxvec.reset(envs, seed=0)
+    update, weight, key = 0, jnp.zeros(4), jax.random.PRNGKey(0)
+    if os.path.exists(saved):
+        with np.load(saved) as file:
+            update, weight, key = int(file["update"]), jnp.asarray(file["weight"]), jnp.asarray(file["key"])
+            state = envs.unpack_states(file["envs"])
+        handle, timestep = jaxvec.restore(handle, state)
+    while update < 6:
+        handle, timestep, weight, key = train(handle, timestep, weight, key)
+        update += 1
+        if update == 4 and wait:
+            print("in the middle", flush=True)
+            sys.stdin.read()
+        np.savez(saved + ".npz", update=update, weight=weight, key=key, envs=envs.pack_states())
+        os.replace(saved + ".npz", saved)
+    print(np.asarray(weight).tobytes().hex(), np.asarray(timestep.obs).tobytes().hex(), flush=True)
+"""
+
+
+def test_training_that_was_killed_goes_on_bit_for_bit(tmp_path):
+    def start(folder, how):
+        words = [sys.executable, "-c", TRAINING, str(folder), how]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    with start(whole, "on") as first, start(cut, "wait") as second:
+        assert second.stdout.readline() == "in the middle\n"
+        second.kill()
+        expected = first.communicate(timeout=200)[0]
+    with start(cut, "on") as third:
+        assert third.communicate(timeout=200)[0] == expected
+    assert len(expected) > 100
+
+
+def test_states_come_back_from_a_file(make, tmp_path):
+    options = {"states": 8, "autoreset_mode": "NEXT_STEP"}
+    envs = make("CartPole-v1", 4, num_workers=2, **options)
+    envs.reset(seed=0)
+    for action in ACTIONS[:12]:
+        timestep = envs.step(action)
+    envs.save_states(tmp_path / "states")
+    first = [envs.step(action) for action in ACTIONS]
+    other = make("CartPole-v1", 4, backend="serial", **options)
+    equal(other.restore(other.load_states(tmp_path / "states")), timestep)
+    equal([other.step(action) for action in ACTIONS], first)
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]
+
+
+def test_other_files_are_refused(make, tmp_path):
+    envs = make("CartPole-v1", 2, states=4, backend="serial")
+    envs.reset(seed=0)
+    envs.save_states(tmp_path / "good")
+    good = (tmp_path / "good").read_bytes()
+    file = tmp_path / "file"
+    for data, match in {
+        b"": "it is something else",
+        b"\x80\x05": "it is something else",
+        b"jaxvec states 9\nmore": "another version",
+        good[:20]: "cut short",
+        good[:-1]: "cut short or changed",
+        good[:-9] + b"x" + good[-8:]: "cut short or changed",
+    }.items():
+        file.write_bytes(data)
+        with pytest.raises(jaxvec.StateFileError, match=f"file: .*{match}"):
+            envs.load_states(file)
+    other = make("Acrobot-v1", 2, states=4, backend="serial")
+    with pytest.raises(jaxvec.StateFileError, match="of envs with other spaces"):
+        other.load_states(tmp_path / "good")
+    with pytest.raises(jaxvec.StateFileError, match="the array: "):
+        other.unpack_states(envs.pack_states())
