@@ -1,7 +1,7 @@
 """Saved states as bytes: the format of files, and of arrays in others' checkpoints.
 
-A line that says what it is and the version of the format, the fingerprint of the pool's specification, a check of
-what follows, and then that: a pickle. So reading it runs code, as opening any pickle does.
+A line that says what it is and the version of the format, the fingerprint of the pool's specification, a check
+of what follows, and then that: a pickle. So reading it runs code, as opening any pickle does.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def unpack(data: bytes, fingerprint: int, name: str) -> PackedStates:
         raise StateFileError(f"{name}: cut short or changed since it was written")
     if theirs != fingerprint:
         raise StateFileError(
-            f"{name}: of envs with other spaces, or of a pool with other options, than this one; make the pool "
-            "as the one was made that saved them"
+            f"{name}: of envs with other spaces, or of a pool with other options, than this one; make the "
+            "pool as the one was made that saved them"
         )
     return PackedStates(*pickle.loads(content))
 

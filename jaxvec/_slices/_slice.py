@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from jaxvec._options import Options
 from jaxvec._slices._envs import EnvFailure
 from jaxvec._slices._parameters import Parameters
+from jaxvec._slices._states import Gone
 from jaxvec._spaces import KeyPath
 from jaxvec._tracing._recorder import Record, Recorder
 
@@ -32,7 +33,6 @@ Asked: TypeAlias = Literal[
     "give_actions",
     "put_objects",
     "get_objects",
-    # Of envs one by one alone:
     "save_states",
     "restore_states",
     "simulate_states",
@@ -114,6 +114,40 @@ class Slice(Protocol):
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         """Returns what a function returns of each env."""
+        ...
+
+    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+        """Keeps the states of envs under these numbers, and forgets those that were dropped."""
+        ...
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        dropped: Iterable[int],
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Has envs go on from states."""
+        ...
+
+    def simulate_states(
+        self,
+        sources: Sequence[int],
+        numbers: Sequence[int],
+        actions: Sequence[NDArray[Any]],
+        dropped: Iterable[int],
+    ) -> list[NDArray[Any]] | Gone:
+        """Steps copies of envs from their states, and keeps the states after that."""
+        ...
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Returns states as bytes."""
+        ...
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+    ) -> None:
+        """Keeps states that come as bytes."""
         ...
 
     def close(self) -> None:
