@@ -1,7 +1,7 @@
 """Saved states as bytes: the format of files, and of arrays in others' checkpoints.
 
-A line that says what it is and the version of the format, the fingerprint of the pool's specification, a check
-of what follows, and then that: a pickle. So reading it runs code, as opening any pickle does.
+A line that says what it is and the version of the format, the fingerprint of the specification of the pool, a
+check of what follows, and then that: a pickle. So reading it runs code, as opening any pickle does.
 """
 
 from __future__ import annotations
