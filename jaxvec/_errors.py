@@ -66,7 +66,7 @@ class EnvIdError(JaxvecError, ValueError):
 
 
 class EnvStateError(JaxvecError, RuntimeError):
-    """An env's state is no value: it can't be taken, or what goes on from it differs; says what, and where."""
+    """An env's state can't be taken, or what goes on from it differs; says where, and what to do."""
 
 
 class NotPicklableError(JaxvecError, TypeError):
