@@ -22,8 +22,8 @@ __all__ = ["EnvState", "prove", "put", "take", "watch"]
 StateFunctions: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 
 _ADVICE = (
-    "Give the env methods get_state() and set_state(state), or pass state_functions=(get_state, set_state), "
-    "which take and put all that is not in such attributes"
+    "Give the env methods get_state() and set_state(state) that take and put what is not in such attributes, "
+    "pass state_functions=(get_state, set_state), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
 )
 _GENERATOR = ("_np_random", "_np_random_seed")  # what a `gymnasium.Env` has beside a user's own state
 
@@ -95,7 +95,8 @@ def take(env: Env, functions: StateFunctions | None = None) -> EnvState:
                 own = taker.value(methods[0](base))
     except CannotCopy as error:
         path = f"{type(layer).__name__}." + "".join(
-            name if name.startswith("[") or not number else f".{name}" for number, name in enumerate(error.path)
+            name if name.startswith("[") or not number else f".{name}"
+            for number, name in enumerate(error.path)
         )
         raise EnvStateError(
             f"the state of {type(base).__name__} can't be taken: of {path}, {error.what}. "
@@ -146,9 +147,9 @@ def prove(
 ) -> None:
     """Raises unless an env goes on from a state as it did before, however far it went in between.
 
-    It takes a state, steps the env with random actions, and resets it with other seeds and steps it. Then it puts
-    the state back, a copy that was pickled too if that is possible, steps it with the same actions, and compares
-    all results bit for bit. The env is left in the state that it was in.
+    It takes a state, steps the env with random actions, and resets it with other seeds and steps it. Then it
+    puts the state back, and a copy that was pickled if that is possible, steps the env with the same actions,
+    and compares all results bit for bit. The env is left in the state that it was in.
 
     Args:
         env: the env, with its wrappers.
@@ -229,13 +230,15 @@ def _compare(
             attribute = next(filter(None, (_attribute(*pair) for pair in states)), None)
             named = f"; the attribute {attribute} did, too" if attribute else ""
             raise EnvStateError(
-                f"{type(env.unwrapped).__name__} does not go on from its state {which}as it did before: after "
-                f"{number + 1} of the same actions, {field}{where} differs{named}. Something is not in what its "
-                f"attributes hold: {_SOMETHING}. {_ADVICE}"
+                f"{type(env.unwrapped).__name__} does not go on from its state {which}as it did before: "
+                f"after {number + 1} of the same actions, {field}{where} differs{named}. Some of its state "
+                f"is not in its attributes; {_SOMETHING}. {_ADVICE}"
             )
 
 
-_SOMETHING = "a global generator (random, np.random), a closure, memory of a library in C, or a clock"
+_SOMETHING = (
+    "it may be a global variable or generator (random, np.random), memory of a library in C, or a clock"
+)
 
 
 def _fields_of(one: Any, other: Any) -> Any:
@@ -251,17 +254,20 @@ def _without_times(info: Any) -> Any:
     """Leaves out the time on the clock that Gymnasium's `RecordEpisodeStatistics` writes."""
     pairs = getattr(info, "pairs", ())
     return {
-        key: {k: v for k, v in item.pairs if k != "t"} if key == "episode" and hasattr(item, "pairs") else item
+        key: {k: v for k, v in item.pairs if k != "t"}
+        if key == "episode" and hasattr(item, "pairs")
+        else item
         for key, item in pairs
         if not isinstance(key, Node)
     }
 
 
 def _compare_states(env: Env, now: EnvState, began: EnvState) -> None:
-    attribute = _attribute(now, began)
+    # What functions return need not be the same before the next step.
+    attribute = _attribute(EnvState(now.kinds, now.layers, None), EnvState(began.kinds, began.layers, None))
     if attribute is not None:
         raise EnvStateError(
-            f"the state of {type(env.unwrapped).__name__} can't be put back: {attribute} is another afterwards. "
+            f"the state of {type(env.unwrapped).__name__} can't be put back: {attribute} is another then. "
             + _ADVICE
         )
 
@@ -293,7 +299,7 @@ def _layers(env: Any) -> list[Any]:
     return layers
 
 
-def _kind(layer: Any, known: dict[type, str] = {}) -> str:  # noqa: B006: a cache
+def _kind(layer: Any, known: dict[type, str] = {}) -> str:  # noqa: B006
     kind = type(layer)
     name = known.get(kind)
     if name is None:
@@ -301,7 +307,7 @@ def _kind(layer: Any, known: dict[type, str] = {}) -> str:  # noqa: B006: a cach
     return name
 
 
-def _own_methods(kind: type, known: dict[type, Any] = {}) -> Any:  # noqa: B006: a cache
+def _own_methods(kind: type, known: dict[type, Any] = {}) -> Any:  # noqa: B006
     """Returns an env's own `get_state` and `set_state`, if it has such a pair."""
     if kind not in known:
         methods = getattr(kind, "get_state", None), getattr(kind, "set_state", None)

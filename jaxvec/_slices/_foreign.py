@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -38,9 +39,12 @@ _images: WeakValueDictionary[int, _Image] = WeakValueDictionary()  # by the hash
 _last_images: WeakKeyDictionary[Any, _Image] = WeakKeyDictionary()  # by model
 
 
-def _words(model: Any) -> NDArray[np.uint64]:
-    import mujoco
+def _mujoco() -> Any:
+    return sys.modules["mujoco"]  # it is loaded: one of its objects is there
 
+
+def _words(model: Any) -> NDArray[np.uint64]:
+    mujoco = _mujoco()
     size = mujoco.mj_sizeModel(model)
     words = np.zeros(-(-size // 8), np.uint64)
     mujoco.mj_saveModel(model, None, words.view(np.uint8)[:size])
@@ -56,8 +60,7 @@ def _intern(words: NDArray[np.uint64], size: int) -> _Image:
 
 
 def _image(model: Any) -> _Image:
-    import mujoco
-
+    mujoco = _mujoco()
     words = _words(model)
     image = _last_images.get(model)
     if image is None or not np.array_equal(image.words, words):
@@ -77,8 +80,7 @@ class _Model(Node):
         _check(old, "MjModel")
         if np.array_equal(_image(old).words, self.image.words):
             return old
-        import mujoco
-
+        mujoco = _mujoco()
         name = "model.mjb"
         model = mujoco.MjModel.from_binary_path(name, {name: self.image.words.tobytes()[: self.image.size]})
         _write(old, model)
@@ -87,7 +89,7 @@ class _Model(Node):
         if not np.array_equal(_words(old), self.image.words):
             raise CannotCopy(
                 "its MjModel has other sizes now, or was changed where Python can't change it back",
-                "Make such changes in the env's constructor only, or pass state_functions=(get_state, set_state)",
+                "Change it in the env's constructor only, or pass state_functions=(get_state, set_state)",
             )
         return old
 
@@ -122,8 +124,7 @@ class _Data(Node):
         self.data = data
 
     def put(self, putter: Putter, old: Any) -> Any:
-        import mujoco
-
+        mujoco = _mujoco()
         _check(old, "MjData")
         mujoco.mj_copyData(old, old.model, self.data)
         return old
@@ -146,8 +147,7 @@ def _take_model(taker: Taker, model: Any) -> Any:
 
 
 def _take_data(taker: Taker, data: Any) -> Any:
-    import mujoco
-
+    mujoco = _mujoco()
     # That of the model that is a part of the same state comes first or later, but it is taken once.
     image = taker.value(data.model).image
     try:
@@ -230,7 +230,7 @@ class WatchedALE:
         self.ale.reset_game()
         self.forget(None)
 
-    def loadROM(self, *args: Any) -> None:  # noqa: N802: ALE's name
+    def loadROM(self, *args: Any) -> None:  # noqa: N802
         self.ale.loadROM(*args)
         self.forget(None)
 
@@ -301,7 +301,7 @@ def _is_ale(value: Any) -> bool:
 
 
 class _ALE(Node):
-    """ALE's own state, and the action that it may repeat: how often that is to be given, until it is taken."""
+    """ALE's own state, and the action that it may repeat: how often to give it until ALE takes it."""
 
     __slots__ = ("action", "state", "times")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import importlib
 import io
 import random
 import types
@@ -44,7 +45,7 @@ class Node:
     __slots__ = ()
 
     def put(self, putter: Putter, old: Any) -> Any:
-        """Returns what it stands for: `old`, which is in its place now, if that can be made so, or a new one."""
+        """Returns what it stands for: `old`, which is in its place now, if that fits, or another."""
         raise NotImplementedError
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -56,14 +57,10 @@ class Node:
 # What can't change, or is the same wherever it is: classes, functions and modules too, as in `copy.deepcopy`.
 _ATOMS: set[type] = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, type),
-    *(types.FunctionType, types.ModuleType, types.CodeType, property, types.WrapperDescriptorType),
+    *(types.ModuleType, types.CodeType, property, types.WrapperDescriptorType),
     *(types.MethodDescriptorType, types.MappingProxyType),
-}
-_NUMPY_ATOMS = {
-    kind for kind in vars(np).values() if isinstance(kind, type) and issubclass(kind, np.generic)
+    *(kind for kind in vars(np).values() if isinstance(kind, type) and issubclass(kind, np.generic)),
 } - {np.void, np.object_}
-_ATOMS |= _NUMPY_ATOMS
-
 # Of Gymnasium's envs, what their constructors were told. It is the same for all that one function makes.
 _TOLD = frozenset(
     {"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"}
@@ -159,8 +156,8 @@ class Taker:
         return taken
 
 
-# Attributes that are atoms, those that are not, and how many there were, with those that are not taken; -1 for
-# those of an object that has others, which are nobody's concern.
+# Attributes that are atoms, those that are not, and how many there were, with those that are not taken; -1
+# where others are nobody's concern.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
 NOTHING: Fields = {}, {}, -1
 
@@ -249,7 +246,7 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def _slots(kind: type, known: dict[type, tuple[str, ...]] = {}) -> tuple[str, ...]:  # noqa: B006: a cache
+def _slots(kind: type, known: dict[type, tuple[str, ...]] = {}) -> tuple[str, ...]:  # noqa: B006
     found = known.get(kind)
     if found is None:
         names: list[str] = []
@@ -278,7 +275,7 @@ class _Layer(Node):
         return putter.layers[self.number]
 
 
-def _layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: B006: a cache
+def _layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: B006
     while len(known) < count:
         known.append(_Layer(len(known)))
     return known[:count]
@@ -398,7 +395,7 @@ class _Deque(Node):
         self.maxlen = maxlen
 
     def put(self, putter: Putter, old: Any) -> Any:
-        target: deque[Any] = deque((), self.maxlen)
+        target: deque[Any] = deque(maxlen=self.maxlen)
         putter.begin(self, target)
         target.extend(_put_items(putter, self.items, old if type(old) is deque else ()))
         return target
@@ -465,23 +462,20 @@ class _Picture(Node):
         yield "", self.surface.get_size(), other.surface.get_size()
 
     def __reduce__(self) -> Any:
-        import pygame
-
+        pygame: Any = importlib.import_module("pygame")
         pixels = pygame.image.tobytes(self.surface, "RGBA")
         return _picture, (pixels, self.surface.get_size(), self.surface.get_flags())
 
 
 def _picture(pixels: bytes, size: tuple[int, int], flags: int) -> _Picture:
-    import pygame
-
+    pygame: Any = importlib.import_module("pygame")
     surface = pygame.Surface(size, flags, 32)
     surface.blit(pygame.image.frombytes(pixels, size, "RGBA"), (0, 0))
     return _Picture(surface)
 
 
 def _take_picture(taker: Taker, value: Any) -> Any:
-    import pygame
-
+    pygame: Any = importlib.import_module("pygame")
     if pygame.display.get_init() and value is pygame.display.get_surface():
         return KEPT
     node = _Picture(value)
@@ -517,6 +511,63 @@ class _Method(Node):
         if isinstance(self.function, str):
             return getattr(owner, self.function)
         return types.MethodType(self.function, owner)
+
+
+class _Function(Node):
+    """A function that closes over variables: these are a part of the state, and its code is not."""
+
+    __slots__ = ("cells", "function", "name")
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.name = name
+        self.function = function
+        self.cells: list[Any] = []
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        if type(old) is types.FunctionType and _full_name(old) == self.name and putter.reuse(old):
+            target = old
+        elif self.function is None:
+            raise CannotCopy(f"the function {self.name} was there, and is not now")
+        else:
+            target = self.function
+            target = types.FunctionType(
+                target.__code__,
+                target.__globals__,
+                target.__name__,
+                target.__defaults__,
+                tuple(types.CellType() for _ in self.cells),
+            )
+            target.__kwdefaults__ = self.function.__kwdefaults__
+        putter.begin(self, target)
+        for cell, node in zip(target.__closure__ or (), self.cells, strict=True):
+            value = putter.value(node, None if node is None else _contents(cell))
+            if value is not EMPTY:
+                cell.cell_contents = value
+        return target
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield f" ({self.name})", self.cells, other.cells
+
+    def __reduce__(self) -> Any:
+        return _Function, (self.name, None), (None, {"cells": self.cells})
+
+
+def _full_name(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY
+
+
+class _Empty(enum.Enum):
+    EMPTY = "a variable that has no value yet"
+
+
+EMPTY = _Empty.EMPTY
 
 
 class _Weak(Node):
@@ -688,7 +739,9 @@ def _spaces_in(space: Any) -> list[Any]:
 
 
 _NO_GENERATORS: list[Any] = [None]
-_SIMPLE_SPACES = {getattr(gymnasium.spaces, name) for name in ("Box", "Discrete", "MultiDiscrete", "MultiBinary")}
+_SIMPLE_SPACES = {
+    getattr(gymnasium.spaces, name) for name in ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
+}
 
 
 # --- how each kind is taken -------------------------------------------------------------------
@@ -727,7 +780,12 @@ def _take_array(taker: Taker, value: Any) -> Any:
 
 def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
     dense = owner.flags.forc and owner.size
-    if not dense or not owner.flags.writeable or owner.nbytes > 64 * max(value.nbytes, 64) or owner.dtype.hasobject:
+    if (
+        not dense
+        or not owner.flags.writeable
+        or owner.nbytes > 64 * max(value.nbytes, 64)
+        or owner.dtype.hasobject
+    ):
         return _Array(value.copy("K"))  # such as one number of a table
     node = _View()
     node.whole = taker.value(owner)
@@ -810,6 +868,17 @@ def _take_method(taker: Taker, value: Any) -> Any:
     function = getattr(value, "__func__", value.__name__)
     node = _Method(function, taker.value(owner))
     taker.remember(value, node)
+    return node
+
+
+def _take_function(taker: Taker, value: Any) -> Any:
+    if value.__closure__ is None:
+        return value
+    node = _Function(_full_name(value), value)
+    taker.remember(value, node)
+    lenient, taker.lenient = taker.lenient, True  # what it closes over may be anybody's
+    node.cells = [taker.value(_contents(cell)) for cell in value.__closure__]
+    taker.lenient = lenient
     return node
 
 
@@ -970,6 +1039,7 @@ _TAKINGS: dict[type, Taking] = {
     deque: _take_deque,
     set: _take_set,
     frozenset: _take_set,
+    types.FunctionType: _take_function,
     types.MethodType: _take_method,
     types.BuiltinMethodType: _take_method,
     types.MethodWrapperType: _take_method,

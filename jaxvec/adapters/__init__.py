@@ -1,4 +1,4 @@
-"""Other kinds of env as Gymnasium envs, or as envs with a state, in a module each; none of them imports jax."""
+"""Other kinds of env as Gymnasium envs, or with a state, in a module each; none of them imports jax."""
 
 from __future__ import annotations
 

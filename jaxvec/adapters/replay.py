@@ -15,10 +15,10 @@ __all__ = ["ReplayEnv"]
 class ReplayEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Notes an episode's actions, and repeats them to go on from a state.
 
-    So a state can be taken at once, and put back in the time of the episode's steps until then. It is exact if
-    what the env does after a reset depends on its `np_random`, and on the arguments of `reset`, alone. Gymnasium's
-    `LunarLander` and `CarRacing` are such envs. In `BipedalWalker` a reset leaves traces of the episode before; give
-    a function that makes it, and it is made anew for each episode.
+    So a state is taken at once, and put back in the time of the episode's steps until then. That is exact if
+    what the env does after a reset depends on its `np_random` and the arguments of `reset` alone, as in
+    Gymnasium's `LunarLander` and `CarRacing`. In `BipedalWalker` a reset leaves traces of the last episode:
+    give a function that makes it, and it is made anew for each episode.
 
     Example:
         `jaxvec.make(lambda: ReplayEnv(gymnasium.make("LunarLander-v3")), 8)`
