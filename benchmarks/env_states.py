@@ -67,30 +67,34 @@ def main() -> None:
             gymnasium.register_envs(importlib.import_module(module))
         except ImportError:
             continue
-    print("| env | step | take | put | bytes when pickled |\n| --- | --- | --- | --- | --- |")
+    print("| env | take | put | a step | bytes when pickled |\n| --- | --- | --- | --- | --- |")
     for name, make in _envs():
         try:
             env = make()
         except Exception as error:
             print(f"{name}: {error}")
             continue
-        watch(env)
-        env.reset(seed=0)
-        actions = env.action_space
-        actions.seed(0)
-        for _ in range(20):
-            env.step(actions.sample())
-        state, action = take(env), actions.sample()
-        size = len(pickle.dumps(state))
-        taken, was_put = _least(lambda: take(env)), _least(lambda: put(env, state))
-
-        def step() -> None:
-            *_, terminated, truncated, _ = env.step(action)
-            if terminated or truncated:
-                env.reset()
-
-        print(f"| {name} | {_least(step):.0f} | {taken:.0f} | {was_put:.0f} | {size:,} |", flush=True)
+        print(f"| {name} | {' | '.join(_costs(env))} |", flush=True)
         env.close()
+
+
+def _costs(env: Any) -> list[str]:
+    watch(env)
+    env.reset(seed=0)
+    actions = env.action_space
+    actions.seed(0)
+    for _ in range(20):
+        env.step(actions.sample())
+    state, action = take(env), actions.sample()
+    size = len(pickle.dumps(state))
+
+    def step() -> None:
+        *_, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+
+    costs = (_least(call) for call in (lambda: take(env), lambda: put(env, state), step))
+    return [*(f"{cost:.0f}" for cost in costs), f"{size:,}"]
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def test_states(name, module, extra):
     registered = needs(module, extra)
     if module == "ale_py":
         gymnasium.register_envs(registered)
-    assert_goes_on(partial(gymnasium.make, name, max_episode_steps=40), num_steps=120, ends=2)
+    assert_goes_on(partial(gymnasium.make, name, max_episode_steps=25), num_steps=60, ends=2)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.8])
@@ -236,7 +236,7 @@ def test_states_of_preprocessed_atari(probability):
         env = gymnasium.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=probability)
         return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 2)
 
-    assert_goes_on(preprocessed, num_steps=90, ends=0)
+    assert_goes_on(preprocessed, num_steps=48, ends=0)
 
 
 @pytest.mark.parametrize(("domain", "task"), [("cartpole", "swingup"), ("finger", "spin")])
@@ -250,7 +250,7 @@ def test_states_of_dm_control(monkeypatch, domain, task):
 
         return jaxvec.adapters.dm_env.DmEnv(suite.load(domain, task, task_kwargs={"time_limit": 0.5}))
 
-    assert_goes_on(load, num_steps=90, ends=1)
+    assert_goes_on(load, num_steps=60, ends=1)
 
 
 def test_states_of_pettingzoo():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,116 +18,108 @@ from jaxvec._slices._snapshots import NAMED, CannotCopy, Node, Putter, Taker
 # --- MuJoCo -----------------------------------------------------------------------------------
 
 
-class _Image:
-    """The bytes of a model, which hardly ever changes, so all states of all envs that have it share one.
-
-    Attributes:
-        words: as `mj_saveModel` writes them, `[n]` uint64, zeros at the end.
-        size: how many they are, without these.
-        free: memory for data of such a model that no state uses any more; to make it takes a millisecond.
-    """
-
-    def __init__(self, words: NDArray[np.uint64], size: int) -> None:
-        self.words = words
-        self.size = size
-        self.free: list[Any] = []
-
-    def __reduce__(self) -> Any:
-        return _intern, (self.words, self.size)
-
-
-_images: WeakValueDictionary[int, _Image] = WeakValueDictionary()  # by the hash of their bytes
-_last_images: WeakKeyDictionary[Any, _Image] = WeakKeyDictionary()  # by model
-
-
 def _mujoco() -> Any:
     return sys.modules["mujoco"]  # it is loaded: one of its objects is there
 
 
-def _words(model: Any) -> NDArray[np.uint64]:
-    mujoco = _mujoco()
-    size = mujoco.mj_sizeModel(model)
-    words = np.zeros(-(-size // 8), np.uint64)
-    mujoco.mj_saveModel(model, None, words.view(np.uint8)[:size])
-    return words
+class _Memory:
+    """The numbers of a model, as blocks of the memory that it has them in.
+
+    Pictures and shapes, which can be megabytes, are left out: an env that changes them says its state itself.
+    """
+
+    def __init__(self, model: Any) -> None:
+        spans: list[tuple[int, int]] = []
+        for name in dir(model):
+            value = getattr(model, name, None) if not name.startswith(("_", *_SHAPES)) else None
+            if isinstance(value, np.ndarray) and value.flags.writeable and value.nbytes:
+                start = value.__array_interface__["data"][0]
+                spans.append((start, start + value.nbytes))
+        blocks: list[tuple[int, int]] = []
+        for start, end in sorted(spans):
+            # MuJoCo allocates them at once, and aligns each.
+            if blocks and 0 <= start - blocks[-1][1] < 64:
+                blocks[-1] = blocks[-1][0], end
+            elif not blocks or start >= blocks[-1][1]:
+                blocks.append((start, end))
+        self.blocks = [
+            np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
+            for start, end in blocks
+        ]
+        self.last: Any = None  # what was read last, for states to share
+
+    def read(self, options: Any) -> tuple[NDArray[np.uint8], list[Any]]:
+        """Returns the numbers, and those of `mjOption`; the same object if they are the same."""
+        blocks = np.concatenate(self.blocks)
+        values = [getattr(options, name) for name in _option_names(type(options))]
+        values = [value.tobytes() if isinstance(value, np.ndarray) else value for value in values]
+        last = self.last
+        if last is None or last[1] != values or not np.array_equal(last[0], blocks):
+            last = self.last = blocks, values
+        return last
+
+    def write(self, options: Any, numbers: tuple[NDArray[np.uint8], list[Any]]) -> None:
+        """Writes what was read, of this model or of one like it."""
+        blocks, values = numbers
+        if blocks.size != sum(block.size for block in self.blocks):
+            raise CannotCopy("its MjModel has other sizes now")
+        place = 0
+        for block in self.blocks:
+            np.copyto(block, blocks[place : place + block.size])
+            place += block.size
+        for name, value in zip(_option_names(type(options)), values, strict=True):
+            if isinstance(value, bytes):
+                array = getattr(options, name)
+                array[...] = np.frombuffer(value, array.dtype).reshape(array.shape)
+            else:
+                setattr(options, name, value)
 
 
-def _intern(words: NDArray[np.uint64], size: int) -> _Image:
-    key = hash(words.tobytes())
-    image = _images.get(key)
-    if image is None or not np.array_equal(image.words, words):
-        image = _images[key] = _Image(words, size)
-    return image
+_SHAPES = ("tex_", "mesh_", "hfield_", "skin_", "bvh_", "oct_", "names", "paths", "text_")
+_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()  # by model
 
 
-def _image(model: Any) -> _Image:
-    mujoco = _mujoco()
-    words = _words(model)
-    image = _last_images.get(model)
-    if image is None or not np.array_equal(image.words, words):
-        image = _last_images[model] = _intern(words, mujoco.mj_sizeModel(model))
-    return image
+def _memory(model: Any) -> _Memory:
+    found = _memories.get(model)
+    if found is None:
+        found = _memories[model] = _Memory(model)
+    return found
+
+
+def _option_names(kind: type, known: dict[type, list[str]] = {}) -> list[str]:  # noqa: B006
+    if kind not in known:
+        known[kind] = [name for name in dir(kind) if not name.startswith("_") and name != "signature"]
+    return known[kind]
 
 
 class _Model(Node):
-    """A `MjModel`: its numbers are written again where they are others now."""
+    """A `MjModel`: its numbers are written again."""
 
-    __slots__ = ("image",)
+    __slots__ = ("numbers",)
 
-    def __init__(self, image: _Image) -> None:
-        self.image = image
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = numbers
 
     def put(self, putter: Putter, old: Any) -> Any:
         _check(old, "MjModel")
-        if np.array_equal(_image(old).words, self.image.words):
-            return old
-        mujoco = _mujoco()
-        name = "model.mjb"
-        model = mujoco.MjModel.from_binary_path(name, {name: self.image.words.tobytes()[: self.image.size]})
-        _write(old, model)
-        for part in ("opt", "stat", "vis"):
-            _write(getattr(old, part), getattr(model, part))
-        if not np.array_equal(_words(old), self.image.words):
-            raise CannotCopy(
-                "its MjModel has other sizes now, or was changed where Python can't change it back",
-                "Change it in the env's constructor only, or pass state_functions=(get_state, set_state)",
-            )
+        memory = _memory(old)
+        if memory.read(old.opt) is not self.numbers:
+            memory.write(old.opt, self.numbers)
         return old
-
-
-def _write(target: Any, source: Any) -> None:
-    """Copies numbers from one of MuJoCo's records to another."""
-    for name in dir(source):
-        value = getattr(source, name, None)
-        if name.startswith("_") or callable(value):
-            continue
-        if isinstance(value, np.ndarray):
-            own = getattr(target, name)
-            if own.shape == value.shape and own.flags.writeable:
-                np.copyto(own, value)
-        elif isinstance(value, (bool, int, float)):
-            if value != getattr(target, name):
-                try:
-                    setattr(target, name, value)
-                except AttributeError:  # a size
-                    continue
-        elif type(value).__module__ == type(source).__module__:
-            _write(getattr(target, name), value)  # a part of `vis`
 
 
 class _Data(Node):
     """A `MjData`, with all that was computed from its state, because envs read that before they step."""
 
-    __slots__ = ("data", "image")
+    __slots__ = ("data", "free")
 
-    def __init__(self, image: _Image, data: Any) -> None:
-        self.image = image
+    def __init__(self, data: Any, free: list[Any]) -> None:
         self.data = data
+        self.free = free
 
     def put(self, putter: Putter, old: Any) -> Any:
-        mujoco = _mujoco()
         _check(old, "MjData")
-        mujoco.mj_copyData(old, old.model, self.data)
+        _mujoco().mj_copyData(old, old.model, self.data)
         return old
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -134,28 +127,31 @@ class _Data(Node):
             yield f".{name}", getattr(self.data, name), getattr(other.data, name)
 
     def __del__(self) -> None:
-        self.image.free.append(self.data)
+        self.free.append(self.data)
 
     def __reduce__(self) -> Any:
-        return _Data, (self.image, self.data)
+        return _Data, (self.data, [])
+
+
+# By an env's data, memory for copies that no state uses any more: to make it takes a millisecond.
+_free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def _take_model(taker: Taker, model: Any) -> Any:
-    node = _Model(_image(model))
+    node = _Model(_memory(model).read(model.opt))
     taker.remember(model, node)
     return node
 
 
 def _take_data(taker: Taker, data: Any) -> Any:
-    mujoco = _mujoco()
-    # That of the model that is a part of the same state comes first or later, but it is taken once.
-    image = taker.value(data.model).image
-    try:
-        copy = image.free.pop()
-    except IndexError:
-        copy = mujoco.MjData(data.model)
-    mujoco.mj_copyData(copy, data.model, data)
-    node = _Data(image, copy)
+    model = data.model
+    taker.value(model)
+    free = _free.get(data)
+    if free is None:
+        free = _free[data] = []
+    copy = free.pop() if free else _mujoco().MjData(model)
+    _mujoco().mj_copyData(copy, model, data)
+    node = _Data(copy, free)
     taker.remember(data, node)
     return node
 

@@ -85,6 +85,6 @@ class ReplayEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _reset(self, seed: int | None, options: dict[str, Any] | None, generator: Any) -> Any:
         if self._env_fn is not None:
             self.env.close()
-            self.env = self._env_fn()
+            super().__init__(self._env_fn())
         self.env.unwrapped.np_random.bit_generator.state = generator
         return self.env.reset(seed=seed, options=copy.deepcopy(options))
