@@ -76,6 +76,8 @@ def start(
         strict=config.strict,
         see_through=config.see_through,
         equal_spaces=equal_spaces,
+        keeps_states=config.states > 0,
+        state_functions=config.state_functions,
     )
     declared, learnt = undeclared(config.info)
     recipe = WorkerRecipe(
@@ -110,6 +112,7 @@ def start(
             in_order=config.recv_order == "sent",
             timeouts=Timeouts(config.start_timeout, config.reset_timeout, config.step_timeout),
             resets_required=resets_required,
+            states=config.states,
         )
         _pools.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.transport, place=place)

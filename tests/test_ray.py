@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+import test_states
 from conftest import leftovers
 from disasters import DEATHS, FAILURES, GatedEnv, SleepingEnv, failing, wait_until, within
 from gymnasium.vector import SyncVectorEnv
@@ -47,6 +48,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+
+cloudpickle.register_pickle_by_value(test_states)  # its envs; its own tests may not run now
 
 NUM_ENVS = 5  # so that 2 workers hold slices of different size
 
@@ -317,6 +320,18 @@ class PoolOnRay(PoolMachine):
     """The model of pools, faults included; each actor's start takes its second."""
 
     backend = "ray"
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "EPISODIC"])
+def test_states_go_to_actors_and_come_back(make_on_ray, mode):
+    options = {"episodic": True} if mode == "EPISODIC" else {}
+    envs = make_on_ray(
+        test_states.walk, NUM_ENVS, states=test_states.CAPACITY, info={"luck": np.float32}, **options
+    )
+    models = [test_states.Model(test_states.walk(), mode, env_id) for env_id in range(NUM_ENVS)]
+    game = test_states.Game(test_states.HostFace(envs), models, np.random.default_rng(0))
+    game.play(60)
+    assert game.count > 90
 
 
 @pytest.mark.timeout(600)

@@ -44,7 +44,9 @@ def private_words(text: str) -> list[str]:
         for private, instead in PRIVATE.items()
         for word in re.finditer(rf"\b(?:{private})\b", prose, re.IGNORECASE)
     )
-    return [f"line {line}: {' '.join(word.split())!r}, write: {instead}" for line, word, instead in sorted(found)]
+    return [
+        f"line {line}: {' '.join(word.split())!r}, write: {instead}" for line, word, instead in sorted(found)
+    ]
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -57,4 +59,6 @@ def test_private_words_are_found_in_prose_and_not_in_code():
         "line 2: 'Hand-off', write: dispatch; synchronisation with the workers",
         "line 2: 'lanes', write: vmapped instances",
     ]
-    assert private_words("`hand-off` [x](face.md) <!-- row -->\n```text\nrow\n```\nin\narrows, interface") == []
+    assert (
+        private_words("`hand-off` [x](face.md) <!-- row -->\n```text\nrow\n```\nin\narrows, interface") == []
+    )

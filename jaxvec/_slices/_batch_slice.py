@@ -25,6 +25,7 @@ from jaxvec._slices._info_rows import one_of
 from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._results import split_reset, wrong_step
 from jaxvec._slices._slice import Done
+from jaxvec._slices._states import Gone
 from jaxvec._spaces import DictNode, KeyPath, Leaf, Node, build, format_path, leaves, map_leaves
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
@@ -151,6 +152,43 @@ class BatchSlice:
     def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
         """Is not asked for, as `put_objects`."""
         raise NotImplementedError
+
+    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+        """Is not asked for: a pool of batched envs keeps no states."""
+        raise NotImplementedError
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        dropped: Iterable[int],
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def simulate_states(
+        self,
+        sources: Sequence[int],
+        numbers: Sequence[int],
+        actions: Sequence[NDArray[Any]],
+        dropped: Iterable[int],
+    ) -> list[NDArray[Any]] | Gone:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+    ) -> None:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Has nothing to close."""
 
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
