@@ -628,7 +628,7 @@ def test_an_env_that_fails_in_simulate_breaks_nothing(make, backend):
 
 
 def test_states_of_a_worker_that_was_replaced_are_gone(make):
-    restart = jaxvec.Restart(interval=0)
+    restart = jaxvec.Restart(rate=None)
     envs = make(Fragile, 2, states=9, num_workers=2, on_fault=restart)
     envs.reset(seed=0)
     state = envs.save()
