@@ -1,0 +1,271 @@
+"""The parent's part of saving, restoring and simulating: which worker has to do with which states.
+
+Whoever calls is inside the pool's engine, alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import compress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._backends._backend import Workers
+from jaxvec._errors import ResetNeededError
+from jaxvec._memory._views import Deliver, Index, Rows, Views, index_of
+from jaxvec._slices._slice import Arguments, Asked
+from jaxvec._slices._states import Gone
+from jaxvec._spec import Autoreset, PoolSpec
+from jaxvec._state_table import PackedStates, StateTable
+
+
+class SavedStates:
+    """The states of a pool's envs that are kept.
+
+    Attributes:
+        table: which there are.
+    """
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        workers: Workers,
+        ask: Callable[[Asked, Arguments], list[Any]],
+        *,
+        slices: Sequence[tuple[int, int]],
+        capacity: int,
+        pool_id: int,
+        resets_required: bool,
+    ) -> None:
+        """Begins without states.
+
+        Args:
+            spec: of the envs.
+            workers: who keep the states.
+            ask: makes a request of them.
+            slices: `(first, stop)` of each worker's envs.
+            capacity: how many states are kept.
+            pool_id: by which states name their pool.
+            resets_required: whether envs refuse to step whose episode is over.
+        """
+        self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id, num_workers=len(slices))
+        self._spec = spec
+        self._workers = workers
+        self._ask = ask
+        self._worker_of = np.repeat(np.arange(len(slices)), [stop - first for first, stop in slices])
+        self._resets_required = resets_required
+        self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
+
+    def save(self, slots: NDArray[Any], needs_reset: NDArray[np.bool_], views: Views) -> NDArray[np.uint32]:
+        """Has the workers keep the states of envs, and keeps their time steps; returns their names, `[n, 3]`.
+
+        Args:
+            slots: `[n]`, whose.
+            needs_reset: `[n]`, whether each has to be reset before it is stepped.
+            views: of the time steps.
+        """
+        workers = self._worker_of[slots]
+        with self.table.allocated(workers) as numbers:
+            self._ask_states(
+                "save_states", workers, lambda mine: (slots[mine].tolist(), numbers[mine].tolist())
+            )
+        places = self.table.fill(numbers, workers, self._lives[workers], needs_reset)
+        views.read(slots, _onto(self.table.rows, places))
+        return self.table.ids(numbers)
+
+    def find(
+        self, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
+    ) -> tuple[Sequence[int | bytes], list[NDArray[Any]], NDArray[np.bool_]]:
+        """Returns what envs are to go on from: by what their workers find it, time steps, and `needs_reset`.
+
+        Args:
+            slots: `[n]`, whose.
+            ids: `[n, 3]`, the states' names.
+            packed: the states themselves, if they are of another pool.
+
+        Raises:
+            StaleStateError: a state is gone.
+        """
+        sources: Sequence[int | bytes]
+        if packed is None:
+            numbers = self.table.find(ids, self._lives)
+            places, sources = self.table.places(numbers), self._fetch(numbers, self._worker_of[slots])
+            rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
+        else:
+            sources, rows, needs_reset = packed.data, list(packed.rows), packed.needs_reset
+        rows[self._env_id_leaf] = slots.astype(np.int32)
+        return sources, rows, needs_reset
+
+    def put(self, slots: NDArray[Any], sources: Sequence[int | bytes], rows: Rows) -> None:
+        """Has envs go on from what `find` returned."""
+        far = None if self._workers.maps_segment else rows
+        self._ask_states(
+            "restore_states",
+            self._worker_of[slots],
+            lambda mine: (slots[mine].tolist(), list(compress(sources, mine))),
+            lambda mine: (None if far is None else [row[mine] for row in far],),
+        )
+
+    def simulate(
+        self, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
+    ) -> tuple[NDArray[np.uint32], Rows]:
+        """Steps copies of envs; see `Pool.simulate`."""
+        sources = self.table.find(ids, self._lives)
+        before = self.table.places(sources)
+        workers, env_ids = self.table.worker[before], self.table.rows[self._env_id_leaf][before]
+        late = np.flatnonzero(self.table.needs_reset[before])
+        if late.size and self._resets_required:
+            raise ResetNeededError(
+                f"simulate of state {late[0]}: its episode is over, or its env was never reset. Choose "
+                "between such states and others with jnp.where, or let episodes end in a pool with "
+                "episodic=True or with autoreset"
+            )
+        idle = self._idle_rows(before)
+        with self.table.allocated(workers) as numbers:
+            answers = self._ask_states(
+                "simulate_states",
+                workers,
+                lambda mine: (
+                    sources[mine].tolist(),
+                    numbers[mine].tolist(),
+                    [action[mine] for action in actions],
+                ),
+            )
+        nothing = np.zeros(len(numbers), np.bool_)
+        after = self.table.fill(numbers, workers, self._lives[workers], nothing)
+        for worker, answer in enumerate(answers):
+            for row, part in zip(self.table.rows, answer or (), strict=bool(answer)):
+                row[after[workers == worker]] = part
+        for row, part in zip(self.table.rows, idle[1], strict=True):
+            row[after[idle[0]]] = part
+        self.table.rows[self._env_id_leaf][after] = env_ids
+        if self._ends_need_reset:
+            terminated, truncated = self._over_leaves
+            over = self.table.rows[terminated][after] | self.table.rows[truncated][after]
+            self.table.needs_reset[after] = over
+        return self.table.ids(numbers), deliver(self.table.rows, index_of(after))
+
+    def pack(self, ids: NDArray[np.uint32]) -> PackedStates:
+        """Returns states by which envs of other pools can go on, `[n]`."""
+        numbers = self.table.find(ids, self._lives)
+        places = self.table.places(numbers)
+        rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
+        return PackedStates(self._export(numbers), rows, needs_reset)
+
+    def unpack(self, packed: PackedStates) -> NDArray[np.uint32]:
+        """Keeps states of another pool; returns their names, `[n, 3]`."""
+        slots = np.arange(len(packed.data)) % self._spec.num_envs
+        workers = self._worker_of[slots]
+        with self.table.allocated(workers) as numbers:
+            self._ask_states(
+                "import_states",
+                workers,
+                lambda mine: (
+                    slots[mine].tolist(),
+                    numbers[mine].tolist(),
+                    list(compress(packed.data, mine)),
+                ),
+            )
+        places = self.table.fill(numbers, workers, self._lives[workers], packed.needs_reset)
+        for row, part in zip(self.table.rows, packed.rows, strict=True):
+            row[places] = part
+        self.table.rows[self._env_id_leaf][places] = slots
+        return self.table.ids(numbers)
+
+    @property
+    def _lives(self) -> NDArray[np.int64]:
+        return np.array(self._workers.lives, np.int64)
+
+    def _idle_rows(self, places: NDArray[np.int_]) -> tuple[NDArray[np.int_], Rows]:
+        """Returns which of these states take no step, and the rows that they return in place of one."""
+        if self._spec.autoreset is not Autoreset.EPISODIC:
+            return np.zeros(0, np.int_), [row[:0] for row in self.table.rows]
+        terminated, truncated = (self.table.rows[leaf][places] for leaf in self._over_leaves)
+        idle = np.flatnonzero(terminated | truncated)
+        rows = self.table.read(places[idle])
+        rows[self._leaf("reward")][:] = 0
+        rows[self._leaf("info", "idle")][:] = True
+        return idle, rows
+
+    @cached_property
+    def _env_id_leaf(self) -> int:
+        return self._leaf("info", "env_id")
+
+    @cached_property
+    def _over_leaves(self) -> tuple[int, int]:
+        return self._leaf("terminated"), self._leaf("truncated")
+
+    def _leaf(self, *path: str) -> int:
+        """Returns the number of a leaf among those of the time step."""
+        return [leaf.path for leaf in self._spec.timestep_leaves].index(path)
+
+    def _fetch(self, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> list[int | bytes]:
+        """Returns by what these workers find states: by the number, or another's by its bytes."""
+        sources: list[int | bytes] = numbers.tolist()
+        far = np.flatnonzero(self.table.worker[self.table.places(numbers)] != workers)
+        for place, data in zip(far.tolist(), self._export(numbers[far]), strict=True):
+            sources[place] = data
+        return sources
+
+    def _export(self, numbers: NDArray[np.int64]) -> list[bytes]:
+        """Returns the bytes of states, from whoever has them."""
+        workers = self.table.worker[self.table.places(numbers)]
+        answers = self._ask_states(
+            "export_states", workers, lambda mine: (numbers[mine].tolist(),), drops=False
+        )
+        packed: list[bytes] = [b""] * len(numbers)
+        for worker, answer in enumerate(answers):
+            for place, data in zip(np.flatnonzero(workers == worker).tolist(), answer or (), strict=True):
+                packed[place] = data
+        return packed
+
+    def _ask_states(
+        self,
+        name: Asked,
+        workers: NDArray[np.int_],
+        arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
+        more: Callable[[NDArray[np.bool_]], tuple[Any, ...]] = lambda mine: (),
+        *,
+        drops: bool = True,
+    ) -> list[Any]:
+        """Makes a request of those workers that have to do with some states.
+
+        Args:
+            name: of a method of `EnvSlice`.
+            workers: `[n]`, for each state or env whose affair it is.
+            arguments: of the worker's part of these, `[n]` bool.
+            more: likewise, for after the numbers that are to be forgotten.
+            drops: whether the method takes these.
+
+        Raises:
+            StaleStateError: states went with a worker.
+        """
+
+        def each(first: int, stop: int) -> tuple[Any, ...] | None:
+            worker = int(self._worker_of[first])
+            mine = workers == worker
+            if not mine.any():
+                return None
+            dropped = (self.table.take_dropped(worker),) if drops else ()
+            return *arguments(mine), *dropped, *more(mine)
+
+        answers = self._ask(name, each)
+        gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
+        if gone:
+            raise self.table.lost(np.array(gone))
+        return answers
+
+
+def _onto(rows: Rows, places: NDArray[np.int_]) -> Deliver:
+    """Delivers into these places of other rows."""
+
+    def deliver(leaves: Rows, index: Index) -> Rows:
+        onto = index_of(places)
+        for row, leaf in zip(rows, leaves, strict=True):
+            row[onto] = leaf[index]
+        return rows
+
+    return deliver
