@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxvec._env_state import EnvState
 from jaxvec._errors import (
     ActionError,
     EnvAttributeError,
     EnvDataError,
     EnvError,
     EnvIdError,
+    EnvStateError,
     EnvTimeoutError,
     InFlightError,
     JaxvecError,
@@ -21,6 +23,8 @@ from jaxvec._errors import (
     ResetNeededError,
     SpaceMismatchError,
     StaleHandleError,
+    StaleStateError,
+    StateFileError,
     UnsupportedSpaceError,
     WorkerDiedError,
 )
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from jaxvec.callbacks._make import make
     from jaxvec.callbacks._profile import merge_traces
     from jaxvec.callbacks._remote import call, get_attr
+    from jaxvec.callbacks._saved import restore, save, simulate
 
 __version__ = "0.1.0"
 
@@ -48,6 +53,8 @@ __all__ = [
     "EnvDataError",
     "EnvError",
     "EnvIdError",
+    "EnvState",
+    "EnvStateError",
     "EnvTimeoutError",
     "Handle",
     "InFlightError",
@@ -61,6 +68,8 @@ __all__ = [
     "Restart",
     "SpaceMismatchError",
     "StaleHandleError",
+    "StaleStateError",
+    "StateFileError",
     "Stats",
     "TimeStep",
     "UnsupportedSpaceError",
@@ -75,7 +84,10 @@ __all__ = [
     "normalize",
     "recv",
     "reset",
+    "restore",
+    "save",
     "send",
+    "simulate",
     "step",
     "testing",
     "tile_images",
@@ -91,7 +103,10 @@ _LAZY = {
     "merge_traces": "jaxvec.callbacks._profile",
     "recv": "jaxvec.callbacks._first_ready",
     "reset": "jaxvec.callbacks._functional",
+    "restore": "jaxvec.callbacks._saved",
+    "save": "jaxvec.callbacks._saved",
     "send": "jaxvec.callbacks._first_ready",
+    "simulate": "jaxvec.callbacks._saved",
     "step": "jaxvec.callbacks._functional",
     "tile_images": "jaxvec._tile_images",
 }

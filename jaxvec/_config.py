@@ -51,6 +51,8 @@ class PoolConfig:
     check: str = "structure"
     see_through: bool = True
     spare_envs: int = 0
+    states: int = 0
+    state_functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None
     start_timeout: float | None = 60
     reset_timeout: float | None = 60
     step_timeout: float | None = 60
@@ -87,6 +89,11 @@ class PoolConfig:
             raise ValueError(f"spare_envs must be an integer of at least 0, not {count!r}")
         if count and autoreset is not None and not autoreset.resets:
             raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")
+        _check_states(self.states, self.state_functions)
+        if self.states and count:
+            raise ValueError(
+                "states don't go with spare_envs: which of these takes a slot depends on the other slots, too"
+            )
         if self.preload and self.start_method == "spawn":
             raise ValueError('preload needs the fork server; start_method="spawn" has none')
         if self.max_running is not None:
@@ -100,6 +107,8 @@ class PoolConfig:
                 check=self.strict,
                 spare_envs=count,
                 episodic=self.episodic,
+                states=self.states,
+                state_functions=self.state_functions,
             )
         if self.backend == "serial":
             if self.num_workers not in (None, 1):
@@ -152,6 +161,18 @@ def _check_max_running(max_running: int, backend: str | Ray) -> None:
         )
     if sys.platform != "linux":
         raise ValueError("max_running needs Linux, which can lock parts of memory that processes share")
+
+
+def _check_states(states: int, functions: Any) -> None:
+    if isinstance(states, bool) or not isinstance(states, int) or states < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"states must be an integer of at least 0, not {states!r}")
+    if functions is None:
+        return
+    if not isinstance(functions, (tuple, list)) or len(functions) != 2 or not all(map(callable, functions)):
+        raise TypeError(
+            "state_functions must be two functions, get_state(env) and set_state(env, state), not "
+            f"{functions!r}"
+        )
 
 
 def _refuse(why: str, **values: Any) -> None:

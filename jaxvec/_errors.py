@@ -10,6 +10,7 @@ __all__ = [
     "EnvDataError",
     "EnvError",
     "EnvIdError",
+    "EnvStateError",
     "EnvTimeoutError",
     "InFlightError",
     "JaxvecError",
@@ -20,6 +21,8 @@ __all__ = [
     "ResetNeededError",
     "SpaceMismatchError",
     "StaleHandleError",
+    "StaleStateError",
+    "StateFileError",
     "UnsupportedSpaceError",
     "WorkerDiedError",
 ]
@@ -86,6 +89,14 @@ class StaleHandleError(JaxvecError, ValueError):
     """A handle was used twice, after a step on the host, or with a foreign pool."""
 
 
+class StaleStateError(JaxvecError, ValueError):
+    """A saved state is gone: newer ones took its place, or its pool or worker ended; nothing was done."""
+
+
+class StateFileError(JaxvecError, ValueError):
+    """A file or an array holds no saved states, damaged ones, or those of other envs; names it."""
+
+
 class PoolClosedError(JaxvecError, RuntimeError):
     """The pool was closed, or its `VectorEnv` was garbage collected."""
 
@@ -131,6 +142,20 @@ class EnvDataError(EnvError):
 
 class EnvAttributeError(EnvError, AttributeError):
     """An env has no attribute of the name that was asked for, or it can't be set."""
+
+
+class EnvStateError(JaxvecError, RuntimeError):
+    """The state of an env can't be saved, or is not put back as it was; says what to do.
+
+    Attributes:
+        env_id: index of the env in the pool; `None` where no env is named.
+        worker: index of its worker process, `None` for the serial backend.
+    """
+
+    def __init__(self, message: str, *, env_id: int | None = None, worker: int | None = None) -> None:
+        super().__init__(message)
+        self.env_id = env_id
+        self.worker = worker
 
 
 class WorkerDiedError(JaxvecError, RuntimeError):

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from jaxvec._errors import (
     NotReadyError,
     PoolBrokenError,
     PoolClosedError,
+    ResetNeededError,
     StaleHandleError,
 )
 from jaxvec._handoff._admission import Admission
@@ -41,13 +43,15 @@ from jaxvec._handoff._engine import Made, Rules, Status
 from jaxvec._handoff._move import Caller, Move, Verb, name_caller
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
-from jaxvec._memory._views import Deliver, Rows, Views, copies, into
+from jaxvec._memory._views import Deliver, Index, Rows, Views, copies, index_of, into
 from jaxvec._native import interrupts
 from jaxvec._options import Options
 from jaxvec._refusals import refusal
 from jaxvec._seeds import NONE
-from jaxvec._slices._slice import Asked
+from jaxvec._slices._slice import Arguments, Asked
+from jaxvec._slices._states import Gone
 from jaxvec._spec import Autoreset, PoolSpec
+from jaxvec._state_table import PackedStates, StateTable
 from jaxvec._stats import Stats
 from jaxvec._tracing._recorder import Record, Recorder, span
 
@@ -92,6 +96,7 @@ class Pool:
         in_order: bool,
         timeouts: Timeouts,
         resets_required: bool,
+        states: int = 0,
     ) -> None:
         """Makes the pool of these workers.
 
@@ -104,6 +109,7 @@ class Pool:
             timeouts: of the operations.
             resets_required: whether envs that were never reset, or have ended their episode without
                 autoreset, refuse to step.
+            states: how many states of envs are kept.
         """
         self.spec = spec
         self._workers = workers
@@ -115,6 +121,9 @@ class Pool:
         self._segment = _segment.whole(arrays, layout)
         self._pinning_tried = False
         self.id: int = next(_ids)
+        self._states = StateTable(spec, states, pool_id=self.id, num_workers=len(slices))
+        self._worker_of = np.repeat(np.arange(len(slices)), [stop - first for first, stop in slices])
+        self._slices = slices
         self.all: NDArray[np.int_] = np.arange(spec.num_envs)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
         self._options: Options = None  # that the workers hold
@@ -125,6 +134,7 @@ class Pool:
         self._broken_by: BaseException | None = None
         self._program_error: tuple[int, BaseException] | None = None  # and what the engine had served
         self.errors_late: bool = False
+        self._resets_required = resets_required
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         over = self._views.over if self._ends_need_reset else None
         self._engine = workers.open_engine(Rules(self.id, self._admission, in_order, over, timeouts.step))
@@ -149,7 +159,12 @@ class Pool:
         with self._engine.shared():
             if self.closed:
                 raise PoolClosedError(f"pool {self.id} is closed; read its stats before you close it")
-            return _stats.read(self._views.stats, self._workers.restarts)
+            return _stats.read(
+                self._views.stats,
+                self._workers.restarts,
+                states=self._states.count,
+                state_row_bytes=self._states.row_bytes,
+            )
 
     def generation(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
         """Returns what a fresh handle to `slots` says."""
@@ -381,6 +396,159 @@ class Pool:
             if self._workers.told is not None:
                 self._workers.told.set_attr(slots, values, name)
 
+    def save(self, move: Move) -> NDArray[np.uint32]:
+        """Saves the states of envs; one that can't be saved doesn't break us.
+
+        Args:
+            move: whose envs; a caller without handle leaves those of others fresh.
+
+        Returns:
+            `[n, 3]`, what names each state.
+        """
+        slots = move.slots
+        with self._recording(move), self._engine.exclusive():
+            self._enter(move)
+            self._check_status(self._engine.check_envs(slots, stepped=False), slots)
+            workers = self._worker_of[slots]
+            with self._states.allocated(workers) as numbers:
+                self._ask_states(
+                    "save_states", workers, lambda mine: (slots[mine].tolist(), numbers[mine].tolist())
+                )
+            needs_reset = self._admission.needs_reset[slots]
+            places = self._states.fill(numbers, workers, self._lives[workers], needs_reset)
+            self._views.read(slots, _onto(self._states.rows, places))
+            self._advance(move)
+            return self._states.ids(numbers)
+
+    def restore(
+        self,
+        move: Move,
+        states: NDArray[np.uint32],
+        packed: PackedStates | None = None,
+        *,
+        deliver: Deliver = copies,
+    ) -> Rows:
+        """Has envs go on from states; if one can't, the pool is broken by it.
+
+        Args:
+            move: whose envs.
+            states: `[n, 3]`, what names the state of each.
+            packed: the states of each, in place of `states`: of another pool.
+            deliver: as in `reset`.
+
+        Returns:
+            What `deliver` made of the time steps that were current when the states were saved.
+        """
+        slots = move.slots
+        with self._recording(move), self._engine.exclusive():
+            self._enter(move)
+            self._check_status(self._engine.check_envs(slots, stepped=False), slots)
+            self._engine.wait_for_copies()
+            workers = self._worker_of[slots]
+            sources: Sequence[int | bytes]
+            if packed is None:
+                numbers = self._states.find(states, self._lives)
+                places, sources = self._states.places(numbers), self._fetch(numbers, workers)
+                rows, needs_reset = self._states.read(places), self._states.needs_reset[places]
+            else:
+                sources, rows, needs_reset = packed.data, list(packed.rows), packed.needs_reset
+            rows[self._env_id_leaf] = slots.astype(np.int32)
+            far = None if self._workers.maps_segment else rows
+            with self._breaking():
+                self._ask_states(
+                    "restore_states",
+                    workers,
+                    lambda mine: (slots[mine].tolist(), list(compress(sources, mine))),
+                    lambda mine: (None if far is None else [row[mine] for row in far],),
+                )
+            self._views.write(slots, rows)
+            self._admission.needs_reset[slots] = needs_reset
+            self._advance(move)
+            return self._read(slots, deliver)
+
+    def simulate(
+        self, states: NDArray[np.uint32], actions: Rows, *, deliver: Deliver = copies
+    ) -> tuple[NDArray[np.uint32], Rows]:
+        """Steps copies of envs from their states, and leaves the envs alone; what fails doesn't break us.
+
+        Args:
+            states: `[n, 3]`, what names the state of each.
+            actions: as of `step`.
+            deliver: as in `reset`.
+
+        Returns:
+            `[n, 3]`, what names the states after the steps; and what `deliver` made of the time steps.
+        """
+        with self._recording(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
+            self._check_usable()
+            sources = self._states.find(states, self._lives)
+            before = self._states.places(sources)
+            workers, env_ids = self._states.worker[before], self._states.rows[self._env_id_leaf][before]
+            late = np.flatnonzero(self._states.needs_reset[before])
+            if late.size and self._resets_required:
+                raise ResetNeededError(
+                    f"simulate of state {late[0]}: its episode is over, or its env was never reset. Choose "
+                    "between such states and others with jnp.where, or let episodes end in a pool with "
+                    "episodic=True or with autoreset"
+                )
+            idle = self._idle_rows(before)
+            with self._states.allocated(workers) as numbers:
+                rows = self._ask_states(
+                    "simulate_states",
+                    workers,
+                    lambda mine: (
+                        sources[mine].tolist(),
+                        numbers[mine].tolist(),
+                        [action[mine] for action in actions],
+                    ),
+                )
+            after = self._states.fill(
+                numbers, workers, self._lives[workers], np.zeros(len(numbers), np.bool_)
+            )
+            for worker, mine in enumerate(rows):
+                for row, part in zip(self._states.rows, mine or (), strict=bool(mine)):
+                    row[after[workers == worker]] = part
+            for row, part in zip(self._states.rows, idle[1], strict=True):
+                row[after[idle[0]]] = part
+            self._states.rows[self._env_id_leaf][after] = env_ids
+            if self._ends_need_reset:
+                terminated, truncated = self._over_leaves
+                over = self._states.rows[terminated][after] | self._states.rows[truncated][after]
+                self._states.needs_reset[after] = over
+            return self._states.ids(numbers), deliver(self._states.rows, index_of(after))
+
+    def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
+        """Returns states by which envs of other pools can go on, `[n]`."""
+        with self._engine.exclusive():
+            self._check_usable()
+            numbers = self._states.find(states, self._lives)
+            places = self._states.places(numbers)
+            rows, needs_reset = self._states.read(places), self._states.needs_reset[places]
+            return PackedStates(self._pack(numbers), rows, needs_reset)
+
+    def import_states(self, packed: PackedStates) -> NDArray[np.uint32]:
+        """Keeps states of another pool; returns what names them, `[n, 3]`."""
+        count = len(packed.data)
+        slots = self.all[np.arange(count) % len(self.all)]
+        with self._engine.exclusive():
+            self._check_usable()
+            workers = self._worker_of[slots]
+            with self._states.allocated(workers) as numbers:
+                self._ask_states(
+                    "import_states",
+                    workers,
+                    lambda mine: (
+                        slots[mine].tolist(),
+                        numbers[mine].tolist(),
+                        list(compress(packed.data, mine)),
+                    ),
+                )
+            places = self._states.fill(numbers, workers, self._lives[workers], packed.needs_reset)
+            for row, part in zip(self._states.rows, packed.rows, strict=True):
+                row[places] = part
+            self._states.rows[self._env_id_leaf][places] = slots
+            return self._states.ids(numbers)
+
     def start_trace(self, capacity: int) -> None:
         """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
         with self._engine.exclusive():
@@ -526,11 +694,94 @@ class Pool:
         with span(self.recorder, "hand over"), self._breaking():
             self._workers.send(verb, slots)
 
-    def _ask(self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]]) -> list[Any]:
+    def _ask(self, name: Asked, arguments: Arguments) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
         with self._breaking():
             answers = self._workers.request(name, arguments, timeout=self._timeouts.step)
         return check_all(answers)
+
+    @property
+    def _lives(self) -> NDArray[np.int64]:
+        return np.array(self._workers.lives, np.int64)
+
+    def _idle_rows(self, places: NDArray[np.int_]) -> tuple[NDArray[np.int_], Rows]:
+        """Returns which of these states take no step, and the rows that they return in place of one."""
+        if self.spec.autoreset is not Autoreset.EPISODIC:
+            return np.zeros(0, np.int_), [row[:0] for row in self._states.rows]
+        terminated, truncated = (self._states.rows[leaf][places] for leaf in self._over_leaves)
+        idle = np.flatnonzero(terminated | truncated)
+        rows = self._states.read(places[idle])
+        rows[self._leaf("reward")][:] = 0
+        rows[self._leaf("info", "idle")][:] = True
+        return idle, rows
+
+    @cached_property
+    def _env_id_leaf(self) -> int:
+        return self._leaf("info", "env_id")
+
+    @cached_property
+    def _over_leaves(self) -> tuple[int, int]:
+        return self._leaf("terminated"), self._leaf("truncated")
+
+    def _leaf(self, *path: str) -> int:
+        """Returns the number of a leaf among those of the time step."""
+        return [leaf.path for leaf in self.spec.timestep_leaves].index(path)
+
+    def _fetch(self, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> list[int | bytes]:
+        """Returns by what these workers find states: by the number, or another's by its bytes."""
+        sources: list[int | bytes] = numbers.tolist()
+        far = np.flatnonzero(self._states.worker[self._states.places(numbers)] != workers)
+        for place, data in zip(far.tolist(), self._pack(numbers[far]), strict=True):
+            sources[place] = data
+        return sources
+
+    def _pack(self, numbers: NDArray[np.int64]) -> list[bytes]:
+        """Returns the bytes of states, from whoever has them."""
+        workers = self._states.worker[self._states.places(numbers)]
+        answers = self._ask_states(
+            "export_states", workers, lambda mine: (numbers[mine].tolist(),), drops=False
+        )
+        packed: list[bytes] = [b""] * len(numbers)
+        for worker, answer in enumerate(answers):
+            for place, data in zip(np.flatnonzero(workers == worker).tolist(), answer or (), strict=True):
+                packed[place] = data
+        return packed
+
+    def _ask_states(
+        self,
+        name: Asked,
+        workers: NDArray[np.int_],
+        arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
+        more: Callable[[NDArray[np.bool_]], tuple[Any, ...]] = lambda mine: (),
+        *,
+        drops: bool = True,
+    ) -> list[Any]:
+        """Makes a request of those workers that have to do with some states.
+
+        Args:
+            name: of a method of `EnvSlice`.
+            workers: `[n]`, for each state or env whose affair it is.
+            arguments: of the worker's part of these, `[n]` bool.
+            more: likewise, for after the numbers that are to be forgotten.
+            drops: whether the method takes these.
+
+        Raises:
+            StaleStateError: states went with a worker.
+        """
+        by_first = {first: worker for worker, (first, _) in enumerate(self._slices)}
+
+        def each(first: int, stop: int) -> tuple[Any, ...] | None:
+            mine = workers == by_first[first]
+            if not mine.any():
+                return None
+            dropped = (self._states.take_dropped(by_first[first]),) if drops else ()
+            return *arguments(mine), *dropped, *more(mine)
+
+        answers = self._ask(name, each)
+        gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
+        if gone:
+            raise self._states.lost(np.array(gone))
+        return answers
 
     def _question(
         self,
@@ -687,3 +938,15 @@ class Pool:
             self._broken_by = error
             self.closing.hurry = True
             self._engine.bar()
+
+
+def _onto(rows: Rows, places: NDArray[np.int_]) -> Deliver:
+    """Delivers into these places of other rows."""
+
+    def deliver(leaves: Rows, index: Index) -> Rows:
+        onto = index_of(places)
+        for row, leaf in zip(rows, leaves, strict=True):
+            row[onto] = leaf[index]
+        return rows
+
+    return deliver

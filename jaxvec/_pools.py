@@ -11,8 +11,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
-from jaxvec._errors import PoolClosedError
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._errors import PoolClosedError, StaleStateError
+from jaxvec._handoff._move import Move
+from jaxvec._memory._views import Deliver, Rows
 from jaxvec._pool import Pool
+from jaxvec._state_table import PackedStates
 
 _pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 
@@ -59,6 +65,45 @@ def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
     pool.check_spec(fingerprint)
     family = None if fresh is None else _families.get(pool_id)
     return pool if family is None or fresh is None else family.pool(fresh)
+
+
+def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deliver) -> Rows:
+    """Has envs of a pool go on from states, perhaps of other pools; see `Pool.restore`.
+
+    Raises:
+        StaleStateError: there is no such pool any more, or it has another spec.
+    """
+    others = np.unique(states[:, 0])
+    if not len(others) or (others == pool.id).all():
+        return pool.restore(move, states, deliver=deliver)
+    data: list[bytes] = [b""] * len(states)
+    rows = [np.empty((len(states), *leaf.shape), leaf.stored) for leaf in pool.spec.timestep_leaves]
+    needs_reset = np.empty(len(states), np.bool_)
+    for pool_id in others.tolist():
+        places = np.flatnonzero(states[:, 0] == pool_id)
+        packed = _find_other(pool_id, pool).export_states(states[places])
+        for place, one in zip(places.tolist(), packed.data, strict=True):
+            data[place] = one
+        for row, part in zip(rows, packed.rows, strict=True):
+            row[places] = part
+        needs_reset[places] = packed.needs_reset
+    return pool.restore(move, states, PackedStates(data, rows, needs_reset), deliver=deliver)
+
+
+def _find_other(pool_id: int, pool: Pool) -> Pool:
+    other = _pools.get(pool_id)
+    if not pool_id or other is None or other.closed:
+        raise StaleStateError(
+            f"states of pool {pool_id}, which is gone: its states went with it"
+            if pool_id
+            else "a state is all zeros, which is none that save or simulate returned"
+        )
+    if other.spec.fingerprint != pool.spec.fingerprint:
+        raise StaleStateError(
+            f"states of pool {pool_id}, which has other spaces or options than pool {pool.id}; envs go on "
+            "from states of pools of equal specification"
+        )
+    return other
 
 
 def keep(pool_id: int, error: BaseException, *, under_way: bool) -> None:

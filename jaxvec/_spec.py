@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spaces import DictNode, DtypePolicy, Leaf, Node, build, leaves, move, walk
+from jaxvec._spaces import DictNode, DtypePolicy, KeyPath, Leaf, Node, build, format_path, leaves, move, walk
 from jaxvec._timestep import TimeStep
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
@@ -235,7 +235,7 @@ def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNod
 
     Args:
         declared: key to a Gymnasium space, a NumPy dtype (`int`, `"f4"`, `(np.float32, (3,))`), or
-            anything with `shape` and `dtype` (an array, a `jax.ShapeDtypeStruct`).
+            anything with `shape` and `dtype` (an array, a `jax.ShapeDtypeStruct`); or to a dict of such.
         policy: from the declared dtypes to the stored ones.
     """
     keys: list[str] = []
@@ -246,7 +246,7 @@ def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNod
             raise ValueError(f"info: the key {key!r} is taken by jaxvec or declared twice; rename it")
         keys += [key, mask]
         children += [
-            _declared_node(key, declaration, policy),
+            _declared_node(("info", key), declaration, policy),
             Leaf(("info", mask), (), np.dtype(np.bool_), np.dtype(np.bool_)),
         ]
     return DictNode(("info",), tuple(keys), tuple(children))
@@ -262,24 +262,31 @@ def undeclared(info: Mapping[str, Any] | Iterable[str] | None) -> tuple[dict[str
     return given, [key for key, declaration in given.items() if declaration is None]
 
 
-def _declared_node(key: str, declaration: Any, policy: DtypePolicy) -> Node:
-    path = ("info", key)
+def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy) -> Node:
     if isinstance(declaration, Space):
         return walk(declaration, root=path, policy=policy)
+    if isinstance(declaration, Mapping):
+        nested = cast("Mapping[Any, Any]", declaration)
+        if not nested or not all(isinstance(key, str) for key in nested):
+            raise UnsupportedSpaceError(
+                f"{format_path(path)}: a dict needs keys that are texts, not {[*nested]}"
+            )
+        children = tuple(_declared_node((*path, key), each, policy) for key, each in nested.items())
+        return DictNode(path, tuple(nested), children)
     shape, dtype = getattr(declaration, "shape", None), getattr(declaration, "dtype", None)
     if isinstance(declaration, type) or shape is None or dtype is None:  # NumPy's scalar types have both
         try:
             parsed = np.dtype(declaration)
         except TypeError as error:
             raise UnsupportedSpaceError(
-                f"info[{key!r}]: can't read a shape and dtype from {declaration!r}; declare a "
+                f"{format_path(path)}: can't read a shape and dtype from {declaration!r}; declare a "
                 "Gymnasium space, a NumPy dtype, or an array"
             ) from error
         dtype, shape = parsed.subdtype or (parsed, ())
     dtype = np.dtype(dtype).newbyteorder("=")
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise UnsupportedSpaceError(
-            f"info[{key!r}]: {dtype} can't be an array inside jax.jit; declare numbers or bools, or "
+            f"{format_path(path)}: {dtype} can't be an array inside jax.jit; declare numbers or bools, or "
             "leave the key out and read it with VectorEnv.infos"
         )
     return Leaf(path, tuple(shape), dtype, policy(dtype))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -75,6 +76,8 @@ def start(
         strict=config.strict,
         see_through=config.see_through,
         equal_spaces=equal_spaces,
+        keeps_states=config.states > 0,
+        state_functions=config.state_functions,
     )
     declared, learnt = undeclared(config.info)
     recipe = WorkerRecipe(
@@ -109,6 +112,7 @@ def start(
             in_order=config.recv_order == "sent",
             timeouts=Timeouts(config.start_timeout, config.reset_timeout, config.step_timeout),
             resets_required=resets_required,
+            states=config.states,
         )
         _pools.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.transport, place=place)
@@ -202,4 +206,10 @@ def _learn(keys: list[str], description: Description) -> dict[str, Any]:
                 f"info: env 0's first reset returned no {key!r}, only {sorted(info)}; declare its dtype "
                 f"and shape, as in info={{{key!r}: np.float32}}"
             )
-    return {key: np.asarray(info[key]) for key in keys}
+    return {key: _as_arrays(info[key]) for key in keys}
+
+
+def _as_arrays(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_arrays(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+    return np.asarray(value)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Columns of a worker's row in the segment, `[num_workers, ...]` int64. The worker alone writes them.
-STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS = range(7)
+STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS, STATE_BYTES = range(8)
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class WorkerStats:
         step_time: seconds in the envs' steps and in writing what they returned, without resets.
         reset_time: seconds in the envs' resets.
         wait_time: seconds without work.
+        state_bytes: of the saved states that it keeps, about: as many as some of them had when pickled.
     """
 
     steps: int = 0
@@ -35,6 +36,7 @@ class WorkerStats:
     step_time: float = 0.0
     reset_time: float = 0.0
     wait_time: float = 0.0
+    state_bytes: int = 0
 
     def __add__(self, other: WorkerStats) -> WorkerStats:
         """Adds each field to the other's."""
@@ -48,14 +50,18 @@ class Stats:
     Attributes:
         workers: of each worker.
         total: of all together.
+        states: how many saved states the pool keeps.
+        state_row_bytes: of the time steps that belong to them, which are kept in this process.
     """
 
     workers: tuple[WorkerStats, ...]
     total: WorkerStats
+    states: int = 0
+    state_row_bytes: int = 0
 
 
-def read(rows: NDArray[np.int64], restarts: Sequence[int]) -> Stats:
-    """Reads the workers' rows, and adds how often each was restarted."""
+def read(rows: NDArray[np.int64], restarts: Sequence[int], *, states: int, state_row_bytes: int) -> Stats:
+    """Reads the workers' rows, and adds how often each was restarted, and what the pool itself keeps."""
     workers = tuple(
         WorkerStats(
             row[STEPS],
@@ -66,7 +72,8 @@ def read(rows: NDArray[np.int64], restarts: Sequence[int]) -> Stats:
             row[STEP_NS] / 1e9,
             row[RESET_NS] / 1e9,
             row[WAIT_NS] / 1e9,
+            row[STATE_BYTES],
         )
         for row, count in zip(rows.tolist(), restarts, strict=True)
     )
-    return Stats(workers, sum(workers, WorkerStats()))
+    return Stats(workers, sum(workers, WorkerStats()), states, state_row_bytes)

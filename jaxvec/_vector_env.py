@@ -12,10 +12,13 @@ from typing import Any, Self, final
 
 import numpy as np
 from gymnasium import Space
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
 
-from jaxvec import _actions, _seeds, _trace
+from jaxvec import _actions, _env_state, _pools, _seeds, _state_files, _trace
+from jaxvec._env_state import EnvState
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory._views import Place, copies, placed, views
 from jaxvec._pool import Pool
@@ -80,6 +83,17 @@ class VectorEnv:
     def pool(self) -> Pool:
         """The pool itself, for jaxvec's own faces."""
         return self._pool
+
+    @property
+    def env_spec(self) -> EnvSpec | None:
+        """The `gymnasium.envs.registration.EnvSpec` of env 0; `None` if `gymnasium.make` did not make it.
+
+        Raises:
+            EnvError: it can't be pickled; the pool stays usable.
+            PoolBrokenError, PoolClosedError: the pool is.
+        """
+        (spec,) = self.get_attr("spec", indices=0, call=False)
+        return spec
 
     @property
     def closed(self) -> bool:
@@ -191,6 +205,108 @@ class VectorEnv:
         rows = self._pool.recv(self._pool.move_all(Verb.RECV, Caller.HOST), deliver=deliver, timeout=timeout)
         return self.spec.build_timestep(rows)
 
+    def save(self, *, indices: Any = None) -> EnvState:
+        """Saves the states of envs; see `jaxvec.save`. Handles stay fresh, as nothing is moved.
+
+        Args:
+            indices: which envs, as of `call`.
+
+        Returns:
+            The states, `[k]`.
+
+        Raises:
+            EnvStateError: the state of an env can't be saved, or is not put back exactly.
+            ValueError: the pool keeps fewer states than that.
+            EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
+        """
+        slots = _actions.check_indices(indices, self.num_envs)
+        return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
+
+    def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep:
+        """Has envs go on from states, whose time step it returns; see `jaxvec.restore`.
+
+        Args:
+            state: `[k]`, for each env one.
+            indices: which envs, as of `call`.
+
+        Returns:
+            Arrays `[k, ...]`, as of `reset`.
+
+        Raises:
+            StaleStateError: a state is gone; nothing was restored.
+            EnvStateError: a state can't be put back; the pool is broken by it.
+            EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
+        """
+        slots = _actions.check_indices(indices, self.num_envs)
+        ids = _env_state.check(state, len(slots))
+        move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
+        return self.spec.build_timestep(_pools.restore(self._pool, move, ids, deliver=self._deliver))
+
+    def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep]:
+        """Steps copies of envs from their states, and leaves the envs alone; see `jaxvec.simulate`.
+
+        Args:
+            state: `[n]`, any number of them.
+            action: pytree of the action space, leaves `[n, ...]`.
+
+        Returns:
+            The states after the step, `[n]`, and arrays, `[n, ...]`, as of `reset`.
+
+        Raises:
+            ActionError: wrong structure, shape or dtype.
+            StaleStateError: a state is gone.
+            ValueError: the pool keeps fewer states than `n`.
+            ResetNeededError: without autoreset, an episode was over.
+            EnvError: an env raised; the pool stays usable.
+            EnvTimeoutError, WorkerDiedError, PoolBrokenError, PoolClosedError: as of `step`.
+        """
+        ids = _env_state.check(state, None)
+        actions = _actions.check_on_host(self.spec, action, len(ids))
+        ids, rows = self._pool.simulate(ids, actions, deliver=self._deliver)
+        return EnvState(ids), self.spec.build_timestep(rows)
+
+    def save_states(self, path: str | Path, state: EnvState | None = None) -> None:
+        """Writes states into a file, from which `load_states` takes them in another process, at another time.
+
+        The file is written whole or not at all, also if the process is killed meanwhile.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            state: `[n]` states; those of all envs as they are now if `None`.
+
+        Raises:
+            EnvStateError: a state can't be saved, or not be pickled.
+            OSError: the file can't be written.
+            JaxvecError: as `save` and `restore`.
+        """
+        _state_files.write(Path(path), self.pack_states(state).tobytes())
+
+    def load_states(self, path: str | Path) -> EnvState:
+        """Returns the states that `save_states` has written, to be restored into envs of this pool.
+
+        The pool must be made as the one was that saved them; how many envs and workers it has may differ.
+        Load only files that you trust: they hold pickles, which run code when they are read.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            StateFileError: it holds something else, is damaged, or its states are of other envs.
+            ValueError: the pool keeps fewer states than the file has.
+            OSError: the file can't be read.
+        """
+        return self._unpack_states(Path(path).read_bytes(), str(path))
+
+    def pack_states(self, state: EnvState | None = None) -> NDArray[np.uint8]:
+        """Returns states as an array of bytes, for checkpoints such as Orbax's; see `save_states`."""
+        states = self.save() if state is None else state
+        packed = self._pool.export_states(_env_state.check(states, None))
+        return np.frombuffer(_state_files.pack(packed, self.spec.fingerprint), np.uint8)
+
+    def unpack_states(self, data: Any) -> EnvState:
+        """Returns the states in an array of `pack_states`; see `load_states`."""
+        return self._unpack_states(np.asarray(data, np.uint8).tobytes(), "the array")
+
     def stats(self) -> Stats:
         """Returns what each worker has done and how long it took, and the totals; also of a broken pool.
 
@@ -227,7 +343,7 @@ class VectorEnv:
         """Calls a method of every env, or reads an attribute; wrappers are looked through.
 
         Args:
-            name: of the method.
+            name: of the method; a dotted name, such as `"simulator.pause"`, goes on from an attribute.
             *args: for each call.
             indices: which envs: an index or a list of them, negative ones from the end; `None` for all.
             **kwargs: for each call.
@@ -448,6 +564,10 @@ class VectorEnv:
         raise TypeError(
             "a VectorEnv can't be pickled: it owns processes and memory; call jaxvec.make where it is needed"
         )
+
+    def _unpack_states(self, data: bytes, name: str) -> EnvState:
+        packed = _state_files.unpack(data, self.spec.fingerprint, name)
+        return EnvState(self._pool.import_states(packed))
 
     def _call(
         self,

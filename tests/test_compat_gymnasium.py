@@ -320,6 +320,24 @@ def test_a_fault_is_gone_on_from_if_asked(face):
     assert "fault" not in info
 
 
+def test_episodes_without_autoreset_say_who_idles(face):
+    envs = face([partial(CountingEnv, length) for length in (1, 3)], episodic=True)
+    assert envs.autoreset_mode is envs.metadata["autoreset_mode"] is AutoresetMode.DISABLED
+    _, info = envs.reset(seed=0)
+    said, rewards = [(info["idle"].tolist(), info["_idle"].tolist())], []
+    for _ in range(3):
+        _, reward, terminated, _, info = envs.step(np.array([1, 1]))
+        said.append((info["idle"].tolist(), info["_idle"].tolist()))
+        rewards.append(reward.tolist())
+    assert said == [([idle, False], [True, True]) for idle in (False, False, True, True)]
+    assert rewards == [[1, 1], [0, 2], [0, 3]]
+    assert terminated.all()
+    _, info = envs.reset(options={"reset_mask": np.array([True, False])})
+    assert not info["idle"][0]
+    with pytest.raises(ValueError, match="autoreset_mode can.t be SAME_STEP"):
+        face([CountingEnv], episodic=True, autoreset_mode="SameStep")
+
+
 def test_a_closed_vector_env_says_so(face):
     envs = face([CountingEnv])
     envs.close()

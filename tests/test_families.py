@@ -9,9 +9,13 @@ import jax
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+from test_env_states import assert_goes_on
 from test_oracle import assert_same, oracle_steps, rollout, sample_actions
 
 import jaxvec
+from jaxvec._slices._env_states import take
+from jaxvec.adapters.replay import ReplayEnv
 
 # Warnings of other libraries are not ours to mend; as an error, one of them crashes the import of Box2D.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -84,7 +88,6 @@ def test_atari_preprocessed(make):
 
     def preprocessed():
         import ale_py
-        from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
         gymnasium.register_envs(ale_py)
         env = gymnasium.make("ALE/Breakout-v5", frameskip=1)
@@ -200,3 +203,73 @@ def test_old_gym(make):
 
     assert_as_in_gymnasium(make, old, ends=33)
     assert_as_in_gymnasium(make, newer, ends=9)
+
+
+def family(name, module, extra):
+    return pytest.param(name, module, extra, id=name.rpartition("/")[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [
+        family("Ant-v5", "mujoco", "mujoco"),
+        family("Hopper-v5", "mujoco", "mujoco"),
+        family("ALE/Breakout-v5", "ale_py", "atari"),
+        family("MiniGrid-DoorKey-5x5-v0", "minigrid", "minigrid"),
+        family("MiniGrid-Dynamic-Obstacles-5x5-v0", "minigrid", "minigrid"),
+    ],
+)
+def test_states(name, module, extra):
+    registered = needs(module, extra)
+    if module == "ale_py":
+        gymnasium.register_envs(registered)
+    assert_goes_on(partial(gymnasium.make, name, max_episode_steps=25), num_steps=60, ends=2)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.8])
+def test_states_of_preprocessed_atari(probability):
+    """Also of the action that ALE repeats with some probability, which its own state has not."""
+    gymnasium.register_envs(needs("ale_py", "atari"))
+    needs("cv2", "atari")
+
+    def preprocessed():
+        env = gymnasium.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=probability)
+        return FrameStackObservation(AtariPreprocessing(env, noop_max=5), 2)
+
+    assert_goes_on(preprocessed, num_steps=48, ends=0)
+
+
+@pytest.mark.parametrize(("domain", "task"), [("cartpole", "swingup"), ("finger", "spin")])
+def test_states_of_dm_control(monkeypatch, domain, task):
+    """The finger's target is a part of its model, and is another one in each episode."""
+    monkeypatch.setenv("MUJOCO_GL", "disabled")
+    needs("dm_control", "families")
+
+    def load():
+        from dm_control import suite
+
+        return jaxvec.adapters.dm_env.DmEnv(suite.load(domain, task, task_kwargs={"time_limit": 0.5}))
+
+    assert_goes_on(load, num_steps=60, ends=1)
+
+
+def test_states_of_pettingzoo():
+    mpe = needs("mpe2", "families")
+    assert mpe
+
+    def env():
+        from mpe2 import simple_tag_v3
+
+        return jaxvec.adapters.pettingzoo.PettingZooEnv(simple_tag_v3.parallel_env(max_cycles=10))
+
+    assert_goes_on(env, num_steps=60, ends=3)
+
+
+@pytest.mark.parametrize("name", ["LunarLander-v3", "BipedalWalker-v3"])
+def test_states_of_box2d(name):
+    needs("Box2D", "box2d")
+    env = gymnasium.make(name)
+    env.reset(seed=0)
+    with pytest.raises(jaxvec.EnvStateError, match=r"\.world.* can't be copied .*ReplayEnv"):
+        take(env)
+    assert_goes_on(lambda: ReplayEnv(partial(gymnasium.make, name, max_episode_steps=30)), num_steps=90)

@@ -532,6 +532,107 @@ def test_a_pool_is_closed_during_a_call_in_the_background(make):
         answer.result(timeout=200)
 
 
+class Simulator:
+    def __init__(self):
+        self.level, self.inner = 3, []
+
+    def add(self, number):
+        self.inner.append(number)
+        return sum(self.inner)
+
+
+class Simulated(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.simulator = Simulator()
+
+
+def test_a_dotted_name_goes_on_from_an_attribute(make, backend):
+    envs = make(lambda: gymnasium.wrappers.TimeLimit(Simulated(), 9), 2, backend=backend)
+    assert envs.call("simulator.add", 4) == (4, 4)
+    assert envs.call("simulator.inner.copy") == ([4], [4])
+    assert envs.get_attr("simulator.level") == (3, 3)
+    envs.set_attr("simulator.level", [5, 6])
+    assert envs.get_attr("simulator.level", indices=-1) == (6,)
+    handle, _ = jaxvec.reset(envs)
+    _, now = jaxvec.call(handle, "simulator.add", jnp.array([1, 2]), result=int)
+    assert now.tolist() == [5, 6]
+    with pytest.raises(jaxvec.EnvAttributeError, match="'Simulator' object has no attribute 'lost'"):
+        envs.call("simulator.lost")
+    with pytest.raises(jaxvec.EnvAttributeError, match="lost"):
+        envs.set_attr("lost.level", 3)
+    envs.reset()
+
+
+def test_a_pool_knows_the_spec_of_its_envs(make, backend):
+    envs = make("CartPole-v1", 2, backend=backend, max_episode_steps=7)
+    assert (envs.env_spec.id, envs.env_spec.max_episode_steps) == ("CartPole-v1", 7)
+    assert make(CountingEnv, 2, backend=backend).env_spec is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs /proc")
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_are_named_after_their_envs(make, method):
+    class Env(CountingEnv):
+        def name(self):
+            return Path("/proc/self/comm").read_text()
+
+    envs = make(Env, 3, num_workers=2, start_method=method)
+    assert envs.call("name") == ("jaxvec 0\n", "jaxvec 1-2\n", "jaxvec 1-2\n")
+    assert make(Env, 1, backend="serial").call("name") == (Path("/proc/self/comm").read_text(),)
+
+
+class Nested(CountingEnv):
+    """Says nested dicts in its info, but not always."""
+
+    def reset(self, *, seed=None, options=None):
+        obs, _ = super().reset(seed=seed, options=options)
+        return obs, self._info(0)
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, self._info(int(action)) if action else {}
+
+    def _info(self, value):
+        return {"stats": {"hits": value, "where": {"at": np.full(2, value, np.float32)}}, "text": {"a": "b"}}
+
+
+def test_a_nested_info_is_learnt_from_env_0_or_declared(make, backend):
+    declared = {"stats": {"hits": int, "where": spaces.Dict({"at": spaces.Box(-9, 9, (2,))})}}
+    for info in (["stats"], declared):
+        envs = make(lambda: Nested(2), 2, backend=backend, info=info)
+
+        @jax.jit
+        def program():
+            handle, first = jaxvec.reset(envs)
+            _, timestep = jaxvec.step(handle, jnp.array([7, 0]))
+            return first, timestep, jaxvec.step(_, jnp.array([0, 5]))[1]
+
+        first, second, third = jax.tree.map(np.asarray, program())
+        for timestep, mask, hits in (
+            (first, [1, 1], [0, 0]),
+            (second, [1, 0], [7, 0]),
+            (third, [1, 1], [0, 0]),
+        ):
+            assert timestep.info["_stats"].tolist() == [bool(each) for each in mask]
+            assert timestep.info["stats"]["hits"].tolist() == hits
+            assert timestep.info["stats"]["where"]["at"].tolist() == [[each] * 2 for each in hits]
+            assert timestep.info["stats"]["where"]["at"].dtype == np.float32
+        final = third.info["final_info"]
+        assert final["_stats"].tolist() == [False, True]
+        assert final["stats"]["hits"].tolist() == [0, 5]
+        envs.close()
+
+
+def test_a_nested_info_that_can_not_be_arrays_names_the_place(make):
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"info\['text'\]\['a'\]: <U1 can't be an array"):
+        make(Nested, 1, info=["text"], backend="serial")
+    with pytest.raises(
+        jaxvec.UnsupportedSpaceError, match=r"info\['text'\]: a dict needs keys that are texts"
+    ):
+        make(Nested, 1, info={"text": {}}, backend="serial")
+
+
 # --- Configs of each env's own, and episodes without autoreset -----------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+import test_states
 from conftest import leftovers
 from disasters import DEATHS, FAILURES, GatedEnv, SleepingEnv, failing, wait_until, within
 from gymnasium.vector import SyncVectorEnv
@@ -46,6 +48,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+
+cloudpickle.register_pickle_by_value(test_states)  # its envs; its own tests may not run now
 
 NUM_ENVS = 5  # so that 2 workers hold slices of different size
 
@@ -316,6 +320,18 @@ class PoolOnRay(PoolMachine):
     """The model of pools, faults included; each actor's start takes its second."""
 
     backend = "ray"
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "EPISODIC"])
+def test_states_go_to_actors_and_come_back(make_on_ray, mode):
+    options = {"episodic": True} if mode == "EPISODIC" else {}
+    envs = make_on_ray(
+        test_states.walk, NUM_ENVS, states=test_states.CAPACITY, info={"luck": np.float32}, **options
+    )
+    models = [test_states.Model(test_states.walk(), mode, env_id) for env_id in range(NUM_ENVS)]
+    game = test_states.Game(test_states.HostFace(envs), models, np.random.default_rng(0))
+    game.play(60)
+    assert game.count > 90
 
 
 @pytest.mark.timeout(600)
@@ -808,8 +824,18 @@ def test_what_no_node_has_is_refused_at_once(make_on_ray):
 
 
 def test_actors_that_find_no_room_time_out(make_on_ray):
-    with pytest.raises(jaxvec.EnvTimeoutError, match="constructor timed out after 2 s: .* no node yet"):
+    needs = "constructor timed out after 2 s: .* no node yet, as Ray has not started .* needs {'CPU': 1}"
+    with pytest.raises(jaxvec.EnvTimeoutError, match=needs):
         make_on_ray(CountingEnv, 6, num_workers=6, start_timeout=2)
+
+
+def test_too_many_open_files_are_told(make_on_ray, monkeypatch):
+    def pair():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(_launcher._channel, "pair", pair)
+    with pytest.raises(jaxvec.WorkerDiedError, match="two for each worker .*ulimit -n"):
+        make_on_ray(CountingEnv, 2)
 
 
 def test_a_placement_group_that_finds_no_room_times_out(make_on_ray):

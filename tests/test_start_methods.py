@@ -13,6 +13,7 @@ import textwrap
 import threading
 import types
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,23 @@ def test_worker_init_needs_workers_and_a_function_that_can_be_sent():
     ):
         with pytest.raises(kind, match=text):
             jaxvec.make(CountingEnv, 1, **arguments)
+
+
+def test_a_pool_is_made_in_the_background_or_its_future_says_why_not():
+    def prepare():
+        raise LookupError("no licence")
+
+    with ThreadPoolExecutor() as executor:
+        pools = [executor.submit(jaxvec.make, CountingEnv, 2) for _ in range(2)]
+        failed = executor.submit(jaxvec.make, CountingEnv, 2, worker_init=prepare)
+        for pool in pools:
+            pool.result(timeout=200)
+        with pytest.raises(jaxvec.EnvError, match="no licence"):
+            failed.result(timeout=200)
+    for pool in pools:  # whose threads have ended by now
+        with pool.result() as envs:
+            envs.reset()
+            assert envs.step([1, 1]).reward.tolist() == [1, 1]
 
 
 # --- As clean as a new interpreter -------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The pages for users are written in the field's words, not in ours.
 
-Design and glossary are for developers, who need our words. Elsewhere code may say what it likes, in blocks and
-in `spans`, as may what a link points to: these are names. `PRIVATE` says what to write instead.
+Design and glossary are for developers, who need our words. Elsewhere code may say what it likes, in blocks
+and in `spans`, as may what a link points to: these are names. `PRIVATE` says what to write instead.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._slices._description import Description
 from jaxvec._slices._parameters import Told
-from jaxvec._slices._slice import Asked
+from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record
 
@@ -56,6 +56,16 @@ class Workers(Protocol):
     @property
     def restarts(self) -> Sequence[int]:
         """How many faults of each worker were gone on from."""
+        ...
+
+    @property
+    def lives(self) -> Sequence[int]:
+        """How often each worker was replaced by another."""
+        ...
+
+    @property
+    def maps_segment(self) -> bool:
+        """Whether the envs see what the pool writes into the segment."""
         ...
 
     @property
@@ -108,19 +118,17 @@ class Workers(Protocol):
         """Sets what every `reset` from now on passes to its envs; raises as `wait` and `request`."""
         ...
 
-    def request(
-        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
-    ) -> list[Any]:
+    def request(self, name: Asked, arguments: Arguments, *, timeout: float | None) -> list[Any]:
         """Calls the method `name` of each `Slice`.
 
         Args:
             name: of the method.
-            arguments: of the slice of envs `first` to `stop - 1`.
+            arguments: of the slice of envs `first` to `stop - 1`; `None` where it is not to be asked.
             timeout: seconds, `None` for ever.
 
         Returns:
-            A result of each slice, or the error that took its place: an env raised there, or its
-            worker was replaced.
+            A result of each slice, `None` of one that was not asked, or the error that took its place: an env
+            raised there, or its worker was replaced.
 
         Raises:
             NotPicklableError: of the arguments; nobody was asked.

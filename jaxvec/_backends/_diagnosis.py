@@ -129,9 +129,11 @@ def join(errors: Iterable[JaxvecError]) -> JaxvecError:
     first, *others = dict.fromkeys(errors)  # late workers share one
     first.others = tuple(others)
     for other in others:
-        _logger.error("failed at the same time: %s", other)
+        _logger.error("failed at the same time: %s", str(other).partition("\n")[0])
     if others:
-        first.args = (f"{first}\nFailed at the same time: {len(others)} more, see `others` and the log.",)
+        what, *traceback = str(first).split("\n")
+        more = f"Failed at the same time: {len(others)} more, see `others` and the log."
+        first.args = ("\n".join([what, more, *traceback]),)
     return first
 
 

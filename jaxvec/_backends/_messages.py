@@ -25,7 +25,7 @@ class Setup:
     python_path: str | None
     first: int  # env id of the slice's first env
     worker_init: bytes | None  # cloudpickled, to be opened only once sys.path is set, and run
-    env_fns: bytes  # cloudpickled, to be opened only after that
+    env_fns: bytes  # and state_functions, cloudpickled, to be opened only after that
     slice_config: SliceConfig
     learn_info: bool
     core: int | None  # the number, of the usable ones, of that to stay on

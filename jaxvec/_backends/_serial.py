@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._diagnosis import tell_lost
 from jaxvec._backends._recipe import WorkerRecipe
-from jaxvec._errors import EnvError, SpaceMismatchError
+from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
@@ -28,7 +28,7 @@ from jaxvec._slices import _envs, _failures
 from jaxvec._slices._description import describe
 from jaxvec._slices._envs import EnvFailure
 from jaxvec._slices._parameters import Told
-from jaxvec._slices._slice import Asked
+from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record
 
@@ -38,6 +38,7 @@ class SerialWorkers:
 
     def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
         self._envs: list[Any] = []
+        self._close_slice: Callable[[], None] = lambda: None
         self._recipe = recipe
         self._budget = budget
         keeps = budget.policy is not None and budget.policy.keep_options
@@ -55,11 +56,20 @@ class SerialWorkers:
     def restarts(self) -> Sequence[int]:
         return self._budget.restarts
 
+    @property
+    def lives(self) -> Sequence[int]:
+        return [0]
+
+    @property
+    def maps_segment(self) -> bool:
+        return True
+
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = _segment.private(layout)
         self._num_envs = spec.num_envs
         make_slice = self._recipe.slice_config.slice_of(self._envs, self._recipe.env_fns)
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
+        self._close_slice = self._slice.close
         return arrays
 
     def open_engine(self, rules: Rules) -> Engine:
@@ -87,13 +97,14 @@ class SerialWorkers:
     def set_options(self, options: Options, timeout: float | None) -> None:
         self._slice.set_options(options)
 
-    def request(
-        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
-    ) -> list[Any]:
+    def request(self, name: Asked, arguments: Arguments, *, timeout: float | None) -> list[Any]:
+        mine = arguments(0, self._num_envs)
+        if mine is None:
+            return [None]
         try:
             with _typed():
-                return [getattr(self._slice, name)(*arguments(0, self._num_envs))]
-        except EnvError as error:
+                return [getattr(self._slice, name)(*mine)]
+        except (EnvError, EnvStateError) as error:
             return [error]
 
     def start_trace(self, capacity: int) -> None:
@@ -104,6 +115,7 @@ class SerialWorkers:
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         envs, self._envs = self._envs, []
+        self._close_slice()
         with _typed():
             _envs.close(envs, 0, self._recipe.slice_config.size)
 
@@ -132,7 +144,7 @@ def _typed() -> Generator[None]:
         raise _to_error(failure) from failure.__cause__
 
 
-def _to_error(failure: EnvFailure) -> EnvError:
+def _to_error(failure: EnvFailure) -> EnvError | EnvStateError:
     """Returns the error that the user gets; raises Ctrl-C, which is no failure of the env."""
     if isinstance(failure.__cause__, KeyboardInterrupt):
         raise failure.__cause__ from None

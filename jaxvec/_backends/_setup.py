@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -23,9 +24,11 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
         first=first,
         worker_init=init and _pickle(_env_fns.of_worker(init, worker), "worker_init"),
         env_fns=_pickle(
-            list(recipe.env_fns_of(worker)), f"the constructor of env {first}", ', or use backend="serial"'
+            (list(recipe.env_fns_of(worker)), recipe.slice_config.state_functions),
+            f"the constructor of env {first}",
+            ', or use backend="serial"',
         ),
-        slice_config=recipe.slice_config,
+        slice_config=replace(recipe.slice_config, state_functions=None),
         learn_info=learn_info and first == 0,
         core=worker if recipe.pin_workers else None,
     )

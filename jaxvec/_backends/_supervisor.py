@@ -8,7 +8,7 @@ import os
 import pickle
 import select
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._backends._setup import make_setup
 from jaxvec._errors import (
     EnvError,
+    EnvStateError,
     EnvTimeoutError,
     JaxvecError,
     NotPicklableError,
@@ -41,7 +42,7 @@ from jaxvec._restart import Budget
 from jaxvec._slices import _failures
 from jaxvec._slices._description import Description, compare
 from jaxvec._slices._parameters import Parameters, Told
-from jaxvec._slices._slice import Asked
+from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._tracing._recorder import Loss, Record
 
 _logger = logging.getLogger("jaxvec")
@@ -62,6 +63,7 @@ class Supervisor:
         told: what envs were told, if those that are built anew are told again.
         trace: how many spans each worker records, if any; for those, too.
         losses: what spans are lost with workers that were replaced since `trace` was set.
+        lives: how often each worker was replaced.
         notify_worker: tells a worker that serves that a message is on its socket.
     """
 
@@ -77,6 +79,7 @@ class Supervisor:
         self.options: Options = None
         self.told = Told(cloudpickle.dumps) if budget.policy and budget.policy.keep_options else None
         self.trace: int | None = None
+        self.lives = [0] * len(recipe.slices)
         self.losses: list[tuple[int, Loss]] = []
         self.notify_worker: Callable[[int], None] = _no_notice
         self._poll = select.poll()
@@ -103,7 +106,8 @@ class Supervisor:
         patience = self._patience("constructor", self._recipe.start_timeout)
         for worker in range(len(self._processes)):
             self._send(worker, make_setup(self._recipe, worker, learn_info=learn_info), patience)
-        descriptions = [pickle.loads(said.description) for said in self._gather(patience)]
+        everybody = range(len(self._processes))
+        descriptions = [pickle.loads(said.description) for said in self._gather(patience, everybody).values()]
         self._description = descriptions[0]
         for worker, description in enumerate(descriptions):
             self._check_equal(worker, description)
@@ -122,21 +126,26 @@ class Supervisor:
         self._diagnosis.attach(message.spec, arrays)
         for worker in range(len(self._processes)):
             self._send(worker, replace(message, worker=worker), patience, [segment])
-        self._gather(patience)
+        self._gather(patience, range(len(self._processes)))
 
-    def ask(
-        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], timeout: float | None
-    ) -> list[Any]:
+    def ask(self, name: Asked, arguments: Arguments, timeout: float | None) -> list[Any]:
         """Calls a method of each slice; see `Workers.request`."""
-        requests = [Request(name, _pickle(name, arguments(*slots))) for slots in self._recipe.slices]
+        each = [arguments(*slots) for slots in self._recipe.slices]
+        requests = {
+            worker: Request(name, _pickle(name, mine)) for worker, mine in enumerate(each) if mine is not None
+        }
         patience = self._patience(name, timeout)
         while starting := sorted(self.starting):  # only once they serve can they be asked
             self.look(LOOK_AROUND, patience)
             if self.time_left(patience) <= 0:
                 self.expire(patience, starting)
-        for worker, request in enumerate(requests):
+        for worker, request in requests.items():
             self._send(worker, request, patience)
-        return [self._open(worker, name, reply) for worker, reply in enumerate(self._gather(patience))]
+        replies = self._gather(patience, requests)
+        return [
+            self._open(worker, name, replies[worker]) if worker in replies else None
+            for worker in range(len(each))
+        ]
 
     def salvage(self) -> list[Record | JaxvecError]:
         """Asks each worker for its record, when some may be dead, or hang, and none is replaced any more."""
@@ -249,6 +258,7 @@ class Supervisor:
         self._budget.spend(worker, error, tell_lost(self.told, range(*self._recipe.slices[worker])))
         self._news.append((worker, error))
         self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
+        self.lives[worker] += 1
         old = self._processes[worker]
         old.end()
         old.wait(timeout=1)  # if it is stuck in the kernel, it goes when it can
@@ -330,9 +340,8 @@ class Supervisor:
         except TimeoutError:  # its buffer is full: it does not read
             self.expire(patience, [worker])
 
-    def _gather(self, patience: Patience) -> list[Any]:
-        """Waits for one message from each worker, or the error of one that was replaced instead."""
-        workers = range(len(self._processes))
+    def _gather(self, patience: Patience, workers: Collection[int]) -> dict[int, Any]:
+        """Waits for one message from each of these workers, or the error of one that was replaced instead."""
         messages: dict[int, Any] = {}
         while missing := [worker for worker in workers if worker not in messages]:
             heard = self.look(min(self.time_left(patience), LOOK_AROUND), patience)
@@ -340,7 +349,7 @@ class Supervisor:
             messages.update((worker, message) for worker, message in heard if message is not WAKE)
             if not heard and self.time_left(patience) <= 0:  # what was seen may have moved it
                 self.expire(patience, missing)
-        return [messages[worker] for worker in workers]
+        return {worker: messages[worker] for worker in workers}
 
     def _open(self, worker: int, name: str, reply: Reply | JaxvecError) -> Any:
         if isinstance(reply, JaxvecError):
@@ -379,10 +388,10 @@ class Supervisor:
             env_ids=tuple(range(*self._recipe.slices[worker])),
         )
 
-    def _recover(self, worker: int, error: EnvError, deadline: float | None) -> None:
+    def _recover(self, worker: int, error: EnvError | EnvStateError, deadline: float | None) -> None:
         """Lets a worker go on after a failure of its env, if the pool goes on; else raises `error`."""
         if (
-            worker in self.starting or self._diagnosis.arrays is None
+            worker in self.starting or self._diagnosis.arrays is None or error.env_id is None
         ):  # it could not build the env, and has ended
             self.replace(worker, error)
             return

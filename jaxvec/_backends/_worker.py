@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from jaxvec._backends import _handoffs
+from jaxvec._backends import _handoffs, _process_name
 from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Reply, Request, Setup
 from jaxvec._backends._run_limit import RunLimit
 from jaxvec._handoff import _channel
@@ -29,8 +29,10 @@ from jaxvec._handoff._handoff import Work, WorkerHandoff
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
+from jaxvec._memory._segment import Arrays
 from jaxvec._slices import _envs, _failures, _forks
 from jaxvec._slices._description import describe
+from jaxvec._slices._env_states import StateFunctions
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing
 from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._slice import Slice
@@ -62,13 +64,15 @@ def work(channel: _channel.Channel) -> None:
         _adopt_paths(setup)
         with _reporting(channel):
             _init(setup)
-            env_fns = _load(setup)
+            env_fns, functions = _load(setup)
+            slice_config = replace(setup.slice_config, state_functions=functions)
+            _process_name.show(setup.first, len(env_fns) * (slice_config.size or 1))
             envs, spares = _envs.build(env_fns, setup.first, setup.slice_config.size), Spares()
             try:
                 with _reporting(channel):
                     spares.build(setup.slice_config.spare_envs, env_fns, setup.first)
                     channel.send(Ready(_describe(envs, setup)))
-                    _serve(channel, setup.slice_config.slice_of(envs, env_fns, spares))
+                    _serve(channel, slice_config.slice_of(envs, env_fns, spares))
             finally:
                 tell = partial(_tell_closed, channel)
                 _envs.close([*envs, *spares.envs], setup.first, setup.slice_config.size, tell)
@@ -101,6 +105,22 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
             env_slice.restore(slot, parameters)
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
+    try:
+        _work(env_slice, attach, marks, arrays, channel, turn)
+    finally:
+        env_slice.close()
+
+
+def _work(
+    env_slice: Slice,
+    attach: Attach,
+    marks: Marks,
+    arrays: Arrays,
+    channel: _channel.Channel,
+    turn: AbstractContextManager[None],
+) -> None:
+    """Serves with a slice that is ready."""
+    slots, replaces = attach.layout.slices[attach.worker], attach.replaces
     end = _handoffs.worker_end(
         attach.handoff,
         marks,
@@ -124,7 +144,8 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
         if recorder is not None:
             recorder.add("wait", began)
         if not isinstance(message, Work):
-            with span(recorder, f"answer {message.name}"):
+            runs = turn if message.name == "simulate_states" else nullcontext()
+            with span(recorder, f"answer {message.name}"), runs:
                 channel.send(_answer(env_slice, message))
             continue
         move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
@@ -191,7 +212,7 @@ def _init(setup: Setup) -> None:
             _open(setup.worker_init)()
 
 
-def _load(setup: Setup) -> Sequence[EnvFn]:
+def _load(setup: Setup) -> tuple[Sequence[EnvFn], StateFunctions | None]:
     with Failing(setup.first, "constructor"):
         return _open(setup.env_fns)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._restart import Budget
 from jaxvec._slices._parameters import Told
-from jaxvec._slices._slice import Asked
+from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Loss, Record
 
@@ -69,6 +69,14 @@ class ProcessWorkers:
     @property
     def restarts(self) -> Sequence[int]:
         return self._budget.restarts
+
+    @property
+    def lives(self) -> Sequence[int]:
+        return self.supervisor.lives
+
+    @property
+    def maps_segment(self) -> bool:
+        return not self._launcher.at_sockets
 
     @property
     def told(self) -> Told | None:
@@ -147,9 +155,7 @@ class ProcessWorkers:
             self.supervisor.options = before
             raise
 
-    def request(
-        self, name: Asked, arguments: Callable[[int, int], tuple[Any, ...]], *, timeout: float | None
-    ) -> list[Any]:
+    def request(self, name: Asked, arguments: Arguments, *, timeout: float | None) -> list[Any]:
         return self.supervisor.ask(name, arguments, timeout)
 
     def start_trace(self, capacity: int) -> None:

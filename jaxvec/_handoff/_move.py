@@ -19,6 +19,9 @@ class Verb(IntEnum):
     RECV = 3
     CALL = 4
     GET_ATTR = 5
+    SAVE = 6
+    RESTORE = 7
+    SIMULATE = 8
 
     @property
     def word(self) -> str:
@@ -38,7 +41,7 @@ class Caller(IntEnum):
     """Who asks. Added to a verb, it says who moved envs last."""
 
     PROGRAM = 0
-    HOST = 8
+    HOST = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,12 @@ class Views:
         for stored, action in zip(self._actions, actions, strict=True):
             stored[index] = action
 
+    def write(self, slots: NDArray[Any], rows: Rows) -> None:
+        """Writes the time step of `slots`, which belong to the caller."""
+        index = index_of(slots)
+        for stored, row in zip(self._results, rows, strict=True):
+            stored[index] = row
+
     def read(self, slots: NDArray[Any], deliver: Deliver) -> Any:
         """Delivers the time step of `slots`, which belong to the caller."""
         return deliver(self._results, index_of(slots))

@@ -27,7 +27,7 @@ _WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
 _STATUSES = tuple(Status)
 _PARTS = ("write actions", "hand over", "wait for workers", "copy results")
 _CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
-_NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=16))
+_NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=32))
 
 _ALIGNMENT = 64  # bytes, of the leaves of results
 

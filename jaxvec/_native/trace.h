@@ -15,7 +15,7 @@
 namespace jaxvec {
 
 // What is recorded besides the calls themselves, which go by their `Verb`; engine.py has the names.
-enum Part : uint32_t { kWriting = 16, kHandingOver, kWaiting, kCopying };
+enum Part : uint32_t { kWriting = 32, kHandingOver, kWaiting, kCopying };
 
 struct Span {
   int64_t began, ended;  // in ns of the monotonic clock

@@ -6,6 +6,7 @@ The twin of `EnvSlice` for simulators that step many envs in one call, on NumPy 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from time import monotonic_ns
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxvec._slices._info_rows import one_of
 from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._results import split_reset, wrong_step
 from jaxvec._slices._slice import Done
+from jaxvec._slices._states import Gone
 from jaxvec._spaces import DictNode, KeyPath, Leaf, Node, build, format_path, leaves, map_leaves
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
@@ -151,6 +153,43 @@ class BatchSlice:
         """Is not asked for, as `put_objects`."""
         raise NotImplementedError
 
+    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+        """Is not asked for: a pool of batched envs keeps no states."""
+        raise NotImplementedError
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        dropped: Iterable[int],
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def simulate_states(
+        self,
+        sources: Sequence[int],
+        numbers: Sequence[int],
+        actions: Sequence[NDArray[Any]],
+        dropped: Iterable[int],
+    ) -> list[NDArray[Any]] | Gone:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+    ) -> None:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
         recorder = self.recorder = Recorder(capacity)
@@ -175,7 +214,7 @@ class BatchSlice:
         def ask(instance: Any, *mine: Any) -> Any:
             if callable(getattr(instance, "call", None)) and name != "render":  # only some of Gymnasium's
                 return instance.call(name, *mine, **kwargs)
-            attribute = getattr(instance, name)
+            attribute = attrgetter(name)(instance)
             return attribute(*mine, **kwargs) if callable(attribute) else attribute
 
         return self._ask(slots, args, ask, lambda slot: FailingAttribute(slot, name))
@@ -186,7 +225,7 @@ class BatchSlice:
         def read(instance: Any) -> Any:
             if callable(getattr(instance, "get_attr", None)):
                 return instance.get_attr(name)
-            return getattr(instance, name)
+            return attrgetter(name)(instance)
 
         return self._ask(slots, args, read, lambda slot: FailingAttribute(slot, name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class EnvRows:
         self._has_info = rows["has_info",]
         self._has_info[:] = False
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
         self.given: dict[int, Any] | None = None
 
@@ -56,8 +58,17 @@ class EnvRows:
         (obs,) = self._read_obs(np.array([index]))
         return obs
 
+    def put(self, indices: NDArray[Any], rows: Sequence[NDArray[Any]]) -> None:
+        """Writes whole rows of time steps, `[n, ...]` each."""
+        for array, row in zip(self._timestep, rows, strict=True):
+            array[indices] = row
+
+    def take_info(self, index: int, info: dict[str, Any]) -> None:
+        """Keeps a raw info whose declared keys another has written."""
+        self.infos[index] = info
+        self._has_info[index] = bool(info)
+
     def write_info(self, index: int, info: dict[str, Any]) -> None:
         """Writes what is declared of a raw info, and keeps all of it."""
         self._declared.write(index, info)
-        self.infos[index] = info
-        self._has_info[index] = bool(info)
+        self.take_info(index, info)

@@ -6,27 +6,34 @@ whole pool. A slot is its env's index in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from time import monotonic_ns
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats, _stepper
+from jaxvec._errors import EnvStateError
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
-from jaxvec._slices import _forks
+from jaxvec._slices import _env_states, _forks
 from jaxvec._slices._delivered import Delivered
 from jaxvec._slices._env_rows import EnvRows
-from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing, FailingAttribute
+from jaxvec._slices._env_states import StateFunctions
+from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing, FailingAttribute, find_attr, put_attr
 from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Episodes
 from jaxvec._slices._forks import forked
 from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._results import check_dict, conform_reward, wrong_step
+from jaxvec._slices._simulator import Simulator
 from jaxvec._slices._slice import Done
 from jaxvec._slices._slot_envs import SlotEnvs
 from jaxvec._slices._spares import Spares
+from jaxvec._slices._states import Gone, SlotState, States, pack, unpack
 from jaxvec._spaces import KeyPath
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing._recorder import Record, Recorder, span
@@ -47,6 +54,9 @@ class EnvSlice:
         spares: Spares | None = None,
         strict: bool = False,
         see_through: bool = True,
+        keeps_states: bool = False,
+        state_functions: StateFunctions | None = None,
+        lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
     ) -> None:
         """Makes the slice of envs.
@@ -60,6 +70,9 @@ class EnvSlice:
             spares: more envs, to take turns with these.
             strict: whether observations have to be members of their space.
             see_through: whether steps may pass by those of Gymnasium's wrappers that leave them as they are.
+            keeps_states: whether states of envs are saved.
+            state_functions: the user's, by which states of envs are taken and put back.
+            lends: whether envs that can may write to the rows themselves.
             replaces: if we take the place of a slice whose process is gone, and which left its rows: the
                 leaves of Python objects that the program had from it last.
         """
@@ -88,6 +101,8 @@ class EnvSlice:
             strict=strict,
             see_through=see_through and compiled is not None,
             rebuilt=left,
+            lends=lends,
+            keeps_states=keeps_states,
         )
         self._reward_shape = spec.reward.shape
         self._run = self._step_one
@@ -111,6 +126,27 @@ class EnvSlice:
             ).run
         self._options: Options = None  # of resets from outside
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
+        self._functions = state_functions
+        self._states = States(self._stats)
+        self._proved: set[Hashable] = set()  # kinds of envs that go on exactly from their states
+        self._simulator = Simulator(
+            env_fns,
+            first=first,
+            spec=spec,
+            slice_of=lambda envs, env_fn, arrays: EnvSlice(
+                envs,
+                [env_fn] * len(envs),
+                first=0,
+                worker=0,
+                spec=spec,
+                arrays=arrays,
+                strict=strict,
+                see_through=False,
+                keeps_states=True,
+                state_functions=state_functions,
+                lends=False,
+            ),
+        )
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))
         else:
@@ -229,7 +265,7 @@ class EnvSlice:
 
         def ask(slot: int, env: Env, *mine: Any) -> Any:
             with FailingAttribute(slot, name):
-                attribute = env.get_wrapper_attr(name)
+                attribute = find_attr(env, name)
             with Failing(slot, name):
                 return attribute(*mine, **kwargs) if callable(attribute) else attribute
 
@@ -240,7 +276,7 @@ class EnvSlice:
 
         def read(slot: int, env: Env) -> Any:
             with FailingAttribute(slot, name):
-                return env.get_wrapper_attr(name)
+                return find_attr(env, name)
 
         return self._ask(slots, args, read)
 
@@ -258,9 +294,153 @@ class EnvSlice:
 
         def put(slot: int, env: Env, value: Any) -> None:
             with FailingAttribute(slot, f"set_attr({name!r})"):
-                env.set_wrapper_attr(name, value)
+                put_attr(env, name, value)
 
         self._ask(slots, [(value,) for value in values], put)
+
+    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+        """Keeps the states of envs under these numbers, and forgets those that were `dropped`.
+
+        Envs whose states are saved for the first time have to prove that they can be put back.
+
+        Raises:
+            EnvFailure: of an env whose state can't be saved, or is not put back exactly.
+        """
+        with self._states.dropping(dropped):
+            for slot, number in zip(slots, numbers, strict=True):
+                with Failing(slot, "save"):
+                    self._prove(slot)
+                    self._states.keep(number, self.take_state(slot - self.first, slot))
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        dropped: Iterable[int],
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Has envs go on from states.
+
+        Args:
+            slots: `[n]`, whose envs.
+            sources: `[n]`, the number of a state, or its bytes.
+            dropped: as of `save_states`.
+            rows: the time steps that were current then, `[n, ...]`, if the parent can't write them here.
+
+        Raises:
+            EnvFailure: a state could not be put back; envs before it have theirs.
+        """
+        with self._states.dropping(dropped):
+            missing = self._states.missing(source for source in sources if isinstance(source, int))
+            if missing:
+                return Gone(missing)
+            for slot, source in zip(slots, sources, strict=True):
+                with Failing(slot, "restore"):
+                    state = self._states[source] if isinstance(source, int) else unpack([source])[0]
+                    self.put_state(slot - self.first, state)
+            if rows is not None:
+                self._rows.put(np.array(slots) - self.first, rows)
+            return None
+
+    def simulate_states(
+        self,
+        sources: Sequence[int],
+        numbers: Sequence[int],
+        actions: Sequence[NDArray[Any]],
+        dropped: Iterable[int],
+    ) -> list[NDArray[Any]] | Gone:
+        """Steps copies of envs from their states, and keeps the states after that.
+
+        Args:
+            sources: `[k]` numbers of the states before.
+            numbers: `[k]` of those after.
+            actions: a leaf each, `[k, ...]`.
+            dropped: as of `save_states`; may be among the sources.
+
+        Returns:
+            A leaf of the time step each, `[k, ...]`; but for `env_id`.
+
+        Raises:
+            EnvFailure: an env raised; it is called by the slot whose state was the first of this line.
+        """
+        with self._states.dropping(dropped):
+            missing = self._states.missing(sources)
+            if missing:
+                return Gone(missing)
+            states, rows = self._simulator.step([self._states[source] for source in sources], actions)
+            for number, state in zip(numbers, states, strict=True):
+                self._states.keep(number, state)
+            return rows
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Returns states as bytes; raises `EnvFailure` of one that can't be pickled."""
+        missing = self._states.missing(numbers)
+        if missing:
+            return Gone(missing)
+        states = [self._states[number] for number in numbers]
+        with Failing(states[0].slot if states else self.first, "export"):
+            return pack(states)
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+    ) -> None:
+        """Keeps states that come as bytes, as those of the envs of `slots`."""
+        with self._states.dropping(dropped):
+            for slot, number, one in zip(slots, numbers, packed, strict=True):
+                with Failing(slot, "import"):
+                    self._states.keep(number, replace(unpack([one])[0], slot=slot))
+
+    def take_state(self, index: int, slot: int) -> SlotState:
+        """Returns the state of an env, as that of a slot."""
+        if self._episodes.state[index] > IDLE:
+            raise EnvStateError(
+                "a fault has cut its last step, so there is nothing to save; step or reset it first"
+            )
+        info = self._rows.infos[index]
+        return SlotState(
+            slot,
+            _env_states.take(self._slots.envs[index], self._functions),
+            self._episodes.save(index),
+            *self._slots.save(index),
+            deepcopy(info) if info else {},
+            self._rows.final.is_written(index),
+            {path: column[index] for path, column in self._rows.objects.items()},
+        )
+
+    def put_state(self, index: int, state: SlotState, *, new_row: bool = False) -> None:
+        """Has an env go on from a state.
+
+        Args:
+            index: of the env.
+            state: of this env, or of another that was made by the same function.
+            new_row: whether its row is not that of the state, but one that others have used.
+        """
+        self._slots.make_ready(index)
+        env = _env_states.put(self._slots.envs[index], state.env, self._functions)
+        self._slots.restore(index, env, state.seed, state.new_seed, state.options)
+        self._episodes.restore(index, state.episode)
+        if new_row:
+            self._episodes.clear_marks(index)
+            return
+        self._rows.take_info(index, deepcopy(state.info) if state.info else {})
+        self._rows.final.note_written(index, is_written=state.is_final)
+        for path, value in state.objects.items():
+            self._rows.objects[path][index] = value
+        self._final_infos.pop(index, None)
+
+    def close(self) -> None:
+        """Closes the envs that were built to simulate."""
+        self._simulator.close()
+
+    def _prove(self, slot: int) -> None:
+        """Raises `EnvStateError` unless envs of this kind go on exactly from their states."""
+        kind, index = self._simulator.kind(slot), slot - self.first
+        if kind in self._proved:
+            return
+        fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
+        with self._slots.unlent(index) as env:
+            _env_states.prove(env, self._functions, fresh=fresh)
+        self._proved.add(kind)
 
     def _ask(self, slots: Iterable[int], args: Sequence[Any], ask: Callable[..., Any]) -> list[Any]:
         """Returns what `ask` returns of each of `slots`, its env, and `args` of it; may change the env."""

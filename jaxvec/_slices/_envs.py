@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -69,6 +70,21 @@ def is_wrapped(env: Any, wrapper_class: type) -> bool:
             return True
         env = env.env
     return False
+
+
+def find_attr(env: Env, name: str) -> Any:
+    """Returns an attribute of an env or a wrapper, or what a dotted name finds from there on."""
+    first, *rest = name.split(".")
+    return reduce(getattr, rest, env.get_wrapper_attr(first))
+
+
+def put_attr(env: Env, name: str, value: Any) -> None:
+    """Sets an attribute of an env or a wrapper, or of what a dotted name finds there."""
+    owner, _, last = name.rpartition(".")
+    if owner:
+        setattr(find_attr(env, owner), last, value)
+    else:
+        env.set_wrapper_attr(name, value)
 
 
 def build(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list[Any]:

@@ -118,6 +118,25 @@ class Episodes:
         self.state[index] = self._over
         return True
 
+    def is_over(self, index: int) -> bool:
+        """Says whether an env has to be reset before it steps again."""
+        ended = self._over == MARKED and bool(self._terminated[index] or self._truncated[index])
+        return ended or self.state[index] in (ENDED, IDLE)
+
+    def save(self, index: int) -> tuple[int, Any, int]:
+        """Returns what an env has to do, and return and length of its episode."""
+        return self.state[index], self._zero + self._returns[index], self._lengths[index]
+
+    def restore(self, index: int, saved: tuple[int, Any, int]) -> None:
+        """Goes on from what `save` returned, and leaves the row to others."""
+        self.state[index], self._returns[index], self._lengths[index] = saved
+
+    def clear_marks(self, index: int) -> None:
+        """Has the next step write flags even where the row, which is another's, may say what they are."""
+        self._idle[index] = False
+        if self.state[index] == PLAYING:
+            self.state[index] = MARKED
+
     def _restart(self, index: int, state: int) -> None:
         self.state[index], self._returns[index], self._lengths[index] = state, self._zero, 0
 

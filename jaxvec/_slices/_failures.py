@@ -14,7 +14,7 @@ from types import TracebackType
 
 import cloudpickle
 
-from jaxvec._errors import EnvAttributeError, EnvDataError, EnvError
+from jaxvec._errors import EnvAttributeError, EnvDataError, EnvError, EnvStateError
 from jaxvec._memory._rows import InvalidValue
 from jaxvec._slices._envs import AttributeFailure, EnvFailure
 
@@ -34,7 +34,7 @@ class Report:
     message: str
     traceback: str
     pickled: bytes | None
-    error: type[EnvError]
+    error: type[EnvError] | type[EnvStateError]
 
 
 def report(failure: EnvFailure) -> Report:
@@ -42,6 +42,8 @@ def report(failure: EnvFailure) -> Report:
     error = failure.__cause__ or failure
     kind = type(error)
     told_as = EnvDataError if isinstance(error, InvalidValue) else EnvError
+    if isinstance(error, EnvStateError):
+        told_as = EnvStateError
     return Report(
         env_id=failure.env_id,
         operation=failure.operation,
@@ -54,11 +56,13 @@ def report(failure: EnvFailure) -> Report:
     )
 
 
-def to_error(said: Report, *, worker: int | None) -> EnvError:
+def to_error(said: Report, *, worker: int | None) -> EnvError | EnvStateError:
     """Makes the error that the user gets, with the original exception as its cause if it travelled."""
     where = f"env {said.env_id}" + ("" if worker is None else f" (worker {worker})")
     if said.operation == "worker_init":
         where = f"worker {worker}"
+    if issubclass(said.error, EnvStateError):
+        return said.error(f"{said.operation} of {where}: {said.message}", env_id=said.env_id, worker=worker)
     given = "" if said.action is None else f" with action {said.action}"
     if said.error is EnvDataError:
         message = f"{where} returned wrong data from {said.operation}{given}: {said.message}"

@@ -71,6 +71,14 @@ class FinalStep:
         if self._info is not None:
             self._info.write(index, info)
 
+    def is_written(self, index: int) -> bool:
+        """Says whether row `index` has something else than zeros."""
+        return index in self._written
+
+    def note_written(self, index: int, *, is_written: bool) -> None:
+        """Takes note of a row that another has written."""
+        (self._written.add if is_written else self._written.discard)(index)
+
     def clear(self, index: int) -> None:
         """Zeroes row `index`."""
         if index not in self._written:

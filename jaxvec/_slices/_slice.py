@@ -10,11 +10,15 @@ from numpy.typing import NDArray
 from jaxvec._options import Options
 from jaxvec._slices._envs import EnvFailure
 from jaxvec._slices._parameters import Parameters
+from jaxvec._slices._states import Gone
 from jaxvec._spaces import KeyPath
 from jaxvec._tracing._recorder import Record, Recorder
 
 # Is told the first of some neighbouring slots, and how many: their rows are complete.
 Done = Callable[[int, int], None]
+
+# Of a request to the slice of envs `first` to `stop - 1`; `None` where it is not to be asked.
+Arguments: TypeAlias = Callable[[int, int], tuple[Any, ...] | None]
 
 # What a pool asks of all slices by name, while none of their envs is in flight.
 Asked: TypeAlias = Literal[
@@ -29,6 +33,11 @@ Asked: TypeAlias = Literal[
     "give_actions",
     "put_objects",
     "get_objects",
+    "save_states",
+    "restore_states",
+    "simulate_states",
+    "export_states",
+    "import_states",
 ]
 
 
@@ -105,6 +114,44 @@ class Slice(Protocol):
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         """Returns what a function returns of each env."""
+        ...
+
+    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+        """Keeps the states of envs under these numbers, and forgets those that were dropped."""
+        ...
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        dropped: Iterable[int],
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Has envs go on from states."""
+        ...
+
+    def simulate_states(
+        self,
+        sources: Sequence[int],
+        numbers: Sequence[int],
+        actions: Sequence[NDArray[Any]],
+        dropped: Iterable[int],
+    ) -> list[NDArray[Any]] | Gone:
+        """Steps copies of envs from their states, and keeps the states after that."""
+        ...
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Returns states as bytes."""
+        ...
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+    ) -> None:
+        """Keeps states that come as bytes."""
+        ...
+
+    def close(self) -> None:
+        """Closes what it has built itself; the envs that it was given are others' to close."""
         ...
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:

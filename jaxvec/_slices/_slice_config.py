@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxvec._slices._batch_slice import BatchSlice
 from jaxvec._slices._env_slice import EnvSlice
+from jaxvec._slices._env_states import StateFunctions
 from jaxvec._slices._envs import EnvFn
 from jaxvec._slices._slice import Slice
 from jaxvec._slices._spares import Spares
@@ -24,6 +25,8 @@ class SliceConfig:
         strict: whether observations have to be members of their space.
         see_through: whether steps may pass Gymnasium's own wrappers by.
         equal_spaces: whether observation spaces have to be equal, and not only alike.
+        keeps_states: whether states of envs are saved.
+        state_functions: the user's, by which states of envs are taken and put back; `None` for our own way.
     """
 
     size: int | None
@@ -31,6 +34,8 @@ class SliceConfig:
     strict: bool
     see_through: bool
     equal_spaces: bool
+    keeps_states: bool = False
+    state_functions: StateFunctions | None = None
 
     def slice_of(
         self, envs: list[Any], env_fns: Sequence[EnvFn], spares: Spares | None = None
@@ -45,4 +50,6 @@ class SliceConfig:
             spares=spares,
             strict=self.strict,
             see_through=self.see_through,
+            keeps_states=self.keeps_states,
+            state_functions=self.state_functions,
         )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from time import monotonic_ns
 from typing import Any
 
 from jaxvec import _seeds, _stats
 from jaxvec._memory._segment import Arrays
 from jaxvec._seeds import NONE
-from jaxvec._slices import _envs, _forks
+from jaxvec._slices import _env_states, _envs, _forks
 from jaxvec._slices._envs import Env, EnvFn
 from jaxvec._slices._forks import forked
 from jaxvec._slices._lending import Lending
@@ -46,12 +46,20 @@ class SlotEnvs:
         strict: bool,
         see_through: bool,
         rebuilt: bool,
+        lends: bool,
+        keeps_states: bool,
     ) -> None:
-        """Takes new envs; `rebuilt` are those that follow others, which are gone. See `EnvSlice`."""
+        """Takes new envs; see `EnvSlice`.
+
+        `rebuilt` are those that follow others, which are gone; only a slice that `lends` gives envs its rows.
+        """
         self.envs = envs
         self._see_through = see_through
         self.record(None)
         self.spares = spares
+        self._keeps_states = keeps_states
+        for env in envs if keeps_states else ():
+            _env_states.watch(env)
         self._has_spares = bool(spares)  # quicker to ask
         self._env_fns = env_fns
         self._first = first
@@ -59,8 +67,9 @@ class SlotEnvs:
             rows[name,] for name in ("seed", "last_seed", "rebuilds")
         )
         self._stats = stats
-        self._lending = Lending(obs, rows)
-        self._unlent = set(range(len(envs)))  # who was lent nothing yet: that is done with their next reset
+        self._lending, self._lends = Lending(obs, rows), lends
+        # Who was lent nothing yet: that is done with their next reset.
+        self._unlent = set(range(len(envs) if lends else 0))
         self.check_member = checker(envs[0].observation_space, ("obs",)) if strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._kept_options: dict[int, dict[str, Any]] = {}  # for the next reset of such envs in a step
@@ -124,9 +133,54 @@ class SlotEnvs:
         with suppress(BaseException):
             self.envs[index].close()
         (self.envs[index],) = _envs.build([self._env_fns[index]], self._first + index)
+        if self._keeps_states:
+            _env_states.watch(self.envs[index])
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
+
+    def was_reset(self, index: int) -> bool:
+        """Says whether an env was ever reset."""
+        return index not in self._unlent
+
+    def make_ready(self, index: int) -> None:
+        """Resets an env that never was: wrappers and simulators want that before they go on from a state."""
+        if not self.was_reset(index):
+            self.envs[index].reset(seed=0)
+            self._unlent.remove(index)
+
+    @contextmanager
+    def unlent(self, index: int) -> Generator[Env]:
+        """Lets an env write to memory of its own within the block, so that its row stays as it is."""
+        self._lending.take_back(self.envs[index])
+        try:
+            yield self.envs[index]
+        finally:
+            self._lend(index)
+
+    def save(self, index: int) -> tuple[int, int | None, dict[str, Any] | None]:
+        """Returns the last seed of an env, and seed and options for its next reset."""
+        options = self._kept_options.get(index)
+        return int(self._last_seeds[index]), self._new_seeds.get(index), options
+
+    def restore(
+        self, index: int, env: Env, seed: int, new_seed: int | None, options: dict[str, Any] | None
+    ) -> None:
+        """Gives a slot an env that goes on from a saved state, and what `save` returned then."""
+        self.envs[index] = env
+        self._lend(index)
+        self.changed(index)
+        self._last_seeds[index] = seed
+        self._new_seeds.pop(index, None)
+        if new_seed is not None:
+            self._new_seeds[index] = new_seed
+        self.keep_options(index, options)
+
+    def _lend(self, index: int) -> None:
+        if not self._lends:
+            self._lending.take_back(self.envs[index])
+        elif self.was_reset(index):
+            self._lending.lend(index, self.envs[index])
 
     def keep_options(self, index: int, options: dict[str, Any] | None) -> None:
         """Keeps options for the next reset of an env, if that is in a step and has none."""
@@ -142,8 +196,8 @@ class SlotEnvs:
         else:
             self._last_seeds[index] = seed
         if index in self._unlent:
-            self._lending.lend(index, self.envs[index])
             self._unlent.remove(index)
+            self._lend(index)
         self.targets.restart(index)
         result = self._call(self.targets.envs[index], self._first + index, seed, options)
         self._new_seeds.pop(index, None)

@@ -1,4 +1,4 @@
-"""Other kinds of env as Gymnasium envs, in a module each; none of them imports jax."""
+"""Other kinds of env as Gymnasium envs, or with a state, in a module each; none of them imports jax."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxvec.adapters import dm_env, pettingzoo
+    from jaxvec.adapters import dm_env, mlagents, pettingzoo, replay
 
-__all__ = ["dm_env", "pettingzoo"]
+__all__ = ["dm_env", "mlagents", "pettingzoo", "replay"]
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -18,11 +18,16 @@ from jax.experimental import io_callback
 from jax.extend.core import Jaxpr
 from jax.interpreters import batching
 
+from jaxvec._handoff._move import Verb
+
 # The class is not public, but what a callback does is written into every jaxpr. JAX's registries of effects
 # go by class, and the rules of `cond` and `while_loop` by instance.
 (_IO,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
 
 EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: "jaxvec"})()
+
+# Calls that have no effect: JAX may drop or repeat them.
+PURE = (Verb.GET_ATTR, Verb.SIMULATE)
 
 _COND = (
     "vmap of jax.lax.cond or switch, with a jaxvec call in a branch, and a predicate that differs between "

@@ -7,7 +7,10 @@ from functools import partial
 
 import jax
 
+from jaxvec._env_state import EnvState
 from jaxvec._spec import PoolSpec
+
+jax.tree_util.register_dataclass(EnvState, data_fields=["ids"], meta_fields=[])
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["spec", "transport"])

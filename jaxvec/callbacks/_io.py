@@ -20,9 +20,9 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec import _pools
-from jaxvec._handoff._move import Verb
 from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
+from jaxvec.callbacks._effect import PURE
 from jaxvec.callbacks._packing import Packing
 from jaxvec.callbacks._program import Call
 
@@ -37,7 +37,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> list[jax.Arr
     """
     packing = Packing.of(call.read(call.results(len(operands[0]))))
     answer = _Answer(call, len(operands[0]), len(operands[-1]), packing, platform != "cpu")
-    if call.verb is Verb.GET_ATTR:
+    if call.verb in PURE:
         arrays = jax.pure_callback(answer, packing.transfers, *_pack(operands))
     else:
         arrays = io_callback(answer, packing.transfers, *_pack(operands), ordered=False)

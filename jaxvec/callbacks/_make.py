@@ -66,6 +66,8 @@ def make(
     check: str = "structure",
     see_through: bool = True,
     spare_envs: int = 0,
+    states: int = 0,
+    state_functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None,
     start_timeout: float | None = 60,
     reset_timeout: float | None = 60,
     step_timeout: float | None = 60,
@@ -137,6 +139,11 @@ def make(
             takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
             the pool's seed and on the order in which the worker's episodes end, not on time. `call`
             and `set_attr` reach the envs that are in the slots then.
+        states: how many states of envs the pool keeps for `jaxvec.save`, `restore` and `simulate`; a newer
+            one takes the place of the oldest. Not with `spare_envs` or batched envs.
+        state_functions: `(get_state, set_state)` for envs whose state jaxvec can't take by itself:
+            `get_state(env)` returns all of the state of an env and its wrappers, `set_state(env, state)` has
+            an env that was made by the same function go on from it.
         start_timeout: seconds that the workers may take to build their envs, `None` for ever; also each of
             those that replace others later. Timeouts need processes; the serial backend has none.
         reset_timeout: seconds that a reset may take.

@@ -24,10 +24,13 @@ from jaxvec._errors import EnvIdError
 from jaxvec._handoff._move import Verb
 from jaxvec._native.library import NativeUnavailableError
 from jaxvec.callbacks import _ffi, _io, _profile, _program
-from jaxvec.callbacks._effect import EFFECT
+from jaxvec.callbacks._effect import EFFECT, PURE
 from jaxvec.callbacks._program import Call
 
 _FFI_PLATFORMS = ("cpu", "cuda")  # that the native library has handlers for
+
+# That return time steps.
+_TIMESTEPS = (Verb.RESET, Verb.STEP, Verb.RECV, Verb.RESTORE, Verb.SIMULATE)
 
 _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
@@ -67,7 +70,7 @@ def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
         return jax.core.ShapedArray(struct.shape, np.dtype(struct.dtype), sharding=sharding, **varying)
 
     results = [result(struct) for struct in call.read(call.results(token.shape[0]))]
-    return results, set() if call.verb is Verb.GET_ATTR else {EFFECT}
+    return results, set() if call.verb in PURE else {EFFECT}
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -> tuple[list[Any], list[int]]:
@@ -104,9 +107,9 @@ def _drop_unread(used: list[bool], *liveness_and_eqn: Any) -> tuple[list[bool], 
     """
     eqn = liveness_and_eqn[-1]
     call: Call = eqn.params["call"]
-    if call.verb is Verb.GET_ATTR and not any(used):  # it has no effect
+    if call.verb in PURE and not any(used):  # it has no effect
         return [False] * len(eqn.invars), None
-    if all(used) or call.verb not in (Verb.RESET, Verb.STEP, Verb.RECV):
+    if all(used) or call.verb not in _TIMESTEPS:
         return [True] * len(eqn.invars), eqn
     numbers = call.read(range(1 + len(call.spec.timestep_leaves)))
     unread = call.unread | {number for number, is_used in zip(numbers, used, strict=True) if not is_used}

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _seeds
+from jaxvec import _pools, _seeds
 from jaxvec._errors import EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory._rows import InvalidValue, conform
@@ -20,6 +20,8 @@ from jaxvec._memory._views import Deliver, Index, Rows, copies, into
 from jaxvec._pool import Pool
 from jaxvec._spaces import Leaf
 from jaxvec._spec import PoolSpec
+
+_ID = ((3,), np.dtype(np.uint32))  # of a state
 
 Array = NDArray[Any]
 Struct = jax.ShapeDtypeStruct
@@ -32,8 +34,10 @@ class Call:
     The first operand and the first result are the token, `[n, 3]` uint32. More operands, by verb:
     reset `[n, 2]` uint32 seeds (low and high word, as `_seeds.expand`) and an `[n]` bool mask; step the
     leaves of the action, `[n, ...]`; send those, `[k, ...]`, and `[k]` int32 env ids; call the leaves of
-    its arguments, `[n, ...]`. More results: of reset, step and recv the leaves of the time step, of
-    call `answers`. A read, which moves nothing, has those and no token.
+    its arguments, `[n, ...]`; restore `[n, 3]` uint32 ids of states; simulate those and the leaves of the
+    action. More results: of reset, step, recv, restore and simulate the leaves of the time step, of save
+    `[n, 3]` ids, of call `answers`. A read, which moves nothing, has those and no token. Nor does simulate
+    move anything: of its token only the pool counts, and the ids of the states after it take its place.
 
     Attributes:
         verb: what is asked for.
@@ -72,6 +76,10 @@ class Call:
             case Verb.STEP | Verb.SEND:
                 types = [(leaf.shape, leaf.stored) for leaf in self.spec.action_leaves]
                 types += [((), np.int32)] if self.verb is Verb.SEND else []
+            case Verb.RESTORE:
+                types = [_ID]
+            case Verb.SIMULATE:
+                types = [_ID, *((leaf.shape, leaf.stored) for leaf in self.spec.action_leaves)]
             case _:
                 types = self.arguments
         return [token, *(_struct(*each, sent if self.verb is Verb.SEND else rows) for each in types)]
@@ -82,6 +90,8 @@ class Call:
         match self.verb:
             case Verb.SEND:
                 return [token]
+            case Verb.SAVE:
+                return [token, _struct(*_ID, rows)]
             case Verb.GET_ATTR:
                 return [_struct(*each, rows) for each in self.answers]
             case Verb.CALL:
@@ -133,6 +143,13 @@ def answer(
     """
     token, *rest = operands
     call.check_rows(len(token), pool.spec.num_envs)
+    if call.verb is Verb.SIMULATE:
+        ids, *actions = rest
+        ids, rows = pool.simulate(ids, actions, deliver=_copies_for(call) if out is None else into(out[1:]))
+        if out is None:
+            return [ids, *rows]
+        out[0][:] = ids
+        return list(out)
     move = move_of(call, pool, token)
     if call.verb is Verb.GET_ATTR:
         return ask_envs(call, pool, move, [])
@@ -157,6 +174,12 @@ def answer(
             given = []
         case Verb.RECV:
             given = pool.recv(move, deliver=deliver)
+        case Verb.SAVE:
+            given = [pool.save(move)]
+            if out is not None:
+                out[1][:] = given[0]
+        case Verb.RESTORE:
+            given = _pools.restore(pool, move, rest[0], deliver=deliver)
         case _:
             given = ask_envs(call, pool, move, rest)
             if out is not None:

@@ -11,7 +11,7 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -97,6 +97,7 @@ class ActorLink:
         *,
         placement: Placement,
         workers: range,
+        resources: Mapping[str, float],
         method: StartMethod,
         predecessor: ActorLink | None,
     ) -> None:
@@ -107,16 +108,18 @@ class ActorLink:
             make_actor: starts the actor.
             placement: where it is put.
             workers: that it has room for.
+            resources: that it needs.
             method: how the actor starts them.
             predecessor: whose place this one takes, and which is lost.
         """
-        self.node = "no node yet, for which the Ray cluster has to have room,"
+        self.node = "no node yet"
         self.lost = False
         self.ahead = 0
         self._ray = ray
         self._make_actor = make_actor
         self._placement = placement
         self._workers = workers
+        self._resources = resources
         self._method = method
         self._predecessor = predecessor
         self._actor: Any = None
@@ -146,7 +149,7 @@ class ActorLink:
 
     def end(self, remote: RemoteWorker) -> None:
         """Ends a worker process; the actor with all others, if it does not do so in time."""
-        if self._actor is not None and not self.lost:
+        if self._receiver is not None and not self.lost:  # before that, the actor could not answer
             with suppress(Exception):
                 asked = self._do("end", remote.worker, remote.incarnation)
                 done, _ = self._ray.wait([asked], timeout=_ACKNOWLEDGED)
@@ -228,6 +231,7 @@ class ActorLink:
     def _wait_for(self, answer: Any) -> Any:
         """Waits for the first answer of the actor, as long as it can come."""
         while not self._ray.wait([answer], timeout=_EVERY)[0]:
+            self.node = f"no node yet, as Ray has not started its actor, which needs {self._resources},"
             if self.lost:
                 raise ActorLostError("was ended")
             if why := self._placement.lost():

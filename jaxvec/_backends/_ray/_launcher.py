@@ -7,6 +7,7 @@ passes on what they are told. So a lost actor is workers that died, and they are
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
@@ -171,20 +172,17 @@ class RayLauncher:
     def launch(self, worker: int) -> tuple[RemoteWorker, Channel]:
         if self._head.lost:
             raise ConnectionError(self._head.lost)
-        members = self._members(worker)
-        link = self._links.get(members[0])
-        if link is None or link.lost:
-            if link is not None and (why := self._placement.lost()):
-                raise ConnectionError(why)
-            link = self._links[members[0]] = ActorLink(
-                self._ray,
-                partial(self._start_actor, members),
-                placement=self._placement,
-                workers=members,
-                method=self._method,
-                predecessor=link,
-            )
-        ours, theirs = _channel.pair()
+        try:
+            link = self._link_of(self._members(worker))
+            ours, theirs = _channel.pair()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise OSError(
+                error.errno,
+                "too many open files for so many workers on Ray: this program keeps two for each worker and "
+                "more for each actor; raise its limit (ulimit -n), or take more workers_per_actor",
+            ) from error
         self._incarnations[worker] += 1
         return link.launch(worker, self._incarnations[worker], _channel.adopt(theirs)), ours
 
@@ -195,6 +193,23 @@ class RayLauncher:
         self._links.clear()
         if not self._head.lost:
             self._placement.close()
+
+    def _link_of(self, members: range) -> ActorLink:
+        """Returns the link to the actor of these workers, which may be a new one."""
+        link = self._links.get(members[0])
+        if link is None or link.lost:
+            if link is not None and (why := self._placement.lost()):
+                raise ConnectionError(why)
+            link = self._links[members[0]] = ActorLink(
+                self._ray,
+                partial(self._start_actor, members),
+                placement=self._placement,
+                workers=members,
+                resources=self._options.of_actor(len(members)),
+                method=self._method,
+                predecessor=link,
+            )
+        return link
 
     def _members(self, worker: int) -> range:
         """Returns the workers that live in the same actor."""

@@ -64,7 +64,8 @@ class AsyncVectorEnv(PooledVectorEnv):
             observation_mode: `"same"`, `"different"`, or the batched and the single space.
             autoreset_mode: Gymnasium's, or its name.
             max_concurrency: how many envs run at the same time, at most.
-            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `worker_env`, ….
+            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `worker_env`, …. `episodic=True` implies
+                `AutoresetMode.DISABLED`; infos then have `idle`, `[num_envs]` bool.
 
         Raises:
             RuntimeError: the envs' spaces differ.

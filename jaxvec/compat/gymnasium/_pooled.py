@@ -19,7 +19,7 @@ from jaxvec._errors import ActionError, EnvError, SpaceMismatchError
 from jaxvec._handoff._move import Caller, Verb
 from jaxvec._memory._views import Rows, copies, views
 from jaxvec._spaces import Leaf, Node, as_is, map_leaves
-from jaxvec._spec import parse_autoreset_mode
+from jaxvec._spec import Autoreset, parse_autoreset_mode
 from jaxvec.compat.gymnasium._errors import as_gymnasium, raise_original
 from jaxvec.compat.gymnasium._infos import batch
 
@@ -51,6 +51,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.copy = copy
         self.observation_mode = observation_mode
         self.autoreset_mode: AutoresetMode = parse_autoreset_mode(autoreset_mode)
+        if options.get("episodic") and self.autoreset_mode is AutoresetMode.NEXT_STEP:  # the default
+            self.autoreset_mode = AutoresetMode.DISABLED
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
         try:
             self.num_envs: int = self.pool.num_envs
@@ -161,7 +163,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         infos: Sequence[dict[str, Any]] = self.pool.infos
         if mask is not None:
             infos = [info if reset else {} for info, reset in zip(infos, mask.tolist(), strict=True)]
-        return self._observations(self.pool.spec.build_timestep(rows).obs), batch(infos)
+        timestep = self.pool.spec.build_timestep(rows)
+        return self._observations(timestep.obs), self._batch(infos, timestep.info)
 
     def _after_step(self, rows: Rows) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         spec = self.pool.spec
@@ -177,7 +180,13 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         scalars = (reward, terminated, truncated)
         if not self.copy:  # which is said of observations alone
             scalars = tuple(array.copy() for array in scalars)
-        return self._observations(obs), *scalars, batch(infos)
+        return self._observations(obs), *scalars, self._batch(infos, info)
+
+    def _batch(self, infos: Sequence[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
+        """Returns the infos as Gymnasium batches them; of episodic envs with `idle`, `[num_envs]` bool."""
+        if self.pool.spec.autoreset is not Autoreset.EPISODIC:
+            return batch(infos)
+        return {**batch(infos), "idle": ours["idle"].copy(), "_idle": np.ones(self.num_envs, np.bool_)}
 
     def _observations(self, obs: Any) -> Any:
         return _as_batch(self.pool.spec.obs, obs, writable=not self.copy)

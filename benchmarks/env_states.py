@@ -1,0 +1,101 @@
+"""What it costs to take an env's state and to put it back: python -m benchmarks.env_states.
+
+A figure is the least of many, in microseconds. Families that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import timeit
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gymnasium
+
+from jaxvec._slices._env_states import put, take, watch
+from jaxvec.adapters.replay import ReplayEnv
+
+
+def _preprocessed() -> Any:
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    return FrameStackObservation(AtariPreprocessing(gymnasium.make("ALE/Breakout-v5", frameskip=1)), 4)
+
+
+def _dm_control() -> Any:
+    from dm_control import suite
+
+    return importlib.import_module("jaxvec.adapters.dm_env").DmEnv(suite.load("cheetah", "run"))
+
+
+def _pettingzoo() -> Any:
+    env = importlib.import_module("mpe2.simple_tag_v3").parallel_env()
+    return importlib.import_module("jaxvec.adapters.pettingzoo").PettingZooEnv(env)
+
+
+def _envs() -> Iterator[tuple[str, Callable[[], Any]]]:
+    for name in ("CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "Taxi-v4", "MiniGrid-DoorKey-8x8-v0"):
+        yield name, lambda name=name: gymnasium.make(name)
+    for name in ("HalfCheetah-v5", "Humanoid-v5", "ALE/Breakout-v5"):
+        yield name, lambda name=name: gymnasium.make(name)
+    yield (
+        "ALE/Breakout-v5, no sticky actions",
+        lambda: gymnasium.make("ALE/Breakout-v5", repeat_action_probability=0.0),
+    )
+    yield "ALE/Breakout-v5, preprocessed", _preprocessed
+    yield "dm_control cheetah run", _dm_control
+    yield "PettingZoo simple_tag_v3", _pettingzoo
+    yield "LunarLander-v3 in ReplayEnv, after 20 steps", lambda: ReplayEnv(gymnasium.make("LunarLander-v3"))
+
+
+def _least(call: Callable[[], Any]) -> float:
+    once = timeit.timeit(call, number=1)
+    number = max(1, int(1e-3 / once))
+    repeat = max(5, min(400, int(0.6 / (once * number))))
+    return min(timeit.repeat(call, number=number, repeat=repeat)) / number * 1e6
+
+
+def main() -> None:
+    """Prints a table."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("MUJOCO_GL", "disabled")
+    for module in ("ale_py", "minigrid"):
+        try:
+            gymnasium.register_envs(importlib.import_module(module))
+        except ImportError:
+            continue
+    print("| env | take | put | a step | bytes when pickled |\n| --- | --- | --- | --- | --- |")
+    for name, make in _envs():
+        try:
+            env = make()
+        except Exception as error:
+            print(f"{name}: {error}")
+            continue
+        print(f"| {name} | {' | '.join(_costs(env))} |", flush=True)
+        env.close()
+
+
+def _costs(env: Any) -> list[str]:
+    watch(env)
+    env.reset(seed=0)
+    actions = env.action_space
+    actions.seed(0)
+    for _ in range(20):
+        env.step(actions.sample())
+    state, action = take(env), actions.sample()
+    size = len(pickle.dumps(state))
+
+    def step() -> None:
+        *_, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            env.reset()
+
+    costs = (_least(call) for call in (lambda: take(env), lambda: put(env, state), step))
+    return [*(f"{cost:.0f}" for cost in costs), f"{size:,}"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""The state of an env as a value: an env that is put back time and again does what another one does."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import mmap
+import pickle
+import random
+import socket
+import threading
+import weakref
+from collections import Counter, deque
+from functools import partial
+from pathlib import Path
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from gymnasium import spaces, wrappers
+from gymnasium.utils import EzPickle
+
+import jaxvec
+from jaxvec._slices._env_states import prove, put, take, watch
+from jaxvec.adapters.replay import ReplayEnv
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
+    """Compares an env that is stepped with two that take turns, between which states go to and fro.
+
+    Before a state is put, the env goes elsewhere for some steps, through a reset with another seed at times.
+    """
+    rng = np.random.default_rng(0)
+    straight, mine, other = (env_fn() for _ in range(3))
+    actions = copy.deepcopy(straight.action_space)
+    actions.seed(1)
+
+    def wander(env):
+        if rng.random() < 0.3:
+            env.reset(seed=int(rng.integers(99)))
+        for _ in range(rng.integers(1, 5)):
+            result = env.step(actions.sample())
+            if result[2] or result[3]:
+                env.reset()
+
+    for env in (straight, mine, other):
+        watch(env)
+    prove(mine, fresh=True)
+    other.reset(seed=5)
+    wander(other)
+    assert_equal(mine.reset(seed=3), straight.reset(seed=3))
+    count = 0
+    for step in range(num_steps):
+        if step % 6 == 0:
+            state = take(mine)
+            if pickled and rng.random() < 0.1:
+                state = pickle.loads(pickle.dumps(state))
+            wander(mine)
+            if rng.random() < 0.5:
+                mine, other = other, mine
+                put(mine, state)
+                wander(mine)
+            assert put(mine, state) is mine
+        action = actions.sample()
+        expected, seen = straight.step(action), mine.step(action)
+        assert_equal(seen, expected, step)
+        if expected[2] or expected[3]:
+            count += 1
+            assert_equal(mine.reset(), straight.reset(), step)
+    assert count >= ends
+    prove(mine)
+    for env in (straight, mine, other):
+        env.close()
+
+
+def assert_equal(seen, expected, step=-1):
+    seen, expected = (jax.tree_util.tree_flatten_with_path(result)[0] for result in (seen, expected))
+    assert len(seen) == len(expected)
+    for (path, one), (other_path, other) in zip(seen, expected, strict=True):
+        assert path == other_path
+        assert type(one) is type(other), (step, path)
+        if isinstance(one, (np.ndarray, np.generic)):
+            assert one.dtype == other.dtype, (step, path)
+            assert one.shape == other.shape, (step, path)
+            assert one.tobytes() == other.tobytes(), (step, path)
+        else:
+            assert one == other or (one != one and other != other), (step, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("Acrobot-v1", 1),
+        ("CartPole-v1", 20),
+        ("MountainCar-v0", 3),
+        ("MountainCarContinuous-v0", 0),
+        ("Pendulum-v1", 3),
+        ("Blackjack-v1", 300),
+        ("CliffWalking-v1", 0),
+        ("FrozenLake-v1", 30),
+        ("Taxi-v4", 3),
+    ],
+)
+def test_gymnasiums_own(name, ends):
+    assert_goes_on(partial(gymnasium.make, name), ends=ends)
+
+
+def test_wrappers_with_states_of_their_own():
+    def wrapped():
+        env = wrappers.RecordEpisodeStatistics(gymnasium.make("CartPole-v1", max_episode_steps=30))
+        env = wrappers.NormalizeReward(wrappers.NormalizeObservation(env))
+        return wrappers.FrameStackObservation(wrappers.DelayObservation(env, 2), 3)
+
+    class Timeless(gymnasium.Wrapper):
+        def step(self, action):
+            *rest, info = self.env.step(action)
+            info.get("episode", {}).pop("t", None)
+            return *rest, info
+
+    assert_goes_on(lambda: Timeless(wrapped()), ends=20)
+
+
+class Toy(gymnasium.Env):
+    """Has one of each kind of thing that a state may hold; `step` returns and changes all of them."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (12,), np.float64)
+
+    class Thing:
+        __slots__ = ("__hidden", "place")
+
+        def __init__(self, place):
+            self.place = place
+            self.__hidden = [place]
+
+        def move(self, by):
+            self.place += by
+            self.__hidden.append(self.place)
+            return sum(self.__hidden[-3:])
+
+    def __init__(self):
+        self.action_space = spaces.Dict(
+            {"a": spaces.Discrete(3), "b": spaces.Tuple([spaces.Box(-1, 1, (2,))])}
+        )
+        self.grid = np.zeros((4, 5), order="F")
+        self.row = self.grid[1:3, 2]  # a view
+        self.thing = self.Thing(1)
+        self.move = self.thing.move  # a bound method
+        self.pair = (self.thing, [self.thing])  # aliases
+        self.me = weakref.ref(self)
+        self.cycle = {"env": self, 0: []}
+        self.cycle["cycle"] = self.cycle
+        self.python = random.Random(1)
+        self.old = np.random.RandomState(1)
+        self.file = io.BytesIO()
+        self.names = {"b", "a"}
+        self.recent = deque(maxlen=3)
+        self.counts = Counter()
+        self.table = {number: [(number, 0.5)] for number in range(99)}
+        self.objects = np.array([[], [1]], object)
+        self.iterator = itertools.count(3)
+        count = 0
+
+        def draw():  # closes over the env, and counts
+            nonlocal count
+            count += 1
+            return self.thing.place + count
+
+        self.draw = draw
+        self.lock = threading.Lock()
+        self.nothing = object()
+        self.fixed = np.arange(3.0)
+        self.fixed.flags.writeable = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.action_space.seed(seed)
+        self.shared = self.np_random.spawn(1)[0]
+        self.late = self.Thing(5)
+        return self._observe(), {}
+
+    def step(self, action):
+        self.row[...] += self.shared.random()
+        self.thing.move(int(action["a"]))
+        self.recent.append(self.Thing(len(self.recent)))
+        self.counts[int(action["a"])] += 1
+        self.table[int(action["a"])].append((1, 2.0))
+        self.objects[0, ...].append(next(self.iterator)) if self.objects.ndim > 1 else self.objects[0].append(
+            1
+        )
+        self.names.add(str(self.python.random())[:3])
+        self.file.write(b"x" * int(self.old.randint(3)))
+        self.cycle["cycle"]["cycle"][0].append(self.cycle["env"].draw())
+        over = bool(self.np_random.random() < 0.1)
+        return (
+            self._observe(),
+            float(self.action_space.sample()["b"][0][0]),
+            over,
+            False,
+            {"names": sorted(self.names)},
+        )
+
+    def _observe(self):
+        return np.array(
+            [
+                *(
+                    self.grid.sum(),
+                    self.move(1),
+                    self.pair[0].place,
+                    self.pair[1][0].move(2),
+                    self.me().draw(),
+                ),
+                *(
+                    self.python.random(),
+                    self.old.random(),
+                    self.file.tell(),
+                    len(self.recent),
+                    self.counts[1],
+                ),
+                *(
+                    sum(map(len, self.table.values())),
+                    next(self.iterator) + sum(map(len, self.objects)) + self.fixed[1],
+                ),
+            ]
+        )
+
+
+def test_all_that_attributes_may_hold():
+    assert_goes_on(Toy, ends=30, pickled=False)
+
+
+class Constructed(EzPickle, gymnasium.Wrapper):
+    """Copies and pickles as a new one, without its state; so does what is in it."""
+
+    class Part(EzPickle):
+        def __init__(self):
+            EzPickle.__init__(self)
+            self.total = 0
+
+    def __init__(self):
+        EzPickle.__init__(self)
+        gymnasium.Wrapper.__init__(self, gymnasium.make("CartPole-v1"))
+        self.part = self.Part()
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        self.part.total += self.steps
+        obs, *rest, info = self.env.step(action)
+        return obs, *rest, info | {"steps": self.steps, "total": self.part.total}
+
+
+def test_what_copies_without_its_state():
+    assert_goes_on(Constructed)
+    env = Constructed()
+    env.reset()
+    env.step(0)
+    assert copy.deepcopy(env).steps == 0
+
+
+_COUNTERS = weakref.WeakKeyDictionary()
+
+
+class Hidden(gymnasium.Env):
+    """Counts its steps where Python's attributes don't show it."""
+
+    observation_space = spaces.Discrete(99)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.last = -1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action):
+        self.last = next(_COUNTERS.setdefault(self, itertools.count()))
+        return self.last % 7, 0.0, False, False, {}
+
+
+class Tells(Hidden):
+    """Says its state, which is in no attribute."""
+
+    def get_state(self):
+        return self.last
+
+    def set_state(self, state):
+        _COUNTERS[self] = itertools.count(state + 1)
+
+
+def test_an_env_may_say_its_state_itself():
+    assert_goes_on(Tells, ends=0, pickled=False)
+
+
+def test_so_may_its_user():
+    env = wrappers.TimeLimit(Hidden(), 9)
+
+    def get(env):
+        return env.unwrapped.last
+
+    def set_(env, last):
+        env.unwrapped.last = last
+        _COUNTERS[env.unwrapped] = itertools.count(last + 1)
+
+    env.reset(seed=0)
+    env.step(0)
+    prove(env, (get, set_))
+    state = take(env, (get, set_))
+    first = [env.step(0) for _ in range(7)]
+    for _ in range(3):
+        put(env, state, (get, set_))
+        assert [env.step(0) for _ in range(7)] == first  # TimeLimit's count is put back, too
+
+
+def test_what_is_not_in_attributes_is_seen():
+    env = wrappers.TimeLimit(Hidden(), 9)
+    with pytest.raises(
+        jaxvec.EnvStateError, match=r"Hidden does not go on .* after 1 of .*, obs differs; .* Hidden.last"
+    ):
+        prove(env, fresh=True)
+
+    class Global(Hidden):
+        def step(self, action):
+            return random.randrange(50), 0.0, False, False, {}
+
+    with pytest.raises(jaxvec.EnvStateError, match=r"(?s)obs differs.* global .* generator"):
+        prove(Global(), fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Path(__file__).open(), "an open file"),  # noqa: SIM115
+        (lambda: socket.socket(), "a socket"),
+        (lambda: (number for number in range(3)), "a generator"),
+        (lambda: threading.Thread(), "a thread"),
+    ],
+)
+def test_what_is_no_value_is_named(make, what):
+    env = wrappers.TimeLimit(Hidden(), 9)
+    held = make()
+    env.unwrapped.parts = {"held": [held]}
+    with pytest.raises(
+        jaxvec.EnvStateError, match=rf"Hidden.parts\['held'\]\[0\], it is {what}.* state_functions"
+    ):
+        take(env)
+    if hasattr(held, "close"):
+        held.close()
+
+
+def test_a_state_is_for_envs_of_its_kind():
+    state = take(gymnasium.make("CartPole-v1"))
+    for other in (gymnasium.make("Acrobot-v1"), gymnasium.make("CartPole-v1").unwrapped):
+        with pytest.raises(jaxvec.EnvStateError, match="a state of .*CartPoleEnv can't be put into"):
+            put(other, state)
+
+
+def test_memory_that_is_lent_stays():
+    """What an env writes to a buffer is its own; the state has a copy of it, and the env keeps the buffer."""
+    segment = mmap.mmap(-1, 4096)
+    buffers = list(np.frombuffer(segment, np.float64).reshape(2, -1)[:, :5])
+
+    class Writer(Hidden):
+        observation_space = spaces.Box(-np.inf, np.inf, (5,), np.float64)
+
+        def set_observation_buffer(self, buffer):
+            self.lent = {"there": (buffer,)}
+
+        def step(self, action):
+            self.lent["there"][0][...] += self.np_random.random(5)
+            return self.lent["there"][0], 0.0, False, False, {}
+
+    envs = [Writer(), Writer()]
+    for env, buffer in zip(envs, buffers, strict=True):
+        env.reset(seed=0)
+        env.set_observation_buffer(buffer)
+    envs[0].step(0)
+    state = take(envs[0])
+    first = [envs[0].step(0)[0].copy() for _ in range(3)]
+    for env, buffer in zip(envs, buffers, strict=True):
+        assert put(env, state).lent["there"][0] is buffer
+        for expected in first:
+            np.testing.assert_array_equal(env.step(0)[0], expected)
+            np.testing.assert_array_equal(buffer, expected)
+
+
+def test_a_replayed_env():
+    assert_goes_on(lambda: ReplayEnv(gymnasium.make("CartPole-v1")), ends=20)
+    assert_goes_on(lambda: ReplayEnv(lambda: gymnasium.make("FrozenLake-v1")), ends=20)
