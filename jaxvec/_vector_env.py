@@ -277,7 +277,7 @@ class VectorEnv:
         Raises:
             EnvStateError: a state can't be saved, or not be pickled.
             OSError: the file can't be written.
-            And as `save` and `restore`.
+            JaxvecError: as `save` and `restore`.
         """
         _state_files.write(Path(path), self.pack_states(state).tobytes())
 
