@@ -12,10 +12,20 @@ import cloudpickle
 import gymnasium
 
 from jaxvec._errors import EnvStateError
-from jaxvec._slices import _foreign
 from jaxvec._slices._differences import difference
 from jaxvec._slices._envs import Env
-from jaxvec._slices._snapshots import NOTHING, CannotCopy, Fields, Node, Putter, Taker, compare_fields
+from jaxvec._slices._snapshots import (
+    NOTHING,
+    CannotCopy,
+    Fields,
+    Node,
+    Putter,
+    Taker,
+    compare_fields,
+    put_layer,
+    take_layer,
+    watch_ale,
+)
 
 __all__ = ["EnvState", "prove", "put", "take", "watch"]
 
@@ -50,7 +60,7 @@ def watch(env: Env) -> None:
 
     Call it when the env was made, before its first reset; others are left as they are.
     """
-    _foreign.watch(_layers(env)[-1])
+    watch_ale(_layers(env)[-1])
 
 
 def take(env: Env, functions: StateFunctions | None = None) -> EnvState:
@@ -78,19 +88,19 @@ def take(env: Env, functions: StateFunctions | None = None) -> EnvState:
     try:
         for layer in layers:
             if layer is not base:
-                taken.append(taker.layer(layer))
+                taken.append(take_layer(taker, layer))
             elif functions is not None:
                 held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
                 taken.append(({}, {name: taker.value(value) for name, value in held.items()}, -1))
                 own = taker.value(functions[0](env))
             elif methods is None:
-                taken.append(taker.layer(base))
+                taken.append(take_layer(taker, base))
             else:
                 if isinstance(base, gymnasium.Wrapper):
                     taken.append(NOTHING)  # it says what it keeps, of the env inside, too
                 else:
                     taker.lenient = True
-                    taken.append(taker.layer(base))
+                    taken.append(take_layer(taker, base))
                     taker.lenient = False
                 own = taker.value(methods[0](base))
     except CannotCopy as error:
@@ -134,7 +144,7 @@ def put(env: Env, state: EnvState, functions: StateFunctions | None = None) -> E
         elif (methods := _own_methods(type(base))) is not None:
             methods[1](base, putter.value(state.own, None))
         for layer, fields in zip(layers, state.layers, strict=True):
-            putter.layer(layer, fields)
+            put_layer(putter, layer, fields)
     except CannotCopy as error:
         raise EnvStateError(
             f"a state of {type(base).__name__} can't be put back: {error.what}. {error.advice or _ADVICE}"

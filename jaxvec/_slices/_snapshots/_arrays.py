@@ -1,0 +1,130 @@
+"""NumPy's arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxvec._slices._snapshots._core import CannotCopy, Node, Putter, TakesParts
+
+
+class _Array(Node):
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return self.array.copy("K")
+
+
+class _Constant(Node):
+    """An array that nobody can write to."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return self.array
+
+
+class _View(Node):
+    """An array in the memory of another one."""
+
+    __slots__ = ("dtype", "offset", "shape", "strides", "whole")
+
+    whole: _Array
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        whole = putter.value(self.whole, None)
+        flat = whole.reshape(-1, order="A").view(np.uint8)
+        return np.ndarray(self.shape, self.dtype, flat, self.offset, self.strides)
+
+
+class _Objects(Node):
+    """An array of Python objects."""
+
+    __slots__ = ("items", "shape")
+
+    shape: tuple[int, ...]
+    items: list[Any]
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        array = np.empty(len(self.items), object)
+        same = isinstance(old, np.ndarray) and old.shape == self.shape
+        olds = old.ravel().tolist() if same else [None] * len(self.items)
+        for number, item in enumerate(self.items):
+            array[number] = putter.value(item, olds[number])
+        return array.reshape(self.shape)
+
+
+class _Elsewhere(Node):
+    """An array in memory that is not NumPy's: what was there is written there again."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        if _is_elsewhere(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype):
+            if old.flags.writeable:
+                np.copyto(old, self.array)
+            return old
+        return self.array.copy()
+
+
+def _owner(array: Any) -> Any:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and not _owner(value).flags.owndata
+
+
+def take_array(taker: TakesParts, value: Any) -> Any:
+    node: Any
+    if value.dtype.hasobject:
+        if value.dtype != object:
+            raise CannotCopy("it is an array of records with Python objects in them")
+        node = _Objects()
+        taker.remember(value, node)
+        node.shape = value.shape
+        node.items = taker.items(value.ravel().tolist())
+        return node
+    base = value.base
+    if base is None:
+        node = _Array(value.copy("K")) if value.flags.writeable else None
+        if node is None:
+            return _Constant(value)
+    elif _is_elsewhere(value):
+        node = _Elsewhere(value.copy())
+    else:
+        node = _take_view(taker, value, _owner(value))
+    taker.remember(value, node)
+    return node
+
+
+def _take_view(taker: TakesParts, value: Any, owner: Any) -> Any:
+    dense = owner.flags.forc and owner.size
+    if (
+        not dense
+        or not owner.flags.writeable
+        or owner.nbytes > 64 * max(value.nbytes, 64)
+        or owner.dtype.hasobject
+    ):
+        return _Array(value.copy("K"))  # such as one number of a table
+    node = _View()
+    node.whole = taker.value(owner)
+    node.dtype, node.shape, node.strides = value.dtype, value.shape, value.strides
+    node.offset = value.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+    return node

@@ -1,0 +1,46 @@
+"""An env and its wrappers, which stand for themselves: only their attributes are taken and put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+
+from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
+from jaxvec._slices._snapshots._fields import NOTHING, Fields
+
+# Of Gymnasium's envs, what their constructors were told. It is the same for all that one function makes.
+_TOLD = frozenset(
+    {"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"}
+)
+_TOLD_WRAPPERS = _TOLD | {"env"}
+
+
+class _Layer(Node):
+    """The env, or one of its wrappers."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return putter.layers[self.number]
+
+
+def layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: B006
+    while len(known) < count:
+        known.append(_Layer(len(known)))
+    return known[:count]
+
+
+def take_layer(taker: TakesParts, layer: Any) -> Fields:
+    """Takes the attributes of an env or a wrapper."""
+    if type(layer) is gymnasium.wrappers.PassiveEnvChecker:
+        return NOTHING  # it warns once, and changes nothing
+    return taker.fields(layer, _TOLD_WRAPPERS if isinstance(layer, gymnasium.Wrapper) else _TOLD)
+
+
+def put_layer(putter: Putter, layer: Any, fields: Fields) -> None:
+    """Gives an env or a wrapper its attributes."""
+    putter.fields(layer, fields, _TOLD_WRAPPERS)

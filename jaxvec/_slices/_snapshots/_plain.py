@@ -1,0 +1,74 @@
+"""Sets, and large containers that hardly ever change, such as tables of transitions, of atoms only."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from jaxvec._slices._snapshots._atoms import ATOMS
+from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
+
+LARGE = 8  # entries
+
+
+class Plain(Node):
+    """A set, or a large container, of atoms only."""
+
+    __slots__ = ("copy",)
+
+    def __init__(self, copy: Any) -> None:
+        self.copy = copy
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        if type(old) is type(self.copy) and old == self.copy and putter.reuse(old):
+            return old
+        return _copy_plain(self.copy)
+
+
+def take_plain(taker: TakesParts, value: Any) -> Plain | None:
+    """Takes a container of atoms. While it stays equal, all snapshots of an env share one copy."""
+    known = taker.plains.get(id(value))
+    if known is not None and known[0] is value and known[1].copy == value:
+        return known[1]
+    try:
+        node = Plain(_copy_plain(value))
+    except _NotPlain:
+        return None
+    taker.plains[id(value)] = value, node
+    return node
+
+
+def _copy_plain(value: Any) -> Any:
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind is list:
+        return [one if type(one) in ATOMS else _copy_plain(one) for one in value]
+    if kind is dict:
+        return {
+            key if type(key) in ATOMS else _copy_plain(key): _copy_plain(one) for key, one in value.items()
+        }
+    if kind is tuple:
+        if all(type(one) in ATOMS for one in value):
+            return value
+        return tuple(_copy_plain(one) for one in value)
+    if kind in (set, frozenset) and all(type(one) in ATOMS for one in value):
+        return value.copy()
+    raise _NotPlain
+
+
+class _NotPlain(Exception):
+    pass
+
+
+_plains: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+
+
+def plains_of(env: Any) -> dict[int, tuple[Any, Any]]:
+    try:
+        found = _plains.get(env)
+        if found is None:
+            found = _plains[env] = {}
+    except TypeError:  # it has no hash
+        found = {}
+    return found

@@ -1,0 +1,70 @@
+"""Gymnasium's spaces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+
+from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
+
+
+class _Space(Node):
+    """A space, which never changes, but for the random numbers that `sample` draws."""
+
+    __slots__ = ("alike", "generators", "space")
+
+    def __init__(self, space: Any, generators: list[Any]) -> None:
+        self.space = self.alike = space  # and another env's, that was found to be equal: that costs 0.1 ms
+        self.generators = generators
+
+    def __reduce__(self) -> Any:
+        return _Space, (self.space, self.generators)
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        if old is not self.space and old is not self.alike:
+            if type(old) is not type(self.space) or old != self.space:
+                old = copy.deepcopy(self.space)
+            else:
+                self.alike = old
+        if self.generators is _NO_GENERATORS:
+            old._np_random = None
+            return old
+        for space, generator in zip(_spaces_in(old), self.generators, strict=True):
+            space._np_random = putter.value(generator, space._np_random)
+        return old
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.generators, other.generators
+
+
+def take_space(taker: TakesParts, value: Any) -> Any:
+    if type(value) in _SIMPLE_SPACES and value._np_random is None:
+        known = taker.plains.get(id(value))  # which keeps the space, so the number is its own
+        if known is None:
+            known = taker.plains[id(value)] = value, _Space(value, _NO_GENERATORS)
+        return known[1]
+    node = _Space(value, [taker.value(space._np_random) for space in _spaces_in(value)])
+    taker.remember(value, node)
+    return node
+
+
+def _spaces_in(space: Any) -> list[Any]:
+    found = [space]
+    if type(space) not in _SIMPLE_SPACES:
+        for held in vars(space).values():
+            if isinstance(held, gymnasium.Space):
+                found += _spaces_in(held)
+            elif isinstance(held, (dict, list, tuple)):
+                for one in held.values() if isinstance(held, dict) else held:
+                    if isinstance(one, gymnasium.Space):
+                        found += _spaces_in(one)
+    return found
+
+
+_NO_GENERATORS: list[Any] = [None]
+_SIMPLE_SPACES = {
+    getattr(gymnasium.spaces, name) for name in ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
+}
