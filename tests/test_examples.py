@@ -157,7 +157,7 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
 
 
 class ForkEnv(gymnasium.Env):
-    """Pays 1, and ends, if its first three actions are those that the seed has drawn; goes on for ten steps."""
+    """Pays 1, and ends, if its first three actions are those that the seed has drawn; else it takes ten."""
 
     observation_space = spaces.Discrete(11)
     action_space = spaces.Discrete(2, start=3)

@@ -1,13 +1,24 @@
-"""Gumbel MuZero search that plans with the envs themselves: no learned model, one `jax.jit`.
+r"""Gumbel MuZero search that plans with the envs themselves: no learned model, one `jax.jit`.
 
     python -m jaxvec.examples.search
+    python -m jaxvec.examples.search --env FrozenLake-v1 --env-options '{"is_slippery": false}' \
+        --num-simulations 128
 
 The tree search is mctx's. Its model is `jaxvec.simulate`, which steps copies of the envs from the states in
 the tree. The policy that is searched with takes all actions equally often, and the value of a state is the
 return of a few steps with that policy. So all that is better than chance comes from the search.
 
 The state of an env has its random numbers in it, so the search foresees what they bring. That is fair where
-an env is deterministic after its reset, as CartPole and the puzzles are.
+an env is deterministic after its reset, as CartPole and this lake are.
+
+Mean returns of 8 episodes that these commands printed, with as many simulations a step:
+
+| env | simulations | the policy alone | with search |
+| --- | --- | --- | --- |
+| CartPole-v1 | 16 | 18.9 | 108.3 |
+| FrozenLake-v1, not slippery | 32 | 0 | 0.63 |
+| FrozenLake-v1, not slippery | 64 | 0 | 0.63 |
+| FrozenLake-v1, not slippery | 128 | 0 | 1 |
 """
 
 # mctx's records are chex's dataclasses, whose fields pyright does not see.
