@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from jaxvec.examples import ppo
+from jaxvec.examples import ppo, search
 
 pytestmark = pytest.mark.jax_version
 
@@ -154,3 +154,53 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
     advantage, target = ppo.estimate(agent, None, steps)
     np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(target, expected + value, rtol=1e-5, atol=1e-6)
+
+
+class ForkEnv(gymnasium.Env):
+    """Pays 1, and ends, if its first three actions are those that the seed has drawn; else it takes ten."""
+
+    observation_space = spaces.Discrete(11)
+    action_space = spaces.Discrete(2, start=3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.taken, self.secret = [], [3 + int(action) for action in self.np_random.integers(2, size=3)]
+        return 0, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.taken.append(int(action))
+        over = len(self.taken) == 3 and self.taken == self.secret
+        return len(self.taken), float(over), over, len(self.taken) == 10, {}
+
+
+def test_search_finds_what_the_policy_alone_does_not(register, capsys):
+    register("Fork-v0", ForkEnv, disable_env_checker=True)
+    options = "--env Fork-v0 --num-envs 6 --num-workers 2 --num-simulations 16 --rollout-steps 2"
+    result = search.main(options.split())
+    assert result.searched.tolist() == [1.0] * 6
+    assert result.alone.shape == (6,)
+    assert result.alone.mean() < 1
+    printed = capsys.readouterr().out
+    assert "mean return 1 with search, from 1 to 1, of 6 episodes" in printed
+    assert f"mean return {result.alone.mean():.6g} the policy alone" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rollout-steps", "-1"], "rollout steps at least 0"),
+        (["--env-options", "is_slippery"], "--env-options is not JSON"),
+        (["--env-options", "[1]"], "must be a JSON object"),
+    ],
+)
+def test_search_refuses_options_that_do_not_fit(options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        search.main(options)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_search_says_which_actions_it_takes():
+    with pytest.raises(SystemExit, match=r"Pendulum-v1: this search takes Discrete actions, not Box"):
+        search.main(["--env", "Pendulum-v1", "--num-envs", "2"])

@@ -41,3 +41,11 @@ def test_an_example_says_what_it_needs(example):
     assert said.returncode != 0
     assert "ImportError: jaxvec's examples need optax: pip install " in said.stderr
     assert '"optax>=' in said.stderr
+
+
+def test_the_search_says_that_it_needs_mctx():
+    script = "import sys, runpy; sys.modules['mctx'] = None; runpy.run_module('jaxvec.examples.search')"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert said.returncode != 0
+    assert "ImportError: jaxvec.examples.search needs mctx: pip install " in said.stderr
+    assert '"mctx>=' in said.stderr
