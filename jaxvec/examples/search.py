@@ -45,8 +45,8 @@ from jaxvec import EnvState, Handle, TimeStep, _extras
 
 try:
     import mctx
-except ImportError as error:
-    raise ImportError(f"jaxvec.examples.search needs mctx: {_extras.command('search')}") from error
+except ImportError as _error:
+    raise ImportError(f"jaxvec.examples.search needs mctx: {_extras.command('search')}") from _error
 
 
 def _option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
