@@ -122,7 +122,6 @@ class Pool:
         self._saved = SavedStates(
             spec,
             workers,
-            self._ask,
             slices=slices,
             capacity=states,
             pool_id=self.id,
@@ -412,7 +411,7 @@ class Pool:
         with self._recording(move), self._engine.exclusive():
             self._enter(move)
             self._check_status(self._engine.check_envs(slots, stepped=False), slots)
-            ids = self._saved.save(slots, self._admission.needs_reset[slots], self._views)
+            ids = self._saved.save(self._ask, slots, self._admission.needs_reset[slots], self._views)
             self._advance(move)
             return ids
 
@@ -440,9 +439,9 @@ class Pool:
             self._enter(move)
             self._check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
-            sources, rows, needs_reset = self._saved.find(slots, states, packed)
+            sources, rows, needs_reset = self._saved.find(self._ask, slots, states, packed)
             with self._breaking():
-                self._saved.put(slots, sources, rows)
+                self._saved.put(self._ask, slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
             self._advance(move)
@@ -463,19 +462,19 @@ class Pool:
         """
         with self._recording(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
             self._check_usable()
-            return self._saved.simulate(states, actions, deliver)
+            return self._saved.simulate(self._ask, states, actions, deliver)
 
     def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
         """Returns states by which envs of other pools can go on, `[n]`."""
         with self._engine.exclusive():
             self._check_usable()
-            return self._saved.pack(states)
+            return self._saved.pack(self._ask, states)
 
     def import_states(self, packed: PackedStates) -> NDArray[np.uint32]:
         """Keeps states of another pool; returns what names them, `[n, 3]`."""
         with self._engine.exclusive():
             self._check_usable()
-            return self._saved.unpack(packed)
+            return self._saved.unpack(self._ask, packed)
 
     def start_trace(self, capacity: int) -> None:
         """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,13 @@ from jaxvec._slices._states import Gone
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._state_table import PackedStates, StateTable
 
+Ask: TypeAlias = Callable[[Asked, Arguments], list[Any]]  # makes a request of the workers
+
 
 class SavedStates:
     """The states of a pool's envs that are kept.
+
+    Who asks the workers is an argument of each method: kept here, it would keep the pool alive.
 
     Attributes:
         table: which there are.
@@ -33,7 +37,6 @@ class SavedStates:
         self,
         spec: PoolSpec,
         workers: Workers,
-        ask: Callable[[Asked, Arguments], list[Any]],
         *,
         slices: Sequence[tuple[int, int]],
         capacity: int,
@@ -45,7 +48,6 @@ class SavedStates:
         Args:
             spec: of the envs.
             workers: who keep the states.
-            ask: makes a request of them.
             slices: `(first, stop)` of each worker's envs.
             capacity: how many states are kept.
             pool_id: by which states name their pool.
@@ -54,15 +56,17 @@ class SavedStates:
         self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id, num_workers=len(slices))
         self._spec = spec
         self._workers = workers
-        self._ask = ask
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - first for first, stop in slices])
         self._resets_required = resets_required
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
 
-    def save(self, slots: NDArray[Any], needs_reset: NDArray[np.bool_], views: Views) -> NDArray[np.uint32]:
+    def save(
+        self, ask: Ask, slots: NDArray[Any], needs_reset: NDArray[np.bool_], views: Views
+    ) -> NDArray[np.uint32]:
         """Has the workers keep the states of envs, and keeps their time steps; returns their names, `[n, 3]`.
 
         Args:
+            ask: makes a request of the workers.
             slots: `[n]`, whose.
             needs_reset: `[n]`, whether each has to be reset before it is stepped.
             views: of the time steps.
@@ -70,18 +74,19 @@ class SavedStates:
         workers = self._worker_of[slots]
         with self.table.allocated(workers) as numbers:
             self._ask_states(
-                "save_states", workers, lambda mine: (slots[mine].tolist(), numbers[mine].tolist())
+                ask, "save_states", workers, lambda mine: (slots[mine].tolist(), numbers[mine].tolist())
             )
         places = self.table.fill(numbers, workers, self._lives[workers], needs_reset)
         views.read(slots, _onto(self.table.rows, places))
         return self.table.ids(numbers)
 
     def find(
-        self, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
+        self, ask: Ask, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
     ) -> tuple[Sequence[int | bytes], list[NDArray[Any]], NDArray[np.bool_]]:
         """Returns what envs are to go on from: by what their workers find it, time steps, and `needs_reset`.
 
         Args:
+            ask: makes a request of the workers.
             slots: `[n]`, whose.
             ids: `[n, 3]`, the states' names.
             packed: the states themselves, if they are of another pool.
@@ -92,17 +97,18 @@ class SavedStates:
         sources: Sequence[int | bytes]
         if packed is None:
             numbers = self.table.find(ids, self._lives)
-            places, sources = self.table.places(numbers), self._fetch(numbers, self._worker_of[slots])
+            places, sources = self.table.places(numbers), self._fetch(ask, numbers, self._worker_of[slots])
             rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
         else:
             sources, rows, needs_reset = packed.data, list(packed.rows), packed.needs_reset
         rows[self._env_id_leaf] = slots.astype(np.int32)
         return sources, rows, needs_reset
 
-    def put(self, slots: NDArray[Any], sources: Sequence[int | bytes], rows: Rows) -> None:
+    def put(self, ask: Ask, slots: NDArray[Any], sources: Sequence[int | bytes], rows: Rows) -> None:
         """Has envs go on from what `find` returned."""
         far = None if self._workers.maps_segment else rows
         self._ask_states(
+            ask,
             "restore_states",
             self._worker_of[slots],
             lambda mine: (slots[mine].tolist(), list(compress(sources, mine))),
@@ -110,7 +116,7 @@ class SavedStates:
         )
 
     def simulate(
-        self, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
+        self, ask: Ask, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
     ) -> tuple[NDArray[np.uint32], Rows]:
         """Steps copies of envs; see `Pool.simulate`."""
         sources = self.table.find(ids, self._lives)
@@ -126,6 +132,7 @@ class SavedStates:
         idle = self._idle_rows(before)
         with self.table.allocated(workers) as numbers:
             answers = self._ask_states(
+                ask,
                 "simulate_states",
                 workers,
                 lambda mine: (
@@ -148,19 +155,20 @@ class SavedStates:
             self.table.needs_reset[after] = over
         return self.table.ids(numbers), deliver(self.table.rows, index_of(after))
 
-    def pack(self, ids: NDArray[np.uint32]) -> PackedStates:
+    def pack(self, ask: Ask, ids: NDArray[np.uint32]) -> PackedStates:
         """Returns states by which envs of other pools can go on, `[n]`."""
         numbers = self.table.find(ids, self._lives)
         places = self.table.places(numbers)
         rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
-        return PackedStates(self._export(numbers), rows, needs_reset)
+        return PackedStates(self._export(ask, numbers), rows, needs_reset)
 
-    def unpack(self, packed: PackedStates) -> NDArray[np.uint32]:
+    def unpack(self, ask: Ask, packed: PackedStates) -> NDArray[np.uint32]:
         """Keeps states of another pool; returns their names, `[n, 3]`."""
         slots = np.arange(len(packed.data)) % self._spec.num_envs
         workers = self._worker_of[slots]
         with self.table.allocated(workers) as numbers:
             self._ask_states(
+                ask,
                 "import_states",
                 workers,
                 lambda mine: (
@@ -202,19 +210,19 @@ class SavedStates:
         """Returns the number of a leaf among those of the time step."""
         return [leaf.path for leaf in self._spec.timestep_leaves].index(path)
 
-    def _fetch(self, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> list[int | bytes]:
+    def _fetch(self, ask: Ask, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> list[int | bytes]:
         """Returns by what these workers find states: by the number, or another's by its bytes."""
         sources: list[int | bytes] = numbers.tolist()
         far = np.flatnonzero(self.table.worker[self.table.places(numbers)] != workers)
-        for place, data in zip(far.tolist(), self._export(numbers[far]), strict=True):
+        for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
             sources[place] = data
         return sources
 
-    def _export(self, numbers: NDArray[np.int64]) -> list[bytes]:
+    def _export(self, ask: Ask, numbers: NDArray[np.int64]) -> list[bytes]:
         """Returns the bytes of states, from whoever has them."""
         workers = self.table.worker[self.table.places(numbers)]
         answers = self._ask_states(
-            "export_states", workers, lambda mine: (numbers[mine].tolist(),), drops=False
+            ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),), drops=False
         )
         packed: list[bytes] = [b""] * len(numbers)
         for worker, answer in enumerate(answers):
@@ -224,6 +232,7 @@ class SavedStates:
 
     def _ask_states(
         self,
+        ask: Ask,
         name: Asked,
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
@@ -234,6 +243,7 @@ class SavedStates:
         """Makes a request of those workers that have to do with some states.
 
         Args:
+            ask: who makes it.
             name: of a method of `EnvSlice`.
             workers: `[n]`, for each state or env whose affair it is.
             arguments: of the worker's part of these, `[n]` bool.
@@ -252,7 +262,7 @@ class SavedStates:
             dropped = (self.table.take_dropped(worker),) if drops else ()
             return *arguments(mine), *dropped, *more(mine)
 
-        answers = self._ask(name, each)
+        answers = ask(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
         if gone:
             raise self.table.lost(np.array(gone))
