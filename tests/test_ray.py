@@ -426,7 +426,7 @@ def test_a_worker_that_dies_is_replaced_beside_the_others_of_its_actor(make_on_r
         4,
         num_workers=4,
         backend=jaxvec.Ray(workers_per_actor=4),
-        on_fault=jaxvec.Restart("reset", None, 0),
+        on_fault=jaxvec.Restart("reset", None, rate=None),
         handoff=handoff,
     )
     handle, _ = jaxvec.reset(envs)
@@ -556,7 +556,7 @@ def test_an_env_that_raises_is_gone_on_from_as_by_local_workers(make, make_on_ra
         rows += [envs.step(np.full(4, action)) for action in (0, 0, 7, 0, 7, 0, 0)]
         return rows, envs.stats().total.restarts, envs.stats().total.faults
 
-    options = {"on_fault": jaxvec.Restart(retry, None, 0), "handoff": handoff}
+    options = {"on_fault": jaxvec.Restart(retry, None, rate=None), "handoff": handoff}
     env = failing("step", FAILURES["picklable"][0])
     on_ray, local = (run(each(env, 4, **options)) for each in (make_on_ray, partial(make, num_workers=2)))
     assert_equal(on_ray, local)
@@ -587,7 +587,7 @@ def test_an_actor_that_dies_breaks_the_pool(make_on_ray, no_jax_log, by):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_an_actor_that_dies_is_replaced(make_on_ray, handoff):
     env = failing("step", DEATHS["SIGKILL"][0])
-    envs = make_on_ray(env, 4, on_fault=jaxvec.Restart("reset", None, 0), handoff=handoff)
+    envs = make_on_ray(env, 4, on_fault=jaxvec.Restart("reset", None, rate=None), handoff=handoff)
     handle, _ = jaxvec.reset(envs, seed=1)
     actions = np.array([0, 0, 7, 0, 0, 7, 0])[:, None] * np.ones(4, int)
     _, rows = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)
