@@ -55,7 +55,7 @@ def test_ctrl_c_ends_a_loop_with_one_traceback(way, to, loop):
     if code == -signal.SIGSEGV and way.face == "io_callback":
         # JAX's own: where a signal comes while its C++ takes over a callback's results, jaxlib 0.7.2 reads
         # the strides of no array (xla::nb_numpy_ndarray::strides in XlaFfiPythonCpuCallback, says a core
-        # file), in one run of some 400 on a busy machine. Twice in a row it would be ours.
+        # file), twice in several hundred runs on a busy machine. Twice in a row it would be ours.
         code, err, pids = interrupt(way, to, loop)
     assert code != 0
     assert "KeyboardInterrupt" in err, code
