@@ -25,6 +25,7 @@ import numpy as np
 from gymnasium import spaces
 
 import jaxvec
+from benchmarks.accelerator.driver import Driver, timed
 from jaxvec._memory import _pinned
 
 NUM_ENVS = 8
@@ -101,25 +102,17 @@ def unpinned() -> Any:
 
 def plain_copy(size: int, rounds: int = 20) -> float:
     """Returns the seconds of a bare copy from page-locked memory to the device."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    context, there = ctypes.c_void_p(), ctypes.c_uint64()
-    here = ctypes.c_void_p()
-    for code in (
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0),
-        driver.cuCtxSetCurrent(context),
-        driver.cuMemHostAlloc(ctypes.byref(here), ctypes.c_size_t(size), 1),
-        driver.cuMemAlloc_v2(ctypes.byref(there), ctypes.c_size_t(size)),
-    ):
-        assert code == 0, code
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        assert driver.cuMemcpyHtoDAsync_v2(there, here, ctypes.c_size_t(size), None) == 0
-        assert driver.cuStreamSynchronize(None) == 0
-        times.append(time.perf_counter() - start)
-    driver.cuMemFree_v2(there)
-    driver.cuMemFreeHost(here)
-    return statistics.median(times)
+    driver = Driver()
+    here, there = driver.allocate_host(size), driver.allocate(size)
+
+    def copy() -> None:
+        driver.to_device(there, here, size)
+        driver.wait()
+
+    taken = timed(copy, rounds) / 1e6
+    driver("cuMemFree_v2", ctypes.c_uint64(there))
+    driver("cuMemFreeHost", ctypes.c_void_p(here))
+    return taken
 
 
 def measure(size: int, device: jax.Device, rounds: int, seconds: float) -> dict[str, float]:

@@ -34,11 +34,16 @@ def check(state: Any, num_envs: int | None) -> NDArray[np.uint32]:
 
     `None` stands for any number.
     """
-    if not isinstance(state, EnvState):
-        raise TypeError(f"state must be what save or simulate returned, not {type(state).__name__}")
-    ids = np.asarray(state.ids)
+    ids = np.asarray(ids_of(state))
     check_type(ids.shape, ids.dtype, num_envs if num_envs is not None else len(ids) if ids.ndim else 0)
     return ids
+
+
+def ids_of(state: Any) -> Any:
+    """Returns the ids of a state, which may be traced; raises `TypeError` if it is something else."""
+    if not isinstance(state, EnvState):
+        raise TypeError(f"state must be what save or simulate returned, not {type(state).__name__}")
+    return state.ids
 
 
 def check_type(shape: tuple[int, ...], dtype: Any, num_envs: int) -> None:

@@ -62,6 +62,19 @@ class Driver:
             self._library.cuGetErrorName(code, ctypes.byref(text))
             raise RuntimeError(f"{name}: {code} {(text.value or b'').decode()}")
 
+    def allocate(self, size: int) -> int:
+        """Returns where there are so many bytes on the device."""
+        there = ctypes.c_uint64()
+        self("cuMemAlloc_v2", ctypes.byref(there), size)
+        return there.value
+
+    def allocate_host(self, size: int) -> int:
+        """Returns where there are so many bytes of page-locked memory here."""
+        here = ctypes.c_void_p()
+        self("cuMemHostAlloc", ctypes.byref(here), size, PORTABLE)
+        assert here.value is not None
+        return here.value
+
     def wait(self) -> None:
         """Waits for the stream."""
         self("cuStreamSynchronize", self.stream)
@@ -130,19 +143,15 @@ def main(file: Path) -> None:
     driver("cuPointerGetAttribute", ctypes.byref(kind), MEMORY_TYPE, ctypes.c_uint64(address))
     keep("memory type of page-locked memory (1: the host's)", kind.value)
 
-    device, allocated = ctypes.c_uint64(), ctypes.c_void_p()
-    driver("cuMemAlloc_v2", ctypes.byref(device), BIG)
-    driver("cuMemHostAlloc", ctypes.byref(allocated), BIG, PORTABLE)
-    there = device.value
+    there, allocated = driver.allocate(BIG), driver.allocate_host(BIG)
     pageable = shared(BIG)
     places = {
         "segment, page-locked": address,
         "segment": pageable.ctypes.data,
-        "cuMemHostAlloc": allocated.value,
+        "cuMemHostAlloc": allocated,
     }
     copies: dict[str, Any] = {}
     for place, here in places.items():
-        assert here is not None
         for count in SIZES:
 
             def copy(here: int = here, count: int = count) -> None:

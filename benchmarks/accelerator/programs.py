@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ class ObedientEnv(gymnasium.Env[Any, Any]):
         if action == FAILS:
             raise RuntimeError("told to fail")
         if action == HANGS:
+            os.write(1, b"hangs\n")  # to the program's own output
             threading.Event().wait()
         if self._seconds:
             time.sleep(self._seconds)
@@ -249,8 +251,7 @@ def interrupt(answers: Answers, device: jax.Device, short: bool) -> None:
         ]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        first = child.stdout.readline()
-        time.sleep(1.5)  # by then it waits for its envs, as nothing tells
+        first = child.stdout.readline() + child.stdout.readline()  # so the program waits, or is about to
         start = time.perf_counter()
         child.send_signal(signal.SIGINT)
         try:

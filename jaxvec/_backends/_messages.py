@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 from numpy.typing import NDArray
 
 from jaxvec._memory._layout import Layout
@@ -93,3 +95,14 @@ class Reply:
 
     result: bytes = b""
     failure: Report | None = None
+
+
+def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
+    """Pickles what the user gave, before a worker is sent it; raises what `refuse` makes of an error."""
+    try:
+        pickled: bytes = cloudpickle.dumps(value)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise refuse(error) from error
+    return pickled

@@ -7,9 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import cloudpickle
-
-from jaxvec._backends._messages import Setup
+from jaxvec._backends._messages import Setup, pickle_given
 from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._slices import _env_fns
 
@@ -35,13 +33,10 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
 
 
 def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(function)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise TypeError(
+    return pickle_given(
+        function,
+        lambda error: TypeError(
             f"{name} can't be pickled, so it can't be sent to a worker: {error}; make what it needs inside it"
             + otherwise
-        ) from error
-    return pickled
+        ),
+    )

@@ -19,7 +19,16 @@ from jaxvec import _options
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._diagnosis import Diagnosis, join, name_envs, tell_lost
 from jaxvec._backends._launcher import Launcher, Process
-from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Replacement, Reply, Request
+from jaxvec._backends._messages import (
+    Attach,
+    Closed,
+    Ready,
+    Recover,
+    Replacement,
+    Reply,
+    Request,
+    pickle_given,
+)
 from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._backends._setup import make_setup
 from jaxvec._errors import (
@@ -503,16 +512,13 @@ class Supervisor:
 
 def _pickle(name: str, arguments: tuple[Any, ...]) -> bytes:
     """Pickles what somebody asks with, before anybody is asked."""
-    try:
-        pickled: bytes = cloudpickle.dumps(arguments)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise NotPicklableError(
+    return pickle_given(
+        arguments,
+        lambda error: NotPicklableError(
             f"{name}: what it is given can't be pickled, so it can't be sent to the workers: {error}; make "
             'it there, or use backend="serial"'
-        ) from error
-    return pickled
+        ),
+    )
 
 
 def _no_notice(worker: int) -> None:

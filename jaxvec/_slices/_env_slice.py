@@ -336,7 +336,7 @@ class EnvSlice:
                 return Gone(missing)
             for slot, source in zip(slots, sources, strict=True):
                 with Failing(slot, "restore"):
-                    state = self._states[source] if isinstance(source, int) else unpack([source])[0]
+                    state = self._states[source] if isinstance(source, int) else unpack(source)
                     self.put_state(slot - self.first, state)
             if rows is not None:
                 self._rows.put(np.array(slots) - self.first, rows)
@@ -388,7 +388,7 @@ class EnvSlice:
         with self._states.dropping(dropped):
             for slot, number, one in zip(slots, numbers, packed, strict=True):
                 with Failing(slot, "import"):
-                    self._states.keep(number, replace(unpack([one])[0], slot=slot))
+                    self._states.keep(number, replace(unpack(one), slot=slot))
 
     def take_state(self, index: int, slot: int) -> SlotState:
         """Returns the state of an env, as that of a slot."""

@@ -129,7 +129,7 @@ def _check_kind(env: Any, size: int | None) -> None:
     elif not isinstance(env, gymnasium.Env):
         raise TypeError(
             f"expected a gymnasium.Env, got {type(env).__name__}; wrap a dm_env.Environment in "
-            f"jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv. "
+            "jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv. "
             + OLD_GYM
         )
 

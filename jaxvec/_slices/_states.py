@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +99,9 @@ def pack(states: Iterable[SlotState]) -> list[bytes]:
     return packed
 
 
-def unpack(packed: Sequence[bytes]) -> list[SlotState]:
-    """Returns the states in these bytes."""
-    return [pickle.loads(one) for one in packed]
+def unpack(packed: bytes) -> SlotState:
+    """Returns the state in these bytes."""
+    return pickle.loads(packed)
 
 
 def _size_of(state: SlotState) -> int:

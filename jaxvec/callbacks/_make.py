@@ -196,12 +196,11 @@ def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
     """Refuses a keyword of others' `make`, or one like an option of ours, unless the env knows it."""
     options = inspect.signature(make).parameters
     for name in env_kwargs:
-        meant = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
-        if (name not in _ELSEWHERE and not meant) or _env_fns.takes(env, name):
-            continue
         if name in _ELSEWHERE:
-            raise TypeError(f"make has no option {name!r}, and the env no such argument: {_ELSEWHERE[name]}")
-        if meant:
-            raise TypeError(
-                f"make has no option {name!r}, and the env no such argument; did you mean {meant[0]!r}?"
-            )
+            instead = f": {_ELSEWHERE[name]}"
+        elif meant := difflib.get_close_matches(name, options, n=1, cutoff=0.85):
+            instead = f"; did you mean {meant[0]!r}?"
+        else:
+            continue
+        if not _env_fns.takes(env, name):
+            raise TypeError(f"make has no option {name!r}, and the env no such argument{instead}")

@@ -91,9 +91,8 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
         EnvError: an env raised; the pool stays usable.
         EnvTimeoutError, WorkerDiedError, PoolBrokenError, PoolClosedError: as of `step`.
     """
-    if not isinstance(state, EnvState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"state must be what save or simulate returned, not {type(state).__name__}")
-    count = np.shape(state.ids)[0] if np.ndim(state.ids) else 0
+    ids = _env_state.ids_of(state)
+    count = np.shape(ids)[0] if np.ndim(ids) else 0
     token: Any = np.zeros((count, 3), np.uint32)
     if isinstance(envs, Handle):
         spec, transport = _arguments.check_is_handle(envs, "simulate"), envs.transport
@@ -114,8 +113,6 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
 
 
 def _ids(state: EnvState, num_envs: int) -> jax.Array:
-    if not isinstance(state, EnvState):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"state must be what save or simulate returned, not {type(state).__name__}")
-    ids = jnp.asarray(state.ids)
+    ids = jnp.asarray(_env_state.ids_of(state))
     _env_state.check_type(ids.shape, ids.dtype, num_envs)
     return ids
