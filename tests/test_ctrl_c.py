@@ -103,7 +103,8 @@ def program(handle, x):
 try:
     jax.block_until_ready(program(jaxvec.reset(envs)[0], jnp.ones(({width}, {width}))))
 except (RuntimeError, KeyboardInterrupt) as error:
-    print("KeyboardInterrupt" in repr(error), type(envs.pool.broken_by).__name__, flush=True)
+    # In one piece: another env may say "stepping" meanwhile.
+    print(f"{{'KeyboardInterrupt' in repr(error)}} {{type(envs.pool.broken_by).__name__}}", flush=True)
 try:
     envs.step(np.zeros(2, int))
 except jaxvec.PoolBrokenError as error:

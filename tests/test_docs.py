@@ -22,8 +22,6 @@ import pytest
 import jaxvec
 from jaxvec import _errors
 
-pytestmark = pytest.mark.jax_version
-
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -50,27 +48,54 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("needs", "source"), [*_programs()])
-def test_a_pages_examples_run_and_print_what_it_says(needs, source, tmp_path):
-    if missing := [name for name in filter(None, needs.split(", ")) if not _installed(name)]:
+PROGRAMS = [*_programs()]
+
+
+@pytest.mark.jax_version
+@pytest.mark.parametrize(
+    "source", [pytest.param(each.values[1], id=each.id) for each in PROGRAMS if not each.values[0]]
+)
+def test_a_pages_examples_run_and_print_what_it_says(source, tmp_path):
+    done = run(source, tmp_path)
+    assert done.stderr == ""
+    check(done.stdout.splitlines(), source)
+
+
+@pytest.mark.parametrize(("needs", "source"), [each for each in PROGRAMS if each.values[0]])
+def test_examples_that_need_more_run_and_print_what_the_page_says(needs, source, tmp_path):
+    if missing := [name for name in needs.split(", ") if not _installed(name)]:
         pytest.skip(f"{' and '.join(missing)}: not installed")
-    # From a file, so that a traceback shows the line.
-    (tmp_path / "example.py").write_text(source)
-    alone = os.environ | {"RAY_ADDRESS": "local"}  # not the cluster that another test breaks meanwhile
-    words = [sys.executable, "example.py"]
+    printed = run(source, tmp_path).stdout.splitlines()
+    patterns = _patterns(source)  # other libraries may have something to say, too
+    check([line for line in printed if any(re.fullmatch(pattern, line) for pattern in patterns)], source)
+
+
+def run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a folder; it is a file there, so that a traceback shows the line."""
+    (folder / "example.py").write_text(source)
     done = subprocess.run(
-        words, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=290, check=False
+        [sys.executable, "example.py"],
+        cwd=folder,
+        env=os.environ | {"RAY_ADDRESS": "local"},  # not the cluster that another test breaks meanwhile
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    printed, said = done.stdout.splitlines(), _SAID.findall(source)
-    patterns = [".*".join(map(re.escape, text.split("…"))) for text in said]
-    if needs:  # other libraries may have something to say, too
-        printed = [line for line in printed if any(re.fullmatch(pattern, line) for pattern in patterns)]
-    else:
-        assert done.stderr == ""
-    assert len(printed) == len(said), f"printed {done.stdout!r}, where the page says {said}"
+    return done
+
+
+def check(printed: list[str], source: str) -> None:
+    """Fails unless these lines are what the source says, one by one."""
+    patterns = _patterns(source)
+    assert len(printed) == len(patterns), f"printed {printed}, where the page says {patterns}"
     for line, pattern in zip(printed, patterns, strict=True):
         assert re.fullmatch(pattern, line), f"printed {line!r}, where the page says {pattern!r}"
+
+
+def _patterns(source: str) -> list[str]:
+    return [".*".join(map(re.escape, text.split("…"))) for text in _SAID.findall(source)]
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -1,17 +1,19 @@
 """The example programs, at sizes that take seconds."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 
-from jaxvec.examples import ppo, search
-
-pytestmark = pytest.mark.jax_version
+import jaxvec
+from jaxvec.examples import _replay, dqn, ppo, ppo_recurrent, sac, search
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +58,7 @@ class TargetEnv(gymnasium.Env):
         (self.folder / f"{id(self)}-{self.np_random_seed}").write_text(str(self.steps))
 
 
+@pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("env", "num_updates", "low", "high", "num_episodes"),
     [("CartPole-v1", 3, 8, 100, range(4, 101)), ("Pendulum-v1", 4, -2000, -200, [4])],
@@ -156,6 +159,166 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
     np.testing.assert_allclose(target, expected + value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (dqn, "--num-steps 50 --learn-after 200"),
+        (sac, "--num-steps 50 --learn-after 200 --gradient-steps 1"),
+        (ppo_recurrent, "--num-steps 50 --num-minibatches 2"),
+    ],
+    ids=["dqn", "sac", "ppo_recurrent"],
+)
+def test_other_programs_train_report_and_plot(program, options, capsys):
+    result = program.main([*options.split(), "--num-envs", "4", "--total-steps", "900"])
+    assert result.env_steps == 1000
+    assert result.curve.shape == (5,)
+    env = program.Config().env
+    assert Path(f"{program.__name__.rpartition('.')[2]}_{env}.png").exists()
+    assert (
+        f"mean return {result.mean_return:.1f} of the last {result.num_episodes}" in capsys.readouterr().out
+    )
+
+
+class Counting:
+    """An algorithm whose actions and knowledge are how often it was asked."""
+
+    def init(self, obs, key):
+        return jnp.int32(0)
+
+    def act(self, learned, obs, progress, key):
+        return jnp.round(progress * 24).astype(jnp.int32).repeat(len(obs)) % 2
+
+    def to_env(self, action):
+        return action
+
+    def descend(self, learned, batch, key):
+        return learned + 1
+
+
+def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
+    """A limit of four steps truncates; a pole that falls, and ends an episode, takes longer."""
+    config = _replay.ReplayOptions(
+        num_envs=2, num_steps=24, total_steps=48, batch_size=2, learn_after=20, gradient_steps=3
+    )
+    make = {"max_episode_steps": 4}
+    oracle = SyncVectorEnv(
+        [lambda: gymnasium.make("CartPole-v1", **make)] * 2,
+        autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP,
+    )
+    obs, _ = oracle.reset(seed=3)
+    expected = []
+    for step in range(24):
+        action = np.full(2, step % 2)
+        after, reward, terminated, truncated, info = oracle.step(action)
+        within = np.stack(info["final_obs"]) if truncated.any() else after
+        expected.append((obs, action, reward, within, terminated))
+        obs = after
+    with jaxvec.make("CartPole-v1", 2, **make) as envs:
+        handle, timestep = jaxvec.reset(envs, seed=3)
+        program = jax.jit(lambda *args: _replay.train(Counting(), config, lambda _: None, *args))
+        state, _, _ = program(handle, timestep.obs, jax.random.key(0))
+        jax.effects_barrier()
+    kept = state.buffer.experience
+    for name, value in zip(_replay.Transition._fields, zip(*expected, strict=True), strict=True):
+        np.testing.assert_array_equal(getattr(kept, name)[0, :48], np.concatenate(value), name)
+    assert state.learned == 3 * (24 - 20 // 2 + 1)
+
+
+@pytest.mark.parametrize("name", ["dqn", "sac"])
+def test_targets_go_on_where_an_episode_was_only_truncated(name):
+    """Losses of two transitions that differ in nothing else; the future is worth 5 there."""
+    obs, action, reward = jnp.ones((1, 3)), jnp.zeros(1, jnp.int32), jnp.float32([2.0])
+    future = jnp.float32(5)
+    if name == "dqn":
+        network = SimpleNamespace(apply=lambda params, obs: jnp.full((len(obs), 2), params))
+        algorithm = dqn.Dqn(dqn.Config(gamma=0.5), 0, network, None)
+        losses = {
+            ended: algorithm.loss(
+                0.0, future, _replay.Transition(obs, action, reward, obs, jnp.array([ended]))
+            )
+            for ended in (False, True)
+        }
+        assert losses == {False: pytest.approx(1 + 2.5 - 0.5), True: pytest.approx(0.5)}  # Huber's
+        return
+    policy = SimpleNamespace(apply=lambda params, obs: jnp.zeros((len(obs), 2)))
+    critic = SimpleNamespace(apply=lambda params, inputs: jnp.full((len(inputs), 1), params))
+    algorithm = sac.Sac(sac.Config(gamma=0.5), spaces.Box(-2, 2, (1,)), policy, critic, None)
+    weights = sac.Weights((), jnp.zeros(2), jnp.float32(-100))  # no weight on entropy
+    action = jnp.zeros((1, 1))
+    losses = {
+        ended: algorithm.loss(
+            weights,
+            future * jnp.ones(2),
+            _replay.Transition(obs, action, reward, obs, jnp.array([ended])),
+            KEY,
+        )
+        for ended in (False, True)
+    }
+    # Of the temperature, nothing of this depends on the end.
+    assert losses[False] - losses[True] == pytest.approx((2 + 2.5) ** 2 - 2**2, rel=1e-4)
+
+
+KEY = jax.random.key(0)
+
+
+def test_what_a_memory_is_trained_on_is_what_it_did():
+    """Else ratios of probabilities would not begin at 1. Episodes end within the sequence."""
+    config = ppo_recurrent.Config(num_envs=4, num_steps=60, num_minibatches=1)
+    with jaxvec.make("CartPole-v1", 4) as envs:
+        agent = ppo_recurrent.make_agent(config, envs)
+        handle, timestep = jaxvec.reset(envs, seed=1)
+        obs = agent.encode(timestep.obs)
+        assert obs.tolist() == timestep.obs[:, [0, 2]].tolist()
+        memory = jax.random.normal(KEY, (4, config.num_units))
+        params = agent.network.init(KEY, memory, obs)
+        stats = ppo_recurrent.RunningMeanStd.create(obs[0], count=0).update(obs)
+        state = ppo_recurrent.State(params, (), stats, handle, obs, memory, ppo_recurrent.Returns.create())
+        state, steps = jax.jit(partial(ppo_recurrent.collect, agent))(state, KEY)
+        assert steps.done.any()
+    zeros = jnp.zeros_like(steps.reward)
+    seen = []
+
+    def evaluate(logits, action):
+        seen.append(agent.policy.evaluate(logits, action)[0])
+        return seen[-1], zeros
+
+    policy = SimpleNamespace(evaluate=evaluate)
+    watched = SimpleNamespace(config=config, network=agent.network, policy=policy)
+    ppo_recurrent.loss(watched, params, memory, steps, zeros, zeros)
+    np.testing.assert_allclose(seen[0], steps.log_prob, atol=1e-5)
+    ppo_recurrent.loss(watched, params, memory, steps._replace(done=zeros > 0), zeros, zeros)
+    assert np.abs(seen[1] - steps.log_prob).max() > 1e-4  # so the test sees a memory that was not emptied
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "message"),
+    [
+        (dqn, ["--env", "Pendulum-v1"], "Pendulum-v1: this DQN takes .* Discrete actions, not Box"),
+        (sac, ["--env", "CartPole-v1"], "CartPole-v1: this SAC takes Box spaces, not .*Discrete"),
+        (ppo_recurrent, ["--entries", "0,9"], "its observation has 4 entries, no 9"),
+        (ppo_recurrent, ["--env", "Pendulum-v1"], "takes Discrete actions, not Box"),
+    ],
+)
+def test_other_programs_say_what_they_take(program, options, message):
+    with pytest.raises(SystemExit, match=message):
+        program.main([*options, "--num-envs", "8", "--num-workers", "1"])
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "message"),
+    [
+        (dqn, "--batch-size 300 --learn-after 200", "--batch-size must be at most --learn-after"),
+        (ppo_recurrent, "--num-envs 12", "--num-envs must be a multiple of --num-minibatches"),
+        (ppo_recurrent, "--entries x", "--entries must be numbers with commas between, not 'x'"),
+    ],
+)
+def test_other_programs_refuse_options_that_do_not_fit(program, options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        program.main(options.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 class ForkEnv(gymnasium.Env):
     """Pays 1, and ends, if its first three actions are those that the seed has drawn; else it takes ten."""
 
@@ -174,6 +337,7 @@ class ForkEnv(gymnasium.Env):
         return len(self.taken), float(over), over, len(self.taken) == 10, {}
 
 
+@pytest.mark.jax_version
 def test_search_finds_what_the_policy_alone_does_not(register, capsys):
     register("Fork-v0", ForkEnv, disable_env_checker=True)
     options = "--env Fork-v0 --num-envs 6 --num-workers 2 --num-simulations 16 --rollout-steps 2"

@@ -43,9 +43,12 @@ def test_an_example_says_what_it_needs(example):
     assert '"optax>=' in said.stderr
 
 
-def test_the_search_says_that_it_needs_mctx():
-    script = "import sys, runpy; sys.modules['mctx'] = None; runpy.run_module('jaxvec.examples.search')"
+@pytest.mark.parametrize(("example", "package"), [("search", "mctx"), ("dqn", "flashbax")])
+def test_an_example_says_what_it_alone_needs(example, package):
+    script = (
+        f"import sys, runpy; sys.modules[{package!r}] = None; runpy.run_module('jaxvec.examples.{example}')"
+    )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert said.returncode != 0
-    assert "ImportError: jaxvec.examples.search needs mctx: pip install " in said.stderr
-    assert '"mctx>=' in said.stderr
+    assert f"needs {package}: pip install " in said.stderr
+    assert f'"{package}>=' in said.stderr

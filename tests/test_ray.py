@@ -723,10 +723,16 @@ def test_a_node_that_dies_while_an_actor_starts_on_it_is_no_fault(
         ({"workers_per_actor": 16}, 8, 4),
     ],
 )
-def test_there_are_as_many_workers_as_there_is_room_for(cluster, make, options, num_envs, num_workers):
+def test_there_are_as_many_workers_as_there_is_room_for(cluster, options, num_envs, num_workers):
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # without those that others killed
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
-    assert make(CountingEnv, num_envs, backend=jaxvec.Ray(**options)).num_workers == num_workers
+    assert _launcher.connect(jaxvec.Ray(**options), None).num_workers(num_envs) == num_workers
+
+
+def test_that_many_workers_are_made(cluster, make):
+    wait_until(lambda: ray.available_resources().get("CPU") == 4)
+    backend = jaxvec.Ray(resources_per_worker={"CPU": 2})
+    assert make(CountingEnv, 3, backend=backend).num_workers == 2
 
 
 # --- Bad input ------------------------------------------------------------------------------------

@@ -9,11 +9,8 @@ loop. So one call of `train` plays, learns and reports until the last step.
 
 from __future__ import annotations
 
-import argparse
-import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,71 +20,34 @@ import numpy as np
 import optax
 from flax import linen as nn
 from gymnasium import Space, spaces
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
-from tqdm import tqdm
 
 import jaxvec
+from jaxvec.examples import _training
+from jaxvec.examples._training import Options, Report, Result, Returns, Trained, finish, option, parse, repeat
 from jaxvec.normalize import RunningMeanStd
 
 
-def _option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "type": kind or type(default)})
-
-
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Holds the command line's options."""
 
-    env: str = _option("CartPole-v1", "Gymnasium id; observations and actions Box or Discrete")
-    num_envs: int = _option(64, "envs stepped together")
-    num_workers: int | None = _option(
-        None, "worker processes; None for as many as there are usable cores", int
-    )
-    total_steps: int = _option(524_288, "env steps, rounded up to whole updates of num-envs x num-steps")
-    seed: int = _option(0, "of envs, weights and actions")
-    num_steps: int = _option(64, "steps of each env between updates")
-    num_epochs: int = _option(4, "passes over the steps of an update")
-    num_minibatches: int = _option(8, "gradient steps in a pass")
-    lr: float = _option(1e-3, "learning rate, falling linearly to 0")
-    gamma: float = _option(0.99, "discount per step")
-    gae_lambda: float = _option(0.95, "decay of the advantage estimate per step")
-    clip: float = _option(0.2, "how far from 1 a probability ratio still pays")
-    entropy_weight: float = _option(0.005, "weight of the entropy bonus")
-    value_weight: float = _option(0.5, "weight of the value loss")
-    max_grad_norm: float = _option(0.5, "longer gradients are shortened to this norm")
-    stop_at: float | None = _option(None, "end as soon as the mean return is as high; None for never", float)
-    plot: str | None = _option(None, "file for the learning curve; None for ppo_<env>.png", str)
+    num_epochs: int = option(4, "passes over the steps of an update")
+    num_minibatches: int = option(8, "gradient steps in a pass")
+    lr: float = option(1e-3, "learning rate, falling linearly to 0")
+    gamma: float = option(0.99, "discount per step")
+    gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
+    clip: float = option(0.2, "how far from 1 a probability ratio still pays")
+    entropy_weight: float = option(0.005, "weight of the entropy bonus")
+    value_weight: float = option(0.5, "weight of the value loss")
+    max_grad_norm: float = option(0.5, "longer gradients are shortened to this norm")
 
-    @property
-    def steps_per_update(self) -> int:
-        """Counts env steps."""
-        return self.num_envs * self.num_steps
-
-    @property
-    def num_updates(self) -> int:
-        """Counts the updates that reach `total_steps`."""
-        return -(-self.total_steps // self.steps_per_update)
-
-
-def parse(argv: Sequence[str] | None) -> Config:
-    """Reads the options from `argv`, or from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxvec.examples.ppo",
-        description="Trains PPO on a Gymnasium env, the whole loop under jax.jit.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for option in fields(Config):
-        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata)
-    config = Config(**vars(parser.parse_args(argv)))
-    if (
-        min(config.num_envs, config.num_steps, config.num_epochs, config.num_minibatches, config.total_steps)
-        < 1
-    ):
-        parser.error("the numbers of envs, steps, epochs and minibatches must be at least 1")
-    if config.steps_per_update % config.num_minibatches:
-        parser.error("--num-envs times --num-steps must be a multiple of --num-minibatches")
-    return config
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if steps can't be divided as asked."""
+        super().__post_init__()
+        if min(self.num_epochs, self.num_minibatches) < 1:
+            raise ValueError("the numbers of epochs and minibatches must be at least 1")
+        if self.steps_per_update % self.num_minibatches:
+            raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
 
 
 @dataclass(frozen=True)
@@ -203,7 +163,7 @@ class State(NamedTuple):
     reward_stats: RunningMeanStd  # []
     handle: jaxvec.Handle
     obs: jax.Array  # [num_envs, obs_size] float32
-    recent: jax.Array  # [100] float32, returns of the last episodes, the newest last; NaN: none yet
+    returns: Returns
 
 
 class Steps(NamedTuple):
@@ -243,18 +203,35 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
 
 def estimate(agent: Agent, params: Any, steps: Steps) -> tuple[jax.Array, jax.Array]:
     """Returns generalised advantages and value targets, `[num_steps, num_envs]` float32."""
-    gamma, decay = agent.config.gamma, agent.config.gamma * agent.config.gae_lambda
     _, value = agent.network.apply(params, steps.obs)
     _, next_value = agent.network.apply(params, steps.next_obs)
+    ends = steps.terminated, steps.done
+    advantage = advantages(agent.config, steps.reward, *ends, value=value, next_value=next_value)
+    return advantage, advantage + value
+
+
+def advantages(
+    config: Config,
+    reward: jax.Array,
+    terminated: jax.Array,
+    done: jax.Array,
+    *,
+    value: jax.Array,
+    next_value: jax.Array,
+) -> jax.Array:
+    """Returns generalised advantages from the values before and after each step.
+
+    All are `[num_steps, num_envs]`.
+    """
+    gamma, decay = config.gamma, config.gamma * config.gae_lambda
     # Only a terminated episode has no future: what a time limit truncates would have gone on.
-    surprise = steps.reward + gamma * jnp.where(steps.terminated, 0, next_value) - value
+    surprise = reward + gamma * jnp.where(terminated, 0, next_value) - value
 
     def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         advantage = now[0] + jnp.where(now[1], 0, decay * later)
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, steps.done), reverse=True)
-    return advantage, advantage + value
+    return jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, done), reverse=True)[1]
 
 
 def loss(agent: Agent, params: Any, steps: Steps, advantage: jax.Array, target: jax.Array) -> jax.Array:
@@ -293,37 +270,29 @@ def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
     return state._replace(params=params, opt_state=opt_state)
 
 
-def update(agent: Agent, report: Any, state: State, key: jax.Array) -> tuple[State, jax.Array]:
-    """Plays and learns once; returns the new state and the mean return of recent episodes, `[]`."""
+def update(agent: Agent, state: State, key: jax.Array) -> State:
+    """Plays and learns once."""
     play_key, learn_key = jax.random.split(key)
     before = state.obs_stats
     state, steps = collect(agent, state, play_key)
     reward = state.reward_stats.update(steps.reward)
-    ended = jnp.where(steps.done, steps.episode_return, jnp.nan).reshape(-1)
-    returns = jnp.concatenate([state.recent, ended])  # the oldest first
-    returns = returns[jnp.argsort(~jnp.isnan(returns), stable=True)]  # those of no episode before all others
     state = state._replace(
-        obs_stats=before.update(steps.obs), reward_stats=reward, recent=returns[-state.recent.size :]
+        obs_stats=before.update(steps.obs),
+        reward_stats=reward,
+        returns=state.returns.add(steps.done, steps.episode_return),
     )
     # Brings values to the order of 1: a value sums about 1 / (1 - gamma) rewards, more or less alike.
     unit = jnp.sqrt((reward.mean**2 + reward.var + 1e-8) / max(1 - agent.config.gamma, 1e-3))
     steps = steps._replace(
         obs=before.normalize(steps.obs), next_obs=before.normalize(steps.next_obs), reward=steps.reward / unit
     )
-    mean_return = jnp.nanmean(state.recent)
-    jax.debug.callback(report, mean_return)
-    return learn(agent, state, steps, learn_key), mean_return
+    return learn(agent, state, steps, learn_key)
 
 
 def train(
-    agent: Agent, report: Callable[[Any], None], handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
-) -> tuple[State, jax.Array, jax.Array]:
-    """Trains from a reset's `handle` and `obs` on, until `total_steps` or until `stop_at` is reached.
-
-    Returns the last state; what `report` got on the host too, the mean return of recent episodes after
-    each update, `[num_updates]` float32; and how many updates were made, `[]` int32.
-    """
-    config = agent.config
+    agent: Agent, report: Report, handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
+) -> Trained[State]:
+    """Trains from a reset's `handle` and `obs` on; see `repeat`."""
     init_key, train_key = jax.random.split(key)
     obs = agent.encode(obs)
     params = agent.network.init(init_key, obs)
@@ -334,90 +303,22 @@ def train(
         reward_stats=RunningMeanStd.create(0.0, count=0),
         handle=handle,
         obs=obs,
-        recent=jnp.full(100, jnp.nan),
+        returns=Returns.create(),
     )
-    keys = jax.random.split(train_key, config.num_updates)
-    curve = jnp.full(config.num_updates, jnp.nan)
-    goal = jnp.inf if config.stop_at is None else config.stop_at
-
-    def goes_on(carry: tuple[jax.Array, State, jax.Array]) -> jax.Array:
-        number, _, curve = carry  # a return that is not known yet is not high enough
-        return (number < config.num_updates) & ~(curve[jnp.maximum(number - 1, 0)] >= goal)
-
-    def go_on(carry: tuple[jax.Array, State, jax.Array]) -> tuple[jax.Array, State, jax.Array]:
-        number, state, curve = carry
-        state, mean_return = update(agent, report, state, keys[number])
-        return number + 1, state, curve.at[number].set(mean_return)
-
-    number, state, curve = jax.lax.while_loop(goes_on, go_on, (jnp.int32(0), state, curve))
-    return state, curve, number
-
-
-class Result(NamedTuple):
-    """What a run came to."""
-
-    mean_return: float  # of the last `num_episodes`; NaN if none ended
-    num_episodes: int  # at most 100
-    env_steps: int
-    seconds: float  # compilation included
-    curve: NDArray[np.float32]  # [updates that were made], the mean return after each
+    return repeat(partial(update, agent), state, train_key, agent.config, report)
 
 
 def run(config: Config) -> Result:
     """Starts the envs, trains, and closes them."""
-    total = config.num_updates * config.steps_per_update
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
-        agent = make_agent(config, envs)
-        bar = tqdm(total=total, desc=config.env, unit=" steps", unit_scale=True)
-
-        def report(mean_return: Any) -> None:
-            # The compiled program waits for this, so it must not call jax; NumPy is safe.
-            bar.set_postfix_str(f"mean return {np.asarray(mean_return).item():.1f}", refresh=False)
-            bar.update(config.steps_per_update)
-
-        program: Callable[..., tuple[State, jax.Array, jax.Array]] = jax.jit(partial(train, agent, report))
-        start = time.perf_counter()
-        with bar:
-            handle, timestep = jaxvec.reset(envs, seed=config.seed)
-            state, curve, number = program(handle, timestep.obs, jax.random.key(config.seed))
-            recent, curve = np.asarray(state.recent), np.asarray(curve)[:number]  # waits for the program
-            jax.effects_barrier()  # waits for the last report
-        seconds = time.perf_counter() - start
-    env_steps = curve.size * config.steps_per_update
-    return Result(float(curve[-1]), int(np.isfinite(recent).sum()), env_steps, seconds, curve)
-
-
-def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
-    """Draws the curve as a line of text, between its lowest and highest values."""
-    known = curve[np.isfinite(curve)]
-    if not known.size:
-        return "No episode ended."
-    points = known[np.linspace(0, known.size - 1, min(width, known.size)).astype(int)]
-    heights = np.interp(points, (known.min(), known.max()), (0, 7)).astype(int)
-    return f"{known.min():.1f} {''.join('▁▂▃▄▅▆▇█'[height] for height in heights)} {known.max():.1f}"
-
-
-def plot(config: Config, result: Result, path: str) -> None:
-    """Saves a picture of the learning curve."""
-    figure = Figure(figsize=(7, 4), layout="constrained")  # draws with Agg; pyplot might open a window
-    axes = figure.subplots()
-    axes.plot(np.arange(1, result.curve.size + 1) * config.steps_per_update, result.curve)
-    axes.set(title=f"PPO on {config.env}", xlabel="env steps", ylabel="mean return of the last 100 episodes")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+        return _training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
     """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    config = parse(argv)
-    result = run(config)
-    rate = result.env_steps / result.seconds
-    print(f"mean return {result.mean_return:.1f} of the last {result.num_episodes} episodes")
-    print(f"{result.env_steps:,} env steps in {result.seconds:.1f} s with compilation: {rate:,.0f} steps/s")
-    path = config.plot or "ppo_" + re.sub(r"[^\w.-]", "_", config.env) + ".png"
-    plot(config, result, path)
-    print(f"learning curve {sparkline(result.curve)}, drawn in {path}")
-    return result
+    about = "Trains PPO on a Gymnasium env, whose observations and actions are Box or Discrete."
+    config = parse(Config, "ppo", about, argv)
+    return finish(config, "PPO", "ppo", run(config))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,169 @@
+"""Learning from a replay buffer: play a step in all envs, keep what came of it, learn from what was kept.
+
+The buffer is flashbax's, arrays on the device that the compiled loop writes into. It keeps the observation
+that followed an action *within the episode*: where an episode ends, `jaxvec.step` already returns the first
+one of the next, and `info["final_obs"]` has the one to learn from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+import jaxvec
+from jaxvec import _extras
+from jaxvec.examples._training import Options, Report, Returns, Trained, option, repeat
+from jaxvec.normalize import RunningMeanStd
+
+try:
+    import flashbax
+except ImportError as _error:
+    raise ImportError(f"this example needs flashbax: {_extras.command('replay')}") from _error
+
+
+@dataclass(frozen=True)
+class ReplayOptions(Options):
+    """Holds what every program with a replay buffer can be told."""
+
+    num_envs: int = option(16, "envs stepped together")
+    num_steps: int = option(32, "steps of each env between two reports")
+    buffer_size: int = option(100_000, "transitions that are kept, rounded up to a multiple of num-envs")
+    learn_after: int = option(1_000, "transitions before the first gradient step")
+    gradient_steps: int = option(4, "after each step of the envs")
+    batch_size: int = option(128, "transitions in a gradient step")
+    gamma: float = option(0.99, "discount per step")
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if the buffer could not be learnt from."""
+        super().__post_init__()
+        if not 1 <= self.batch_size <= self.learn_after <= self.buffer_size:
+            raise ValueError("--batch-size must be at most --learn-after, and that at most --buffer-size")
+
+
+class Transition(NamedTuple):
+    """A step of one env. Observations are normalised where they are learnt from, not where they are kept."""
+
+    obs: jax.Array  # [obs_size] float32
+    action: jax.Array  # [...], as the algorithm counts
+    reward: jax.Array  # [] float32
+    next_obs: jax.Array  # [obs_size] float32, within the episode
+    terminated: jax.Array  # [] bool; where it is false, there would have been more to come
+
+
+class Algorithm(Protocol):
+    """What differs between algorithms. What they learn is a pytree, called `learned`."""
+
+    def init(self, obs: jax.Array, key: jax.Array) -> Any:
+        """Returns what is learned, before the first step; observations are `[num_envs, obs_size]`."""
+        ...
+
+    def act(self, learned: Any, obs: jax.Array, progress: jax.Array, key: jax.Array) -> jax.Array:
+        """Chooses actions, `[num_envs, ...]`; `progress` is the part of training that is over, `[]`."""
+        ...
+
+    def to_env(self, action: jax.Array) -> jax.Array:
+        """Returns actions as the env takes them."""
+        ...
+
+    def descend(self, learned: Any, batch: Transition, key: jax.Array) -> Any:
+        """Takes a gradient step from `[batch_size]` transitions."""
+        ...
+
+
+class State(NamedTuple):
+    """What training carries from step to step."""
+
+    learned: Any
+    buffer: Any
+    obs_stats: RunningMeanStd  # [obs_size]
+    handle: jaxvec.Handle
+    obs: jax.Array  # [num_envs, obs_size] float32
+    num_steps: jax.Array  # [] int32, of each env
+    returns: Returns
+
+
+def encode(obs: jax.Array) -> jax.Array:
+    """Turns `[num_envs, ...]` into `[num_envs, obs_size]` float32."""
+    return obs.reshape(len(obs), -1).astype(jnp.float32)
+
+
+def play(algorithm: Algorithm, options: ReplayOptions, buffer: Any, state: State, key: jax.Array) -> State:
+    """Steps the envs once, and keeps what came of it."""
+    progress = state.num_steps / (options.num_updates * options.num_steps)
+    action = algorithm.act(state.learned, state.obs_stats.normalize(state.obs), progress, key)
+    handle, timestep = jaxvec.step(state.handle, algorithm.to_env(action))
+    obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
+    within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), obs)
+    transitions = Transition(state.obs, action, timestep.reward, within, timestep.terminated)
+    return state._replace(
+        buffer=buffer.add(state.buffer, transitions),
+        obs_stats=state.obs_stats.update(within),
+        handle=handle,
+        obs=obs,
+        num_steps=state.num_steps + 1,
+        returns=state.returns.add(done, timestep.info["episode_return"]),
+    )
+
+
+def learn(algorithm: Algorithm, options: ReplayOptions, buffer: Any, state: State, key: jax.Array) -> Any:
+    """Takes the gradient steps that follow a step of the envs; returns what is learned then."""
+
+    def descend(learned: Any, key: jax.Array) -> tuple[Any, None]:
+        sample_key, descend_key = jax.random.split(key)
+        batch = buffer.sample(state.buffer, sample_key).experience
+        obs, next_obs = map(state.obs_stats.normalize, (batch.obs, batch.next_obs))
+        return algorithm.descend(learned, batch._replace(obs=obs, next_obs=next_obs), descend_key), None
+
+    return jax.lax.scan(descend, state.learned, jax.random.split(key, options.gradient_steps))[0]
+
+
+def update(algorithm: Algorithm, options: ReplayOptions, buffer: Any, state: State, key: jax.Array) -> State:
+    """Plays `num_steps` steps in every env, and learns after each."""
+
+    def step(state: State, key: jax.Array) -> tuple[State, None]:
+        play_key, learn_key = jax.random.split(key)
+        state = play(algorithm, options, buffer, state, play_key)
+        learned = jax.lax.cond(
+            buffer.can_sample(state.buffer),
+            lambda: learn(algorithm, options, buffer, state, learn_key),
+            lambda: state.learned,
+        )
+        return state._replace(learned=learned), None
+
+    return jax.lax.scan(step, state, jax.random.split(key, options.num_steps))[0]
+
+
+def train(
+    algorithm: Algorithm,
+    options: ReplayOptions,
+    report: Report,
+    handle: jaxvec.Handle,
+    obs: jax.Array,
+    key: jax.Array,
+) -> Trained[State]:
+    """Trains from a reset's `handle` and `obs` on; see `repeat`."""
+    init_key, act_key, train_key = jax.random.split(key, 3)
+    buffer = flashbax.make_item_buffer(
+        max_length=-(-options.buffer_size // options.num_envs) * options.num_envs,
+        min_length=options.learn_after,
+        sample_batch_size=options.batch_size,
+        add_batches=True,
+    )
+    obs = encode(obs)
+    learned = algorithm.init(obs, init_key)
+    action = algorithm.act(learned, obs, jnp.float32(0), act_key)  # of which only the type counts
+    one = Transition(obs[0], action[0], jnp.float32(0), obs[0], jnp.bool_(False))
+    state = State(
+        learned=learned,
+        buffer=buffer.init(one),
+        obs_stats=RunningMeanStd.create(obs[0], count=0),
+        handle=handle,
+        obs=obs,
+        num_steps=jnp.int32(0),
+        returns=Returns.create(),
+    )
+    return repeat(partial(update, algorithm, options, buffer), state, train_key, options, report)

@@ -1,0 +1,234 @@
+"""PPO with a memory (GRU) on Gymnasium envs, the whole of training under one `jax.jit`.
+
+    python -m jaxvec.examples.ppo_recurrent
+    python -m jaxvec.examples.ppo_recurrent --entries 0,1,2,3
+
+The first command shows the agent where cart and pole are, and not how fast they move: what it needs to
+remember. The memory is emptied where an episode ends; the flags of the time step say so. What is as in PPO
+without a memory is imported from `ppo.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec.examples import _training, ppo
+from jaxvec.examples._training import Report, Result, Returns, Trained, finish, option, parse, repeat
+from jaxvec.examples.ppo import Categorical
+from jaxvec.normalize import RunningMeanStd
+
+
+@dataclass(frozen=True)
+class Config(ppo.Config):
+    """Holds the command line's options."""
+
+    entries: str = option("0,2", "entries of the observation that the agent sees, from 0; others are hidden")
+    num_units: int = option(64, "size of the memory")
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if minibatches can't be whole envs, or no entry is named."""
+        super().__post_init__()
+        if self.num_envs % self.num_minibatches:
+            raise ValueError("--num-envs must be a multiple of --num-minibatches, which are of whole envs")
+        if not all(entry.strip().isdecimal() for entry in self.entries.split(",")):
+            raise ValueError(f"--entries must be numbers with commas between, not {self.entries!r}")
+
+
+class RecurrentActorCritic(nn.Module):
+    """A layer, a GRU, and a layer each for policy and value."""
+
+    num_actions: int
+    num_units: int
+
+    @nn.compact
+    def __call__(self, memory: jax.Array, obs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Maps memories `[n, num_units]` and `[n, obs_size]` to the next memories, logits, values `[n]`."""
+        hidden = nn.tanh(nn.Dense(self.num_units)(obs))
+        memory, hidden = nn.GRUCell(self.num_units)(memory, hidden)
+        logits = nn.Dense(self.num_actions, kernel_init=nn.initializers.orthogonal(0.01))(hidden)
+        return memory, logits, nn.Dense(1)(hidden)[..., 0]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """Bundles what stays the same throughout training."""
+
+    config: Config
+    entries: tuple[int, ...]
+    policy: Categorical
+    network: Any  # a RecurrentActorCritic, whose `apply` flax leaves without a result type
+    optimizer: optax.GradientTransformation
+
+    def encode(self, obs: jax.Array) -> jax.Array:
+        """Turns `[num_envs, all entries]` into `[num_envs, obs_size]` float32."""
+        return obs[:, jnp.array(self.entries)].astype(jnp.float32)
+
+
+def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
+    """Fits an agent to the spaces of the envs."""
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 1:
+        raise SystemExit(f"{config.env}: this PPO takes observations with one axis, not {obs_space}")
+    if not isinstance(action_space, spaces.Discrete):
+        raise SystemExit(f"{config.env}: this PPO takes Discrete actions, not {action_space}")
+    entries = tuple(map(int, config.entries.split(",")))
+    if max(entries) >= obs_space.shape[0]:
+        raise SystemExit(f"{config.env}: its observation has {obs_space.shape[0]} entries, no {max(entries)}")
+    network = RecurrentActorCritic(int(action_space.n), config.num_units)
+    lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
+    optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr))
+    return Agent(config, entries, Categorical(action_space), network, optimizer)
+
+
+class State(NamedTuple):
+    """What training carries from update to update."""
+
+    params: Any
+    opt_state: Any
+    obs_stats: RunningMeanStd  # [obs_size]
+    handle: jaxvec.Handle
+    obs: jax.Array  # [num_envs, obs_size] float32
+    memory: jax.Array  # [num_envs, num_units] float32
+    returns: Returns
+
+
+class Steps(NamedTuple):
+    """What is kept of steps; `collect` stacks them to `[num_steps, num_envs, ...]`."""
+
+    obs: jax.Array  # [num_envs, obs_size] float32, normalised
+    action: jax.Array  # [num_envs] int32
+    log_prob: jax.Array  # [num_envs] float32
+    value: jax.Array  # [num_envs] float32
+    next_value: jax.Array  # [num_envs] float32, within the episode
+    reward: jax.Array  # [num_envs] float32
+    terminated: jax.Array  # [num_envs] bool
+    done: jax.Array  # [num_envs] bool
+
+
+def empty(memory: jax.Array, done: jax.Array) -> jax.Array:
+    """Empties the memories, `[n, num_units]`, of those whose episode is over, `[n]`."""
+    return jnp.where(done[:, None], 0, memory)
+
+
+def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
+    """Plays `num_steps` steps in every env."""
+    normalize = state.obs_stats.normalize
+
+    def play(carry: Any, key: jax.Array) -> tuple[Any, tuple[Steps, jax.Array, jax.Array]]:
+        handle, raw, memory = carry
+        obs = normalize(raw)
+        memory, logits, value = agent.network.apply(state.params, memory, obs)
+        action = agent.policy.sample(logits, key)
+        log_prob, _ = agent.policy.evaluate(logits, action)
+        handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
+        next_raw, done = agent.encode(timestep.obs), timestep.terminated | timestep.truncated
+        # Where an episode ended, timestep.obs is already the first of the next one.
+        within = jnp.where(done[:, None], agent.encode(timestep.info["final_obs"]), next_raw)
+        _, _, next_value = agent.network.apply(state.params, memory, normalize(within))
+        ends = timestep.terminated, done
+        steps = Steps(obs, action, log_prob, value, next_value, timestep.reward, *ends)
+        return (handle, next_raw, empty(memory, done)), (steps, raw, timestep.info["episode_return"])
+
+    keys = jax.random.split(key, agent.config.num_steps)
+    carry, (steps, raw, returns) = jax.lax.scan(play, (state.handle, state.obs, state.memory), keys)
+    handle, obs, memory = carry
+    state = state._replace(
+        obs_stats=state.obs_stats.update(raw),
+        handle=handle,
+        obs=obs,
+        memory=memory,
+        returns=state.returns.add(steps.done, returns),
+    )
+    return state, steps
+
+
+def loss(
+    agent: Agent, params: Any, memory: jax.Array, steps: Steps, advantage: jax.Array, target: jax.Array
+) -> jax.Array:
+    """Returns PPO's loss of whole sequences, `[]` float32; `memory` is that before their first steps."""
+
+    def remember(memory: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+        obs, done = now
+        memory, logits, value = agent.network.apply(params, memory, obs)
+        return empty(memory, done), (logits, value)
+
+    _, (logits, value) = jax.lax.scan(remember, memory, (steps.obs, steps.done))
+    clip = agent.config.clip
+    log_prob, entropy = agent.policy.evaluate(logits, steps.action)
+    ratio = jnp.exp(log_prob - steps.log_prob)
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
+    error = 0.5 * jnp.square(value - target)
+    return jnp.mean(agent.config.value_weight * error - gain - agent.config.entropy_weight * entropy)
+
+
+def update(agent: Agent, state: State, key: jax.Array) -> State:
+    """Plays and learns once; a minibatch has all steps of some envs, so that memories can be followed."""
+    config = agent.config
+    play_key, learn_key = jax.random.split(key)
+    before = state.memory
+    state, steps = collect(agent, state, play_key)
+    reward = (1 - config.gamma) * steps.reward  # so that values are of the order of a reward
+    ends = steps.terminated, steps.done
+    advantage = ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
+    target = advantage + steps.value
+    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+    def descend(carry: tuple[Any, Any], envs: jax.Array) -> tuple[tuple[Any, Any], None]:
+        params, opt_state = carry
+        batch = jax.tree.map(lambda leaf: leaf[:, envs], (steps, advantage, target))
+        gradient = jax.grad(loss, argnums=1)(agent, params, before[envs], *batch)
+        change, opt_state = agent.optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, change), opt_state), None
+
+    keys = jax.random.split(learn_key, config.num_epochs)
+    order = jax.vmap(jax.random.permutation, (0, None))(keys, config.num_envs)
+    envs = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, envs]
+    (params, opt_state), _ = jax.lax.scan(descend, (state.params, state.opt_state), envs)
+    return state._replace(params=params, opt_state=opt_state)
+
+
+def train(
+    agent: Agent, report: Report, handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
+) -> Trained[State]:
+    """Trains from a reset's `handle` and `obs` on; see `repeat`."""
+    init_key, train_key = jax.random.split(key)
+    obs = agent.encode(obs)
+    memory = jnp.zeros((len(obs), agent.config.num_units))
+    params = agent.network.init(init_key, memory, obs)
+    state = State(
+        params=params,
+        opt_state=agent.optimizer.init(params),
+        obs_stats=RunningMeanStd.create(obs[0], count=0),
+        handle=handle,
+        obs=obs,
+        memory=memory,
+        returns=Returns.create(),
+    )
+    return repeat(partial(update, agent), state, train_key, agent.config, report)
+
+
+def run(config: Config) -> Result:
+    """Starts the envs, trains, and closes them."""
+    with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
+        return _training.run(config, envs, partial(train, make_agent(config, envs)))
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
+    about = "Trains PPO with a GRU on a Gymnasium env of which the agent sees a part."
+    config = parse(Config, "ppo_recurrent", about, argv)
+    return finish(config, "PPO with a GRU", "ppo_recurrent", run(config))
+
+
+if __name__ == "__main__":
+    main()
