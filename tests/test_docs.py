@@ -76,7 +76,8 @@ def run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "example.py"],
         cwd=folder,
-        env=os.environ | {"RAY_ADDRESS": "local"},  # not the cluster that another test breaks meanwhile
+        # Not the cluster that another test breaks meanwhile; and a folder, without which SDL complains.
+        env=os.environ | {"RAY_ADDRESS": "local", "XDG_RUNTIME_DIR": str(folder)},
         capture_output=True,
         text=True,
         timeout=290,

@@ -641,6 +641,30 @@ def test_states_of_a_worker_that_was_replaced_are_gone(make):
     np.testing.assert_array_equal(envs.step([3, 4]).obs, [[1, 1, 1, 3], [1, 1, 1, 4]])
 
 
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+def test_a_worker_that_dies_in_simulate_is_a_worker_that_died(make, on_fault):
+    envs = make(Fragile, 4, num_workers=2, states=20, on_fault=on_fault)
+    envs.reset()
+    envs.step(np.zeros(4, int))
+    state = envs.save()
+    with pytest.raises(
+        jaxvec.WorkerDiedError, match=r"\(envs 2, 3\) exited with code 3 while answering simulate;"
+    ):
+        envs.simulate(state, np.array([0, 0, 8, 0]))
+    if on_fault == "raise":
+        with pytest.raises(jaxvec.PoolBrokenError, match="while answering simulate"):
+            envs.step(np.zeros(4, int))
+        return
+    assert envs.simulate(state[:2], np.zeros(2, int))[1].obs[:, 1].tolist() == [2, 2]  # the other worker's
+    with pytest.raises(
+        jaxvec.StaleStateError, match="2 of these states are gone: the worker that had them was"
+    ):
+        envs.simulate(state, np.zeros(4, int))
+    after = envs.step(np.zeros(4, int))
+    assert after.info["fault"].tolist() == [False, False, True, True]
+    assert after.obs[:2, 1].tolist() == [2, 2]
+
+
 class Forgetful(CountingEnv):
     """Has random numbers of Python's one generator, which is not the env's."""
 

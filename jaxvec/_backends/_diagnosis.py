@@ -64,11 +64,11 @@ class Diagnosis:
             for slot, action, resets in zip(running.tolist(), actions, resetting, strict=True)
         )
 
-    def died(self, worker: int, process: Process) -> WorkerDiedError:
-        """Returns the error of a worker that has ended."""
+    def died(self, worker: int, process: Process, *, asked: str | None) -> WorkerDiedError:
+        """Returns the error of a worker that has ended; `asked` is the method that it was asked for, if any."""
         exitcode, ending = process.ending()
         env_ids = tuple(range(*self._slices[worker]))
-        doing = self.running(env_ids) or "idle or starting"
+        doing = self.running(env_ids) or (f"answering {asked}" if asked else "idle or starting")
         return WorkerDiedError(
             f"{self.name(worker)} {ending} while {doing}; its standard error may tell more",
             worker=worker,

@@ -98,6 +98,7 @@ class Supervisor:
         self._attach: Attach | None = None  # to a worker's place; None until the workers serve
         self._description: Description | None = None
         self._diagnosis = Diagnosis(recipe.slices)
+        self._asked: dict[int, str] = {}  # by worker: the method that it has been asked for
         self._segment = -1
         try:
             for worker in range(len(recipe.slices)):
@@ -148,9 +149,13 @@ class Supervisor:
             self.look(LOOK_AROUND, patience)
             if self.time_left(patience) <= 0:
                 self.expire(patience, starting)
-        for worker, request in requests.items():
-            self._send(worker, request, patience)
-        replies = self._gather(patience, requests)
+        self._asked = dict.fromkeys(requests, name.removesuffix("_states"))  # as users call it
+        try:
+            for worker, request in requests.items():
+                self._send(worker, request, patience)
+            replies = self._gather(patience, requests)
+        finally:
+            self._asked = {}
         return [
             self._open(worker, name, replies[worker]) if worker in replies else None
             for worker in range(len(each))
@@ -355,7 +360,10 @@ class Supervisor:
         while missing := [worker for worker in workers if worker not in messages]:
             heard = self.look(min(self.time_left(patience), LOOK_AROUND), patience)
             # Who waits for envs in flight looks at their slots before it listens for wakes.
-            messages.update((worker, message) for worker, message in heard if message is not WAKE)
+            for worker, message in heard:
+                if message is not WAKE:
+                    messages[worker] = message
+                    self._asked.pop(worker, None)
             if not heard and self.time_left(patience) <= 0:  # what was seen may have moved it
                 self.expire(patience, missing)
         return {worker: messages[worker] for worker in workers}
@@ -469,7 +477,7 @@ class Supervisor:
             raise SpaceMismatchError(mismatch)
 
     def _died(self, worker: int) -> WorkerDiedError:
-        return self._diagnosis.died(worker, self._processes[worker])
+        return self._diagnosis.died(worker, self._processes[worker], asked=self._asked.get(worker))
 
     def _dismiss(self, timeout: float | None, *, tell: bool) -> None:
         """Waits until every worker has closed its envs and its end; logs whose `close` failed or was late."""
