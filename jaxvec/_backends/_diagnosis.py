@@ -65,7 +65,7 @@ class Diagnosis:
         )
 
     def died(self, worker: int, process: Process, *, asked: str | None) -> WorkerDiedError:
-        """Returns the error of a worker that has ended; `asked` is the method that it was asked for, if any."""
+        """Returns the error of a worker that has ended; `asked` is the method it was asked for, if any."""
         exitcode, ending = process.ending()
         env_ids = tuple(range(*self._slices[worker]))
         doing = self.running(env_ids) or (f"answering {asked}" if asked else "idle or starting")
