@@ -40,7 +40,7 @@ from jaxvec.testing import CountingEnv, NestedEnv
 ray = pytest.importorskip("ray", reason="Ray is not installed: the extra ray has it")
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     # Ray starts its processes by fork and exec, of which JAX warns, and leaves sockets to the collector.
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -87,7 +87,8 @@ def running_cluster():
 @pytest.fixture
 def make_on_ray(make, cluster):
     """Yields `make` for pools on the cluster, of two workers."""
-    return partial(make, backend="ray", num_workers=2, step_timeout=60)
+    # An actor is an interpreter of Ray's, which takes a minute to start where everything is busy.
+    return partial(make, backend="ray", num_workers=2, start_timeout=200, step_timeout=200)
 
 
 def assert_equal(one, other):
