@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec.examples import _replay, dqn, ppo, ppo_recurrent, sac, search
+from jaxvec.examples import _replay, dqn, impala, ppo, ppo_recurrent, sac, search
 
 
 @pytest.fixture(autouse=True)
@@ -165,8 +165,10 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
         (dqn, "--num-steps 50 --learn-after 200"),
         (sac, "--num-steps 50 --learn-after 200 --gradient-steps 1"),
         (ppo_recurrent, "--num-steps 50 --num-minibatches 2"),
+        (impala, "--num-steps 50 --num-workers 2 --mean-delay 0.0001"),
+        (impala, "--num-steps 50 --num-actors 0"),
     ],
-    ids=["dqn", "sac", "ppo_recurrent"],
+    ids=["dqn", "sac", "ppo_recurrent", "impala", "impala without threads"],
 )
 def test_other_programs_train_report_and_plot(program, options, capsys):
     result = program.main([*options.split(), "--num-envs", "4", "--total-steps", "900"])
@@ -294,6 +296,7 @@ def test_what_a_memory_is_trained_on_is_what_it_did():
     ("program", "options", "message"),
     [
         (dqn, ["--env", "Pendulum-v1"], "Pendulum-v1: this DQN takes .* Discrete actions, not Box"),
+        (impala, ["--env", "Pendulum-v1"], "Pendulum-v1: this IMPALA takes .* Discrete actions, not Box"),
         (sac, ["--env", "CartPole-v1"], "CartPole-v1: this SAC takes Box spaces, not .*Discrete"),
         (ppo_recurrent, ["--entries", "0,9"], "its observation has 4 entries, no 9"),
         (ppo_recurrent, ["--env", "Pendulum-v1"], "takes Discrete actions, not Box"),
@@ -317,6 +320,68 @@ def test_other_programs_refuse_options_that_do_not_fit(program, options, message
         program.main(options.split())
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_v_trace_is_what_its_definition_says():
+    rng = np.random.default_rng(0)
+    shape = 6, 2
+    reward, value, next_value, log_ratio = rng.normal(size=(4, *shape)).astype(np.float32)
+    terminated, truncated = np.zeros((2, *shape), bool)
+    terminated[1, 0] = truncated[3, 0] = truncated[2, 1] = terminated[5, 1] = True
+    done = terminated | truncated
+    config = impala.Config(gamma=0.9, trace_decay=0.8)
+
+    weight = np.minimum(1, np.exp(log_ratio))
+    future = 0.9 * np.where(terminated, 0, next_value)
+    surprise = weight * (reward + future - value)
+    expected, advantages = np.zeros(shape), surprise.copy()
+    for env in range(2):
+        for t in range(6):
+            traced = 1.0
+            for later in range(t, 6):
+                expected[t, env] += traced * surprise[later, env]
+                traced *= 0.9 * 0.8 * weight[later, env]
+                if done[later, env]:
+                    break
+        for t in np.flatnonzero(~done[:5, env]):
+            advantages[t, env] += weight[t, env] * 0.9 * 0.8 * expected[t + 1, env]
+
+    given = reward, terminated, done
+    values = {"value": jnp.array(value), "next_value": jnp.array(next_value)}
+    target, advantage = impala.v_trace(
+        config, *map(jnp.array, given), **values, log_ratio=jnp.array(log_ratio)
+    )
+    np.testing.assert_allclose(target, value + expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(advantage, advantages, rtol=1e-5, atol=1e-6)
+    # With the weights that played, it is the generalised advantage.
+    target, advantage = impala.v_trace(config, *map(jnp.array, given), **values, log_ratio=jnp.zeros(shape))
+    same = ppo.advantages(ppo.Config(gamma=0.9, gae_lambda=0.8), *map(jnp.array, given), **values)
+    np.testing.assert_allclose(advantage, same, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(target, value + same, rtol=1e-5, atol=1e-6)
+
+
+class BrokenEnv(gymnasium.Env):
+    """Fails in its hundredth step."""
+
+    observation_space = spaces.Box(0, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 100:
+            raise RuntimeError("worn out")
+        return np.zeros(2, np.float32), 1.0, self.steps % 10 == 0, False, {}
+
+
+def test_what_fails_in_an_actor_ends_the_program_and_is_told(register):
+    register("Broken-v0", BrokenEnv, disable_env_checker=True)
+    with pytest.raises(jaxvec.EnvError, match="worn out"):
+        impala.main(["--env", "Broken-v0", "--num-envs", "2", "--num-workers", "2"])
 
 
 class ForkEnv(gymnasium.Env):
