@@ -205,7 +205,7 @@ class Actor:
         seed = agent.config.seed + number * agent.config.num_envs
         self._play: Callable[..., Any] = jax.jit(partial(play, agent))
         self._handle, timestep = jaxvec.reset(envs, seed=seed)
-        self.obs = encode(timestep.obs)
+        self.obs: jax.Array = encode(timestep.obs)
         self._key = jax.random.fold_in(jax.random.key(agent.config.seed), number)
 
     def play(self, learner: Learner) -> Rollout:
