@@ -161,6 +161,12 @@ class Result(NamedTuple):
     curve: NDArray[np.float32]  # [updates that were made], the mean return after each
 
 
+def progress_bar(options: Options) -> tqdm[Any]:
+    """Returns a bar that counts env steps."""
+    total = options.num_updates * options.steps_per_update
+    return tqdm(total=total, desc=options.env, unit=" steps", unit_scale=True)
+
+
 def run(
     options: Options,
     envs: jaxvec.VectorEnv,
@@ -174,8 +180,7 @@ def run(
         train: takes a function for `repeat` to report to, a handle, the first observations, and a key;
             returns what `repeat` returns.
     """
-    total = options.num_updates * options.steps_per_update
-    bar = tqdm(total=total, desc=options.env, unit=" steps", unit_scale=True)
+    bar = progress_bar(options)
 
     def report(mean_return: Any) -> None:
         # The compiled program waits for this, so it must not call jax; NumPy is safe.

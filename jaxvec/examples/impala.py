@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,11 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from gymnasium import spaces
-from tqdm import tqdm
 
 import jaxvec
 from jaxvec.examples import _delayed
-from jaxvec.examples._training import Options, Result, Returns, finish, option, parse
+from jaxvec.examples._training import Options, Result, Returns, finish, option, parse, progress_bar
 from jaxvec.examples.ppo import ActorCritic, Categorical
 from jaxvec.normalize import RunningMeanStd
 
@@ -235,6 +234,10 @@ class Exchange:
             finally:
                 self._stopped.set()
 
+    def alone(self, actor: Actor) -> Callable[[], Rollout]:
+        """Returns what plays the next rollout, while the learner waits."""
+        return lambda: actor.play(self.learner)
+
     def _play(self, actor: Actor) -> None:
         while not self._stopped.is_set():
             rollout = actor.play(self.learner)
@@ -267,30 +270,20 @@ def run(config: Config) -> Result:
         actors = [Actor(agent, envs, number) for number, envs in enumerate(pools)]
         learner = init(agent, actors[0].obs)
         exchange = Exchange(learner, num_pools)
-        if config.num_actors:
-            next_rollout = stack.enter_context(exchange.playing(actors))
-        else:
-            next_rollout = lambda: actors[0].play(exchange.learner)  # noqa: E731
+        playing = exchange.playing(actors) if config.num_actors else nullcontext(exchange.alone(actors[0]))
         step: Callable[..., tuple[Learner, jax.Array]] = jax.jit(partial(learn, agent))
-        curve: list[float] = []
-        bar = tqdm(
-            total=config.num_updates * config.steps_per_update,
-            desc=config.env,
-            unit=" steps",
-            unit_scale=True,
-        )
-        with bar:
-            while len(curve) < config.num_updates and not (
-                curve and config.stop_at is not None and curve[-1] >= config.stop_at
-            ):
+        goal = np.inf if config.stop_at is None else config.stop_at
+        curve = [np.nan]  # which is not high enough
+        with playing as next_rollout, progress_bar(config) as bar:
+            while len(curve) <= config.num_updates and not curve[-1] >= goal:
                 exchange.learner, mean_return = step(exchange.learner, next_rollout())
                 curve.append(float(mean_return))
                 bar.set_postfix_str(f"mean return {curve[-1]:.1f}", refresh=False)
                 bar.update(config.steps_per_update)
         seconds = time.perf_counter() - start
         num_episodes = int(jnp.isfinite(exchange.learner.returns.last).sum())
-    env_steps = len(curve) * config.steps_per_update
-    return Result(curve[-1], num_episodes, env_steps, seconds, np.array(curve, np.float32))
+    env_steps = (len(curve) - 1) * config.steps_per_update
+    return Result(curve[-1], num_episodes, env_steps, seconds, np.array(curve[1:], np.float32))
 
 
 def init(agent: Agent, obs: jax.Array) -> Learner:
