@@ -30,7 +30,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 
 import jaxvec
 from jaxvec import EnvState, Handle, TimeStep, _extras
+from jaxvec.examples._training import option
 
 try:
     import mctx
@@ -49,24 +50,20 @@ except ImportError as _error:
     raise ImportError(f"jaxvec.examples.search needs mctx: {_extras.command('search')}") from _error
 
 
-def _option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "type": kind or type(default)})
-
-
 @dataclass(frozen=True)
 class Config:
     """Holds the command line's options."""
 
-    env: str = _option("CartPole-v1", "Gymnasium id; actions Discrete, observations of any kind")
-    env_options: str = _option("{}", "JSON object: further arguments of gymnasium.make")
-    num_envs: int = _option(8, "envs stepped together, each for one episode")
-    num_workers: int | None = _option(
+    env: str = option("CartPole-v1", "Gymnasium id; actions Discrete, observations of any kind")
+    env_options: str = option("{}", "JSON object: further arguments of gymnasium.make")
+    num_envs: int = option(8, "envs stepped together, each for one episode")
+    num_workers: int | None = option(
         None, "worker processes; None for as many as there are usable cores", int
     )
-    num_simulations: int = _option(16, "nodes that a search adds to its tree, before each step of an env")
-    rollout_steps: int = _option(10, "random steps from each node, which estimate its value; 0: it is 0")
-    gamma: float = _option(0.99, "discount per step, in the search")
-    seed: int = _option(0, "of envs, actions and search")
+    num_simulations: int = option(16, "nodes that a search adds to its tree, before each step of an env")
+    rollout_steps: int = option(10, "random steps from each node, which estimate its value; 0: it is 0")
+    gamma: float = option(0.99, "discount per step, in the search")
+    seed: int = option(0, "of envs, actions and search")
 
     @property
     def num_states(self) -> int:
@@ -81,8 +78,8 @@ def parse(argv: Sequence[str] | None) -> tuple[Config, dict[str, Any]]:
         description="Plans with copies of Gymnasium envs: Gumbel MuZero search, under jax.jit.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    for option in fields(Config):
-        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata)
+    for each in fields(Config):
+        parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
     config = Config(**vars(parser.parse_args(argv)))
     if min(config.num_envs, config.num_simulations) < 1 or config.rollout_steps < 0:
         parser.error("the numbers of envs and simulations must be at least 1, of rollout steps at least 0")
