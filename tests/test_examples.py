@@ -15,6 +15,8 @@ from gymnasium.vector import SyncVectorEnv
 import jaxvec
 from jaxvec.examples import _replay, dqn, impala, ppo, ppo_recurrent, sac, search
 
+KEY = jax.random.key(0)
+
 
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path, monkeypatch):
@@ -226,41 +228,28 @@ def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
     assert state.learned == 3 * (24 - 20 // 2 + 1)
 
 
-@pytest.mark.parametrize("name", ["dqn", "sac"])
-def test_targets_go_on_where_an_episode_was_only_truncated(name):
-    """Losses of two transitions that differ in nothing else; the future is worth 5 there."""
-    obs, action, reward = jnp.ones((1, 3)), jnp.zeros(1, jnp.int32), jnp.float32([2.0])
-    future = jnp.float32(5)
-    if name == "dqn":
-        network = SimpleNamespace(apply=lambda params, obs: jnp.full((len(obs), 2), params))
-        algorithm = dqn.Dqn(dqn.Config(gamma=0.5), 0, network, None)
-        losses = {
-            ended: algorithm.loss(
-                0.0, future, _replay.Transition(obs, action, reward, obs, jnp.array([ended]))
-            )
-            for ended in (False, True)
-        }
-        assert losses == {False: pytest.approx(1 + 2.5 - 0.5), True: pytest.approx(0.5)}  # Huber's
-        return
+def ends_and_goes_on(loss, action):
+    """Returns losses of a transition that ended, and of one that differs from it in nothing else."""
+    obs, reward = jnp.ones((1, 3)), jnp.float32([2.0])
+    return [loss(_replay.Transition(obs, action, reward, obs, jnp.array([ended]))) for ended in (True, False)]
+
+
+def test_dqn_s_targets_go_on_where_an_episode_was_only_truncated():
+    network = SimpleNamespace(apply=lambda params, obs: jnp.full((len(obs), 2), params))
+    algorithm = dqn.Dqn(dqn.Config(gamma=0.5), 0, network, None)
+    losses = ends_and_goes_on(partial(algorithm.loss, 0.0, jnp.float32(5)), jnp.zeros(1, jnp.int32))
+    assert losses == [pytest.approx(0.5), pytest.approx(1 + 2.5 - 0.5)]  # Huber's
+
+
+def test_sac_s_targets_go_on_where_an_episode_was_only_truncated():
     policy = SimpleNamespace(apply=lambda params, obs: jnp.zeros((len(obs), 2)))
     critic = SimpleNamespace(apply=lambda params, inputs: jnp.full((len(inputs), 1), params))
     algorithm = sac.Sac(sac.Config(gamma=0.5), spaces.Box(-2, 2, (1,)), policy, critic, None)
     weights = sac.Weights((), jnp.zeros(2), jnp.float32(-100))  # no weight on entropy
-    action = jnp.zeros((1, 1))
-    losses = {
-        ended: algorithm.loss(
-            weights,
-            future * jnp.ones(2),
-            _replay.Transition(obs, action, reward, obs, jnp.array([ended])),
-            KEY,
-        )
-        for ended in (False, True)
-    }
+    loss = partial(algorithm.loss, weights, jnp.full(2, 5.0), key=KEY)
+    ended, went_on = ends_and_goes_on(loss, jnp.zeros((1, 1)))
     # Of the temperature, nothing of this depends on the end.
-    assert losses[False] - losses[True] == pytest.approx((2 + 2.5) ** 2 - 2**2, rel=1e-4)
-
-
-KEY = jax.random.key(0)
+    assert went_on - ended == pytest.approx((2 + 2.5) ** 2 - 2**2, rel=1e-4)
 
 
 def test_what_a_memory_is_trained_on_is_what_it_did():

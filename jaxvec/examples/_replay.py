@@ -8,7 +8,6 @@ one of the next, and `info["final_obs"]` has the one to learn from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 import jaxvec
 from jaxvec import _extras
-from jaxvec.examples._training import Options, Report, Returns, Trained, option, repeat
+from jaxvec.examples._training import Options, Report, Returns, Trained, encode, option, repeat
 from jaxvec.normalize import RunningMeanStd
 
 try:
@@ -86,55 +85,58 @@ class State(NamedTuple):
     returns: Returns
 
 
-def encode(obs: jax.Array) -> jax.Array:
-    """Turns `[num_envs, ...]` into `[num_envs, obs_size]` float32."""
-    return obs.reshape(len(obs), -1).astype(jnp.float32)
+@dataclass(frozen=True)
+class Loop:
+    """What stays the same throughout training."""
 
+    algorithm: Algorithm
+    options: ReplayOptions
+    buffer: Any  # flashbax's, of `Transition`
 
-def play(algorithm: Algorithm, options: ReplayOptions, buffer: Any, state: State, key: jax.Array) -> State:
-    """Steps the envs once, and keeps what came of it."""
-    progress = state.num_steps / (options.num_updates * options.num_steps)
-    action = algorithm.act(state.learned, state.obs_stats.normalize(state.obs), progress, key)
-    handle, timestep = jaxvec.step(state.handle, algorithm.to_env(action))
-    obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
-    within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), obs)
-    transitions = Transition(state.obs, action, timestep.reward, within, timestep.terminated)
-    return state._replace(
-        buffer=buffer.add(state.buffer, transitions),
-        obs_stats=state.obs_stats.update(within),
-        handle=handle,
-        obs=obs,
-        num_steps=state.num_steps + 1,
-        returns=state.returns.add(done, timestep.info["episode_return"]),
-    )
-
-
-def learn(algorithm: Algorithm, options: ReplayOptions, buffer: Any, state: State, key: jax.Array) -> Any:
-    """Takes the gradient steps that follow a step of the envs; returns what is learned then."""
-
-    def descend(learned: Any, key: jax.Array) -> tuple[Any, None]:
-        sample_key, descend_key = jax.random.split(key)
-        batch = buffer.sample(state.buffer, sample_key).experience
-        obs, next_obs = map(state.obs_stats.normalize, (batch.obs, batch.next_obs))
-        return algorithm.descend(learned, batch._replace(obs=obs, next_obs=next_obs), descend_key), None
-
-    return jax.lax.scan(descend, state.learned, jax.random.split(key, options.gradient_steps))[0]
-
-
-def update(algorithm: Algorithm, options: ReplayOptions, buffer: Any, state: State, key: jax.Array) -> State:
-    """Plays `num_steps` steps in every env, and learns after each."""
-
-    def step(state: State, key: jax.Array) -> tuple[State, None]:
-        play_key, learn_key = jax.random.split(key)
-        state = play(algorithm, options, buffer, state, play_key)
-        learned = jax.lax.cond(
-            buffer.can_sample(state.buffer),
-            lambda: learn(algorithm, options, buffer, state, learn_key),
-            lambda: state.learned,
+    def play(self, state: State, key: jax.Array) -> State:
+        """Steps the envs once, and keeps what came of it."""
+        progress = state.num_steps / (self.options.num_updates * self.options.num_steps)
+        obs = state.obs_stats.normalize(state.obs)
+        action = self.algorithm.act(state.learned, obs, progress, key)
+        handle, timestep = jaxvec.step(state.handle, self.algorithm.to_env(action))
+        obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
+        within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), obs)
+        transitions = Transition(state.obs, action, timestep.reward, within, timestep.terminated)
+        return state._replace(
+            buffer=self.buffer.add(state.buffer, transitions),
+            obs_stats=state.obs_stats.update(within),
+            handle=handle,
+            obs=obs,
+            num_steps=state.num_steps + 1,
+            returns=state.returns.add(done, timestep.info["episode_return"]),
         )
-        return state._replace(learned=learned), None
 
-    return jax.lax.scan(step, state, jax.random.split(key, options.num_steps))[0]
+    def learn(self, state: State, key: jax.Array) -> Any:
+        """Takes the gradient steps that follow a step of the envs; returns what is learned then."""
+
+        def descend(learned: Any, key: jax.Array) -> tuple[Any, None]:
+            sample_key, descend_key = jax.random.split(key)
+            batch = self.buffer.sample(state.buffer, sample_key).experience
+            obs, next_obs = map(state.obs_stats.normalize, (batch.obs, batch.next_obs))
+            batch = batch._replace(obs=obs, next_obs=next_obs)
+            return self.algorithm.descend(learned, batch, descend_key), None
+
+        return jax.lax.scan(descend, state.learned, jax.random.split(key, self.options.gradient_steps))[0]
+
+    def update(self, state: State, key: jax.Array) -> State:
+        """Plays `num_steps` steps in every env, and learns after each."""
+
+        def step(state: State, key: jax.Array) -> tuple[State, None]:
+            play_key, learn_key = jax.random.split(key)
+            state = self.play(state, play_key)
+            learned = jax.lax.cond(
+                self.buffer.can_sample(state.buffer),
+                lambda: self.learn(state, learn_key),
+                lambda: state.learned,
+            )
+            return state._replace(learned=learned), None
+
+        return jax.lax.scan(step, state, jax.random.split(key, self.options.num_steps))[0]
 
 
 def train(
@@ -166,4 +168,4 @@ def train(
         num_steps=jnp.int32(0),
         returns=Returns.create(),
     )
-    return repeat(partial(update, algorithm, options, buffer), state, train_key, options, report)
+    return repeat(Loop(algorithm, options, buffer).update, state, train_key, options, report)

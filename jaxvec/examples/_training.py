@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gymnasium import spaces
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tqdm import tqdm
@@ -61,8 +62,8 @@ class Options:
 SomeOptions = TypeVar("SomeOptions", bound=Options)
 
 
-def parse(kind: type[SomeOptions], module: str, description: str, argv: Sequence[str] | None) -> SomeOptions:
-    """Reads a program's options from `argv`, or from the command line."""
+def make_parser(kind: type[Any], module: str, description: str) -> argparse.ArgumentParser:
+    """Returns what reads the options that a dataclass declares, for a program of this package."""
     parser = argparse.ArgumentParser(
         prog=f"python -m jaxvec.examples.{module}",
         description=description,
@@ -70,10 +71,32 @@ def parse(kind: type[SomeOptions], module: str, description: str, argv: Sequence
     )
     for each in fields(kind):
         parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
+    return parser
+
+
+def parse(kind: type[SomeOptions], module: str, description: str, argv: Sequence[str] | None) -> SomeOptions:
+    """Reads a program's options from `argv`, or from the command line."""
+    parser = make_parser(kind, module, description)
     try:
         return kind(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
+
+
+def encode(obs: jax.Array) -> jax.Array:
+    """Turns Box observations, `[num_envs, ...]`, into `[num_envs, obs_size]` float32."""
+    return obs.reshape(len(obs), -1).astype(jnp.float32)
+
+
+def discrete_actions(options: Options, envs: jaxvec.VectorEnv, algorithm: str) -> spaces.Discrete:
+    """Returns the space of actions; ends the program unless observations are Box and actions Discrete."""
+    obs_space, action_space = envs.single_observation_space, envs.single_action_space
+    if isinstance(obs_space, spaces.Box) and isinstance(action_space, spaces.Discrete):
+        return action_space
+    raise SystemExit(
+        f"{options.env}: this {algorithm} takes Box observations and Discrete actions, not {obs_space} and "
+        f"{action_space}"
+    )
 
 
 class Returns(NamedTuple):

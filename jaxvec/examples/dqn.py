@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from gymnasium import spaces
 
 import jaxvec
 from jaxvec.examples import _replay, _training
 from jaxvec.examples._replay import ReplayOptions, Transition
-from jaxvec.examples._training import Result, finish, option, parse
+from jaxvec.examples._training import Result, discrete_actions, finish, option, parse
 
 
 @dataclass(frozen=True)
@@ -111,12 +110,7 @@ def _of(action: jax.Array, values: jax.Array) -> jax.Array:
 
 def make_dqn(config: Config, envs: jaxvec.VectorEnv) -> Dqn:
     """Fits the algorithm to the spaces of the envs."""
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Discrete):
-        raise SystemExit(
-            f"{config.env}: this DQN takes Box observations and Discrete actions, not {obs_space} and "
-            f"{action_space}"
-        )
+    action_space = discrete_actions(config, envs, "DQN")
     lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_steps * config.gradient_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(10), optax.adam(lr))
     return Dqn(config, int(action_space.start), QNetwork(int(action_space.n)), optimizer)

@@ -25,11 +25,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from gymnasium import spaces
 
 import jaxvec
 from jaxvec.examples import _delayed
-from jaxvec.examples._training import Options, Result, Returns, finish, option, parse, progress_bar
+from jaxvec.examples._training import (
+    Options,
+    Result,
+    Returns,
+    discrete_actions,
+    encode,
+    finish,
+    option,
+    parse,
+    progress_bar,
+)
 from jaxvec.examples.ppo import ActorCritic, Categorical
 from jaxvec.normalize import RunningMeanStd
 
@@ -62,12 +71,7 @@ class Agent:
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     """Fits an agent to the spaces of the envs."""
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Discrete):
-        raise SystemExit(
-            f"{config.env}: this IMPALA takes Box observations and Discrete actions, not {obs_space} and "
-            f"{action_space}"
-        )
+    action_space = discrete_actions(config, envs, "IMPALA")
     lr = optax.linear_schedule(config.lr, 0, config.num_updates)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr))
     network = ActorCritic(int(action_space.n), gaussian=False)
@@ -94,11 +98,6 @@ class Rollout(NamedTuple):
     terminated: jax.Array  # [num_envs] bool
     done: jax.Array  # [num_envs] bool
     episode_return: jax.Array  # [num_envs] float32
-
-
-def encode(obs: jax.Array) -> jax.Array:
-    """Turns `[num_envs, ...]` into `[num_envs, obs_size]` float32."""
-    return obs.reshape(len(obs), -1).astype(jnp.float32)
 
 
 def play(

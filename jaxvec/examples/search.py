@@ -26,11 +26,10 @@ Mean returns of 8 episodes that these commands printed, with as many simulations
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from numpy.typing import NDArray
 
 import jaxvec
 from jaxvec import EnvState, Handle, TimeStep, _extras
-from jaxvec.examples._training import option
+from jaxvec.examples._training import make_parser, option
 
 try:
     import mctx
@@ -73,13 +72,8 @@ class Config:
 
 def parse(argv: Sequence[str] | None) -> tuple[Config, dict[str, Any]]:
     """Reads the options from `argv`, or from the command line; and the env's own among them."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxvec.examples.search",
-        description="Plans with copies of Gymnasium envs: Gumbel MuZero search, under jax.jit.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for each in fields(Config):
-        parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
+    about = "Plans with copies of Gymnasium envs: Gumbel MuZero search, under jax.jit."
+    parser = make_parser(Config, "search", about)
     config = Config(**vars(parser.parse_args(argv)))
     if min(config.num_envs, config.num_simulations) < 1 or config.rollout_steps < 0:
         parser.error("the numbers of envs and simulations must be at least 1, of rollout steps at least 0")
