@@ -202,7 +202,7 @@ def make() -> Iterator[object]:
     made: list[jaxvec.VectorEnv] = []
 
     def make(*args: object, **kwargs: object) -> jaxvec.VectorEnv:
-        made.append(jaxvec.make(*args, **kwargs))
+        made.append(jaxvec.make(*args, **{"start_timeout": disasters.PATIENCE} | kwargs))
         return made[-1]
 
     yield make

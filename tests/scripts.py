@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from disasters import Way
+from disasters import PATIENCE, Way
 
 from jaxvec._backends import _fork
 
@@ -37,7 +37,7 @@ print(*envs.call("pid"), flush=True)
 """
 
 PLAIN = """
-envs = jaxvec.make(Env, num_envs=2, num_workers=2, handoff={handoff!r})
+envs = jaxvec.make(Env, num_envs=2, num_workers=2, handoff={handoff!r}, start_timeout={patience})
 envs.reset()
 """
 
@@ -66,8 +66,10 @@ def run_script(
         handoff: of a pool without a way.
         **kwargs: of `Popen`.
     """
-    tests = str(Path(__file__).parent)
-    make = PLAIN.format(handoff=handoff) if way is None else DRIVEN.format(tests=tests, way=way)
+    if way is None:
+        make = PLAIN.format(handoff=handoff, patience=PATIENCE)
+    else:
+        make = DRIVEN.format(tests=str(Path(__file__).parent), way=way)
     source = textwrap.dedent(SCRIPT).format(step=step, make=make, then=then)
     return subprocess.Popen(
         [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
@@ -93,7 +95,7 @@ def shared_names() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "jaxvec" in name}
 
 
-def gone(pids: object, timeout: float = 60) -> bool:
+def gone(pids: object, timeout: float = PATIENCE) -> bool:
     """Whether all these processes end in time."""
     alive = []
     for pid in pids:
