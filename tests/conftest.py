@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from zlib import crc32
 
 import cloudpickle
 import jax
@@ -41,9 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--start-method", choices=["forkserver", "spawn"], help="what start_method='auto' means")
     parser.addoption(
         "--ways",
-        default="1/6",
-        help="in which of the ways to drive a pool tests run that are for all: 1/6 to 6/6, or 1/1 for all",
+        default="1/12",
+        help="in which of the ways to drive a pool tests run that are for all: 1/12 to 12/12, or 1/1 for all",
     )
+    parser.addoption("--nightly", action="store_true", help="run what is marked so, too")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -57,6 +59,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _choose_ways(config, items)
+    if not config.getoption("--nightly"):
+        _leave_for_the_night(config, items)
     _send_by_value(items)
     _skip_without_gpu(items)
 
@@ -74,6 +78,25 @@ def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
     for number, group in enumerate(ways.values()):
         every = min(shares, len(group))
         left_out |= {item for i, item in enumerate(group) if (number + i - place + 1) % every}
+    _deselect(config, items, left_out)
+
+
+def _leave_for_the_night(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves of a test that is marked `nightly` as many cases as the mark says."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            cases.setdefault(f"{item.location[0]} {item.originalname}", []).append(item)
+    left_out: set[pytest.Item] = set()
+    for group in cases.values():
+        # By a number of their names: every so-many-th would often be of one value of a parameter.
+        group.sort(key=lambda item: crc32(item.name.encode()))
+        keep = max(item.get_closest_marker("nightly").kwargs.get("but", 0) for item in group)
+        left_out |= {*group[keep:]}
+    _deselect(config, items, left_out)
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

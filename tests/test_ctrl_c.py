@@ -80,6 +80,7 @@ def interrupt(way, to, loop):
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 @pytest.mark.parametrize("width", [1, 512], ids=["small", "large"])
 @pytest.mark.parametrize("at_once", [False, True], ids=["in the wait", "before the wait"])
+@pytest.mark.nightly(but=3)
 def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, width, at_once):
     """Also one that XLA runs, wholly or in part, in threads to which Python passes no signal."""
     then = f"""
@@ -368,6 +369,7 @@ print("went on")
 
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
 @pytest.mark.parametrize("nap", [0.0, 0.01], ids=["quick envs", "slow envs"])
+@pytest.mark.nightly(but=2)
 def test_a_handler_of_another_signal_can_end_a_program(nap, transport):
     """As that of SIGTERM does, which schedulers send before they take the machine away."""
     words = [sys.executable, "-c", OTHER_SIGNAL, str(nap), transport, "exit"]

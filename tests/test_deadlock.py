@@ -72,6 +72,7 @@ class Wide(gymnasium.Env):
 
 
 @pytest.mark.parametrize("transport", ["io_callback", "ffi"])
+@pytest.mark.nightly(but=1)
 def test_a_megabyte_passes_while_other_threads_dispatch(transport):
     if transport == "ffi" and _ffi.reason_unavailable():
         pytest.skip(_ffi.reason_unavailable())

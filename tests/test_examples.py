@@ -63,7 +63,10 @@ class TargetEnv(gymnasium.Env):
 @pytest.mark.jax_version
 @pytest.mark.parametrize(
     ("env", "num_updates", "low", "high", "num_episodes"),
-    [("CartPole-v1", 3, 8, 100, range(4, 101)), ("Pendulum-v1", 4, -2000, -200, [4])],
+    [
+        ("CartPole-v1", 3, 8, 100, range(4, 101)),
+        pytest.param("Pendulum-v1", 4, -2000, -200, [4], marks=pytest.mark.nightly),
+    ],
 )
 def test_ppo_trains_reports_and_plots(env, num_updates, low, high, num_episodes, capsys):
     steps = num_updates * 4 * 64
@@ -90,6 +93,7 @@ def test_ppo_trains_reports_and_plots(env, num_updates, low, high, num_episodes,
     ],
     ids=["pixels, offset actions", "one-hot, bounded actions", "scalar, unbounded actions"],
 )
+@pytest.mark.nightly(but=1)
 def test_ppo_learns_and_takes_each_step_once(observation_space, action_space, best, register, tmp_path):
     counts = tmp_path / "counts"
     counts.mkdir()
@@ -168,7 +172,7 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
         (sac, "--num-steps 50 --learn-after 200 --gradient-steps 1"),
         (ppo_recurrent, "--num-steps 50 --num-minibatches 2"),
         (impala, "--num-steps 50 --num-workers 2 --mean-delay 0.0001"),
-        (impala, "--num-steps 50 --num-actors 0"),
+        pytest.param(impala, "--num-steps 50 --num-actors 0", marks=pytest.mark.nightly),
     ],
     ids=["dqn", "sac", "ppo_recurrent", "impala", "impala without threads"],
 )

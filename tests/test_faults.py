@@ -96,6 +96,7 @@ def test_a_text_with_odd_characters_arrives_whole_on_the_host(make, backend, nam
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+@pytest.mark.nightly(but=2)
 def test_a_text_with_odd_characters_arrives_whole_from_a_program(transport, name):
     """In a process of its own, which the text might end."""
     way = Way("native" if transport == "ffi" else "portable", transport, False)

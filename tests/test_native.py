@@ -34,6 +34,7 @@ OPTIONS = {
 }
 
 pytestmark = [
+    pytest.mark.nightly,  # or `.ci/run native`, with every landing
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
     pytest.mark.skipif(not (SOURCES / "handoff.cc").is_file(), reason="needs the source tree"),
 ]
@@ -80,7 +81,9 @@ def run(program: Path, **options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize(
+    "sanitizer", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SANITIZERS]
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_sanitizer_finds_nothing(build, program, sanitizer):
     made = build(program, sanitizer)

@@ -276,6 +276,7 @@ def test_a_worker_finds_modules_that_are_newer_than_its_server(make, method, tmp
 
 @pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
 @methods
+@pytest.mark.nightly(but=3)
 def test_a_program_without_standard_descriptors_can_make_a_pool(method, closed):
     """As daemons are, and what supervisors start."""
     source = """
@@ -497,6 +498,7 @@ def of_environment(mark):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.nightly(but=5)
 def test_nothing_is_left_of_a_program_that_is_killed_while_it_makes_a_pool(moment):
     method, patch = MOMENTS[moment]
     mark = uuid.uuid4().hex
