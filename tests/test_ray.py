@@ -134,6 +134,7 @@ ENVS = {
 @pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
 @pytest.mark.parametrize("handoff", ["native", "portable"])
+@pytest.mark.nightly(but=3)
 def test_a_compiled_loop_gets_what_it_gets_from_local_workers(make, make_on_ray, name, transport, handoff):
     actions = sample_actions(ENVS[name], 40)
     options = {"transport": transport, "handoff": handoff}
