@@ -55,7 +55,9 @@ FIRST_READ = ("README.md", "docs/tutorial.md", "docs/transformations.md")  # run
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(each.values[1], id=each.id, marks=pytest.mark.jax_version if each.id in FIRST_READ else ())
+        pytest.param(
+            each.values[1], id=each.id, marks=pytest.mark.jax_version if each.id in FIRST_READ else ()
+        )
         for each in PROGRAMS
         if not each.values[0]
     ],

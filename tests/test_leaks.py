@@ -260,7 +260,9 @@ def test_too_little_memory_to_pickle_a_constructor_is_not_called_something_else(
 
 
 @handoffs
-@pytest.mark.parametrize("room", [0, 6, *(pytest.param(room, marks=pytest.mark.nightly) for room in (3, 9, 12))])
+@pytest.mark.parametrize(
+    "room", [0, 6, *(pytest.param(room, marks=pytest.mark.nightly) for room in (3, 9, 12))]
+)
 def test_too_few_descriptors_are_a_clear_error(handoff, room):
     """With room for more and more of what a start opens, until it is enough."""
     value = f"max(map(int, os.listdir('/proc/self/fd'))) + {room}"

@@ -131,10 +131,21 @@ ENVS = {
 }
 
 
-@pytest.mark.parametrize("name", ENVS)
-@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-@pytest.mark.nightly(but=3)
+@pytest.mark.parametrize(
+    ("handoff", "transport", "name"),
+    [
+        ("native", "ffi", "NestedEnv"),
+        ("portable", "io_callback", "CartPole-v1"),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("native", "ffi", "CartPole-v1"),
+                ("native", "io_callback", "NestedEnv"),
+                ("portable", "ffi", "NestedEnv"),
+            )
+        ),
+    ],
+)
 def test_a_compiled_loop_gets_what_it_gets_from_local_workers(make, make_on_ray, name, transport, handoff):
     actions = sample_actions(ENVS[name], 40)
     options = {"transport": transport, "handoff": handoff}

@@ -317,7 +317,6 @@ _GAMES = [
 @pytest.mark.parametrize(
     ("dispatch", "face", "mode", "env_fn"), _GAMES, ids=lambda value: getattr(value, "__name__", value)
 )
-@pytest.mark.nightly(but=4)
 def test_all_is_as_the_model_foretells(make, no_jax_log, dispatch, face, mode, env_fn):
     for reason in (
         library.reason_unavailable() if dispatch == "native" else None,
