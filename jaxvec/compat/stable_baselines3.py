@@ -290,6 +290,18 @@ class SubprocVecEnv(_PooledVecEnv):
         observation_space, action_space: of one env.
         reset_infos: of each env's last reset.
         render_mode, metadata: how the envs render.
+
+    Example:
+        ```python
+        from jaxvec.compat.stable_baselines3 import SubprocVecEnv
+
+        envs = SubprocVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        envs.seed(0)
+        obs = envs.reset()
+        obs, rewards, dones, infos = envs.step(np.array([0, 1]))
+        print(obs.shape, rewards)  # (2, 4) [1. 1.]
+        envs.close()
+        ```
     """
 
     def __init__(
@@ -320,6 +332,15 @@ class DummyVecEnv(_PooledVecEnv):
         envs: the envs themselves.
         pool, num_envs, observation_space, action_space, reset_infos, render_mode, metadata: as of
             `SubprocVecEnv`.
+
+    Example:
+        ```python
+        from jaxvec.compat.stable_baselines3 import DummyVecEnv
+
+        envs = DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        print(envs.reset().shape, len(envs.envs))  # (2, 4) 2
+        envs.close()
+        ```
     """
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], **options: Any) -> None:

@@ -35,6 +35,17 @@ class EnvPool(ABC):
             `single_observation_space`, `single_action_space`. All may be set, as CleanRL does.
         is_vector_env: true.
         vector_env: the pool below, `jaxvec.VectorEnv`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", num_envs=4, batch_size=2) as envs:
+            envs.async_reset()
+            obs, reward, terminated, truncated, info = envs.recv()
+            envs.send(np.array([0, 1]), info["env_id"])
+            print(obs.shape)  # (2, 4)
+        ```
     """
 
     def __init__(

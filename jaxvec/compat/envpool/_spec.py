@@ -35,6 +35,14 @@ class EnvSpec:
             installed.
         gymnasium_observation_space, gymnasium_action_space: of one env.
         data: the shapes and dtypes of the pool's data.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", num_envs=2) as envs:
+            print(envs.spec.config.num_envs, envs.spec.action_space.n)  # 2 2
+        ```
     """
 
     config: Any
