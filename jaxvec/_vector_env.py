@@ -38,13 +38,17 @@ class VectorEnv:
     JAX. Both step the same envs: a call of one makes the handles of the other stale.
 
     Attributes:
-        num_envs, num_workers: how many.
+        num_envs: how many envs.
+        num_workers: how many worker processes.
         batch_size: how many envs `recv` returns.
-        single_observation_space, single_action_space: of one env.
-        observation_space, action_space: batched, as Gymnasium batches them.
+        single_observation_space: of one env.
+        single_action_space: of one env.
+        observation_space: of all envs, as Gymnasium batches spaces.
+        action_space: likewise.
         reward_space: of one env, `None` for a scalar reward.
         autoreset_mode: what happens when an episode ends.
-        metadata, render_mode: of env 0.
+        metadata: of env 0.
+        render_mode: of env 0.
         spec: the shapes and dtypes of the pool's data.
         transport: how compiled programs reach the pool.
 

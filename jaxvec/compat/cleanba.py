@@ -70,8 +70,10 @@ class GymVectorEnv:
 
     Attributes:
         num_envs: how many.
-        observation_space, action_space: of one env, as EnvPool has it.
-        single_observation_space, single_action_space: the same.
+        observation_space: of one env, as EnvPool has it.
+        action_space: of one env.
+        single_observation_space: the same.
+        single_action_space: the same.
         is_vector_env: true.
         spec: `spec.config.max_episode_steps` is the envs' time limit.
 

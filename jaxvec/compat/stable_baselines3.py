@@ -287,9 +287,11 @@ class SubprocVecEnv(_PooledVecEnv):
         pool: the jaxvec `VectorEnv` behind it, with what Stable-Baselines3 has no word for: `stats()`,
             `raise_if_failed()`, `trace(path)`.
         num_envs: how many.
-        observation_space, action_space: of one env.
+        observation_space: of one env.
+        action_space: of one env.
         reset_infos: of each env's last reset.
-        render_mode, metadata: how the envs render.
+        render_mode: how the envs render.
+        metadata: of the envs.
 
     Example:
         ```python
@@ -328,10 +330,10 @@ class SubprocVecEnv(_PooledVecEnv):
 class DummyVecEnv(_PooledVecEnv):
     """`stable_baselines3.common.vec_env.DummyVecEnv`, over jaxvec's serial backend.
 
+    It has the attributes of `SubprocVecEnv`, too.
+
     Attributes:
         envs: the envs themselves.
-        pool, num_envs, observation_space, action_space, reset_infos, render_mode, metadata: as of
-            `SubprocVecEnv`.
 
     Example:
         ```python

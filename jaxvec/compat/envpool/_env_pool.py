@@ -31,8 +31,10 @@ class EnvPool(ABC):
     Attributes:
         spec: of the task; `spec.config` is what the pool was made with.
         num_envs: how many.
-        observation_space, action_space: of one env, as in EnvPool; and once more as
-            `single_observation_space`, `single_action_space`. All may be set, as CleanRL does.
+        observation_space: of one env, as in EnvPool. CleanRL sets it; the next three may be set, too.
+        action_space: of one env.
+        single_observation_space: the same as `observation_space`.
+        single_action_space: the same as `action_space`.
         is_vector_env: true.
         vector_env: the pool below, `jaxvec.VectorEnv`.
 
