@@ -20,6 +20,15 @@ class EnvState:
     Attributes:
         ids: `[num_envs, 3]` uint32: the pool, and the low and high word of the state's number in it. Zeros
             name no state.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 4, states=10) as envs:
+            envs.reset(seed=0)
+            state = envs.save()
+            timestep = envs.restore(state[[0, 0, 2, 2]])  # env 1 goes on as env 0, and env 3 as env 2
+            print((timestep.obs[0] == timestep.obs[1]).all())  # True
+        ```
     """
 
     ids: Any

@@ -26,6 +26,12 @@ class Ray:
         runtime_env: what the actors' nodes have to provide, as Ray takes it: `pip`, `working_dir`, …
             Directories of this machine are shipped when the process connects to the cluster, so they are
             refused if it is connected by then.
+
+    Example:
+        ```python
+        cluster = jaxvec.Ray("auto", workers_per_actor=16, resources_per_worker={"CPU": 0.5})
+        envs = jaxvec.make("CartPole-v1", 256, num_workers=64, backend=cluster)
+        ```
     """
 
     address: str | None = None

@@ -30,6 +30,19 @@ class Restart:
             gets the options of the last `reset` of that env, and attributes that `set_attr` has set are
             set again before. What `call` and `map` have changed is lost, as only the env's code knows what
             that is; the log then says so.
+
+    Example:
+        ```python
+        class Fragile(jaxvec.testing.CountingEnv):
+            def step(self, action):
+                assert action != 13, "the simulator crashed"
+                return super().step(action)
+
+        policy = jaxvec.Restart(retry="rebuild", max_restarts=100, rate=None)
+        with jaxvec.make(Fragile, 2, on_fault=policy) as envs:
+            envs.reset(seed=0)
+            print(envs.step([1, 13]).info["fault"])  # [False  True]
+        ```
     """
 
     retry: str = "reset"

@@ -26,6 +26,15 @@ class WorkerStats:
         reset_time: seconds in the envs' resets.
         wait_time: seconds without work.
         state_bytes: of the saved states that it keeps, about: as many as some of them had when pickled.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2, num_workers=1) as envs:
+            envs.reset(seed=0)
+            envs.step([0, 1])
+            (worker,) = envs.stats().workers
+            print(worker.steps, worker.resets, worker.faults)  # 2 2 0
+        ```
     """
 
     steps: int = 0
@@ -52,6 +61,15 @@ class Stats:
         total: of all together.
         states: how many saved states the pool keeps.
         state_row_bytes: of the time steps that belong to them, which are kept in this process.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2) as envs:
+            envs.reset(seed=0)
+            envs.step([0, 1])
+            stats = envs.stats()
+            print(stats.total.steps, len(stats.workers) == envs.num_workers)  # 2 True
+        ```
     """
 
     workers: tuple[WorkerStats, ...]

@@ -22,6 +22,12 @@ def tile_images(frames: NDArray[Any] | Sequence[NDArray[Any]]) -> NDArray[Any]:
 
     Raises:
         ValueError: there is no frame, or they have no three axes or not the same shape.
+
+    Example:
+        ```python
+        frames = np.zeros((5, 40, 60, 3), np.uint8)  # such as envs.render() returns
+        print(jaxvec.tile_images(frames).shape)  # (120, 120, 3)
+        ```
     """
     if len(frames) == 0:
         raise ValueError("frames: expected at least one frame")

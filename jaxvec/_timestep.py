@@ -23,6 +23,14 @@ class TimeStep(NamedTuple):
             autoreset once more in `final_info`, of the steps that ended an episode. `fault` `[num_envs]` bool
             with `on_fault="restart"`: which steps were cut short; `idle` `[num_envs]` bool with
             `episodic=True`: which were not taken.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2) as envs:
+            envs.reset(seed=0)
+            obs, reward, terminated, truncated, info = envs.step([0, 1])
+            print(obs.shape, reward, info["episode_length"])  # (2, 4) [1. 1.] [1 1]
+        ```
     """
 
     obs: Any

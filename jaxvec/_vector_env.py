@@ -38,15 +38,28 @@ class VectorEnv:
     JAX. Both step the same envs: a call of one makes the handles of the other stale.
 
     Attributes:
-        num_envs, num_workers: how many.
+        num_envs: how many envs.
+        num_workers: how many worker processes.
         batch_size: how many envs `recv` returns.
-        single_observation_space, single_action_space: of one env.
-        observation_space, action_space: batched, as Gymnasium batches them.
+        single_observation_space: of one env.
+        single_action_space: of one env.
+        observation_space: of all envs, as Gymnasium batches spaces.
+        action_space: likewise.
         reward_space: of one env, `None` for a scalar reward.
         autoreset_mode: what happens when an episode ends.
-        metadata, render_mode: of env 0.
+        metadata: of env 0.
+        render_mode: of env 0.
         spec: the shapes and dtypes of the pool's data.
         transport: how compiled programs reach the pool.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2) as envs:
+            timestep = envs.reset(seed=0)
+            for _ in range(10):
+                timestep = envs.step(envs.action_space.sample())
+            print(timestep.obs.shape, envs.single_observation_space.shape)  # (2, 4) (4,)
+        ```
     """
 
     def __init__(
@@ -91,13 +104,27 @@ class VectorEnv:
         Raises:
             EnvError: it can't be pickled; the pool stays usable.
             PoolBrokenError, PoolClosedError: the pool is.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                print(envs.env_spec.max_episode_steps)  # 500
+            ```
         """
         (spec,) = self.get_attr("spec", indices=0, call=False)
         return spec
 
     @property
     def closed(self) -> bool:
-        """Whether the pool was closed."""
+        """Whether the pool was closed.
+
+        Example:
+            ```python
+            envs = jaxvec.make("CartPole-v1", 2)
+            envs.close()
+            print(envs.closed)  # True
+            ```
+        """
         return self._pool.closed
 
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep:
@@ -116,6 +143,15 @@ class VectorEnv:
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
             ValueError, TypeError: a bad argument; nothing was reset.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                envs.reset(seed=0)
+                envs.step([0, 1])
+                timestep = envs.reset(mask=[True, False], options={"low": -0.01, "high": 0.01})
+                print(timestep.info["episode_length"])  # [0 1]
+            ```
         """
         rows = self._pool.reset(
             self._pool.move_all(Verb.RESET, Caller.HOST),
@@ -141,6 +177,14 @@ class VectorEnv:
             ResetNeededError: an env was never reset or, without autoreset, has ended its episode.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                envs.reset(seed=0)
+                obs, reward, terminated, truncated, info = envs.step(np.array([0, 1]))
+                print(obs.shape, reward)  # (2, 4) [1. 1.]
+            ```
         """
         actions = _actions.check_on_host(self.spec, action, self.num_envs)
         rows = self._pool.step(self._pool.move_all(Verb.STEP, Caller.HOST), actions, deliver=self._deliver)
@@ -158,6 +202,14 @@ class VectorEnv:
             EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
             InFlightError: an env is in flight already; nothing was sent.
             PoolBrokenError, PoolClosedError: the pool is.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 4, batch_size=2) as envs:
+                timestep = envs.reset(seed=0)  # of the two envs that are ready first
+                envs.send([0, 1], timestep.info["env_id"])
+                print(envs.recv().obs.shape)  # (2, 4)
+            ```
         """
         slots = _actions.check_env_id(env_id, self.num_envs)
         actions = _actions.check_on_host(self.spec, action, len(slots))
@@ -174,6 +226,14 @@ class VectorEnv:
         Raises:
             PoolBrokenError, PoolClosedError: the pool is. What the resets raise, `recv` does.
             ValueError, TypeError: a bad argument; nothing was reset.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                envs.send_reset(seed=0)
+                # … what else there is to do, while the envs reset
+                print(envs.recv().obs.shape)  # (2, 4)
+            ```
         """
         self._pool.send_reset(
             self._pool.move_all(Verb.RESET, Caller.HOST),
@@ -200,6 +260,13 @@ class VectorEnv:
             NotReadyError: they were not done in time; the pool is as it was.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 4, batch_size=2, recv_order="sent") as envs:
+                print(envs.reset(seed=0).info["env_id"])  # [0 2]
+                print(envs.recv(timeout=60).info["env_id"])  # [1 3]
+            ```
         """
         deliver = self._deliver if copy else self._placed or views
         rows = self._pool.recv(self._pool.move_all(Verb.RECV, Caller.HOST), deliver=deliver, timeout=timeout)
@@ -218,6 +285,15 @@ class VectorEnv:
             EnvStateError: the state of an env can't be saved, or is not put back exactly.
             ValueError: the pool keeps fewer states than that.
             EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+                before = envs.reset(seed=0)
+                state = envs.save()
+                envs.step([0, 1])
+                print((envs.restore(state).obs == before.obs).all())  # True
+            ```
         """
         slots = _actions.check_indices(indices, self.num_envs)
         return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
@@ -236,6 +312,15 @@ class VectorEnv:
             StaleStateError: a state is gone; nothing was restored.
             EnvStateError: a state can't be put back; the pool is broken by it.
             EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+                envs.reset(seed=0)
+                state = envs.save(indices=[0])
+                timestep = envs.restore(state, indices=[1])  # env 1 goes on as env 0
+                print(timestep.obs.shape, timestep.info["env_id"])  # (1, 4) [1]
+            ```
         """
         slots = _actions.check_indices(indices, self.num_envs)
         ids = _env_state.check(state, len(slots))
@@ -259,6 +344,15 @@ class VectorEnv:
             ResetNeededError: without autoreset, an episode was over.
             EnvError: an env raised; the pool stays usable.
             EnvTimeoutError, WorkerDiedError, PoolBrokenError, PoolClosedError: as of `step`.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+                envs.reset(seed=0)
+                state = envs.save(indices=[0])
+                after, timestep = envs.simulate(state[[0, 0]], [0, 1])  # both actions, from one state
+                print(timestep.obs[0, 1] < timestep.obs[1, 1])  # True
+            ```
         """
         ids = _env_state.check(state, None)
         actions = _actions.check_on_host(self.spec, action, len(ids))
@@ -278,6 +372,17 @@ class VectorEnv:
             EnvStateError: a state can't be saved, or not be pickled.
             OSError: the file can't be written.
             JaxvecError: as `save` and `restore`.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+                envs.reset(seed=0)
+                envs.save_states("cartpole.states")
+
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:  # perhaps another day
+                timestep = envs.restore(envs.load_states("cartpole.states"))
+                print(timestep.obs.shape)  # (2, 4)
+            ```
         """
         _state_files.write(Path(path), self.pack_states(state).tobytes())
 
@@ -294,17 +399,46 @@ class VectorEnv:
             StateFileError: it holds something else, is damaged, or its states are of other envs.
             ValueError: the pool keeps fewer states than the file has.
             OSError: the file can't be read.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+                envs.reset(seed=0)
+                envs.save_states("cartpole.states")
+                state = envs.load_states("cartpole.states")
+                print(len(state.ids))  # 2
+            ```
         """
         return self._unpack_states(Path(path).read_bytes(), str(path))
 
     def pack_states(self, state: EnvState | None = None) -> NDArray[np.uint8]:
-        """Returns states as an array of bytes, for checkpoints such as Orbax's; see `save_states`."""
+        """Returns states as an array of bytes, for checkpoints such as Orbax's; see `save_states`.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+                envs.reset(seed=0)
+                checkpoint = {"step": 1000, "envs": envs.pack_states()}
+                print(checkpoint["envs"].dtype)  # uint8
+            ```
+        """
         states = self.save() if state is None else state
         packed = self._pool.export_states(_env_state.check(states, None))
         return np.frombuffer(_state_files.pack(packed, self.spec.fingerprint), np.uint8)
 
     def unpack_states(self, data: Any) -> EnvState:
-        """Returns the states in an array of `pack_states`; see `load_states`."""
+        """Returns the states in an array of `pack_states`; see `load_states`.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+                envs.reset(seed=0)
+                packed = envs.pack_states()
+                envs.step([0, 1])
+                timestep = envs.restore(envs.unpack_states(packed))
+                print(timestep.info["episode_length"])  # [0 0]
+            ```
+        """
         return self._unpack_states(np.asarray(data, np.uint8).tobytes(), "the array")
 
     def stats(self) -> Stats:
@@ -312,6 +446,14 @@ class VectorEnv:
 
         Raises:
             PoolClosedError: the pool is closed.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                envs.reset(seed=0)
+                envs.step([0, 1])
+                print(envs.stats().total.steps)  # 2
+            ```
         """
         return self._pool.stats()
 
@@ -321,6 +463,14 @@ class VectorEnv:
 
         Where same-step autoreset began a new episode, it is that of the reset, with the last step's
         under `final_info`, as in Gymnasium.
+
+        Example:
+            ```python
+            with jaxvec.make(jaxvec.testing.CountingEnv, 2) as envs:
+                envs.reset(seed=0)
+                envs.step([5, 6])
+                print(envs.infos)  # ({'steps': 1}, {'steps': 1})
+            ```
         """
         return self.infos_of(None)
 
@@ -336,6 +486,15 @@ class VectorEnv:
 
         Raises:
             EnvIdError: an index comes twice, or is none of the pool's.
+
+        Example:
+            ```python
+            with jaxvec.make(jaxvec.testing.CountingEnv, 2, episode_length=1) as envs:
+                envs.reset(seed=0)
+                timestep = envs.step([5, 6])
+                (info,) = envs.infos_of([1])
+                print(info["final_info"])  # {'steps': 1}
+            ```
         """
         return tuple(self._pool.infos(_actions.check_indices(indices, self.num_envs)))
 
@@ -356,6 +515,12 @@ class VectorEnv:
             EnvError: an env raised; the pool stays usable.
             EnvIdError: an index comes twice, or is none of the pool's.
             NotPicklableError: an argument can't be sent to the workers; nothing was called.
+
+        Example:
+            ```python
+            with jaxvec.make("Pendulum-v1", 2) as envs:
+                print(envs.call("has_wrapper_attr", "g", indices=[0]))  # (True,)
+            ```
         """
         return self._call(name, args, kwargs, indices)
 
@@ -374,6 +539,13 @@ class VectorEnv:
 
         Returns:
             What `call` would return or raise, by its `result(timeout)`.
+
+        Example:
+            ```python
+            with jaxvec.make("Pendulum-v1", 2) as envs:
+                future = envs.call_async("has_wrapper_attr", "g")
+                print(future.result(timeout=60))  # (True, True)
+            ```
         """
         return run_in_thread(lambda begun: self._call(name, args, kwargs, indices, begun))
 
@@ -397,6 +569,13 @@ class VectorEnv:
         Raises:
             EnvError: it raised; the pool stays usable. An env's index is in `env_id`.
             EnvIdError, NotPicklableError: as of `call`.
+
+        Example:
+            ```python
+            with jaxvec.make("Pendulum-v1", 2) as envs:
+                envs.map(lambda env, g: setattr(env.unwrapped, "g", g), 9.81)
+                print(envs.map(lambda env: env.unwrapped.g))  # (9.81, 9.81)
+            ```
         """
         if not callable(fn):
             raise TypeError(f"fn must be a function of an env, not {fn!r}")
@@ -415,6 +594,12 @@ class VectorEnv:
         Raises:
             TypeError: `wrapper_class` is no class.
             EnvIdError, NotPicklableError: as of `call`.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                print(envs.env_is_wrapped(gymnasium.wrappers.TimeLimit))  # (True, True)
+            ```
         """
         if not isinstance(wrapper_class, type):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"wrapper_class must be a class, not {wrapper_class!r}")
@@ -431,6 +616,12 @@ class VectorEnv:
 
         Returns:
             One value for each env, in the order of `indices`.
+
+        Example:
+            ```python
+            with jaxvec.make("Pendulum-v1", 2, env_configs=[{"g": 9.81}, {"g": 1.62}]) as envs:
+                print(envs.get_attr("g"))  # (9.81, 1.62)
+            ```
         """
         if call:
             return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
@@ -452,6 +643,13 @@ class VectorEnv:
         Raises:
             EnvAttributeError: the attribute can't be set.
             ValueError: a list has not a value for each env.
+
+        Example:
+            ```python
+            with jaxvec.make("Pendulum-v1", 2) as envs:
+                envs.set_attr("g", [9.81, 1.62])
+                print(envs.get_attr("g"))  # (9.81, 1.62)
+            ```
         """
         slots = _actions.check_indices(indices, self.num_envs)
         each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
@@ -467,6 +665,13 @@ class VectorEnv:
 
         Raises:
             EnvError: an env raised; the pool stays usable.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2, num_workers=1, render_mode="rgb_array") as envs:
+                envs.reset(seed=0)
+                print(envs.render().shape)  # (2, 400, 600, 3)
+            ```
         """
         frames = self.call("render")
         alike = len({frame.shape if isinstance(frame, np.ndarray) else None for frame in frames}) == 1
@@ -501,6 +706,15 @@ class VectorEnv:
             ValueError: `max_events` is not at least 1.
             PoolBrokenError, PoolClosedError: the pool is. If that happens within the block, the file has
                 what could still be had.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                envs.reset(seed=0)
+                with envs.trace("envs.json") as path:
+                    envs.step([0, 1])
+                print(path)  # envs.json
+            ```
         """
         return _trace.tracing(self._pool, path, self._slices, max_events=max_events)
 
@@ -509,6 +723,20 @@ class VectorEnv:
 
         Raises:
             JaxvecError: what failed; of a broken pool, what broke it. A program's error is raised once.
+
+        Example:
+            ```python
+            with jaxvec.make("CartPole-v1", 2) as envs:
+                handle, timestep = jaxvec.reset(envs, seed=0)
+                envs.step([0, 1])  # on the host, so the handle is stale
+                try:
+                    jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.array([0, 1])))
+                except jax.errors.JaxRuntimeError:
+                    try:
+                        envs.raise_if_failed()
+                    except jaxvec.StaleHandleError as error:
+                        print(type(error).__name__)  # StaleHandleError
+            ```
         """
         error = self._pool.take_program_error() or self._pool.broken_by
         if error is not None:
@@ -526,6 +754,15 @@ class VectorEnv:
 
         Raises:
             ValueError: `timeout` is below 0; nothing was closed.
+
+        Example:
+            ```python
+            envs = jaxvec.make("CartPole-v1", 2)
+            try:
+                envs.reset(seed=0)
+            finally:
+                envs.close()
+            ```
         """
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be at least 0 seconds, or None, not {timeout!r}")

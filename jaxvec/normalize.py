@@ -25,6 +25,13 @@ class RunningMeanStd:
         mean: pytree, leaves `[...]` float32.
         var: pytree, leaves `[...]` float32; divided by the number of values, as NumPy's.
         count: `[]` float32, how many values went in.
+
+    Example:
+        ```python
+        stats = jaxvec.normalize.RunningMeanStd.create(jnp.zeros(2))
+        stats = stats.update(jnp.array([[0.0, 10.0], [2.0, 30.0]]))
+        print(stats.mean.round(), stats.normalize(jnp.array([2.0, 30.0])).round())  # [ 1. 20.] [1. 1.]
+        ```
     """
 
     mean: Any
@@ -38,6 +45,12 @@ class RunningMeanStd:
         Args:
             like: one env's value: a pytree of arrays or of `jax.ShapeDtypeStruct`s, `[...]`.
             count: how many values this mean and variance count for; 1e-4 in Gymnasium and Stable-Baselines3.
+
+        Example:
+            ```python
+            stats = jaxvec.normalize.RunningMeanStd.create({"speed": jax.ShapeDtypeStruct((3,), "float32")})
+            print(stats.mean["speed"], stats.var["speed"])  # [0. 0. 0.] [1. 1. 1.]
+            ```
         """
         mean = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.float32), like)
         return cls(mean, jax.tree.map(jnp.ones_like, mean), jnp.float32(count))
@@ -51,6 +64,13 @@ class RunningMeanStd:
 
         Raises:
             ValueError: the structure or a shape is another.
+
+        Example:
+            ```python
+            stats = jaxvec.normalize.RunningMeanStd.create(0.0)
+            stats = stats.update(jnp.ones((10, 4)))  # [num_steps, num_envs] of a scan
+            print(stats.count.round(), stats.mean.round())  # 40.0 1.0
+            ```
         """
         means, structure = jax.tree.flatten(self.mean)
         shapes = set(map(_axes_before, means, structure.flatten_up_to(batch)))
@@ -83,6 +103,12 @@ class RunningMeanStd:
 
         Returns:
             The same, in float32.
+
+        Example:
+            ```python
+            stats = jaxvec.normalize.RunningMeanStd.create(0.0).update(jnp.array([3.0, 7.0]))
+            print(stats.normalize(jnp.array([5.0, 7.0, 99.0])).round())  # [ 0.  1. 10.]
+            ```
         """
 
         def convert(mean: jax.Array, var: jax.Array, values: Any) -> jax.Array:
@@ -100,6 +126,12 @@ class RunningMeanStd:
 
         Returns:
             The same, in float32.
+
+        Example:
+            ```python
+            stats = jaxvec.normalize.RunningMeanStd.create(0.0).update(jnp.array([3.0, 7.0]))
+            print(stats.scale(jnp.array([-2.0, 0.0, 6.0])).round())  # [-1.  0.  3.]
+            ```
         """
 
         def convert(var: jax.Array, values: Any) -> jax.Array:

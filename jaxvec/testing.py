@@ -35,6 +35,14 @@ class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
     Args:
         episode_length: steps until `terminated`; `None` for never.
         truncate: end episodes by `truncated` instead.
+
+    Example:
+        ```python
+        with jaxvec.make(jaxvec.testing.CountingEnv, 2, episode_length=3) as envs:
+            envs.reset(seed=0)
+            timestep = envs.step([5, 6])
+            print(timestep.obs[1], timestep.reward)  # [1 1 1 6] [1. 1.]
+        ```
     """
 
     def __init__(self, episode_length: int | None = None, *, truncate: bool = False) -> None:
@@ -90,6 +98,13 @@ class NestedEnv(gymnasium.Env[Any, Any]):
 
     Args:
         episode_length: steps until `terminated`.
+
+    Example:
+        ```python
+        with jaxvec.make(jaxvec.testing.NestedEnv, 2) as envs:
+            timestep = envs.reset(seed=0)
+            print(timestep.obs["image"].shape, timestep.obs["last"]["turn"].dtype)  # (2, 4, 4, 3) int32
+        ```
     """
 
     def __init__(self, episode_length: int = 7) -> None:
@@ -193,6 +208,11 @@ def check_env(
         EnvDataError: it returned other data than its spaces say; names the leaf.
         UnsupportedSpaceError: a space has a leaf without fixed shape and dtype.
         AssertionError: the same seed and actions gave different data.
+
+    Example:
+        ```python
+        jaxvec.testing.check_env(lambda: gymnasium.make("CartPole-v1"), num_steps=20)
+        ```
     """
     first, second = (_trace(env_fn, num_steps, seed, PoolConfig(check=check).strict) for _ in range(2))
     for number, (a, b) in enumerate(zip(first, second, strict=True)):

@@ -40,7 +40,7 @@ def _programs() -> Iterator[Any]:
             yield pytest.param(needs, "".join(sources), id=f"{name} {needs}".strip())
 
 
-def _installed(distribution: str) -> bool:
+def installed(distribution: str) -> bool:
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -70,11 +70,9 @@ def test_a_pages_examples_run_and_print_what_it_says(source, tmp_path):
 
 @pytest.mark.parametrize(("needs", "source"), [each for each in PROGRAMS if each.values[0]])
 def test_examples_that_need_more_run_and_print_what_the_page_says(needs, source, tmp_path):
-    if missing := [name for name in needs.split(", ") if not _installed(name)]:
+    if missing := [name for name in needs.split(", ") if not installed(name)]:
         pytest.skip(f"{' and '.join(missing)}: not installed")
-    printed = run(source, tmp_path).stdout.splitlines()
-    patterns = _patterns(source)  # other libraries may have something to say, too
-    check([line for line in printed if any(re.fullmatch(pattern, line) for pattern in patterns)], source)
+    check(run(source, tmp_path).stdout.splitlines(), source, others=True)
 
 
 def run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -94,16 +92,14 @@ def run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def check(printed: list[str], source: str) -> None:
-    """Fails unless these lines are what the source says, one by one."""
-    patterns = _patterns(source)
+def check(printed: list[str], source: str, *, others: bool = False) -> None:
+    """Fails unless these lines are what the source says, one by one; with `others`, more may be printed."""
+    patterns = [".*".join(map(re.escape, text.split("…"))) for text in _SAID.findall(source)]
+    if others:
+        printed = [line for line in printed if any(re.fullmatch(pattern, line) for pattern in patterns)]
     assert len(printed) == len(patterns), f"printed {printed}, where the page says {patterns}"
     for line, pattern in zip(printed, patterns, strict=True):
         assert re.fullmatch(pattern, line), f"printed {line!r}, where the page says {pattern!r}"
-
-
-def _patterns(source: str) -> list[str]:
-    return [".*".join(map(re.escape, text.split("…"))) for text in _SAID.findall(source)]
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -46,6 +46,15 @@ class DmEnv(Adapter):
     - it raises `TypeError`.
 
     `reset` ignores options, as dm_env has none. Where a reward is an array, `reward_space` says so.
+
+    Example:
+        ```python
+        from dm_control import suite
+        from jaxvec.adapters.dm_env import DmEnv
+
+        with jaxvec.make(lambda: DmEnv(suite.load("cartpole", "swingup")), 2) as envs:
+            print(envs.reset(seed=0).obs["position"].shape)  # (2, 3)
+        ```
     """
 
     def __init__(

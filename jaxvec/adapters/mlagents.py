@@ -40,6 +40,18 @@ class MlAgentsEnv(Adapter):
     agents' episodes a step has ended is in info, whose arrays have the shape of rewards: `terminated` and
     `interrupted` (by a limit of steps) bool, `agent_id` int32 with -1 for free places, and `group_reward`
     float32. An agent's last observation is in its place after that step, unless the next agent is.
+
+    Example:
+        ```python
+        from mlagents_envs.environment import UnityEnvironment
+        from jaxvec.adapters.mlagents import INFO, MlAgentsEnv
+
+        def make_env(env_index):
+            scene = UnityEnvironment("builds/Soccer", worker_id=env_index, no_graphics=True)
+            return MlAgentsEnv(scene, max_agents=4)
+
+        envs = jaxvec.make(make_env, 8, info=INFO, start_timeout=300)
+        ```
     """
 
     def __init__(

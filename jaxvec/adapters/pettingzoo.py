@@ -40,6 +40,16 @@ class PettingZooEnv(Adapter):
     `truncated`, whose episode this step ended, and `alive`, who acts next. The env's episode is over when
     nobody does: `terminated` if each agent that took part was, and `truncated` otherwise. A pool with
     same-step autoreset returns the masks of an episode's last step in `info["final_info"]`.
+
+    Example:
+        ```python
+        from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
+        from mpe2 import simple_spread_v3
+
+        with jaxvec.make(lambda: PettingZooEnv(simple_spread_v3.parallel_env()), 2, info=INFO) as envs:
+            timestep = envs.reset(seed=0)
+            print(timestep.obs["agent_0"].shape, timestep.reward.shape)  # (2, 18) (2, 3)
+        ```
     """
 
     def __init__(self, env: ParallelEnv[Any, Any, Any] | AECEnv[Any, Any, Any]) -> None:

@@ -21,7 +21,14 @@ class ReplayEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     give a function that makes it, and it is made anew for each episode.
 
     Example:
-        `jaxvec.make(lambda: ReplayEnv(gymnasium.make("LunarLander-v3")), 8)`
+        ```python
+        from jaxvec.adapters.replay import ReplayEnv
+
+        with jaxvec.make(lambda: ReplayEnv(gymnasium.make("LunarLander-v3")), 2, states=10) as envs:
+            envs.reset(seed=0)
+            state = envs.save()
+            print(envs.restore(state).obs.shape)  # (2, 8)
+        ```
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any] | Callable[[], gymnasium.Env[Any, Any]]) -> None:

@@ -33,6 +33,15 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
         EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
         InFlightError: an env is in flight already; nothing was sent.
         JaxvecError: and all that `step` raises.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 4, batch_size=2) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)  # of the two envs that are ready first
+            handle = jaxvec.send(handle, jnp.array([0, 1]), timestep.info["env_id"])
+            handle, timestep = jaxvec.recv(handle)
+            print(timestep.obs.shape)  # (2, 4)
+        ```
     """
     spec = _arguments.check_is_handle(handle, "send")
     ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
@@ -61,6 +70,16 @@ def recv(handle: Handle) -> tuple[Handle, TimeStep]:
     Raises:
         InFlightError: fewer envs than that are in flight; the pool is as it was.
         JaxvecError: and all that `step` raises.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 4, batch_size=2, recv_order="sent") as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            print(timestep.info["env_id"])  # [0 2]
+            handle = jaxvec.send(handle, jnp.array([0, 1]), timestep.info["env_id"])
+            handle, timestep = jaxvec.recv(handle)
+            print(timestep.info["env_id"])  # [1 3]
+        ```
     """
     spec = _arguments.check_is_handle(handle, "recv")
     token, *rows = _primitive.bind(Call(Verb.RECV, spec, handle.transport), handle.token)

@@ -51,6 +51,15 @@ def reset(
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
     `with envs:`, or by `envs.raise_if_failed()`, they come typed.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            handle, timestep = jaxvec.step(handle, jnp.array([0, 1]))
+            handle, timestep = jaxvec.reset(handle, mask=jnp.array([True, False]))
+            print(timestep.info["episode_length"])  # [0 1]
+        ```
     """
     if isinstance(envs, Handle):
         handle, fresh = envs, False
@@ -104,6 +113,21 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
     `with envs:`, or by `envs.raise_if_failed()`, they come typed.
+
+    Example:
+        ```python
+        @jax.jit
+        def rollout(handle):
+            def body(handle, key):
+                return jaxvec.step(handle, jax.random.randint(key, (2,), 0, 2))
+
+            return jax.lax.scan(body, handle, jax.random.split(jax.random.key(0), 10))
+
+        with jaxvec.make("CartPole-v1", 2) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            handle, trajectory = rollout(handle)
+            print(trajectory.obs.shape)  # (10, 2, 4)
+        ```
     """
     spec = _arguments.check_is_handle(handle, "step")
     actions = _arguments.check_action(spec, action, handle.num_envs)

@@ -31,6 +31,15 @@ class Handle:
             an equal `spec`.
         spec: the shapes and dtypes of the pool's data; static, compared by value.
         transport: how a compiled program reaches the pool; static.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 4) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            halves = jax.tree.map(lambda leaf: leaf.reshape(2, 2, 3), handle)
+            halves, timestep = jax.vmap(jaxvec.step)(halves, jnp.zeros((2, 2), int))
+            print(halves.token.shape, timestep.obs.shape)  # (2, 2, 3) (2, 2, 4)
+        ```
     """
 
     token: jax.Array

@@ -169,6 +169,17 @@ def make(
         EnvError: a constructor, or `worker_init`, raised; names the env or worker, with its traceback.
         WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
         ValueError, TypeError: a bad argument.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", num_envs=4) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            print(timestep.obs.shape)  # (4, 4)
+
+        make_env = lambda: gymnasium.wrappers.FlattenObservation(gymnasium.make("Pendulum-v1", g=9.81))
+        with jaxvec.make(make_env, 2, num_workers=1, on_fault="restart") as envs:
+            print(envs.single_observation_space.shape)  # (3,)
+        ```
     """
     given = locals()  # the record's fields among them, by the same names
     env = _env_fns.listed(env)

@@ -29,6 +29,15 @@ def merge_traces(trace: str | Path, log_dir: str | Path, out: str | Path) -> Non
     Raises:
         FileNotFoundError: one of them is not there.
         ValueError: `trace` is not of a pool, or the profile does not say when it began.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            with jax.profiler.trace("profile"), envs.trace("envs.json"):
+                jax.block_until_ready(jaxvec.step(handle, jnp.array([0, 1])))
+            jaxvec.merge_traces("envs.json", "profile", "both.json.gz")
+        ```
     """
     ours = _timeline.read(Path(trace))
     profiles = sorted(Path(log_dir).glob("plugins/profile/*/*.xplane.pb"))

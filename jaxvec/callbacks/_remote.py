@@ -36,6 +36,13 @@ def get_attr(handle: Handle, name: str, struct: Any) -> Any:
         PoolBrokenError, PoolClosedError: the pool is.
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text, like `step`.
+
+    Example:
+        ```python
+        with jaxvec.make("Pendulum-v1", 2) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            print(jaxvec.get_attr(handle, "g", float))  # [10. 10.]
+        ```
     """
     spec = _arguments.check_is_handle(handle, "get_attr")
     leaves, tree = _structs(struct)
@@ -64,6 +71,18 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
         EnvDataError: an env returned something else than `result`.
         ValueError: an array has not a row for each env.
         JaxvecError: and all that `step` raises.
+
+    Example:
+        ```python
+        class Maze(jaxvec.testing.CountingEnv):
+            def set_size(self, size):
+                self.size = int(size)
+
+        with jaxvec.make(Maze, 2) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            handle, _ = jaxvec.call(handle, "set_size", jnp.array([5, 9]))
+            print(jaxvec.get_attr(handle, "size", int))  # [5 9]
+        ```
     """
     spec = _arguments.check_is_handle(handle, "call")
     leaves, tree = _structs(result)

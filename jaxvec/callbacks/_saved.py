@@ -35,6 +35,16 @@ def save(handle: Handle) -> tuple[Handle, EnvState]:
         ValueError: the pool keeps fewer states than that: `jaxvec.make(states=...)`.
         InFlightError: an env was sent, and not received.
         JaxvecError: and all that `step` raises.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+            handle, before = jaxvec.reset(envs, seed=0)
+            handle, state = jaxvec.save(handle)
+            handle, timestep = jaxvec.step(handle, jnp.array([0, 1]))
+            handle, after = jaxvec.restore(handle, state)
+            print((before.obs == after.obs).all())  # True
+        ```
     """
     spec = _arguments.check_is_handle(handle, "save")
     token, ids = _primitive.bind(Call(Verb.SAVE, spec, handle.transport), handle.token)
@@ -60,6 +70,15 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
         StaleStateError: a state is gone, since newer ones took its place; nothing was restored.
         EnvStateError: a state can't be put back, or not be sent to another worker.
         JaxvecError: and all that `step` raises. What fails once the first env was restored breaks the pool.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            handle, state = jaxvec.save(handle)
+            handle, timestep = jaxvec.restore(handle, state[jnp.array([0, 0])])  # both envs go on as env 0
+            print((timestep.obs[0] == timestep.obs[1]).all())  # True
+        ```
     """
     spec = _arguments.check_is_handle(handle, "restore")
     ids = _ids(state, handle.num_envs)
@@ -90,6 +109,16 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
         ResetNeededError: without autoreset, an episode was over.
         EnvError: an env raised; the pool stays usable.
         EnvTimeoutError, WorkerDiedError, PoolBrokenError, PoolClosedError: as of `step`.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2, states=10) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            handle, state = jaxvec.save(handle)
+            _, left = jaxvec.simulate(envs, state, jnp.array([0, 0]))
+            _, right = jaxvec.simulate(envs, state, jnp.array([1, 1]))
+            print(left.obs[:, 1] < right.obs[:, 1])  # [ True  True]
+        ```
     """
     ids = _env_state.ids_of(state)
     count = np.shape(ids)[0] if np.ndim(ids) else 0

@@ -34,7 +34,18 @@ __all__ = ["Env", "State", "make", "wrap"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Stands for `brax.envs.State` where brax is not installed."""
+    """Stands for `brax.envs.State` where brax is not installed.
+
+    Example:
+        ```python
+        from jaxvec.compat import brax
+
+        env = brax.make("Pendulum-v1")
+        state = env.reset(jax.random.key(0))
+        print(state.obs.shape, state.info["env"]["episode_length"])  # (3,) 0
+        env.close()
+        ```
+    """
 
     pipeline_state: Any
     obs: Any
@@ -49,7 +60,19 @@ class State:
 
 
 class Env(Face):
-    """A Python env with brax's interface; a `brax.envs.Env`, too, where brax is installed. Made by `make`."""
+    """A Python env with brax's interface; a `brax.envs.Env`, too, where brax is installed. Made by `make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import brax
+
+        env = brax.make("Pendulum-v1")
+        state = env.reset(jax.random.key(0))
+        state = env.step(state, jnp.zeros(1))
+        print(state.obs.shape, state.done)  # (3,) 0.0
+        env.close()
+        ```
+    """
 
     def __init__(self, family: EnvFamily, *, scale_actions: bool) -> None:
         super().__init__(family)
@@ -145,6 +168,16 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
 
     Raises:
         JaxvecError: as `jaxvec.make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import brax
+
+        env = brax.make("Pendulum-v1")
+        state = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 2))
+        print(state.obs.shape, env.observation_size, env.action_size)  # (2, 3) 3 1
+        env.close()
+        ```
     """
     return _env_class()(EnvFamily(env, **kwargs), scale_actions=scale_actions)
 
@@ -167,6 +200,16 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
         ImportError: brax is not installed.
         ValueError: an action is to be repeated, which would lose the ends of episodes, or physics to be
             randomised.
+
+    Example:
+        ```python
+        from jaxvec.compat import brax
+
+        env = brax.make("Pendulum-v1")
+        state = brax.wrap(env, episode_length=200).reset(jax.random.split(jax.random.PRNGKey(0), 2))
+        print(state.obs.shape, state.info["truncation"])  # (2, 3) [0. 0.]
+        env.close()
+        ```
     """
     if action_repeat != 1:
         raise ValueError(

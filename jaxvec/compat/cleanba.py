@@ -46,6 +46,15 @@ def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[
 
     Raises:
         TypeError: an argument can't be given here. The function that is returned raises as `jaxvec.make`.
+
+    Example:
+        ```python
+        from jaxvec.compat.cleanba import make_env
+
+        envs = make_env("CartPole-v1", seed=1, num_envs=2)()
+        print(envs.reset().shape)  # (2, 4)
+        envs.close()
+        ```
     """
     for name in {"autoreset_mode", "batch_size"} & kwargs.keys():
         raise TypeError(f"{name} can't be set here: every step is of all envs, which reset themselves in it")
@@ -61,10 +70,23 @@ class GymVectorEnv:
 
     Attributes:
         num_envs: how many.
-        observation_space, action_space: of one env, as EnvPool has it.
-        single_observation_space, single_action_space: the same.
+        observation_space: of one env, as EnvPool has it.
+        action_space: of one env.
+        single_observation_space: the same.
+        single_action_space: the same.
         is_vector_env: true.
         spec: `spec.config.max_episode_steps` is the envs' time limit.
+
+    Example:
+        ```python
+        from jaxvec.compat.cleanba import make_env
+
+        envs = make_env("CartPole-v1", seed=1, num_envs=2)()
+        envs.reset()
+        obs, reward, done, info = envs.step(np.array([0, 1]))
+        print(obs.shape, info["elapsed_step"])  # (2, 4) [1 1]
+        envs.close()
+        ```
     """
 
     def __init__(self, task: Task, envs: VectorEnv, *, seed: int) -> None:

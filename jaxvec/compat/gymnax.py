@@ -35,6 +35,15 @@ class EnvParams:
 
     Attributes:
         max_steps_in_episode: the time limit of the env's spec; `None` where it says nothing.
+
+    Example:
+        ```python
+        from jaxvec.compat import gymnax
+
+        env, params = gymnax.make("CartPole-v1", max_episode_steps=100)
+        print(params.max_steps_in_episode)  # 100
+        env.close()
+        ```
     """
 
     max_steps_in_episode: int | None = None
@@ -52,6 +61,16 @@ class EnvState:
     Attributes:
         handle: to the one env.
         time: int32, steps of the running episode.
+
+    Example:
+        ```python
+        from jaxvec.compat import gymnax
+
+        env, params = gymnax.make("CartPole-v1")
+        obs, state = env.reset(jax.random.key(0), params)
+        print(state.time)  # 0
+        env.close()
+        ```
     """
 
     handle: Handle
@@ -64,6 +83,18 @@ class Environment(Face):
 
     Hashable by identity, as jit's static arguments have to be. A function that was compiled for it keeps
     it, so close it where its end can't be waited for.
+
+    Example:
+        ```python
+        from jaxvec.compat import gymnax
+
+        key = jax.random.key(0)
+        env, params = gymnax.make("CartPole-v1")
+        obs, state = env.reset(key, params)
+        obs, state, reward, done, info = env.step(key, state, 1, params)
+        print(obs.shape, reward, done, env.num_actions)  # (4,) 1.0 False 2
+        env.close()
+        ```
     """
 
     def __init__(self, family: EnvFamily, *, name: str, num_returns: Literal[5, 6]) -> None:
@@ -194,6 +225,17 @@ def make(
     Raises:
         ValueError, TypeError: a bad argument.
         JaxvecError: as `jaxvec.make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import gymnax
+
+        env, params = gymnax.make("CartPole-v1")
+        keys = jax.random.split(jax.random.key(0), 2)
+        obs, state = jax.jit(jax.vmap(env.reset, in_axes=(0, None)))(keys, params)
+        print(obs.shape)  # (2, 4)
+        env.close()
+        ```
     """
     if num_returns not in (5, 6):
         raise ValueError(f"num_returns must be 5 or 6, not {num_returns!r}")

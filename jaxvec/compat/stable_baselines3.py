@@ -287,9 +287,23 @@ class SubprocVecEnv(_PooledVecEnv):
         pool: the jaxvec `VectorEnv` behind it, with what Stable-Baselines3 has no word for: `stats()`,
             `raise_if_failed()`, `trace(path)`.
         num_envs: how many.
-        observation_space, action_space: of one env.
+        observation_space: of one env.
+        action_space: of one env.
         reset_infos: of each env's last reset.
-        render_mode, metadata: how the envs render.
+        render_mode: how the envs render.
+        metadata: of the envs.
+
+    Example:
+        ```python
+        from jaxvec.compat.stable_baselines3 import SubprocVecEnv
+
+        envs = SubprocVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        envs.seed(0)
+        obs = envs.reset()
+        obs, rewards, dones, infos = envs.step(np.array([0, 1]))
+        print(obs.shape, rewards)  # (2, 4) [1. 1.]
+        envs.close()
+        ```
     """
 
     def __init__(
@@ -316,10 +330,19 @@ class SubprocVecEnv(_PooledVecEnv):
 class DummyVecEnv(_PooledVecEnv):
     """`stable_baselines3.common.vec_env.DummyVecEnv`, over jaxvec's serial backend.
 
+    It has the attributes of `SubprocVecEnv`, too.
+
     Attributes:
         envs: the envs themselves.
-        pool, num_envs, observation_space, action_space, reset_infos, render_mode, metadata: as of
-            `SubprocVecEnv`.
+
+    Example:
+        ```python
+        from jaxvec.compat.stable_baselines3 import DummyVecEnv
+
+        envs = DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        print(envs.reset().shape, len(envs.envs))  # (2, 4) 2
+        envs.close()
+        ```
     """
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], **options: Any) -> None:

@@ -32,7 +32,18 @@ def _unwrapped(env: Any) -> Any:
 
 @final
 class EnvFactory:
-    """Makes pools of equal envs with different seeds; from any thread. A subclass of Stoix's, where it is."""
+    """Makes pools of equal envs with different seeds; from any thread. A subclass of Stoix's, where it is.
+
+    Example:
+        ```python
+        from jaxvec.compat.stoix import EnvFactory
+
+        factory = EnvFactory("CartPole-v1", init_seed=42)
+        envs = factory(2)
+        print(envs.reset().observation.shape)  # (2, 4)
+        envs.close()
+        ```
+    """
 
     def __init__(
         self,
@@ -96,6 +107,13 @@ def register(env_name: str = "jaxvec") -> None:
 
     Raises:
         ImportError: Stoix is not installed.
+
+    Example:
+        ```python
+        import jaxvec.compat.stoix
+
+        jaxvec.compat.stoix.register("jaxvec")  # before run_experiment(config)
+        ```
     """
     theirs: Any = importlib.import_module("stoix.utils.make_env")
     others: Callable[[Any], Any] = theirs.make_factory
@@ -117,6 +135,17 @@ class StoaVectorEnv:
 
     Where an episode ends, the observation is the next one's first; `extras["next_obs"]` has what the env
     returned, in every row, unless the pool was made with `final_obs=False`.
+
+    Example:
+        ```python
+        from jaxvec.compat.stoix import EnvFactory
+
+        envs = EnvFactory("CartPole-v1")(2)
+        envs.reset()
+        timestep = envs.step(np.array([0, 1]))
+        print(timestep.reward, timestep.extras["metrics"]["is_terminal_step"])  # [1. 1.] [False False]
+        envs.close()
+        ```
     """
 
     def __init__(self, task: Task, envs: VectorEnv, *, seed: int) -> None:

@@ -31,10 +31,23 @@ class EnvPool(ABC):
     Attributes:
         spec: of the task; `spec.config` is what the pool was made with.
         num_envs: how many.
-        observation_space, action_space: of one env, as in EnvPool; and once more as
-            `single_observation_space`, `single_action_space`. All may be set, as CleanRL does.
+        observation_space: of one env, as in EnvPool. CleanRL sets it; the next three may be set, too.
+        action_space: of one env.
+        single_observation_space: the same as `observation_space`.
+        single_action_space: the same as `action_space`.
         is_vector_env: true.
         vector_env: the pool below, `jaxvec.VectorEnv`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", num_envs=4, batch_size=2) as envs:
+            envs.async_reset()
+            obs, reward, terminated, truncated, info = envs.recv()
+            envs.send(np.array([0, 1]), info["env_id"])
+            print(obs.shape)  # (2, 4)
+        ```
     """
 
     def __init__(

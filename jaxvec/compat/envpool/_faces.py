@@ -17,7 +17,18 @@ from jaxvec.compat.envpool._spec import EnvSpec
 
 @final
 class GymEnvPool(EnvPool):
-    """Returns what old Gym did: `reset` the observations, `step` `(obs, reward, done, info)`."""
+    """Returns what old Gym did: `reset` the observations, `step` `(obs, reward, done, info)`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", "gym", num_envs=2) as envs:
+            obs = envs.reset()
+            obs, reward, done, info = envs.step(np.array([0, 1]))
+            print(obs.shape)  # (2, 4)
+        ```
+    """
 
     def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
         info = _info.convert(timestep)
@@ -28,7 +39,19 @@ class GymEnvPool(EnvPool):
 
 @final
 class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """Returns what Gymnasium does: `reset` `(obs, info)`, `step` five values; and is a `VectorEnv` of its."""
+    """Returns what Gymnasium does: `reset` `(obs, info)`, `step` five values; and is a `VectorEnv` of its.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", "gymnasium", num_envs=2) as envs:
+            handle, recv, send, step = envs.xla()
+            obs, info = envs.reset()
+            handle, (obs, reward, terminated, truncated, info) = jax.jit(step)(handle, jnp.array([0, 1]))
+            print(obs.shape)  # (2, 4)
+        ```
+    """
 
     def __init__(self, vector_env: VectorEnv, spec: EnvSpec, **kwargs: Any) -> None:
         """Makes the face of a pool; see `EnvPool`."""
@@ -71,7 +94,18 @@ class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # p
 
 @final
 class DMEnvPool(EnvPool):
-    """Returns batches of dm_env's `TimeStep`: its own class if it is installed, else one like it."""
+    """Returns batches of dm_env's `TimeStep`: its own class if it is installed, else one like it.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", "dm", num_envs=2) as envs:
+            timestep = envs.reset()
+            timestep = envs.step(np.array([0, 1]))
+            print(timestep.observation.obs.shape, timestep.reward)  # (2, 4) [1. 1.]
+        ```
+    """
 
     def observation_spec(self) -> Any:
         """Returns dm_env's specs of one env's `TimeStep.observation`; see `EnvSpec`."""

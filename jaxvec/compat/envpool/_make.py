@@ -53,6 +53,16 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
         ValueError, TypeError: a bad argument.
         gymnasium.error.Error: there is no such task.
         JaxvecError: as `jaxvec.make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", env_type="gymnasium", num_envs=2) as envs:
+            obs, info = envs.reset()
+            obs, reward, terminated, truncated, info = envs.step(np.array([0, 1]))
+            print(obs.shape, info["elapsed_step"])  # (2, 4) [1 1]
+        ```
     """
     if env_type not in _FACES:
         raise ValueError(f'env_type must be "gymnasium", "gym" or "dm", not {env_type!r}')
@@ -67,17 +77,48 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
 
 
 def make_gymnasium(task_id: TaskId, **kwargs: Any) -> GymnasiumEnvPool:
-    """Starts a pool whose results are Gymnasium's; see `make`."""
+    """Starts a pool whose results are Gymnasium's; see `make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make_gymnasium("CartPole-v1", num_envs=2) as envs:
+            obs, info = envs.reset()
+            print(obs.shape)  # (2, 4)
+        ```
+    """
     return make(task_id, "gymnasium", **kwargs)
 
 
 def make_gym(task_id: TaskId, **kwargs: Any) -> GymEnvPool:
-    """Starts a pool whose results are old Gym's; see `make`."""
+    """Starts a pool whose results are old Gym's; see `make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make_gym("CartPole-v1", num_envs=2) as envs:
+            obs = envs.reset()
+            obs, reward, done, info = envs.step(np.array([0, 1]))
+            print(done)  # [False False]
+        ```
+    """
     return make(task_id, "gym", **kwargs)
 
 
 def make_dm(task_id: TaskId, **kwargs: Any) -> DMEnvPool:
-    """Starts a pool whose results are dm_env's; see `make`."""
+    """Starts a pool whose results are dm_env's; see `make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make_dm("CartPole-v1", num_envs=2) as envs:
+            timestep = envs.reset()
+            print(timestep.observation.obs.shape, timestep.discount)  # (2, 4) [1. 1.]
+        ```
+    """
     return make(task_id, "dm", **kwargs)
 
 
@@ -85,6 +126,14 @@ def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:
     """Returns the `spec` of a pool; to learn the spaces, one env is built in a worker and closed again.
 
     Args and errors are those of `make`.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        spec = envpool.make_spec("CartPole-v1", num_envs=2)
+        print(spec.observation_space.shape, spec.config.max_episode_steps)  # (4,) 500
+        ```
     """
     config, pool_options, task = _sort(task_id, kwargs)
     pool_options |= {"num_workers": 1, "batch_size": 1}

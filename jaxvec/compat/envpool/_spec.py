@@ -31,10 +31,19 @@ class EnvSpec:
     Attributes:
         config: namedtuple: `num_envs`, `batch_size`, `num_threads`, `seed`, `gym_reset_return_info`,
             `max_episode_steps`, and the task's own options.
-        observation_space, action_space: of one env; of the old `gym` with `env_type="gym"`, if that is
-            installed.
-        gymnasium_observation_space, gymnasium_action_space: of one env.
+        observation_space: of one env; of the old `gym` with `env_type="gym"`, if that is installed.
+        action_space: likewise.
+        gymnasium_observation_space: of one env.
+        gymnasium_action_space: of one env.
         data: the shapes and dtypes of the pool's data.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        with envpool.make("CartPole-v1", num_envs=2) as envs:
+            print(envs.spec.config.num_envs, envs.spec.action_space.n)  # 2 2
+        ```
     """
 
     config: Any

@@ -99,5 +99,13 @@ def resolve(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict[str,
 
 
 def list_all_envs() -> list[str]:
-    """Returns the ids of all tasks: Gymnasium's, and EnvPool's Atari ones if ALE is installed."""
+    """Returns the ids of all tasks: Gymnasium's, and EnvPool's Atari ones if ALE is installed.
+
+    Example:
+        ```python
+        from jaxvec.compat import envpool
+
+        print("CartPole-v1" in envpool.list_all_envs())  # True
+        ```
+    """
     return sorted({*gymnasium.registry, *_atari.tasks()})

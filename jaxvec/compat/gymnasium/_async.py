@@ -36,6 +36,17 @@ class AsyncVectorEnv(PooledVectorEnv):
     """`gymnasium.vector.AsyncVectorEnv`, over a pool of worker processes.
 
     Its guide, `docs/porting/gymnasium.md`, tells where it does what Gymnasium's class does not.
+
+    Example:
+        ```python
+        from jaxvec.compat.gymnasium import AsyncVectorEnv
+
+        envs = AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        obs, info = envs.reset(seed=0)
+        obs, reward, terminated, truncated, info = envs.step(envs.action_space.sample())
+        print(obs.shape, reward)  # (2, 4) [1. 1.]
+        envs.close()
+        ```
     """
 
     def __init__(

@@ -27,6 +27,17 @@ def vector_entry_point(
         entry_point: of the env, as `gymnasium.register` takes it: a callable or `"module:name"`; or a spec,
             whose env is made as by `gymnasium.make`, with its wrappers.
         **options: of `AsyncVectorEnv`.
+
+    Example:
+        ```python
+        from jaxvec.compat.gymnasium import vector_entry_point
+
+        spec = gymnasium.spec("MountainCar-v0")
+        spec.vector_entry_point = vector_entry_point(spec, num_workers=1)
+        envs = gymnasium.make_vec("MountainCar-v0", num_envs=2)
+        print(type(envs).__name__, envs.num_envs)  # AsyncVectorEnv 2
+        envs.close()
+        ```
     """
     if isinstance(entry_point, EnvSpec):
         # Not with what may be this very function, and with kwargs of its own: make_vec adds to the spec's.

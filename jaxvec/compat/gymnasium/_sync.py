@@ -19,6 +19,16 @@ class SyncVectorEnv(PooledVectorEnv):
 
     Attributes:
         envs: the envs themselves.
+
+    Example:
+        ```python
+        from jaxvec.compat.gymnasium import SyncVectorEnv
+
+        envs = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        obs, info = envs.reset(seed=0)
+        print(obs.shape, len(envs.envs))  # (2, 4) 2
+        envs.close()
+        ```
     """
 
     def __init__(

@@ -1,0 +1,127 @@
+"""Every public docstring has an Example, which runs, and prints what it says, like those of the pages.
+
+The docstrings are read, not imported: so none is missed where another library is not installed. What an
+example may take as imported is `NAMES`, as the pages of the reference say. All run in this process, which has
+imported JAX.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_docs import check, installed
+
+import jaxvec
+from jaxvec import _start
+
+SOURCES = Path(jaxvec.__file__).parent
+NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np": np}
+
+# These classes' methods have an example each; elsewhere that of the class shows them, or they are our own.
+EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
+NO_EXAMPLE = {"jaxvec.VectorEnv.pool": "for jaxvec's own faces"}
+NOT_RUN = {
+    "jaxvec.Ray": "needs a cluster",
+    "jaxvec.adapters.mlagents.MlAgentsEnv": "needs a built Unity scene",
+    "jaxvec.compat.stoix.register": "needs Stoix; tests/conformance/test_stoix.py runs it",
+}
+NEEDS = {
+    "jaxvec.adapters.dm_env": ["dm-control"],
+    "jaxvec.adapters.pettingzoo": ["pettingzoo", "mpe2"],
+    "jaxvec.adapters.replay": ["box2d"],
+    "jaxvec.compat.brax.wrap": ["brax"],
+    "jaxvec.compat.stable_baselines3": ["stable-baselines3"],
+    "jaxvec.compat.stoix": ["stoa-env"],
+}
+
+_EXAMPLE = re.compile(r"^Example:\n    ```python\n(.*?)^    ```$", re.MULTILINE | re.DOTALL)
+
+
+def _file(module: str) -> Path | None:
+    path = SOURCES.joinpath(*module.split(".")[1:])
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
+
+
+def _exported(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError("a public module has no __all__")
+
+
+def _docstrings(name: str, module: str, symbol: str) -> Iterator[tuple[str, str]]:
+    """Yields the public name and docstring of what a module calls `symbol`, and of what belongs to it."""
+    file = _file(module)
+    assert file is not None, f"{name}: {module} is no module of jaxvec"
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and any(symbol == alias.name for alias in node.names):
+            if _file(f"{node.module}.{symbol}") is None:
+                yield from _docstrings(name, str(node.module), symbol)
+            else:
+                yield from _module(f"{node.module}.{symbol}")
+            return
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == symbol:
+            yield name, ast.get_docstring(node) or ""
+            if isinstance(node, ast.ClassDef) and name in EACH_METHOD:
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+                        yield f"{name}.{method.name}", ast.get_docstring(method) or ""
+            return
+
+
+def _module(module: str) -> Iterator[tuple[str, str]]:
+    file = _file(module)
+    assert file is not None
+    for name in _exported(ast.parse(file.read_text())):
+        yield from _docstrings(f"{module}.{name}", module, name)
+
+
+def _public() -> Iterator[tuple[str, str]]:
+    yield from _module("jaxvec")
+    for path in sorted((SOURCES / "compat").glob("[!_]*")):
+        yield from _module(f"jaxvec.compat.{path.stem}")
+
+
+DOCSTRINGS = dict(_public())
+EXAMPLES = {
+    name: textwrap.dedent(found[1])
+    for name, text in DOCSTRINGS.items()
+    if (found := _EXAMPLE.search(text)) is not None
+}
+
+
+def test_every_public_docstring_has_an_example():
+    assert {"jaxvec.make", "jaxvec.ActionError", "jaxvec.compat.envpool.make"} <= {*DOCSTRINGS}
+    assert {*DOCSTRINGS} - {*EXAMPLES} == {*NO_EXAMPLE}
+    assert {*NOT_RUN} <= {*EXAMPLES}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_prints_what_it_says(name, tmp_path, monkeypatch, capsys, no_jax_log):
+    source = EXAMPLES[name]
+    code = compile(source, f"<the example of {name}>", "exec")
+    if name in NOT_RUN:
+        return
+    needs = [one for start, many in NEEDS.items() if name.startswith(start) for one in many]
+    if missing := [one for one in needs if not installed(one)]:
+        pytest.skip(f"{' and '.join(missing)}: not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_start, "usable_cores", lambda: 1)  # a worker each is enough, and costs half of two
+    monkeypatch.setattr(logging.getLogger("jaxvec"), "disabled", True)  # of faults that are recovered from
+    others = ".compat." in name or ".adapters." in name  # libraries, which may warn and print
+    with warnings.catch_warnings():
+        if others:
+            warnings.simplefilter("ignore")
+        exec(code, NAMES | {"__name__": "__main__"})
+    check(capsys.readouterr().out.splitlines(), source, others=others)
