@@ -44,7 +44,7 @@ from jaxvec._memory._layout import make_layout
 from jaxvec._memory._views import Deliver, Rows, Views, copies, into
 from jaxvec._native import interrupts
 from jaxvec._options import Options
-from jaxvec._refusals import refusal
+from jaxvec._refusals import refusal, too_few
 from jaxvec._saved_states import SavedStates
 from jaxvec._seeds import NONE
 from jaxvec._slices._slice import Arguments, Asked
@@ -112,6 +112,7 @@ class Pool:
         self.spec = spec
         self._workers = workers
         self._in_order = in_order
+        self._together = together
         self._timeouts = timeouts
         layout = make_layout(spec, slices)
         arrays = workers.attach(layout, spec)
@@ -319,7 +320,13 @@ class Pool:
                 self._advance(move)
 
     def recv(
-        self, move: Move, *, deliver: Deliver = copies, timeout: float | None = None, everything: bool = False
+        self,
+        move: Move,
+        *,
+        deliver: Deliver = copies,
+        timeout: float | None = None,
+        at_least: int | None = None,
+        everything: bool = False,
     ) -> Rows:
         """Waits until `batch_size` of the envs in flight are completed, and receives them.
 
@@ -327,22 +334,26 @@ class Pool:
             move: of all envs.
             deliver: as of `reset`; the leaves are `[batch_size, ...]`.
             timeout: seconds after which to raise `NotReadyError`, and leave the envs in flight.
+            at_least: how many to wait for, in place of `batch_size`; all that are completed by then are
+                received.
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         with self._pending(move) as pending:
-            if deliver is copies and timeout is None and not everything:
+            if deliver is copies and timeout is None and at_least is None and not everything:
                 made = self._engine.move(move, ())
                 if made.status in _MADE:
                     return self._finish(pending, made)
             with self._recording(move):
                 with self._engine.exclusive():  # one recv at a time
                     self._enter(move)
-                    if not everything and self._admission.num_sent[0] < self.spec.batch_size:
-                        self._check_status(Status.TOO_FEW, move.slots)
+                    if not everything:
+                        self._check_enough(at_least=at_least)
                     self._engine.keep_shared()
                     self._advance(move)
-                return self._receive(pending, deliver, give_up=give_up, everything=everything)
+                return self._receive(
+                    pending, deliver, give_up=give_up, at_least=at_least, everything=everything
+                )
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks for those alone that say anything."""
@@ -719,6 +730,7 @@ class Pool:
         *,
         waited: float = 0,
         give_up: float | None = None,
+        at_least: int | None = None,
         everything: bool = False,
     ) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
@@ -726,14 +738,48 @@ class Pool:
         if len(overdue):  # others may have been ready first ever since
             self._wait(pending, overdue, len(overdue), self._doing(overdue), waited=math.inf)
         sent = self._admission.sent
-        count = len(sent) if everything else self.spec.batch_size
-        sent = sent[: count if self._in_order else None]
-        self._wait(pending, sent, count, self._doing(sent), waited=waited, give_up=give_up)
-        with self._engine.shared():
+        if at_least is not None:
+            slots = self._wait_for_some(pending, sent, at_least, give_up)
+        else:
+            count = len(sent) if everything else self.spec.batch_size
+            sent = sent[: count if self._in_order else None]
+            self._wait(pending, sent, count, self._doing(sent), waited=waited, give_up=give_up)
             slots = sent if self._in_order else self._workers.first_completed(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
+        with self._engine.shared():
             self._admission.note_received(slots)
         return self._end_step(slots, deliver)
+
+    def _wait_for_some(
+        self, pending: _Pending, sent: NDArray[Any], at_least: int, give_up: float | None
+    ) -> NDArray[Any]:
+        """Waits for `at_least` of `sent`, and returns all that are completed then, in the order of `recv`.
+
+        A worker marks the slots of a batched env one after the other. We may look in the middle of that, so
+        we wait for one more until enough of them are whole; single envs are at the first look.
+        """
+        slots = sent[:0]
+        for count in range(at_least, len(sent) + 1):
+            first = sent[: count if self._in_order else None]
+            self._wait(pending, first, count, self._doing(first), give_up=give_up)
+            slots = self._all_completed(sent)
+            if len(slots) >= at_least:
+                break
+        return slots
+
+    def _all_completed(self, sent: NDArray[Any]) -> NDArray[Any]:
+        """Returns all of `sent` that are completed, in the order of `recv`; of batched envs, whole ones."""
+        slots = self._workers.first_completed(sent, len(sent))
+        if self._in_order:  # none before one that was sent earlier
+            slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
+        parts = np.setdiff1d(sent, slots) // self._together
+        return slots[~np.isin(slots // self._together, parts)]
+
+    def _check_enough(self, *, at_least: int | None = None) -> None:
+        """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""
+        in_flight, count = int(self._admission.num_sent[0]), at_least or self.spec.batch_size
+        if in_flight < count:
+            raise too_few(str(count) if at_least is None else f"at least {count}", in_flight)
 
     def _check_status(
         self, status: Status, env_ids: NDArray[Any], generation: NDArray[np.uint32] | None = None
@@ -747,7 +793,6 @@ class Pool:
                 engine=self._engine,
                 admission=self._admission,
                 pool_id=self.id,
-                batch_size=self.spec.batch_size,
             )
 
     def _check_usable(self) -> None:

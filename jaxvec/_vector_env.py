@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -182,27 +183,38 @@ class VectorEnv:
             options=options,
         )
 
-    def recv(self, *, timeout: float | None = None, copy: bool = True) -> TimeStep:
+    def recv(
+        self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
+    ) -> TimeStep:
         """Waits for `batch_size` of the envs in flight; see `jaxvec.recv`. From any thread.
 
         Args:
             timeout: seconds after which it raises `NotReadyError` and leaves the envs in flight, to be
-                waited for again; `None` for never.
+                waited for again; `None` for never. With 0 it does not wait.
             copy: `False` leaves rows in the segment where they are evenly spaced, as those of all envs
                 are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent. Of
                 NumPy's arrays; JAX's are always theirs alone.
+            at_least: waits for so many envs instead, from 1 to `num_envs`, and returns all that are ready
+                then, however many: in the order in which they were done or, with `recv_order="sent"`, those
+                that were sent first, as far as they are ready, in that order. Without `batch_size` a worker
+                returns what it was sent at a time together. Of batched envs, whole ones.
 
         Returns:
-            Arrays `[batch_size, ...]`, as of `reset`; `info["env_id"]` says whose.
+            Arrays `[batch_size, ...]`, as of `reset`; `info["env_id"]` says whose. With `at_least`
+            `[k, ...]`, where `k` differs from call to call.
 
         Raises:
+            ValueError: `at_least` is no number of envs of this pool; nothing was received.
             InFlightError: fewer envs than that are in flight; the pool is as it was.
             NotReadyError: they were not done in time; the pool is as it was.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
         """
+        if at_least is not None:
+            at_least = _check_at_least(at_least, self.num_envs)
         deliver = self._deliver if copy else self._placed or views
-        rows = self._pool.recv(self._pool.move_all(Verb.RECV, Caller.HOST), deliver=deliver, timeout=timeout)
+        move = self._pool.move_all(Verb.RECV, Caller.HOST)
+        rows = self._pool.recv(move, deliver=deliver, timeout=timeout, at_least=at_least)
         return self.spec.build_timestep(rows)
 
     def save(self, *, indices: Any = None) -> EnvState:
@@ -581,3 +593,13 @@ class VectorEnv:
         slots = _actions.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
         return tuple(self._pool.call(Move(verb, slots), name, each, kwargs, begun=begun))
+
+
+def _check_at_least(at_least: Any, num_envs: int) -> int:
+    try:
+        count = 0 if isinstance(at_least, bool) else operator.index(at_least)
+    except TypeError:
+        count = 0
+    if not 1 <= count <= num_envs:
+        raise ValueError(f"at_least must be an integer from 1 to num_envs ({num_envs}), not {at_least!r}")
+    return count

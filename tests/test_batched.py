@@ -60,6 +60,12 @@ def test_those_that_are_ready_first_come_as_a_whole(make, order, handoff):
         taken[env_id] += 1
         envs.send(env_id, env_id)
         timestep = envs.recv()
+    envs.send(timestep.info["env_id"], timestep.info["env_id"])
+    received = 0
+    while received < 12:
+        ids = envs.recv(at_least=1).info["env_id"]
+        assert (np.bincount(ids // 3)[np.unique(ids // 3)] == 3).all()
+        received += len(ids)
     with pytest.raises(ValueError, match="batch_size must be a multiple of 3"):
         make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=4)
 
