@@ -28,7 +28,6 @@ from jaxvec._backends._backend import Patience, Workers
 from jaxvec._backends._diagnosis import check_all
 from jaxvec._closing import Closing
 from jaxvec._errors import (
-    EnvIdError,
     JaxvecError,
     NotPicklableError,
     NotReadyError,
@@ -233,25 +232,30 @@ class Pool:
         options: Any,
         deliver: Deliver = copies,
     ) -> Rows:
-        """Resets envs; when all are, what was in flight is lost.
+        """Resets envs; without a mask, what was in flight of all envs is lost.
 
         Args:
             move: whose envs.
             seeds: `[n]` int64, `NONE` where an env gets none.
-            mask: `[n]` bool, which envs to reset; the others' rows stay as they are. `None` for all.
+            mask: `[n]` bool, which envs to reset, of those that are not in flight; the others' rows stay as
+                they are. `None` for all.
             options: for the envs' `reset`, as `_options.expand`.
             deliver: what becomes of the leaves of the time step, `[n, ...]` in the segment.
 
         Returns:
             What `deliver` made of them. Of a first-ready pool, as `recv`.
         """
-        chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
+        first_ready = self.spec.first_ready  # then it ends by a recv, and there is one at a time
+        alone = move.generation is None or first_ready or self._sets_options(options, move.slots)
         with self._pending(move) as pending, self._recording(move):
-            with self._locked(exclusive=move.generation is None or self._sets_options(options)):
+            with self._locked(exclusive=alone):
                 self._enter(move)
-                self._send_reset(pending, chosen, seeds, options, in_flight=self.spec.first_ready)
-            if self.spec.first_ready:
+                chosen = self._choose(pending, mask)
+                if first_ready and mask is not None:
+                    self._check_enough(resetting=len(chosen))
+                self._send_reset(pending, chosen, seeds, options, in_flight=first_ready)
+            if first_ready:
                 return self._receive(pending, deliver)
             self._wait(pending, chosen, len(chosen), Verb.RESET)
             return self._read(move.slots, deliver)
@@ -260,11 +264,10 @@ class Pool:
         self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
     ) -> None:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
-        chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
         with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
             self._enter(move)
-            self._send_reset(pending, chosen, seeds, options, in_flight=True)
+            self._send_reset(pending, self._choose(pending, mask), seeds, options, in_flight=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
         """Steps envs once.
@@ -578,9 +581,27 @@ class Pool:
         if move.caller is not None:
             self._engine.advance(move)
 
-    def _sets_options(self, options: Options) -> bool:
-        """Says whether the workers hold other options than these."""
-        return options is not None or self._options is not None
+    def _sets_options(self, options: Options, slots: NDArray[Any]) -> bool:
+        """Says whether the workers hold other options than these for some of `slots`."""
+        held = self._options
+        return options is not None or (held is not None and any(held[slot] is not None for slot in slots))
+
+    def _choose(self, pending: _Pending, mask: NDArray[Any] | None) -> NDArray[Any]:
+        """Returns those of the move's envs that a reset is for, in the order in which it sends them.
+
+        With a mask, `[n]`, none may be in flight. A reset of all waits for those that are, and drops what
+        they return.
+        """
+        slots, sent = pending.move.slots, self._admission.sent
+        if mask is None and len(slots) == self.spec.num_envs and len(sent):
+            self._wait(pending, sent, len(sent), self._doing(sent))
+            self._admission.note_received(sent)
+        chosen = slots if mask is None else slots[mask]
+        self._check_status(self._engine.check_envs(chosen, stepped=False), chosen)
+        if not self.spec.first_ready:
+            return chosen
+        spread = self._admission.spread
+        return spread[np.isin(spread, chosen)]
 
     def _send_reset(
         self,
@@ -592,24 +613,15 @@ class Pool:
         in_flight: bool,
     ) -> None:
         """Sends those `chosen` of the move's envs, `[n]`, to be reset with `seeds`, `[n]`."""
-        sent = self._admission.sent
-        if len(chosen) == self.spec.num_envs and len(sent):
-            self._wait(pending, sent, len(sent), self._doing(sent))
-            self._admission.note_received(sent)
-        elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
-            raise EnvIdError(
-                f"a pool with batch_size ({self.spec.batch_size} of {self.spec.num_envs} envs) is reset as a "
-                f"whole, not {len(chosen)} envs of it"
-            )
-        if self.spec.first_ready:
-            chosen = self._admission.spread
-        self._check_status(self._engine.check_envs(chosen, stepped=False), chosen)
         self._engine.wait_for_copies()  # batched envs write rows of others, too, which our handle may lack
-        self._views.seeds[pending.move.slots] = NONE if seeds is None else seeds
-        if self._sets_options(options):
+        slots = pending.move.slots
+        idle = ~self._admission.in_flight[slots]  # workers may have yet to read the seeds of others
+        self._views.seeds[slots[idle]] = NONE if seeds is None else seeds[idle]
+        if self._sets_options(options, chosen):
+            held = _options.merge(self._options, options, chosen, self.spec.num_envs)
             with self._breaking():
-                self._workers.set_options(options, self._timeouts.step)
-            self._options = options
+                self._workers.set_options(held, self._timeouts.step)
+            self._options = held
         if self._workers.told is not None:
             self._workers.told.reset(chosen, options)
         self._hand_over(Verb.RESET, chosen)
@@ -775,11 +787,12 @@ class Pool:
         parts = np.setdiff1d(sent, slots) // self._together
         return slots[~np.isin(slots // self._together, parts)]
 
-    def _check_enough(self, *, at_least: int | None = None) -> None:
+    def _check_enough(self, *, at_least: int | None = None, resetting: int | None = None) -> None:
         """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""
         in_flight, count = int(self._admission.num_sent[0]), at_least or self.spec.batch_size
-        if in_flight < count:
-            raise too_few(str(count) if at_least is None else f"at least {count}", in_flight)
+        if in_flight + (resetting or 0) < count:
+            returned = str(count) if at_least is None else f"at least {count}"
+            raise too_few(returned, in_flight, resetting=resetting)
 
     def _check_status(
         self, status: Status, env_ids: NDArray[Any], generation: NDArray[np.uint32] | None = None

@@ -72,11 +72,20 @@ def refusal(
             raise AssertionError(f"{status!r} is nothing that a caller is told here")
 
 
-def too_few(returned: str, in_flight: int) -> InFlightError:
+def too_few(returned: str, in_flight: int, *, resetting: int | None = None) -> InFlightError:
     """Returns the error of a `recv` for which too few envs are in flight, `Status.TOO_FEW`.
 
     Args:
         returned: how many it returns.
         in_flight: how many are.
+        resetting: how many more a reset by mask would send, which ends by a `recv`.
     """
-    return InFlightError(f"recv returns {returned} envs, but only {in_flight} are in flight; send more first")
+    if resetting is None:
+        return InFlightError(
+            f"recv returns {returned} envs, but only {in_flight} are in flight; send more first"
+        )
+    return InFlightError(
+        f"reset returns {returned} envs, as recv does, but with the {resetting} of mask only "
+        f"{in_flight + resetting} would be in flight; send more first, or start the reset by "
+        "VectorEnv.send_reset. Nothing was reset"
+    )

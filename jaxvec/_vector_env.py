@@ -104,16 +104,21 @@ class VectorEnv:
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep:
         """Resets all envs, or those of `mask`, whose rows alone change.
 
+        Without a mask, envs in flight are waited for, and what they return is lost.
+
         Args:
             seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool.
+            mask: `[num_envs]` bool, of envs that are not in flight.
             options: a dict for every env's `reset`, or one for each env.
 
         Returns:
             Arrays that later calls don't overwrite, NumPy's or, if the pool was made with a `device` or
-            `sharding`, JAX's; reward 0, flags false for envs reset.
+            `sharding`, JAX's; reward 0, flags false for envs reset. Of a pool with `batch_size`, the envs
+            that are ready first, as from `recv`: with a mask, perhaps others that were in flight before.
 
         Raises:
+            InFlightError: an env of `mask` is in flight; or, with `batch_size`, fewer envs than that would
+                be. Nothing was reset.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
             ValueError, TypeError: a bad argument; nothing was reset.
@@ -169,10 +174,11 @@ class VectorEnv:
 
         Args:
             seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool.
+            mask: `[num_envs]` bool, of envs that are not in flight.
             options: a dict for every env's `reset`, or one for each env.
 
         Raises:
+            InFlightError: an env of `mask` is in flight; nothing was reset.
             PoolBrokenError, PoolClosedError: the pool is. What the resets raise, `recv` does.
             ValueError, TypeError: a bad argument; nothing was reset.
         """

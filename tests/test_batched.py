@@ -140,7 +140,7 @@ def test_an_env_of_envpools(make):
 def test_without_autoreset_some_of_its_envs_are_reset(make):
     envs = make(counting(AutoresetMode.DISABLED))
     assert envs.autoreset_mode is AutoresetMode.DISABLED
-    envs.reset(seed=0)
+    envs.reset(seed=0, options=[None, {"level": 3}, {"level": 3}])
     envs.step([0, 0, 0])
     over = envs.step([0, 0, 0]).terminated
     assert over.tolist() == [True, False, False]
@@ -149,6 +149,7 @@ def test_without_autoreset_some_of_its_envs_are_reset(make):
     timestep = envs.reset(mask=over)
     assert timestep.obs[:, :3].tolist() == [[2, 2, 0], [1, 2, 2], [1, 2, 2]]
     assert timestep.info["episode_length"].tolist() == [0, 2, 2]
+    assert not envs.infos_of(0)[0]["options"]  # those of the others stay theirs
     assert envs.step([0, 0, 0]).obs[:, 2].tolist() == [1, 3, 3]
 
 

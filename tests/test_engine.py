@@ -351,6 +351,30 @@ class EngineMachine(RuleBasedStateMachine):
         self.counts += 1
         self.receive(found, at_least)
 
+    @asynchronous
+    @rule(data=st.data(), by_handle=st.booleans(), receives=st.booleans())
+    def reset_some_that_are_not_in_flight(self, data, by_handle, receives):
+        slots = data.draw(st.lists(st.integers(0, self.num_envs - 1), unique=True))
+        mask = np.isin(np.arange(self.num_envs), slots)
+        flying = sorted(set(slots) & set(self.sent))
+        error, in_all = None, len(self.sent) + len(slots)
+        if flying:
+            error = rf"envs \[{', '.join(map(str, flying))}\] are in flight"
+        elif receives and in_all < self.batch_size:
+            error = f"as recv does, but with the {len(slots)} of mask only {in_all} would be in flight"
+        reset = self.pool.reset if receives else self.pool.send_reset
+        reset = partial(reset, self.all(Verb.RESET, by_handle), seeds=None, mask=mask, options=None)
+        if error is not None:
+            with pytest.raises(jaxvec.InFlightError, match=error):
+                reset()
+            return
+        found = reset()
+        self.moved(slots, [-1] * len(slots))
+        self.sent += [slot for slot in self.pool._admission.spread.tolist() if slot in slots]
+        self.counts += 1
+        if receives:
+            self.receive(found)
+
     @works
     @precondition(lambda self: self.rules_played > 10)  # `counts` would depend on who was ready first
     @rule(slot=st.integers(0, 1), by_handle=st.booleans())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from disasters import PATIENCE, GatedEnv, unfinished, wait_until
+from disasters import PATIENCE, GatedEnv, unfinished, wait_until, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -386,6 +386,16 @@ REFUSED = {
         jaxvec.EnvIdError,
         "all 4 envs, not to 2",
     ),
+    "a reset by mask of all, one in flight": (
+        lambda h: jaxvec.reset(jaxvec.send(h, jnp.zeros(1, int), jnp.array([2])), mask=np.ones(4, bool)),
+        jaxvec.InFlightError,
+        r"envs \[2\] are in flight",
+    ),
+    "a reset by mask of too few": (
+        lambda h: jaxvec.reset(h, mask=np.array([True, False, False, False])),
+        jaxvec.InFlightError,
+        "reset returns 2 envs, as recv does, but with the 1 of mask only 1 would be in flight",
+    ),
     "a handle with an env twice": (
         lambda h: jaxvec.send(
             jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], h), jnp.zeros(1, int), jnp.array([1])
@@ -445,8 +455,6 @@ def test_arguments_that_can_not_be_are_refused(make, transport):
         jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0.0, 1.0]))
     with pytest.raises(jaxvec.ActionError, match=r"\(2,\).*\(3"):
         jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0, 1, 2]))
-    with pytest.raises(ValueError, match="reset as a whole"):
-        jaxvec.reset(handle, mask=np.ones(4, bool))
     with pytest.raises(TypeError, match=r"at_least=1: how many envs are ready differs.*VectorEnv\.recv"):
         jax.jit(partial(jaxvec.recv, at_least=1))(handle)
     for wrong in (0, 5, True, 2.0):
@@ -472,6 +480,86 @@ def test_a_reset_drops_what_is_in_flight(make, how):
         np.testing.assert_array_equal(rest.obs[:, 0], resets)
         envs.send(np.zeros(3, int), [0, 2, 3])
     assert envs.get_attr("steps") == (4, 0, 4, 4)
+
+
+# --- Resets by mask ---------------------------------------------------------------------------
+
+
+def test_a_program_resets_some_envs_while_others_are_in_flight(make, transport):
+    """Of each batch, the first env is stepped, and the second is reset."""
+    envs = make(CountingEnv, 6, num_workers=2, batch_size=2, recv_order="sent", transport=transport)
+    handle, timestep = jaxvec.reset(envs, seed=0)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            first, second = timestep.info["env_id"]
+            handle = jaxvec.send(handle, first[None], first[None])
+            handle, timestep = jaxvec.reset(handle, mask=jnp.arange(6) == second)
+            return (handle, timestep), timestep
+
+        return jax.lax.scan(body, (handle, timestep), length=20)[1]
+
+    first = timestep.info["env_id"].tolist()
+    found = program(handle, timestep)
+    resets, steps, last = [1] * 6, [0] * 6, [-1] * 6
+    flying = [env_id for env_id in spread(6, 2) if env_id not in first]
+    batch = first
+    for turn in range(20):
+        stepped, reset = batch
+        steps[stepped], last[stepped] = steps[stepped] + 1, stepped
+        resets[reset], last[reset] = resets[reset] + 1, -1
+        flying += batch
+        batch, flying = flying[:2], flying[2:]
+        assert found.info["env_id"][turn].tolist() == batch
+        assert found.obs[turn, :, 0].tolist() == [resets[env_id] for env_id in batch]
+        assert found.obs[turn, :, 1].tolist() == [steps[env_id] for env_id in batch]
+        assert found.obs[turn, :, 3].tolist() == [last[env_id] for env_id in batch]
+        was_reset = np.array([last[env_id] < 0 for env_id in batch])
+        for zero in (found.reward, found.info["episode_return"], found.info["episode_length"]):
+            np.testing.assert_array_equal(zero[turn] == 0, was_reset)
+
+
+class WaitingReset(CountingEnv):
+    """Its reset waits for a file if the options say so."""
+
+    def reset(self, *, seed=None, options=None):
+        while options and "gate" in options and not options["gate"].exists():
+            threading.Event().wait(0.001)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, handoff, tmp_path):
+    """Env 1 waits behind the reset of env 0, its worker's other; meanwhile env 3 is reset, and received."""
+    gate = tmp_path / "open"
+    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, handoff=handoff)
+    envs.reset()
+    envs.recv()
+    left, last = np.arange(4) < 2, np.arange(4) == 3
+    envs.send_reset(mask=left, seed=10, options=[{"gate": gate}, {"level": 1}, None, None])
+    for reset in (envs.reset, envs.send_reset):
+        for mask, flying in ((left, r"\[0, 1\]"), (~left | [False, True, False, False], r"\[1\]")):
+            with pytest.raises(jaxvec.InFlightError, match=f"envs {flying} are in flight"):
+                reset(mask=mask, seed=30, options={"level": 30})
+    # Worker 0 is busy, but is not asked, since the options of its envs stay.
+    within(lambda: envs.send_reset(mask=last, seed=20, options={"level": 3}))
+    check_rows(envs.recv(at_least=1, timeout=PATIENCE), [3], [-1], resets=2)
+    gate.touch()
+    check_rows(envs.recv(timeout=PATIENCE), [0, 1], [-1, -1], resets=2)
+    assert [(info["seed"], info["options"]) for info in envs.infos] == [
+        (10, {"gate": gate}),
+        (11, {"level": 1}),
+        (-1, None),
+        (23, {"level": 3}),
+    ]
+    envs.send_reset(mask=~left)  # without options: none are left over from before
+    ids = envs.recv().info["env_id"]
+    assert sorted(ids.tolist()) == [2, 3]
+    assert [info["options"] for info in envs.infos_of([2, 3])] == [None, None]
+    with pytest.raises(jaxvec.InFlightError, match="with the 0 of mask only 0 would be in flight"):
+        envs.reset(mask=np.zeros(4, bool))
 
 
 # --- Against a model --------------------------------------------------------------------------
