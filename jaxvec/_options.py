@@ -44,6 +44,25 @@ def expand(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
     return tuple(each)
 
 
+def merge(held: Options, options: Options, slots: NDArray[Any], num_envs: int) -> Options:
+    """Returns what the envs of the pool hold once `slots` are given theirs of `options`.
+
+    Others keep what they hold, since a reset that they were sent may have yet to begin.
+    """
+    nothing = (None,) * num_envs
+    given, after = options or nothing, list(held or nothing)
+    for slot in slots.tolist():
+        after[slot] = given[slot]
+    return None if all(one is None for one in after) else tuple(after)
+
+
+def changed(before: Options, after: Options, first: int, stop: int) -> bool:
+    """Says whether one of the envs `first` to `stop - 1` is given other options."""
+    nothing = (None,) * stop
+    pairs = zip((before or nothing)[first:stop], (after or nothing)[first:stop], strict=True)
+    return any(one is not other for one, other in pairs)
+
+
 def select(options: Options, first: int, stop: int) -> Options:
     """Returns the options of the envs `first` to `stop - 1`."""
     return None if options is None else options[first:stop]

@@ -28,7 +28,6 @@ from jaxvec._backends._backend import Patience, Workers
 from jaxvec._backends._diagnosis import check_all
 from jaxvec._closing import Closing
 from jaxvec._errors import (
-    EnvIdError,
     JaxvecError,
     NotPicklableError,
     NotReadyError,
@@ -44,7 +43,7 @@ from jaxvec._memory._layout import make_layout
 from jaxvec._memory._views import Deliver, Rows, Views, copies, into
 from jaxvec._native import interrupts
 from jaxvec._options import Options
-from jaxvec._refusals import refusal
+from jaxvec._refusals import refusal, too_few
 from jaxvec._saved_states import SavedStates
 from jaxvec._seeds import NONE
 from jaxvec._slices._slice import Arguments, Asked
@@ -112,6 +111,7 @@ class Pool:
         self.spec = spec
         self._workers = workers
         self._in_order = in_order
+        self._together = together
         self._timeouts = timeouts
         layout = make_layout(spec, slices)
         arrays = workers.attach(layout, spec)
@@ -232,25 +232,30 @@ class Pool:
         options: Any,
         deliver: Deliver = copies,
     ) -> Rows:
-        """Resets envs; when all are, what was in flight is lost.
+        """Resets envs; without a mask, what was in flight of all envs is lost.
 
         Args:
             move: whose envs.
             seeds: `[n]` int64, `NONE` where an env gets none.
-            mask: `[n]` bool, which envs to reset; the others' rows stay as they are. `None` for all.
+            mask: `[n]` bool, which envs to reset, of those that are not in flight; the others' rows stay as
+                they are. `None` for all.
             options: for the envs' `reset`, as `_options.expand`.
             deliver: what becomes of the leaves of the time step, `[n, ...]` in the segment.
 
         Returns:
             What `deliver` made of them. Of a first-ready pool, as `recv`.
         """
-        chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
+        first_ready = self.spec.first_ready  # then it ends by a recv, and there is one at a time
+        alone = move.generation is None or first_ready or self._sets_options(options, move.slots)
         with self._pending(move) as pending, self._recording(move):
-            with self._locked(exclusive=move.generation is None or self._sets_options(options)):
+            with self._locked(exclusive=alone):
                 self._enter(move)
-                self._send_reset(pending, chosen, seeds, options, in_flight=self.spec.first_ready)
-            if self.spec.first_ready:
+                chosen = self._choose(pending, mask)
+                if first_ready and mask is not None:
+                    self._check_enough(resetting=len(chosen))
+                self._send_reset(pending, chosen, seeds, options, in_flight=first_ready)
+            if first_ready:
                 return self._receive(pending, deliver)
             self._wait(pending, chosen, len(chosen), Verb.RESET)
             return self._read(move.slots, deliver)
@@ -259,11 +264,10 @@ class Pool:
         self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
     ) -> None:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
-        chosen = move.slots if mask is None else move.slots[mask]
         options = _options.expand(options, move.slots, self.spec.num_envs)
         with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
             self._enter(move)
-            self._send_reset(pending, chosen, seeds, options, in_flight=True)
+            self._send_reset(pending, self._choose(pending, mask), seeds, options, in_flight=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
         """Steps envs once.
@@ -319,7 +323,13 @@ class Pool:
                 self._advance(move)
 
     def recv(
-        self, move: Move, *, deliver: Deliver = copies, timeout: float | None = None, everything: bool = False
+        self,
+        move: Move,
+        *,
+        deliver: Deliver = copies,
+        timeout: float | None = None,
+        at_least: int | None = None,
+        everything: bool = False,
     ) -> Rows:
         """Waits until `batch_size` of the envs in flight are completed, and receives them.
 
@@ -327,22 +337,26 @@ class Pool:
             move: of all envs.
             deliver: as of `reset`; the leaves are `[batch_size, ...]`.
             timeout: seconds after which to raise `NotReadyError`, and leave the envs in flight.
+            at_least: how many to wait for, in place of `batch_size`; all that are completed by then are
+                received.
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         with self._pending(move) as pending:
-            if deliver is copies and timeout is None and not everything:
+            if deliver is copies and timeout is None and at_least is None and not everything:
                 made = self._engine.move(move, ())
                 if made.status in _MADE:
                     return self._finish(pending, made)
             with self._recording(move):
                 with self._engine.exclusive():  # one recv at a time
                     self._enter(move)
-                    if not everything and self._admission.num_sent[0] < self.spec.batch_size:
-                        self._check_status(Status.TOO_FEW, move.slots)
+                    if not everything:
+                        self._check_enough(at_least=at_least)
                     self._engine.keep_shared()
                     self._advance(move)
-                return self._receive(pending, deliver, give_up=give_up, everything=everything)
+                return self._receive(
+                    pending, deliver, give_up=give_up, at_least=at_least, everything=everything
+                )
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks for those alone that say anything."""
@@ -567,9 +581,27 @@ class Pool:
         if move.caller is not None:
             self._engine.advance(move)
 
-    def _sets_options(self, options: Options) -> bool:
-        """Says whether the workers hold other options than these."""
-        return options is not None or self._options is not None
+    def _sets_options(self, options: Options, slots: NDArray[Any]) -> bool:
+        """Says whether the workers hold other options than these for some of `slots`."""
+        held = self._options
+        return options is not None or (held is not None and any(held[slot] is not None for slot in slots))
+
+    def _choose(self, pending: _Pending, mask: NDArray[Any] | None) -> NDArray[Any]:
+        """Returns those of the move's envs that a reset is for, in the order in which it sends them.
+
+        With a mask, `[n]`, none may be in flight. A reset of all waits for those that are, and drops what
+        they return.
+        """
+        slots, sent = pending.move.slots, self._admission.sent
+        if mask is None and len(slots) == self.spec.num_envs and len(sent):
+            self._wait(pending, sent, len(sent), self._doing(sent))
+            self._admission.note_received(sent)
+        chosen = slots if mask is None else slots[mask]
+        self._check_status(self._engine.check_envs(chosen, stepped=False), chosen)
+        if not self.spec.first_ready:
+            return chosen
+        spread = self._admission.spread
+        return spread[np.isin(spread, chosen)]
 
     def _send_reset(
         self,
@@ -581,24 +613,15 @@ class Pool:
         in_flight: bool,
     ) -> None:
         """Sends those `chosen` of the move's envs, `[n]`, to be reset with `seeds`, `[n]`."""
-        sent = self._admission.sent
-        if len(chosen) == self.spec.num_envs and len(sent):
-            self._wait(pending, sent, len(sent), self._doing(sent))
-            self._admission.note_received(sent)
-        elif len(chosen) < self.spec.num_envs and self.spec.first_ready:
-            raise EnvIdError(
-                f"a pool with batch_size ({self.spec.batch_size} of {self.spec.num_envs} envs) is reset as a "
-                f"whole, not {len(chosen)} envs of it"
-            )
-        if self.spec.first_ready:
-            chosen = self._admission.spread
-        self._check_status(self._engine.check_envs(chosen, stepped=False), chosen)
         self._engine.wait_for_copies()  # batched envs write rows of others, too, which our handle may lack
-        self._views.seeds[pending.move.slots] = NONE if seeds is None else seeds
-        if self._sets_options(options):
+        slots = pending.move.slots
+        idle = ~self._admission.in_flight[slots]  # workers may have yet to read the seeds of others
+        self._views.seeds[slots[idle]] = NONE if seeds is None else seeds[idle]
+        if self._sets_options(options, chosen):
+            held = _options.merge(self._options, options, chosen, self.spec.num_envs)
             with self._breaking():
-                self._workers.set_options(options, self._timeouts.step)
-            self._options = options
+                self._workers.set_options(held, self._timeouts.step)
+            self._options = held
         if self._workers.told is not None:
             self._workers.told.reset(chosen, options)
         self._hand_over(Verb.RESET, chosen)
@@ -719,6 +742,7 @@ class Pool:
         *,
         waited: float = 0,
         give_up: float | None = None,
+        at_least: int | None = None,
         everything: bool = False,
     ) -> Rows:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
@@ -726,14 +750,49 @@ class Pool:
         if len(overdue):  # others may have been ready first ever since
             self._wait(pending, overdue, len(overdue), self._doing(overdue), waited=math.inf)
         sent = self._admission.sent
-        count = len(sent) if everything else self.spec.batch_size
-        sent = sent[: count if self._in_order else None]
-        self._wait(pending, sent, count, self._doing(sent), waited=waited, give_up=give_up)
-        with self._engine.shared():
+        if at_least is not None:
+            slots = self._wait_for_some(pending, sent, at_least, give_up)
+        else:
+            count = len(sent) if everything else self.spec.batch_size
+            sent = sent[: count if self._in_order else None]
+            self._wait(pending, sent, count, self._doing(sent), waited=waited, give_up=give_up)
             slots = sent if self._in_order else self._workers.first_completed(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
+        with self._engine.shared():
             self._admission.note_received(slots)
         return self._end_step(slots, deliver)
+
+    def _wait_for_some(
+        self, pending: _Pending, sent: NDArray[Any], at_least: int, give_up: float | None
+    ) -> NDArray[Any]:
+        """Waits for `at_least` of `sent`, and returns all that are completed then, in the order of `recv`.
+
+        A worker marks the slots of a batched env one after the other. We may look in the middle of that, so
+        we wait for one more until enough of them are whole; single envs are at the first look.
+        """
+        slots = sent[:0]
+        for count in range(at_least, len(sent) + 1):
+            first = sent[: count if self._in_order else None]
+            self._wait(pending, first, count, self._doing(first), give_up=give_up)
+            slots = self._all_completed(sent)
+            if len(slots) >= at_least:
+                break
+        return slots
+
+    def _all_completed(self, sent: NDArray[Any]) -> NDArray[Any]:
+        """Returns all of `sent` that are completed, in the order of `recv`; of batched envs, whole ones."""
+        slots = self._workers.first_completed(sent, len(sent))
+        if self._in_order:  # none before one that was sent earlier
+            slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
+        parts = np.setdiff1d(sent, slots) // self._together
+        return slots[~np.isin(slots // self._together, parts)]
+
+    def _check_enough(self, *, at_least: int | None = None, resetting: int | None = None) -> None:
+        """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""
+        in_flight, count = int(self._admission.num_sent[0]), at_least or self.spec.batch_size
+        if in_flight + (resetting or 0) < count:
+            returned = str(count) if at_least is None else f"at least {count}"
+            raise too_few(returned, in_flight, resetting=resetting)
 
     def _check_status(
         self, status: Status, env_ids: NDArray[Any], generation: NDArray[np.uint32] | None = None
@@ -747,7 +806,6 @@ class Pool:
                 engine=self._engine,
                 admission=self._admission,
                 pool_id=self.id,
-                batch_size=self.spec.batch_size,
             )
 
     def _check_usable(self) -> None:

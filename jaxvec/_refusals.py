@@ -21,7 +21,6 @@ def refusal(
     engine: Engine,
     admission: Admission,
     pool_id: int,
-    batch_size: int,
 ) -> JaxvecError:
     """Returns the error of a call that the engine refused. The caller has its lock, so nothing changes.
 
@@ -30,7 +29,7 @@ def refusal(
         env_ids: `[n]` that it was asked about.
         generation: `[n]` of the caller's handle to them, if it was asked about that.
         engine: of the pool.
-        admission, pool_id, batch_size: of the pool, too.
+        admission, pool_id: of the pool, too.
     """
     num_envs = len(engine.generation)
     match status:
@@ -69,10 +68,24 @@ def refusal(
                 f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
                 "reset(..., mask=terminated | truncated)). Nothing was stepped"
             )
-        case Status.TOO_FEW:
-            return InFlightError(
-                f"recv returns {batch_size} envs, but only {admission.num_sent[0]} are in flight; send more "
-                "first"
-            )
         case _:
-            raise AssertionError(f"{status!r} is nothing that a caller is told")
+            raise AssertionError(f"{status!r} is nothing that a caller is told here")
+
+
+def too_few(returned: str, in_flight: int, *, resetting: int | None = None) -> InFlightError:
+    """Returns the error of a `recv` for which too few envs are in flight, `Status.TOO_FEW`.
+
+    Args:
+        returned: how many it returns.
+        in_flight: how many are.
+        resetting: how many more a reset by mask would send, which ends by a `recv`.
+    """
+    if resetting is None:
+        return InFlightError(
+            f"recv returns {returned} envs, but only {in_flight} are in flight; send more first"
+        )
+    return InFlightError(
+        f"reset returns {returned} envs, as recv does, but with the {resetting} of mask only "
+        f"{in_flight + resetting} would be in flight; send more first, or start the reset by "
+        "VectorEnv.send_reset. Nothing was reset"
+    )

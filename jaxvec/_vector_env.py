@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -130,16 +131,21 @@ class VectorEnv:
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep:
         """Resets all envs, or those of `mask`, whose rows alone change.
 
+        Without a mask, envs in flight are waited for, and what they return is lost.
+
         Args:
             seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool.
+            mask: `[num_envs]` bool, of envs that are not in flight.
             options: a dict for every env's `reset`, or one for each env.
 
         Returns:
             Arrays that later calls don't overwrite, NumPy's or, if the pool was made with a `device` or
-            `sharding`, JAX's; reward 0, flags false for envs reset.
+            `sharding`, JAX's; reward 0, flags false for envs reset. Of a pool with `batch_size`, the envs
+            that are ready first, as from `recv`: with a mask, perhaps others that were in flight before.
 
         Raises:
+            InFlightError: an env of `mask` is in flight; or, with `batch_size`, fewer envs than that would
+                be. Nothing was reset.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
             ValueError, TypeError: a bad argument; nothing was reset.
@@ -220,10 +226,11 @@ class VectorEnv:
 
         Args:
             seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool.
+            mask: `[num_envs]` bool, of envs that are not in flight.
             options: a dict for every env's `reset`, or one for each env.
 
         Raises:
+            InFlightError: an env of `mask` is in flight; nothing was reset.
             PoolBrokenError, PoolClosedError: the pool is. What the resets raise, `recv` does.
             ValueError, TypeError: a bad argument; nothing was reset.
 
@@ -242,20 +249,28 @@ class VectorEnv:
             options=options,
         )
 
-    def recv(self, *, timeout: float | None = None, copy: bool = True) -> TimeStep:
+    def recv(
+        self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
+    ) -> TimeStep:
         """Waits for `batch_size` of the envs in flight; see `jaxvec.recv`. From any thread.
 
         Args:
             timeout: seconds after which it raises `NotReadyError` and leaves the envs in flight, to be
-                waited for again; `None` for never.
+                waited for again; `None` for never. With 0 it does not wait.
             copy: `False` leaves rows in the segment where they are evenly spaced, as those of all envs
                 are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent. Of
                 NumPy's arrays; JAX's are always theirs alone.
+            at_least: waits for so many envs instead, from 1 to `num_envs`, and returns all that are ready
+                then, however many: in the order in which they were done or, with `recv_order="sent"`, those
+                that were sent first, as far as they are ready, in that order. Without `batch_size` a worker
+                returns what it was sent at a time together. Of batched envs, whole ones.
 
         Returns:
-            Arrays `[batch_size, ...]`, as of `reset`; `info["env_id"]` says whose.
+            Arrays `[batch_size, ...]`, as of `reset`; `info["env_id"]` says whose. With `at_least`
+            `[k, ...]`, where `k` differs from call to call.
 
         Raises:
+            ValueError: `at_least` is no number of envs of this pool; nothing was received.
             InFlightError: fewer envs than that are in flight; the pool is as it was.
             NotReadyError: they were not done in time; the pool is as it was.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
@@ -268,8 +283,11 @@ class VectorEnv:
                 print(envs.recv(timeout=60).info["env_id"])  # [1 3]
             ```
         """
+        if at_least is not None:
+            at_least = _check_at_least(at_least, self.num_envs)
         deliver = self._deliver if copy else self._placed or views
-        rows = self._pool.recv(self._pool.move_all(Verb.RECV, Caller.HOST), deliver=deliver, timeout=timeout)
+        move = self._pool.move_all(Verb.RECV, Caller.HOST)
+        rows = self._pool.recv(move, deliver=deliver, timeout=timeout, at_least=at_least)
         return self.spec.build_timestep(rows)
 
     def save(self, *, indices: Any = None) -> EnvState:
@@ -818,3 +836,13 @@ class VectorEnv:
         slots = _actions.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
         return tuple(self._pool.call(Move(verb, slots), name, each, kwargs, begun=begun))
+
+
+def _check_at_least(at_least: Any, num_envs: int) -> int:
+    try:
+        count = 0 if isinstance(at_least, bool) else operator.index(at_least)
+    except TypeError:
+        count = 0
+    if not 1 <= count <= num_envs:
+        raise ValueError(f"at_least must be an integer from 1 to num_envs ({num_envs}), not {at_least!r}")
+    return count

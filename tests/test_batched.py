@@ -60,6 +60,12 @@ def test_those_that_are_ready_first_come_as_a_whole(make, order, handoff):
         taken[env_id] += 1
         envs.send(env_id, env_id)
         timestep = envs.recv()
+    envs.send(timestep.info["env_id"], timestep.info["env_id"])
+    received = 0
+    while received < 12:
+        ids = envs.recv(at_least=1).info["env_id"]
+        assert (np.bincount(ids // 3)[np.unique(ids // 3)] == 3).all()
+        received += len(ids)
     with pytest.raises(ValueError, match="batch_size must be a multiple of 3"):
         make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=4)
 
@@ -134,7 +140,7 @@ def test_an_env_of_envpools(make):
 def test_without_autoreset_some_of_its_envs_are_reset(make):
     envs = make(counting(AutoresetMode.DISABLED))
     assert envs.autoreset_mode is AutoresetMode.DISABLED
-    envs.reset(seed=0)
+    envs.reset(seed=0, options=[None, {"level": 3}, {"level": 3}])
     envs.step([0, 0, 0])
     over = envs.step([0, 0, 0]).terminated
     assert over.tolist() == [True, False, False]
@@ -143,6 +149,7 @@ def test_without_autoreset_some_of_its_envs_are_reset(make):
     timestep = envs.reset(mask=over)
     assert timestep.obs[:, :3].tolist() == [[2, 2, 0], [1, 2, 2], [1, 2, 2]]
     assert timestep.info["episode_length"].tolist() == [0, 2, 2]
+    assert not envs.infos_of(0)[0]["options"]  # those of the others stay theirs
     assert envs.step([0, 0, 0]).obs[:, 2].tolist() == [1, 3, 3]
 
 

@@ -557,10 +557,15 @@ def test_a_step_before_the_reset_is_an_error(make):
         make(counting()).step(np.zeros(1, int))
 
 
-def test_an_asynchronous_pool_is_reset_as_a_whole(make):
+def test_a_reset_of_some_envs_of_an_asynchronous_pool_returns_what_recv_does(make):
     env = make(counting(), num_envs=4, batch_size=2)
-    with pytest.raises(jaxvec.EnvIdError, match="as a whole"):
+    env.reset()
+    env.recv()
+    with pytest.raises(jaxvec.InFlightError, match="as recv does, but with the 1 of mask only 1"):
         env.reset(np.array([1]))
+    obs, info = env.reset(np.array([3, 1]))
+    assert sorted(info["env_id"].tolist()) == [1, 3]
+    assert obs[:, 0].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(

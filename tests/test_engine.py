@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from disasters import PATIENCE, wait_until, within
 from gymnasium import spaces
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -29,7 +32,7 @@ from jaxvec._pool import Pool, Timeouts
 from jaxvec._spaces import as_jax
 from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 
-END, DIE = 7, 8  # actions: the episode ends; the worker does
+WAIT, END, DIE = 6, 7, 8  # actions: the worker waits for the gate; the episode ends; the worker does
 
 KINDS = ["portable"] if library.reason_unavailable() else ["portable", "native"]
 
@@ -42,6 +45,8 @@ class Threads:
     def __init__(self, kind, slices):
         self._kind, self._slices = kind, slices
         self._threads = []
+        self.gate = threading.Event()
+        self.gate.set()
 
     def attach(self, layout, spec):
         self._spec, self._arrays = spec, _segment.private(layout)
@@ -54,7 +59,7 @@ class Threads:
             self._kind, marks, slices=self._slices, channels=list(self._channels), spin_ns=0
         )
         self.any_resetting, self.first_completed = self._end.any_resetting, self._end.first_completed
-        self.send = self._end.send
+        self.send, self.unfinished = self._end.send, self._end.unfinished
         for worker, (slots, descriptor) in enumerate(zip(self._slices, theirs, strict=True)):
             channel = _channel.adopt(descriptor)
             end = _handoffs.worker_end(
@@ -71,6 +76,8 @@ class Threads:
         while not self._end.wait(slots, count, LOOK_AROUND):
             with self._end.listening(slots, count, LOOK_AROUND) as seconds:
                 patience.check()
+                if patience.give_up is not None and time.monotonic() >= patience.give_up:
+                    raise jaxvec.NotReadyError("not ready")
                 for fd, _ in self._poll.poll(seconds * 1000):
                     channel = next(each for each in self._channels if each.fileno() == fd)
                     try:
@@ -101,6 +108,8 @@ class Threads:
                     if action == DIE:
                         channel.close()
                         return
+                    if action == WAIT:
+                        self.gate.wait(PATIENCE)
                     moves = self._arrays["obs",][slot, 0] + 1
                     for leaf, value in zip(self._spec.timestep_leaves, row(slot, moves, action), strict=True):
                         self._arrays[leaf.path][slot] = value
@@ -111,6 +120,29 @@ class Threads:
 def row(slot, moves, action) -> list[Any]:
     """Returns all fields of an env's row."""
     return [[moves, action], action / 2, action == END, False, slot, moves + 0.5, moves]
+
+
+def open_pool(kind, num_envs, *, num_workers, batch_size, in_order, together=1):
+    """Makes a pool of such envs, whose neighbours may move together."""
+    spec = make_spec(
+        EnvSpaces(spaces.Box(-1, 10**6, (2,), np.int64), spaces.Discrete(9), None),
+        num_envs=num_envs,
+        batch_size=batch_size,
+        autoreset=Autoreset.DISABLED,
+        final_obs=False,
+        declared={},
+        policy=as_jax,
+    )
+    slices = _layout.split(num_envs, min(num_workers, num_envs))
+    return Pool(
+        Threads(kind, slices),
+        spec,
+        slices=slices,
+        together=together,
+        in_order=in_order,
+        timeouts=Timeouts(None, PATIENCE, PATIENCE),
+        resets_required=True,
+    )
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -128,26 +160,10 @@ class EngineMachine(RuleBasedStateMachine):
     def make(self, kind, num_envs, num_workers, first_ready, in_order):
         self.num_envs, self.in_order = num_envs, in_order
         self.batch_size = num_envs - 1 if first_ready else num_envs
-        spec = make_spec(
-            EnvSpaces(spaces.Box(-1, 10**6, (2,), np.int64), spaces.Discrete(9), None),
-            num_envs=num_envs,
-            batch_size=self.batch_size,
-            autoreset=Autoreset.DISABLED,
-            final_obs=False,
-            declared={},
-            policy=as_jax,
+        self.pool = open_pool(
+            kind, num_envs, num_workers=num_workers, batch_size=self.batch_size, in_order=in_order
         )
-        slices = _layout.split(num_envs, min(num_workers, num_envs))
-        self.pool = Pool(
-            Threads(kind, slices),
-            spec,
-            slices=slices,
-            together=1,
-            in_order=in_order,
-            timeouts=Timeouts(None, 60.0, 60.0),
-            resets_required=True,
-        )
-        self.first_ready = spec.first_ready
+        self.first_ready = self.pool.spec.first_ready
         self.counts = np.zeros(num_envs, int)
         self.rows = [row(slot, 0, 0) for slot in range(num_envs)]
         self.needs_reset = set(range(num_envs))
@@ -209,12 +225,14 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.check(found, slots)
 
-    def receive(self, found):
+    def receive(self, found, at_least=None):
         """Checks what was received, and notes that it is not in flight any more."""
         if not self.sent:  # a reset has sent all
             self.sent = self.pool._admission.spread.tolist()
         ids = found[4].tolist()
-        assert len(ids) == self.batch_size
+        if at_least is None:
+            assert len(ids) == self.batch_size
+        assert len(set(ids)) == len(ids) >= (at_least or 0)
         assert ids == self.sent[: len(ids)] if self.in_order else set(ids) <= set(self.sent)
         self.check(found, ids)
         self.sent = [slot for slot in self.sent if slot not in ids]
@@ -320,6 +338,43 @@ class EngineMachine(RuleBasedStateMachine):
         self.counts += 1
         self.receive(found)
 
+    @asynchronous
+    @rule(at_least=st.integers(1, 5))
+    def recv_all_that_are_ready(self, at_least):
+        move = self.pool.move_all(Verb.RECV, Caller.HOST)
+        if len(self.sent) < at_least:
+            missing = f"at least {at_least} envs, but only {len(self.sent)} are"
+            with pytest.raises(jaxvec.InFlightError, match=missing):
+                self.pool.recv(move, at_least=at_least)
+            return
+        found = self.pool.recv(move, at_least=at_least)
+        self.counts += 1
+        self.receive(found, at_least)
+
+    @asynchronous
+    @rule(data=st.data(), by_handle=st.booleans(), receives=st.booleans())
+    def reset_some_that_are_not_in_flight(self, data, by_handle, receives):
+        slots = data.draw(st.lists(st.integers(0, self.num_envs - 1), unique=True))
+        mask = np.isin(np.arange(self.num_envs), slots)
+        flying = sorted(set(slots) & set(self.sent))
+        error, in_all = None, len(self.sent) + len(slots)
+        if flying:
+            error = rf"envs \[{', '.join(map(str, flying))}\] are in flight"
+        elif receives and in_all < self.batch_size:
+            error = f"as recv does, but with the {len(slots)} of mask only {in_all} would be in flight"
+        reset = self.pool.reset if receives else self.pool.send_reset
+        reset = partial(reset, self.all(Verb.RESET, by_handle), seeds=None, mask=mask, options=None)
+        if error is not None:
+            with pytest.raises(jaxvec.InFlightError, match=error):
+                reset()
+            return
+        found = reset()
+        self.moved(slots, [-1] * len(slots))
+        self.sent += [slot for slot in self.pool._admission.spread.tolist() if slot in slots]
+        self.counts += 1
+        if receives:
+            self.receive(found)
+
     @works
     @precondition(lambda self: self.rules_played > 10)  # `counts` would depend on who was ready first
     @rule(slot=st.integers(0, 1), by_handle=st.booleans())
@@ -365,3 +420,30 @@ EngineMachine.TestCase.settings = settings(
     stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngine = EngineMachine.TestCase
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batched_env_of_which_a_part_is_marked_is_not_received(kind, in_order):
+    """Our threads mark each slot by itself, as workers do those of a batched env; we look in between."""
+    pool = open_pool(kind, 4, num_workers=2, batch_size=2, in_order=in_order, together=2)
+    workers, action = pool._workers, pool.spec.action_leaves[0].stored
+
+    def recv(**kwargs):
+        return pool.recv(pool.move_all(Verb.RECV, Caller.HOST), **kwargs)[4].tolist()
+
+    try:
+        pool.reset(pool.move_all(Verb.RESET, Caller.HOST), seeds=None, mask=None, options=None)
+        recv()
+        workers.gate.clear()
+        sent = np.array([2, 3, 0, 1])
+        pool.send(pool.move_all(Verb.SEND, Caller.HOST), sent, [np.array([1, 1, 1, WAIT], action)])
+        wait_until(lambda: workers.unfinished().tolist() == [1])
+        assert sorted(recv(at_least=1)) == [2, 3]
+        with pytest.raises(jaxvec.NotReadyError):
+            recv(at_least=1, timeout=0)
+        workers.gate.set()
+        assert sorted(within(partial(recv, at_least=1))) == [0, 1]
+    finally:
+        workers.gate.set()
+        pool.close()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from disasters import GatedEnv
+from disasters import PATIENCE, GatedEnv, unfinished, wait_until, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -279,6 +280,61 @@ def test_views_are_read_only_and_show_the_segment(make):
     assert backwards.obs.flags.writeable
 
 
+def check_rows(timestep, ids, actions, resets=1):
+    """Checks all fields of the rows of envs that were stepped once since their reset; by -1, not at all."""
+    steps = [int(action >= 0) for action in actions]
+    np.testing.assert_array_equal(timestep.obs[:, 0], resets)
+    assert timestep.obs[:, 2].tolist() == timestep.reward.tolist() == steps
+    assert timestep.obs[:, 3].tolist() == list(actions)
+    assert not timestep.terminated.any()
+    assert not timestep.truncated.any()
+    assert timestep.info.keys() == {"env_id", "episode_return", "episode_length", "final_obs", "_final_obs"}
+    assert timestep.info["env_id"].tolist() == list(ids)
+    assert timestep.info["episode_return"].tolist() == timestep.info["episode_length"].tolist() == steps
+    assert timestep.info["final_obs"].tolist() == [[0] * 4] * len(steps)
+    assert not timestep.info["_final_obs"].any()
+
+
+@pytest.mark.parametrize("order", ["ready", "sent"])
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_all_that_are_ready_are_returned_and_one_at_least(make, handoff, order, tmp_path):
+    gate = tmp_path / "open"
+    envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, handoff=handoff)
+    envs.reset()
+    envs.recv()
+    with pytest.raises(jaxvec.InFlightError, match="recv returns at least 1 envs, but only 0 are in flight"):
+        envs.recv(at_least=1)
+    envs.send([7], [1])
+    for other in (3, 0, 2):  # one after the other: each is done before the next is sent
+        envs.send([other], [other])
+        wait_until(lambda: unfinished(envs) == [1])
+    if order == "ready":
+        check_rows(envs.recv(at_least=1), [3, 0, 2], [3, 0, 2])  # more than batch_size
+        with pytest.raises(jaxvec.InFlightError, match="recv returns at least 2 envs, but only 1 are"):
+            envs.recv(at_least=2)
+    with pytest.raises(jaxvec.NotReadyError):
+        envs.recv(at_least=1, timeout=0)
+    gate.touch()
+    ids = [1] if order == "ready" else [1, 3, 0, 2]
+    check_rows(envs.recv(at_least=1, timeout=PATIENCE), ids, [7, 3, 0, 2][: len(ids)])
+
+
+def test_without_batch_size_those_that_are_ready_are_returned_too(make, tmp_path):
+    """As programs with ML-Agents go: a worker with one env each, and whoever has answered is next."""
+    gate = tmp_path / "open"
+    envs = make(GatedEnv, 3, gate=gate, num_workers=3)
+    envs.reset()
+    envs.send([5, 7, 6])
+    wait_until(lambda: unfinished(envs) == [1])
+    timestep = envs.recv(at_least=2)
+    ids = timestep.info["env_id"].tolist()
+    assert sorted(ids) == [0, 2]
+    check_rows(timestep, ids, [5 + env_id // 2 for env_id in ids])
+    gate.touch()
+    check_rows(envs.recv(at_least=1), [1], [7])
+    assert envs.step([0, 0, 0]).obs[:, 2].tolist() == [2, 2, 2]  # all are received
+
+
 # --- What is refused --------------------------------------------------------------------------
 
 
@@ -329,6 +385,16 @@ REFUSED = {
         lambda h: jaxvec.reset(jax.tree.map(lambda x: x[:2], h)),
         jaxvec.EnvIdError,
         "all 4 envs, not to 2",
+    ),
+    "a reset by mask of all, one in flight": (
+        lambda h: jaxvec.reset(jaxvec.send(h, jnp.zeros(1, int), jnp.array([2])), mask=np.ones(4, bool)),
+        jaxvec.InFlightError,
+        r"envs \[2\] are in flight",
+    ),
+    "a reset by mask of too few": (
+        lambda h: jaxvec.reset(h, mask=np.array([True, False, False, False])),
+        jaxvec.InFlightError,
+        "reset returns 2 envs, as recv does, but with the 1 of mask only 1 would be in flight",
     ),
     "a handle with an env twice": (
         lambda h: jaxvec.send(
@@ -389,8 +455,11 @@ def test_arguments_that_can_not_be_are_refused(make, transport):
         jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0.0, 1.0]))
     with pytest.raises(jaxvec.ActionError, match=r"\(2,\).*\(3"):
         jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0, 1, 2]))
-    with pytest.raises(ValueError, match="reset as a whole"):
-        jaxvec.reset(handle, mask=np.ones(4, bool))
+    with pytest.raises(TypeError, match=r"at_least=1: how many envs are ready differs.*VectorEnv\.recv"):
+        jax.jit(partial(jaxvec.recv, at_least=1))(handle)
+    for wrong in (0, 5, True, 2.0):
+        with pytest.raises(ValueError, match=r"at_least must be an integer from 1 to num_envs \(4\), not"):
+            envs.recv(at_least=wrong)
     with pytest.raises(NotImplementedError, match="can't be split over vmapped instances"):
         jax.vmap(jaxvec.recv)(jax.tree.map(lambda x: x[None], handle))
     for wrong in (0, 5, True, 2.0):
@@ -411,6 +480,86 @@ def test_a_reset_drops_what_is_in_flight(make, how):
         np.testing.assert_array_equal(rest.obs[:, 0], resets)
         envs.send(np.zeros(3, int), [0, 2, 3])
     assert envs.get_attr("steps") == (4, 0, 4, 4)
+
+
+# --- Resets by mask ---------------------------------------------------------------------------
+
+
+def test_a_program_resets_some_envs_while_others_are_in_flight(make, transport):
+    """Of each batch, the first env is stepped, and the second is reset."""
+    envs = make(CountingEnv, 6, num_workers=2, batch_size=2, recv_order="sent", transport=transport)
+    handle, timestep = jaxvec.reset(envs, seed=0)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            first, second = timestep.info["env_id"]
+            handle = jaxvec.send(handle, first[None], first[None])
+            handle, timestep = jaxvec.reset(handle, mask=jnp.arange(6) == second)
+            return (handle, timestep), timestep
+
+        return jax.lax.scan(body, (handle, timestep), length=20)[1]
+
+    first = timestep.info["env_id"].tolist()
+    found = program(handle, timestep)
+    resets, steps, last = [1] * 6, [0] * 6, [-1] * 6
+    flying = [env_id for env_id in spread(6, 2) if env_id not in first]
+    batch = first
+    for turn in range(20):
+        stepped, reset = batch
+        steps[stepped], last[stepped] = steps[stepped] + 1, stepped
+        resets[reset], last[reset] = resets[reset] + 1, -1
+        flying += batch
+        batch, flying = flying[:2], flying[2:]
+        assert found.info["env_id"][turn].tolist() == batch
+        assert found.obs[turn, :, 0].tolist() == [resets[env_id] for env_id in batch]
+        assert found.obs[turn, :, 1].tolist() == [steps[env_id] for env_id in batch]
+        assert found.obs[turn, :, 3].tolist() == [last[env_id] for env_id in batch]
+        was_reset = np.array([last[env_id] < 0 for env_id in batch])
+        for zero in (found.reward, found.info["episode_return"], found.info["episode_length"]):
+            np.testing.assert_array_equal(zero[turn] == 0, was_reset)
+
+
+class WaitingReset(CountingEnv):
+    """Its reset waits for a file if the options say so."""
+
+    def reset(self, *, seed=None, options=None):
+        while options and "gate" in options and not options["gate"].exists():
+            threading.Event().wait(0.001)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, handoff, tmp_path):
+    """Env 1 waits behind the reset of env 0, its worker's other; meanwhile env 3 is reset, and received."""
+    gate = tmp_path / "open"
+    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, handoff=handoff)
+    envs.reset()
+    envs.recv()
+    left, last = np.arange(4) < 2, np.arange(4) == 3
+    envs.send_reset(mask=left, seed=10, options=[{"gate": gate}, {"level": 1}, None, None])
+    for reset in (envs.reset, envs.send_reset):
+        for mask, flying in ((left, r"\[0, 1\]"), (~left | [False, True, False, False], r"\[1\]")):
+            with pytest.raises(jaxvec.InFlightError, match=f"envs {flying} are in flight"):
+                reset(mask=mask, seed=30, options={"level": 30})
+    # Worker 0 is busy, but is not asked, since the options of its envs stay.
+    within(lambda: envs.send_reset(mask=last, seed=20, options={"level": 3}))
+    check_rows(envs.recv(at_least=1, timeout=PATIENCE), [3], [-1], resets=2)
+    gate.touch()
+    check_rows(envs.recv(timeout=PATIENCE), [0, 1], [-1, -1], resets=2)
+    assert [(info["seed"], info["options"]) for info in envs.infos] == [
+        (10, {"gate": gate}),
+        (11, {"level": 1}),
+        (-1, None),
+        (23, {"level": 3}),
+    ]
+    envs.send_reset(mask=~left)  # without options: none are left over from before
+    ids = envs.recv().info["env_id"]
+    assert sorted(ids.tolist()) == [2, 3]
+    assert [info["options"] for info in envs.infos_of([2, 3])] == [None, None]
+    with pytest.raises(jaxvec.InFlightError, match="with the 0 of mask only 0 would be in flight"):
+        envs.reset(mask=np.zeros(4, bool))
 
 
 # --- Against a model --------------------------------------------------------------------------
@@ -451,17 +600,20 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, data, num_envs, o
                     flying.append(env_id)
                     steps[env_id] += 1
                     actions[env_id] = action
-            elif len(flying) < batch:
+                continue
+            at_least = data.draw(st.none() | st.integers(1, num_envs))
+            if len(flying) < (at_least or batch):
                 with pytest.raises(jaxvec.InFlightError):
-                    envs.recv()
+                    envs.recv(at_least=at_least)
             else:
-                timestep = envs.recv()
+                timestep = envs.recv(at_least=at_least)
                 got = timestep.info["env_id"].tolist()
-                assert len(set(got)) == batch
-                if batch == num_envs:
+                assert len(set(got)) == len(got) >= (at_least or batch)
+                assert at_least is not None or len(got) == batch
+                if at_least is None and batch == num_envs:
                     assert got == list(range(num_envs))
                 elif order == "sent":
-                    assert got == flying[:batch]
+                    assert got == flying[: len(got)]
                 assert timestep.obs[:, 1].tolist() == [steps[i] for i in got]
                 assert timestep.obs[:, 3].tolist() == [actions[i] for i in got]
                 for env_id in got:

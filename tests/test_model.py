@@ -433,13 +433,14 @@ class PoolMachine(RuleBasedStateMachine):
         if self.spare_envs and (self.started or self.killed):
             seed = None  # else resets in advance are void, of which nobody knows how many there were
         self.started = True
-        order = range(self.num_envs)
-        if self.batch_size < self.num_envs:
-            turns = -(-self.num_envs // self.batch_size)
-            order = [i for first in range(turns) for i in range(first, self.num_envs, turns)]
         # Those in flight are received first, as was foretold when they were sent.
-        self.sent = {env_id: self.worker_of[env_id].reset(env_id) for env_id in order}
+        self.sent = {env_id: self.worker_of[env_id].reset(env_id) for env_id in self.spread()}
         self.check(self.face.reset(seed=seed))
+
+    def spread(self):
+        """Returns the order in which a reset sends envs."""
+        turns = -(-self.num_envs // self.batch_size)
+        return [i for first in range(turns) for i in range(first, self.num_envs, turns)]
 
     @idle
     @precondition(lambda self: self.started and self.batch_size == self.num_envs)
@@ -453,6 +454,21 @@ class PoolMachine(RuleBasedStateMachine):
             env_id: self.worker_of[env_id].reset(env_id) for env_id in np.flatnonzero(mask).tolist()
         }
         self.check(self.face.reset(seed=None, mask=np.array(mask)))
+
+    @moving
+    @precondition(lambda self: self.batch_size < self.num_envs)
+    @rule(data=st.data())
+    def reset_some_while_others_are_in_flight(self, data):
+        free = [env_id for env_id in range(self.num_envs) if env_id not in self.sent]
+        ids = data.draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+        mask = np.isin(np.arange(self.num_envs), ids)
+        if len(self.sent) + len(ids) < self.batch_size:
+            with pytest.raises(jaxvec.InFlightError):
+                self.envs.reset(mask=mask)
+            return
+        order = [env_id for env_id in self.spread() if env_id in ids]
+        self.sent |= {env_id: self.worker_of[env_id].reset(env_id) for env_id in order}
+        self.check(self.face.reset(seed=None, mask=mask))
 
     @moving
     @precondition(lambda self: self.batch_size < self.num_envs)

@@ -106,11 +106,11 @@ class Workers(Protocol):
         ...
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        """Returns those of `slots` that were done first, in that order; `count` must be.
+        """Returns those of `slots` that were done first, in that order.
 
         Args:
             slots: that were sent, in that order.
-            count: how many of them.
+            count: how many of them, at most; as many as are done, if these are fewer.
         """
         ...
 

@@ -149,8 +149,13 @@ class ProcessWorkers:
 
     def set_options(self, options: Options, timeout: float | None) -> None:
         before, self.supervisor.options = self.supervisor.options, options  # for who is replaced meanwhile
+
+        def arguments(*slots: int) -> tuple[Options] | None:  # others may be in the middle of a long step
+            changed = _options.changed(before, options, *slots)
+            return (_options.select(options, *slots),) if changed else None
+
         try:
-            self.request("set_options", lambda *slots: (_options.select(options, *slots),), timeout=timeout)
+            self.request("set_options", arguments, timeout=timeout)
         except NotPicklableError:
             self.supervisor.options = before
             raise

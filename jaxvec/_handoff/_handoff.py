@@ -81,7 +81,7 @@ class ParentHandoff(Protocol):
         ...
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        """Returns those of `slots` that were completed first, in that order; `count` must be."""
+        """Returns those of `slots` that were completed first, in that order, and `count` of them at most."""
         ...
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:

@@ -81,7 +81,7 @@ class BatchSlice:
         for which, rows, chosen in self._parts(slots, "reset", partly=partly):
             began = monotonic_ns()
             seeds = self._arrays["seed",][rows]
-            options = self._common_options(rows)
+            options = self._common_options(rows.start + np.flatnonzero(chosen))
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._failing(which, "reset"):
@@ -301,10 +301,10 @@ class BatchSlice:
     def _failing(self, which: int, operation: str, action: Any = None) -> Failing:
         return Failing(self.first + which * self._size, operation, action)
 
-    def _common_options(self, rows: slice) -> dict[str, Any] | None:
+    def _common_options(self, slots: NDArray[Any]) -> dict[str, Any] | None:
         if self._options is None:
             return None
-        given = self._options[rows.start - self.first : rows.stop - self.first]
+        given = [self._options[slot - self.first] for slot in slots.tolist()]
         return next((one for one in given if one is not None), None)
 
     def _write(self, node: Node, value: Any, rows: slice) -> None:

@@ -117,9 +117,8 @@ class EnvFamily:
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
         spec = _arguments.check_is_handle(handle, "reset")
-        call = Call(
-            Verb.RESET, spec, handle.transport, fresh=True, extra=cloudpickle.dumps(options), elastic=True
-        )
+        extra = cloudpickle.dumps((options, False))  # without a mask
+        call = Call(Verb.RESET, spec, handle.transport, fresh=True, extra=extra, elastic=True)
         words, mask = _arguments.seed_words(seed, 1), _arguments.check_mask(None, 1)
         token, *rows = _primitive.bind(call, handle.token, words, mask)
         return handle.next(token), _first(spec.build_timestep(rows))

@@ -53,7 +53,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
     return handle.next(token)
 
 
-def recv(handle: Handle) -> tuple[Handle, TimeStep]:
+def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeStep]:
     """Waits for the first `batch_size` envs of those in flight, and returns their time step.
 
     Which they are says `timestep.info["env_id"]`. With `recv_order="sent"` they are those that were sent
@@ -63,11 +63,14 @@ def recv(handle: Handle) -> tuple[Handle, TimeStep]:
 
     Args:
         handle: that the latest call returned, to all envs of the pool.
+        at_least: is not for programs, whose arrays have fixed shapes, but for `VectorEnv.recv`, which may
+            return any number of envs.
 
     Returns:
         The handle for the next call, and the time step, leaves `[batch_size, ...]`.
 
     Raises:
+        TypeError: `at_least` was given.
         InFlightError: fewer envs than that are in flight; the pool is as it was.
         JaxvecError: and all that `step` raises.
 
@@ -82,5 +85,11 @@ def recv(handle: Handle) -> tuple[Handle, TimeStep]:
         ```
     """
     spec = _arguments.check_is_handle(handle, "recv")
+    if at_least is not None:
+        raise TypeError(
+            f"at_least={at_least!r}: how many envs are ready differs from call to call, but arrays of a "
+            "program have fixed shapes. Make the pool with the batch_size that recv should wait for, such as "
+            "1, or use VectorEnv.recv in a Python loop"
+        )
     token, *rows = _primitive.bind(Call(Verb.RECV, spec, handle.transport), handle.token)
     return handle.next(token), spec.build_timestep(rows)

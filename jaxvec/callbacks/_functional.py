@@ -25,6 +25,8 @@ def reset(
 ) -> tuple[Handle, TimeStep]:
     """Resets all envs, or those of `mask`, whose rows alone change.
 
+    Without a mask, envs in flight are waited for, and what they return is lost.
+
     Works inside `jit`, `scan`, `vmap` and the like, and eagerly. In a program that has stepped the pool
     already, pass the latest handle rather than the `VectorEnv`: it puts the reset after that step.
 
@@ -35,15 +37,18 @@ def reset(
             once. Not for a handle, which says itself how many it is for.
         seed: `None`; an int (env *i* gets `seed + i`); `[num_envs]` integers; or a JAX key, from
             which each env gets a seed of its own. Arrays and keys may be traced.
-        mask: `[num_envs]` bool, may be traced; `None` for all.
+        mask: `[num_envs]` bool, may be traced, of envs that are not in flight; `None` for all.
         options: a dict for every env's `reset`, or one for each env; fixed when the program is traced.
 
     Returns:
         The handle for the next step, and the time step: reward 0 and flags false for envs reset. Of a
-        pool with `batch_size`, the envs that are ready first, as from `recv`.
+        pool with `batch_size`, the envs that are ready first, as from `recv`: with a mask, perhaps others
+        that were in flight before.
 
     Raises:
         StaleHandleError: the handle is not the latest.
+        InFlightError: an env of `mask` is in flight; or, with `batch_size`, fewer envs than that would be.
+            Nothing was reset.
         EnvIdError: the sizes don't fit: `num_envs` times the lanes is not what the pool has.
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
         PoolBrokenError, PoolClosedError: it was already.
@@ -76,11 +81,9 @@ def reset(
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
         handle, fresh = Handle(token, envs.spec, _transports.choose(envs.transport)), True  # pyright: ignore[reportArgumentType]
     spec = _arguments.check_is_handle(handle, "reset")
-    call = Call(Verb.RESET, spec, handle.transport, fresh=fresh, extra=cloudpickle.dumps(options))
-    if call.whole and mask is not None:
-        raise ValueError("mask: a pool with batch_size is reset as a whole; leave mask out")
+    extra = cloudpickle.dumps((options, mask is not None))
     token, *rows = _primitive.bind(
-        call,
+        Call(Verb.RESET, spec, handle.transport, fresh=fresh, extra=extra),
         handle.token,
         _arguments.seed_words(seed, handle.num_envs),
         _arguments.check_mask(mask, handle.num_envs),

@@ -44,7 +44,7 @@ class Call:
         spec: of the pool.
         transport: as `_transports.choose` returned it.
         fresh: of a reset, whether it starts from the pool, with all envs, and not from a handle.
-        extra: of a reset its options, of a call what to call; pickled.
+        extra: of a reset its options, and whether it has a mask; of a call what to call; pickled.
         arguments, answers: of each argument and result of a call the shape, without the env axis, and
             the dtype.
         elastic: of a fresh reset, whether it starts from the pool's family, with as many envs as the
@@ -159,12 +159,9 @@ def answer(
             words, mask = rest
             seeds = np.ascontiguousarray(words).view(np.int64).reshape(len(words))
             _seeds.check(seeds)
+            options, masked = cloudpickle.loads(call.extra)
             given = pool.reset(
-                move,
-                seeds=seeds,
-                mask=None if mask.all() else mask,
-                options=cloudpickle.loads(call.extra),
-                deliver=deliver,
+                move, seeds=seeds, mask=mask if masked else None, options=options, deliver=deliver
             )
         case Verb.STEP:
             given = pool.step(move, rest, deliver=deliver)

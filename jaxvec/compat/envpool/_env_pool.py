@@ -106,9 +106,11 @@ class EnvPool(ABC):
         """Resets all envs, or those of `env_id`, `[k]` integers, and returns their rows in that order.
 
         Each env's first reset is with its seed, later ones go on with its random numbers. Of an
-        asynchronous pool all are reset, and the rows are those of `recv`.
+        asynchronous pool the rows are those of `recv`.
 
         Raises:
+            InFlightError: one of `env_id` is in flight or, of an asynchronous pool, too few would be for
+                `recv`; nothing was reset.
             EnvIdError: an id comes twice, or is none of the pool's; nothing was reset.
             JaxvecError: and all that `jaxvec.VectorEnv.reset` raises.
         """
