@@ -35,7 +35,7 @@ from jaxvec._errors import (
     PoolClosedError,
     StaleHandleError,
 )
-from jaxvec._handoff._admission import Admission
+from jaxvec._handoff._admission import Admission, whole
 from jaxvec._handoff._engine import Made, Rules, Status
 from jaxvec._handoff._move import Caller, Move, Verb, name_caller
 from jaxvec._memory import _pinned, _segment
@@ -139,7 +139,9 @@ class Pool:
         self.errors_late: bool = False
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         over = self._views.over if self._ends_need_reset else None
-        self._engine = workers.open_engine(Rules(self.id, self._admission, in_order, over, timeouts.step))
+        self._engine = workers.open_engine(
+            Rules(self.id, self._admission, in_order, together, over, timeouts.step)
+        )
         self.closing: Closing = Closing(workers, self._engine)
 
     @property
@@ -751,7 +753,10 @@ class Pool:
             self._wait(pending, overdue, len(overdue), self._doing(overdue), waited=math.inf)
         sent = self._admission.sent
         if at_least is not None:
-            slots = self._wait_for_some(pending, sent, at_least, give_up)
+            slots = self._wait_for_some(pending, sent, at_least, waited=waited, give_up=give_up)
+        elif self._together > 1 and self.spec.first_ready and not (self._in_order or everything):
+            size = self.spec.batch_size
+            slots = self._wait_for_some(pending, sent, size, waited=waited, give_up=give_up)[:size]
         else:
             count = len(sent) if everything else self.spec.batch_size
             sent = sent[: count if self._in_order else None]
@@ -763,7 +768,7 @@ class Pool:
         return self._end_step(slots, deliver)
 
     def _wait_for_some(
-        self, pending: _Pending, sent: NDArray[Any], at_least: int, give_up: float | None
+        self, pending: _Pending, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
     ) -> NDArray[Any]:
         """Waits for `at_least` of `sent`, and returns all that are completed then, in the order of `recv`.
 
@@ -773,7 +778,7 @@ class Pool:
         slots = sent[:0]
         for count in range(at_least, len(sent) + 1):
             first = sent[: count if self._in_order else None]
-            self._wait(pending, first, count, self._doing(first), give_up=give_up)
+            self._wait(pending, first, count, self._doing(first), waited=waited, give_up=give_up)
             slots = self._all_completed(sent)
             if len(slots) >= at_least:
                 break
@@ -784,8 +789,7 @@ class Pool:
         slots = self._workers.first_completed(sent, len(sent))
         if self._in_order:  # none before one that was sent earlier
             slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
-        parts = np.setdiff1d(sent, slots) // self._together
-        return slots[~np.isin(slots // self._together, parts)]
+        return slots if self._together == 1 else whole(slots, self._together)
 
     def _check_enough(self, *, at_least: int | None = None, resetting: int | None = None) -> None:
         """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""

@@ -447,3 +447,30 @@ def test_a_batched_env_of_which_a_part_is_marked_is_not_received(kind, in_order)
     finally:
         workers.gate.set()
         pool.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_has_whole_batched_envs(kind):
+    """Of one half is done before the other begins, and is still by itself when the batch is full."""
+    pool = open_pool(kind, 4, num_workers=2, batch_size=2, in_order=False, together=2)
+    workers, action = pool._workers, pool.spec.action_leaves[0].stored
+
+    def send(slots, actions):
+        pool.send(pool.move_all(Verb.SEND, Caller.HOST), np.array(slots), [np.array(actions, action)])
+
+    def recv():
+        return pool.recv(pool.move_all(Verb.RECV, Caller.HOST))[4].tolist()
+
+    try:
+        pool.reset(pool.move_all(Verb.RESET, Caller.HOST), seeds=None, mask=None, options=None)
+        recv()
+        workers.gate.clear()
+        send([0, 1], [1, WAIT])
+        wait_until(lambda: workers.unfinished().tolist() == [1])
+        send([2, 3], [1, 1])
+        assert within(recv) == [2, 3]
+        workers.gate.set()
+        assert within(recv) == [0, 1]
+    finally:
+        workers.gate.set()
+        pool.close()

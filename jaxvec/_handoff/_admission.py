@@ -65,3 +65,17 @@ class Admission:
         left = sent[self.in_flight[sent]]
         self.sent_words[: len(left)] = left
         self.num_sent[0] = len(left)
+
+
+def whole(slots: NDArray[Any], together: int) -> NDArray[Any]:
+    """Returns those of `slots` of whose batched env all are there, one env after the other.
+
+    Args:
+        slots: in the order in which they were completed; that of an env is its last one's.
+        together: how many neighbours are one batched env.
+    """
+    found: dict[int, int] = {}  # how many of each env
+    for env in (slots // together).tolist():
+        found[env] = found.pop(env, 0) + 1
+    envs = np.array([env for env, count in found.items() if count == together], np.int64)
+    return (envs[:, None] * together + np.arange(together)).reshape(-1)

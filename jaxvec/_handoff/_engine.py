@@ -52,6 +52,7 @@ class Rules:
         pool_id: what a program's call must name.
         admission: of the pool.
         in_order: whether `recv` returns envs in the order in which they were sent.
+        together: how many neighbours are one batched env; 1 for none.
         over: terminated and truncated, if a step sets `needs_reset` by them.
         timeout: seconds of a step, `None` for ever; a program that waits so long asks Python.
     """
@@ -59,6 +60,7 @@ class Rules:
     pool_id: int
     admission: Admission
     in_order: bool
+    together: int
     over: Sequence[NDArray[np.bool_]] | None
     timeout: float | None
 

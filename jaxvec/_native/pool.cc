@@ -273,7 +273,11 @@ Status Pool::recv(Request& request, Target& target) {
   advance(all, request);
   keep_shared();
   leave();
-  if (await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
+  // Of batched envs that are done first, Python takes whole ones: we might see a part of one.
+  const bool parts = plan_.together > 1 && !plan_.in_order && plan_.batch_size < all_.size();
+  if (parts || await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) {
+    return Status::kUnderWay;
+  }
   while (!enter(false, kPatienceNs)) {  // others are inside for short only
   }
   const std::vector<int64_t> slots = receive_batch(sent);

@@ -58,6 +58,7 @@ struct Plan {
   uint32_t id;
   uint32_t batch_size;   // how many envs a `recv` returns
   uint32_t in_order;     // whether these are the first that were sent, not the first that are done
+  uint32_t together;     // how many neighbours are one batched env, whose slots are marked one by one
   int64_t fingerprint;   // of the specification
   int64_t wait_ns;       // how long a step waits before it hands over to Python
   int64_t step_ns;       // how long a step may take

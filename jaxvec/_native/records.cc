@@ -34,8 +34,8 @@ std::string describe() {
   RECORD(Array) FIELD(data) FIELD(dims) FIELD(rank) FIELD(dtype) FIELD(nonzero) END
   RECORD(State) FIELD(last_caller) FIELD(open) FIELD(served) FIELD(devices) END
   RECORD(Plan)
-    FIELD(id) FIELD(batch_size) FIELD(in_order) FIELD(fingerprint) FIELD(wait_ns) FIELD(step_ns)
-    FIELD(parent) FIELD(stops) FIELD(generation) FIELD(actions) FIELD(results) FIELD(num_actions)
+    FIELD(id) FIELD(batch_size) FIELD(in_order) FIELD(together) FIELD(fingerprint) FIELD(wait_ns)
+    FIELD(step_ns) FIELD(parent) FIELD(stops) FIELD(generation) FIELD(actions) FIELD(results) FIELD(num_actions)
     FIELD(num_results) FIELD(in_flight) FIELD(sent) FIELD(num_sent) FIELD(due) FIELD(needs_reset)
     FIELD(terminated) FIELD(truncated) END
   RECORD(Request)
