@@ -18,7 +18,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 import jaxvec
 from jaxvec import _stepper
-from jaxvec._memory import _segment
+from jaxvec._memory import _rows, _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._slices._env_slice import EnvSlice
 from jaxvec._slices._envs import EnvFailure
@@ -89,7 +89,11 @@ class Scripted(gymnasium.Env):
         b = self.one_of(3, np.int64(2), np.uint8(1), np.array(4), True, 2**40, -(2**31), 1.0, np.array([1]))
         c = self.one_of(np.arange(4, dtype=np.uint8), np.arange(8, dtype=np.uint8)[::2], np.arange(4))
         d = self.one_of(np.array([1, 2]), np.array([1, 2], np.int32), np.array([2**40, 0]), [1, 2])
-        pair = self.one_of((c, number()), (c, np.float32(1)), [c, 0.5], (c, np.array(0.5)), (c,), "c")
+        e = self.one_of(
+            *(number(), np.float32(0.1), np.float64(0.1), np.array(0.5), np.float16(1), np.longdouble(0.1)),
+            *(1e300, -1e300, np.inf, -np.inf, np.nan, np.float32(-np.inf), 1, True, 2**70, 1j, "1", None),
+        )
+        pair = self.one_of((c, e), [c, e], (c,), "c")
         obs = {"a": a, "b": b, "c": pair, "d": d}
         return self.one_of(obs, OrderedDict(obs), {**obs, "e": 1}, {"a": a}, list(obs.values()), a)
 
@@ -182,6 +186,7 @@ def test_an_ordinary_step_is_not_pythons(monkeypatch):
     env_slice, arrays = make_slice([Ordinary(0, 0.0)], mode=Autoreset.SAME_STEP)
     env_slice.reset(np.array([FIRST]))
     monkeypatch.setattr(EnvSlice, "_take", None)
+    monkeypatch.setattr(_rows, "conform", None)
     for slots in [np.array([FIRST])] * 5:
         env_slice.step(slots)
     assert arrays["info", "episode_length"][FIRST] == 5

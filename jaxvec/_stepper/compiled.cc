@@ -114,12 +114,34 @@ Outcome WriteInteger(int type, char* row, PyObject* value) {
   return fits ? Outcome::kDone : Outcome::kOther;
 }
 
+// Of a leaf without a shape: a Python float, of which NumPy's float64 is one, or NumPy's float32.
+Outcome WriteFloat(int type, char* row, PyObject* value) {
+  double number;
+  if (PyFloat_Check(value)) {
+    number = PyFloat_AsDouble(value);
+  } else if (PyArray_IsScalar(value, Float)) {
+    float narrow;
+    PyArray_ScalarAsCtype(value, &narrow);
+    number = narrow;
+  } else {
+    return Outcome::kOther;
+  }
+  if (type == NPY_FLOAT64) {
+    std::memcpy(row, &number, sizeof number);
+    return Outcome::kDone;
+  }
+  const bool fits = Narrow<double, float>(reinterpret_cast<const char*>(&number), row, 1);
+  return fits ? Outcome::kDone : Outcome::kOther;
+}
+
 Outcome WriteLeaf(PyArrayObject* rows, Py_ssize_t slot, PyObject* value) {
   if (slot < 0 || slot >= PyArray_DIM(rows, 0)) return Outcome::kOther;
   const int type = PyArray_TYPE(rows), ndim = PyArray_NDIM(rows) - 1;
   char* row = PyArray_BYTES(rows) + slot * PyArray_STRIDE(rows, 0);
   if (!PyArray_CheckExact(value)) {
-    return ndim == 0 && PyTypeNum_ISINTEGER(type) ? WriteInteger(type, row, value) : Outcome::kOther;
+    if (ndim > 0) return Outcome::kOther;
+    if (type == NPY_FLOAT32 || type == NPY_FLOAT64) return WriteFloat(type, row, value);
+    return PyTypeNum_ISINTEGER(type) ? WriteInteger(type, row, value) : Outcome::kOther;
   }
   PyArrayObject* array = AsArray(value);
   if (PyArray_NDIM(array) != ndim || !PyArray_ISCARRAY_RO(array)) return Outcome::kOther;
