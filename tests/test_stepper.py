@@ -176,12 +176,13 @@ def test_it_does_what_python_does(mode, policy, first_ready, monkeypatch):
                 assert a == b, f"seed {seed}, {number}"
 
 
-def test_an_ordinary_step_is_not_pythons(monkeypatch):
+@pytest.mark.parametrize("kind", [float, np.float32])
+def test_an_ordinary_step_is_not_pythons(monkeypatch, kind):
     """Else all that is said here would be of Python's loop alone."""
 
     class Ordinary(Scripted):
         def one_of(self, ordinary: Any, *odd: Any) -> Any:
-            return ordinary
+            return kind(ordinary) if isinstance(ordinary, float) else ordinary
 
     env_slice, arrays = make_slice([Ordinary(0, 0.0)], mode=Autoreset.SAME_STEP)
     env_slice.reset(np.array([FIRST]))

@@ -114,18 +114,23 @@ Outcome WriteInteger(int type, char* row, PyObject* value) {
   return fits ? Outcome::kDone : Outcome::kOther;
 }
 
-// Of a leaf without a shape: a Python float, of which NumPy's float64 is one, or NumPy's float32.
+// Reads a Python float, of which NumPy's float64 is one, or NumPy's float32; false for anything else.
+bool ReadFloat(PyObject* value, double* number) {
+  if (PyFloat_Check(value)) {
+    *number = PyFloat_AsDouble(value);
+    return true;
+  }
+  if (!PyArray_IsScalar(value, Float)) return false;
+  float narrow;
+  PyArray_ScalarAsCtype(value, &narrow);
+  *number = narrow;
+  return true;
+}
+
+// Of a leaf without a shape.
 Outcome WriteFloat(int type, char* row, PyObject* value) {
   double number;
-  if (PyFloat_Check(value)) {
-    number = PyFloat_AsDouble(value);
-  } else if (PyArray_IsScalar(value, Float)) {
-    float narrow;
-    PyArray_ScalarAsCtype(value, &narrow);
-    number = narrow;
-  } else {
-    return Outcome::kOther;
-  }
+  if (!ReadFloat(value, &number)) return Outcome::kOther;
   if (type == NPY_FLOAT64) {
     std::memcpy(row, &number, sizeof number);
     return Outcome::kDone;
@@ -351,9 +356,12 @@ Outcome Take(Stepper* self, PyObject* number, Py_ssize_t index, PyObject* result
   if (marked && self->marks == Py_None) return Outcome::kOther;
   PyObject *obs = PyTuple_GetItem(result, 0), *given = PyTuple_GetItem(result, 1);
   PyObject* info = PyTuple_GetItem(result, 4);
-  const bool is_float = PyFloat_Check(given) != 0;
-  if (!PyDict_CheckExact(info) || !(is_float || PyLong_CheckExact(given))) return Outcome::kOther;
-  const double reward = is_float ? PyFloat_AsDouble(given) : static_cast<double>(PyLong_AsLongLong(given));
+  if (!PyDict_CheckExact(info)) return Outcome::kOther;
+  double reward;
+  if (!ReadFloat(given, &reward)) {
+    if (!PyLong_CheckExact(given)) return Outcome::kOther;
+    reward = static_cast<double>(PyLong_AsLongLong(given));
+  }
   const int terminated = PyObject_IsTrue(PyTuple_GetItem(result, 2));
   const int truncated = PyObject_IsTrue(PyTuple_GetItem(result, 3));
   if (PyErr_Occurred() != nullptr) {
