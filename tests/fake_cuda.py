@@ -114,9 +114,8 @@ class Gpu:
         token = np.zeros((n, 3), np.uint32)
         token[:, 0], token[:, 1] = self.envs.pool.id, np.arange(n)
         seeds = (seed + np.arange(n)).astype("<i8").view("<u4").reshape(n, 2)
-        return self.call(
-            Verb.RESET, [token, seeds, np.ones(n, np.bool_)], fresh=True, extra=cloudpickle.dumps(None)
-        )
+        extra = cloudpickle.dumps((None, False))  # no options, no mask
+        return self.call(Verb.RESET, [token, seeds, np.ones(n, np.bool_)], fresh=True, extra=extra)
 
     def step(self, token, action):
         """As `reset`."""

@@ -68,7 +68,7 @@ class Admission:
 
 
 def whole(slots: NDArray[Any], together: int) -> NDArray[Any]:
-    """Returns those of `slots` of whose batched env all are there, one env after the other.
+    """Returns those of `slots` whose batched envs are complete, one batched env after the other.
 
     Args:
         slots: in the order in which they were completed; that of an env is its last one's.
