@@ -123,7 +123,7 @@ class ResetNeededError(JaxvecError, RuntimeError):
 
 
 class EnvIdError(JaxvecError, ValueError):
-    """A call names an env twice, or an env that the pool does not have.
+    """A call names an env twice, an env that the pool does not have, or a part of a batched env.
 
     Example:
         ```python

@@ -789,7 +789,7 @@ class Pool:
         slots = self._workers.first_completed(sent, len(sent))
         if self._in_order:  # none before one that was sent earlier
             slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
-        return slots if self._together == 1 else whole(slots, self._together)
+        return slots if self._together == 1 else whole(slots, sent, self._together)
 
     def _check_enough(self, *, at_least: int | None = None, resetting: int | None = None) -> None:
         """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""

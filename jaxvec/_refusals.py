@@ -55,6 +55,14 @@ def refusal(
                 "After a call on the host, begin with jaxvec.reset(envs); to reset in a program that steps, "
                 "use jaxvec.reset(handle)"
             )
+        case Status.PART:
+            some, together = admission.part(env_ids), admission.together
+            first = int(some[0]) // together * together
+            named = np.sort(some[some // together == first // together]).tolist()
+            return EnvIdError(
+                f"envs {first} to {first + together - 1} are one batched env, which moves as a whole, and "
+                f"only {named} of them are named; name all or none of them. Nothing was stepped"
+            )
         case Status.IN_FLIGHT:
             return InFlightError(
                 f"envs {env_ids[admission.in_flight[env_ids]].tolist()} are in flight: they were sent, and "

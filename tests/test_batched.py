@@ -182,8 +182,29 @@ def test_vmap_over_parts_of_one_batched_env_is_one_hand_off(make):
 def test_a_part_of_it_can_not_be_stepped_alone(make):
     envs = make(counting(AutoresetMode.SAME_STEP), transport="io_callback")
     handle, _ = jaxvec.reset(envs)
-    with pytest.raises(jaxvec.EnvError, match="envs 0 to 2 are one batched env, which moves as a whole"):
+    with pytest.raises(jaxvec.EnvIdError, match=r"envs 0 to 2 are one batched env, .* only \[0, 1\] of them"):
         jaxvec.step(jax.tree.map(lambda token: token[:2], handle), jnp.zeros(2, int))
+    assert jaxvec.step(handle, jnp.zeros(3, int))[1].info["episode_length"].tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("handoff", ["native", "portable"])
+@pytest.mark.parametrize("order", ["ready", "sent"])
+def test_its_envs_are_sent_in_any_order_but_not_a_part_of_them(make, order, handoff):
+    fn = partial(counting, AutoresetMode.SAME_STEP)
+    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=6, recv_order=order, handoff=handoff)
+    received = [envs.reset(seed=0), envs.recv()]
+    for _ in range(3):
+        env_id = np.concatenate([timestep.info["env_id"] for timestep in received])
+        assert sorted(env_id.tolist()) == list(range(12))
+        for part in ([0], [1, 2, 3, 4, 5], [*range(11)]):
+            with pytest.raises(jaxvec.EnvIdError, match="one batched env, which moves as a whole"):
+                envs.send(np.zeros(len(part), int), part)
+        envs.send(np.zeros(12, int), env_id.reshape(4, 3).T.reshape(-1))  # the first of each, the second, …
+        received = [envs.recv(), envs.recv()]
+        for timestep in received:
+            assert (
+                timestep.info["env_id"].reshape(2, 3) // 3 == timestep.info["env_id"][::3, None] // 3
+            ).all()
 
 
 class Wrong(gymnasium.vector.VectorEnv):

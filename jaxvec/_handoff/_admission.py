@@ -24,6 +24,7 @@ class Admission:
         sent_words, num_sent: `[num_envs]` int64, of which the first `num_sent`, `[1]` uint32, are those in
             flight, in the order in which they were sent. C++ changes them, too.
         due: `[num_envs]` int64, when those in flight are late, in ns of the monotonic clock. C++, too.
+        together: how many neighbours are one batched env, which moves as a whole; 1 for none.
         spread: the order in which a reset sends all envs, so that each batch has envs of all workers, as
             far as it goes: a worker holds neighbours, and if a batch were neighbours, too, few workers
             would have work while the caller is at it. Those that move together stay together.
@@ -35,6 +36,7 @@ class Admission:
         self.sent_words: NDArray[np.int64] = np.zeros(num_envs, np.int64)
         self.num_sent: NDArray[np.uint32] = np.zeros(1, np.uint32)
         self.due: NDArray[np.int64] = np.zeros(num_envs, np.int64)
+        self.together: int = together
         batches = -(-num_envs // batch_size)
         groups = np.arange(num_envs).reshape(-1, together)
         spread = np.concatenate([groups[first::batches] for first in range(batches)])
@@ -42,8 +44,14 @@ class Admission:
 
     @property
     def sent(self) -> NDArray[Any]:
-        """A copy of the ids of those in flight, in the order in which they were sent."""
-        return self.sent_words[: self.num_sent[0]].copy()
+        """The ids of those in flight, in the order in which they were sent; of a batched env side by side."""
+        sent = self.sent_words[: self.num_sent[0]].copy()
+        return sent if self.together == 1 else neighbours(sent, self.together)
+
+    def part(self, slots: NDArray[Any]) -> NDArray[Any]:
+        """Returns those of `slots` whose batched envs have others, too, that are not among them."""
+        envs = slots // self.together
+        return slots[np.bincount(envs, minlength=1)[envs] < self.together]
 
     def note_sent(self, slots: NDArray[Any], timeout: float | None) -> None:
         """Notes that `slots` were sent, and are late after `timeout` seconds."""
@@ -67,15 +75,22 @@ class Admission:
         self.num_sent[0] = len(left)
 
 
-def whole(slots: NDArray[Any], together: int) -> NDArray[Any]:
-    """Returns those of `slots` whose batched envs are complete, one batched env after the other.
+def neighbours(slots: NDArray[Any], together: int, *, last: bool = False) -> NDArray[Any]:
+    """Returns `slots` with those of a batched env side by side, at the place of its first or its last."""
+    envs = (slots // together).tolist()
+    places: dict[int, int] = {}
+    for place, env in enumerate(envs):
+        places[env] = place if last else places.get(env, place)
+    return slots[np.argsort([places[env] for env in envs], kind="stable")]
+
+
+def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any]:
+    """Returns those of `slots` whose batched envs are done, those of each one after the other.
 
     Args:
-        slots: in the order in which they were completed; that of an env is its last one's.
+        slots: that are completed, in that order; a batched env is when its last one is.
+        sent: all that were sent.
         together: how many neighbours are one batched env.
     """
-    found: dict[int, int] = {}  # how many of each env
-    for env in (slots // together).tolist():
-        found[env] = found.pop(env, 0) + 1
-    envs = np.array([env for env, count in found.items() if count == together], np.int64)
-    return (envs[:, None] * together + np.arange(together)).reshape(-1)
+    done = ~np.isin(slots // together, np.setdiff1d(sent, slots) // together)
+    return neighbours(slots[done], together, last=True)

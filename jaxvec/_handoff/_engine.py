@@ -42,6 +42,7 @@ class Status(IntEnum):
     NEEDS_RESET = 10
     TOO_FEW = 11  # envs are in flight for a `recv`
     LATE = 12  # is an env in flight, which others' being ready hides
+    PART = 13  # of a batched env, which moves as a whole
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,8 @@ class PyEngine:
         met = self._meet(env_ids)
         if met is not Status.DONE:
             return met
+        if stepped and len(self._admission.part(env_ids)):
+            return Status.PART
         if self._admission.in_flight[env_ids].any():
             return Status.IN_FLIGHT
         return Status.NEEDS_RESET if stepped and self._admission.needs_reset[env_ids].any() else Status.DONE

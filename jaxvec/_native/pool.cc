@@ -273,8 +273,8 @@ Status Pool::recv(Request& request, Target& target) {
   advance(all, request);
   keep_shared();
   leave();
-  // Of batched envs that are done first, Python takes whole ones: we might see a part of one.
-  const bool parts = plan_.together > 1 && !plan_.in_order && plan_.batch_size < all_.size();
+  // Of batched envs Python takes whole ones: here a part of one might be done, or sent, before others.
+  const bool parts = plan_.together > 1 && plan_.batch_size < all_.size();
   if (parts || await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) {
     return Status::kUnderWay;
   }
@@ -311,6 +311,7 @@ Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint
 Status Pool::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
   const Status met = meet(slots, count);
   if (met != Status::kDone) return met;
+  if (stepped && is_part(slots, count)) return Status::kPart;
   const auto any = [&](const uint8_t* flags) {
     return std::any_of(slots, slots + count, [flags](int64_t slot) { return flags[slot]; });
   };
@@ -331,13 +332,30 @@ Status Pool::meet(const int64_t* slots, uint32_t count) {
   return Status::kDone;
 }
 
+// Says whether of a batched env, which moves as a whole, some slots are named and some are not, by `meet`.
+bool Pool::is_part(const int64_t* slots, uint32_t count) const {
+  const auto together = static_cast<int64_t>(plan_.together);
+  if (together <= 1) return false;
+  return std::any_of(slots, slots + count, [&](int64_t slot) {
+    const auto first = seen_.begin() + (slot - slot % together);
+    return std::any_of(first, first + together, [&](uint32_t look) { return look != looks_; });
+  });
+}
+
 // Sends the envs, with their actions, to their workers.
-void Pool::hand_over(const std::vector<int64_t>& slots, const void* const* actions) {
+void Pool::hand_over(const std::vector<int64_t>& given, const void* const* actions) {
   {
     const Recording recording(trace, kWriting);
-    for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i]);
+    for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(given, actions[i]);
   }
   const Recording recording(trace, kHandingOver);
+  // A worker begins with what it is sent at once, so of a batched env that has to be all.
+  std::vector<int64_t> sorted;
+  if (plan_.together > 1) {
+    sorted = given;
+    std::sort(sorted.begin(), sorted.end());
+  }
+  const std::vector<int64_t>& slots = plan_.together > 1 ? sorted : given;
   const int64_t* const stops_end = plan_.stops + plan_.parent->board.num_workers;
   for (size_t first = 0; first < slots.size();) {
     const int64_t* const stop = std::upper_bound(plan_.stops, stops_end, slots[first]);

@@ -139,6 +139,7 @@ enum class Status : uint32_t {
   kNeedsReset,
   kTooFew,  // envs are in flight for a `recv`
   kLate,    // is an env in flight, which others' being ready hides
+  kPart,    // of a batched env, which moves as a whole
 };
 
 // What is asked of a pool: by a program, or by Python for one of its callers.
@@ -201,6 +202,7 @@ class Pool {
   bool fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const;
   Status admit(const Request& request, std::vector<int64_t>* slots);
   Status meet(const int64_t* slots, uint32_t count);
+  bool is_part(const int64_t* slots, uint32_t count) const;
   bool copying();
   void hand_over(const std::vector<int64_t>& slots, const void* const* actions);
   bool overdue() const;

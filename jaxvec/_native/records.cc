@@ -63,7 +63,8 @@ std::string describe() {
     VALUE(BARRED, Status::kBarred) VALUE(BUSY, Status::kBusy) VALUE(COPYING, Status::kCopying)
     VALUE(NO_SUCH_ENV, Status::kNoSuchEnv) VALUE(NAMED_TWICE, Status::kNamedTwice)
     VALUE(STALE, Status::kStale) VALUE(IN_FLIGHT, Status::kInFlight)
-    VALUE(NEEDS_RESET, Status::kNeedsReset) VALUE(TOO_FEW, Status::kTooFew) VALUE(LATE, Status::kLate) END
+    VALUE(NEEDS_RESET, Status::kNeedsReset) VALUE(TOO_FEW, Status::kTooFew) VALUE(LATE, Status::kLate)
+    VALUE(PART, Status::kPart) END
   return out.str();
 }
 
