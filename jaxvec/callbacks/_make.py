@@ -79,7 +79,7 @@ def make(
 ) -> VectorEnv:
     """Starts worker processes, builds the envs in them, and returns the pool.
 
-    Args:
+    Args: Envs
         env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list, generator, or the
             like, of such callables. One with a required positional parameter gets the env's index, and so
             does one with a parameter `env_id`, unless its default or annotation is a text, such as an id; one
@@ -87,27 +87,38 @@ def make(
             of `__main__` or a notebook are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`,
             whose envs are stepped in this process, and which is closed with the pool.
         num_envs: how many envs; may be left out for a list or a `VectorEnv`.
-        num_workers: how many processes share them; by default as many as there are usable cores, or
-            as a Ray cluster has room for.
-        batch_size: how many envs `recv` returns at a time, while the others are in flight; all by
-            default.
-        recv_order: which: `"ready"`, those that are done first, or `"sent"`, those that were sent
-            first, so that a program's batches are the same in every run.
-        backend: `"process"`; `"serial"` to step all envs in this process, for debugging; `"ray"`, or a
-            `jaxvec.Ray` that says more, for workers on the nodes of a Ray cluster.
+        env_configs: keyword arguments of each env's own, besides `env_kwargs`.
+        envs_per_instance: how many envs each call of `env` makes, if it makes `VectorEnv`s: simulators that
+            step many envs at once. `num_envs` must be a multiple of it.
+        info: keys of the envs' info to return as arrays: a dict of key to dtype (`int`, `"f4"`,
+            `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of
+            keys. dtype and shape of a key without a declaration are those of env 0's first info, for
+            which env 0 is reset once. Each key comes with a mask `_key`; a missing one reads as 0.
+        check: of what envs return: `"structure"` looks at structure, shapes and dtypes; `"strict"` also
+            refuses observations outside of their space, NaN among them, and costs time.
+        see_through: step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and `PassiveEnvChecker`
+            as soon as a step through them gives the same, and count the limit's steps. Data, errors and the
+            wrappers' attributes are as without; `False` calls every wrapper.
+        **env_kwargs: for `gymnasium.make`, or the callables.
+
+    Args: Episodes
         autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name; `SAME_STEP` by default. Batched envs
             have their own.
         episodic: instead of autoreset, envs whose episode has ended idle until they are reset: a step
             leaves their observation and flags as they are, its reward is 0, and `info["idle"]` is set. All
             are done when `terminated | truncated` is true of all.
         final_obs: under `SAME_STEP`, return the last observation of episodes in `info`.
-        info: keys of the envs' info to return as arrays: a dict of key to dtype (`int`, `"f4"`,
-            `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of
-            keys. dtype and shape of a key without a declaration are those of env 0's first info, for
-            which env 0 is reset once. Each key comes with a mask `_key`; a missing one reads as 0.
-        env_configs: keyword arguments of each env's own, besides `env_kwargs`.
-        envs_per_instance: how many envs each call of `env` makes, if it makes `VectorEnv`s: simulators that
-            step many envs at once. `num_envs` must be a multiple of it.
+        spare_envs: for envs that are slow to reset: how many more of them each worker builds, and
+            resets in advance when it has nothing else to do. When an episode ends, the next spare env
+            takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
+            the pool's seed and on the order in which the worker's episodes end, not on time. `call`
+            and `set_attr` reach the envs that are in the slots then.
+
+    Args: Workers
+        num_workers: how many processes share them; by default as many as there are usable cores, or
+            as a Ray cluster has room for.
+        backend: `"process"`; `"serial"` to step all envs in this process, for debugging; `"ray"`, or a
+            `jaxvec.Ray` that says more, for workers on the nodes of a Ray cluster.
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
             they run numerical libraries on one thread, keep off the accelerator, and lack those by which MPI
             knows its processes (`OMPI_*`, `PMI_*`, `PMIX_*`).
@@ -125,29 +136,31 @@ def make(
         max_running: how many workers may run envs at the same time; the others wait for their turn. For
             simulators that need a process each and more of a core or of memory than there is for all at
             once. The time that a worker waits counts for `step_timeout` and `reset_timeout`. Needs Linux.
+
+    Args: Asynchronous mode
+        batch_size: how many envs `recv` returns at a time, while the others are in flight; all by
+            default.
+        recv_order: which: `"ready"`, those that are done first, or `"sent"`, those that were sent
+            first, so that a program's batches are the same in every run.
+
+    Args: Faults
         on_fault: what a fault does, of an env that raises, of a worker that dies or takes longer than
             the timeouts: `"raise"` raises it and breaks the pool; `"restart"`, or a `jaxvec.Restart`
             with limits of your own, resets the env or replaces the worker and goes on. The step's
             rows then have `truncated` and `info["fault"]` set, and for their observation the last one.
-        check: of what envs return: `"structure"` looks at structure, shapes and dtypes; `"strict"` also
-            refuses observations outside of their space, NaN among them, and costs time.
-        see_through: step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and `PassiveEnvChecker`
-            as soon as a step through them gives the same, and count the limit's steps. Data, errors and the
-            wrappers' attributes are as without; `False` calls every wrapper.
-        spare_envs: for envs that are slow to reset: how many more of them each worker builds, and
-            resets in advance when it has nothing else to do. When an episode ends, the next spare env
-            takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
-            the pool's seed and on the order in which the worker's episodes end, not on time. `call`
-            and `set_attr` reach the envs that are in the slots then.
+        start_timeout: seconds that the workers may take to build their envs, `None` for ever; also each of
+            those that replace others later. Timeouts need processes; the serial backend has none.
+        reset_timeout: seconds that a reset may take.
+        step_timeout: seconds that a step may take.
+
+    Args: Env states
         states: how many states of envs the pool keeps for `jaxvec.save`, `restore` and `simulate`; a newer
             one takes the place of the oldest. Not with `spare_envs` or batched envs.
         state_functions: `(get_state, set_state)` for envs whose state jaxvec can't take by itself:
             `get_state(env)` returns all of the state of an env and its wrappers, `set_state(env, state)` has
             an env that was made by the same function go on from it.
-        start_timeout: seconds that the workers may take to build their envs, `None` for ever; also each of
-            those that replace others later. Timeouts need processes; the serial backend has none.
-        reset_timeout: seconds that a reset may take.
-        step_timeout: seconds that a step may take.
+
+    Args: JAX
         device: a `jax.Device`, on which the pool's own `reset`, `step` and `recv` put their time steps,
             as JAX arrays; by default they are NumPy's. A GPU copies them straight from the memory that the
             envs write to. Programs have theirs where they run. Env arguments of this name, and of the
@@ -158,7 +171,6 @@ def make(
             where they run.
         handoff: how this process and the workers hand envs to each other: `"native"` by futexes,
             `"portable"` over sockets, or `"auto"` for the first that works here.
-        **env_kwargs: for `gymnasium.make`, or the callables.
 
     Returns:
         The pool. Keep it for as long as its handles are used.
