@@ -86,14 +86,32 @@ class Checkout:
 CLEANBA = Checkout(
     "vwxyzjn/cleanba",
     "d1f8979c33e4e1c3d4e67f460afcebb42b6889d4",
-    ("jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gym==0.23.1", "tyro==1.0.17", "rich", "tensorboardX"),
+    (
+        "jax==0.10.2",
+        "flax==0.12.8",
+        "optax==0.2.8",
+        "gym==0.23.1",
+        "tyro==1.0.17",
+        "rich",
+        "tensorboardX",
+        "ale-py",
+        "opencv-python-headless",
+    ),
     "cleanba/cleanba_ppo.py",
     "stoix.md",
 )
 CLEANRL = Checkout(
     "vwxyzjn/cleanrl",
     "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
-    ("jax==0.10.2", "flax==0.12.8", "optax==0.2.8", "gym==0.23.1", "tyro==1.0.17"),
+    (
+        "jax==0.10.2",
+        "flax==0.12.8",
+        "optax==0.2.8",
+        "gym==0.23.1",
+        "tyro==1.0.17",
+        "ale-py",
+        "opencv-python-headless",
+    ),
     "cleanrl/ppo_atari_envpool_xla_jax.py",
     "envpool.md",
 )
