@@ -118,7 +118,7 @@ CLEANRL = Checkout(
 GYMNASIUM = Checkout(
     "Farama-Foundation/Gymnasium",
     "v1.4.0",
-    ("gymnasium==1.4.0",),
+    ("gymnasium==1.4.0", "moviepy"),
     "tests/vector/test_async_vector_env.py",
     "gymnasium.md",
 )
