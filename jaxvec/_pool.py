@@ -111,7 +111,6 @@ class Pool:
         self.spec = spec
         self._workers = workers
         self._in_order = in_order
-        self._together = together
         self._timeouts = timeouts
         layout = make_layout(spec, slices)
         arrays = workers.attach(layout, spec)
@@ -139,9 +138,7 @@ class Pool:
         self.errors_late: bool = False
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         over = self._views.over if self._ends_need_reset else None
-        self._engine = workers.open_engine(
-            Rules(self.id, self._admission, in_order, together, over, timeouts.step)
-        )
+        self._engine = workers.open_engine(Rules(self.id, self._admission, in_order, over, timeouts.step))
         self.closing: Closing = Closing(workers, self._engine)
 
     @property
@@ -754,7 +751,7 @@ class Pool:
         sent = self._admission.sent
         if at_least is not None:
             slots = self._wait_for_some(pending, sent, at_least, waited=waited, give_up=give_up)
-        elif self._together > 1 and self.spec.first_ready and not (self._in_order or everything):
+        elif self._admission.together > 1 and self.spec.first_ready and not (self._in_order or everything):
             size = self.spec.batch_size
             slots = self._wait_for_some(pending, sent, size, waited=waited, give_up=give_up)[:size]
         else:
@@ -789,7 +786,8 @@ class Pool:
         slots = self._workers.first_completed(sent, len(sent))
         if self._in_order:  # none before one that was sent earlier
             slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
-        return slots if self._together == 1 else whole(slots, sent, self._together)
+        together = self._admission.together
+        return slots if together == 1 else whole(slots, sent, together)
 
     def _check_enough(self, *, at_least: int | None = None, resetting: int | None = None) -> None:
         """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""

@@ -53,7 +53,6 @@ class Rules:
         pool_id: what a program's call must name.
         admission: of the pool.
         in_order: whether `recv` returns envs in the order in which they were sent.
-        together: how many neighbours are one batched env; 1 for none.
         over: terminated and truncated, if a step sets `needs_reset` by them.
         timeout: seconds of a step, `None` for ever; a program that waits so long asks Python.
     """
@@ -61,7 +60,6 @@ class Rules:
     pool_id: int
     admission: Admission
     in_order: bool
-    together: int
     over: Sequence[NDArray[np.bool_]] | None
     timeout: float | None
 
@@ -238,7 +236,7 @@ class PyEngine:
         met = self._meet(env_ids)
         if met is not Status.DONE:
             return met
-        if stepped and len(self._admission.part(env_ids)):
+        if stepped and self._admission.together > 1 and len(self._admission.part(env_ids)):
             return Status.PART
         if self._admission.in_flight[env_ids].any():
             return Status.IN_FLIGHT

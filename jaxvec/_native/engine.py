@@ -171,7 +171,7 @@ class CEngine:
             id=rules.pool_id,
             batch_size=batch_size,
             in_order=rules.in_order,
-            together=rules.together,
+            together=admission.together,
             fingerprint=fingerprint,
             wait_ns=min(_WAIT, timeout_ns),
             step_ns=timeout_ns,

@@ -337,8 +337,8 @@ bool Pool::is_part(const int64_t* slots, uint32_t count) const {
   const auto together = static_cast<int64_t>(plan_.together);
   if (together <= 1) return false;
   return std::any_of(slots, slots + count, [&](int64_t slot) {
-    const auto first = seen_.begin() + (slot - slot % together);
-    return std::any_of(first, first + together, [&](uint32_t look) { return look != looks_; });
+    const int64_t next = (slot + 1) % together == 0 ? slot + 1 - together : slot + 1;  // in a circle
+    return seen_[next] != looks_;
   });
 }
 
