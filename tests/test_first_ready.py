@@ -571,11 +571,24 @@ def spread(num_envs, batch_size):
     return sorted(range(num_envs), key=lambda i: (i % batches, i))
 
 
+# Drawn before the game: who is ready first is no choice of Hypothesis', and its draws must not depend on it.
+MOVES = st.lists(
+    st.tuples(st.just("send"), st.randoms(use_true_random=True))
+    | st.tuples(st.just("recv"), st.none() | st.integers(1, 6)),
+    max_size=25,
+)
+
+
 @settings(deadline=None, max_examples=15)
-@given(data=st.data(), num_envs=st.integers(1, 6), order=st.sampled_from(["ready", "sent"]))
+@given(
+    num_envs=st.integers(1, 6),
+    batch=st.integers(1, 6),
+    order=st.sampled_from(["ready", "sent"]),
+    moves=MOVES,
+)
 @pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_random_sends_and_receives_agree_with_a_model(handoff, data, num_envs, order):
-    batch = data.draw(st.integers(1, num_envs))
+def test_random_sends_and_receives_agree_with_a_model(handoff, num_envs, batch, order, moves):
+    batch = min(batch, num_envs)
     with jaxvec.make(
         CountingEnv,
         num_envs,
@@ -588,20 +601,18 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, data, num_envs, o
         arrived = envs.reset().info["env_id"].tolist()
         flying = [i for i in spread(num_envs, batch) if i not in arrived]
         actions = dict.fromkeys(range(num_envs), -1)
-        for _ in range(data.draw(st.integers(0, 25))):
-            if arrived and data.draw(st.booleans()):
-                sent = data.draw(st.lists(st.sampled_from(arrived), min_size=1, unique=True))
-                given_actions = data.draw(
-                    st.lists(st.integers(0, 999), min_size=len(sent), max_size=len(sent))
-                )
-                envs.send(np.array(given_actions), sent)
+        for name, how in moves:
+            if name == "send":
+                sent = how.sample(arrived, how.randint(min(1, len(arrived)), len(arrived)))
+                given_actions = [how.randrange(1000) for _ in sent]
+                envs.send(np.array(given_actions, int), np.array(sent, int))
                 for env_id, action in zip(sent, given_actions, strict=True):
                     arrived.remove(env_id)
                     flying.append(env_id)
                     steps[env_id] += 1
                     actions[env_id] = action
                 continue
-            at_least = data.draw(st.none() | st.integers(1, num_envs))
+            at_least = how and min(how, num_envs)
             if len(flying) < (at_least or batch):
                 with pytest.raises(jaxvec.InFlightError):
                     envs.recv(at_least=at_least)
