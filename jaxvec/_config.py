@@ -94,6 +94,8 @@ class PoolConfig:
             raise ValueError(
                 "states don't go with spare_envs: which of these takes a slot depends on the other slots, too"
             )
+        if restart is not None and restart.retry == "restore":
+            _check_restores(self.states, autoreset)
         if self.preload and self.start_method == "spawn":
             raise ValueError('preload needs the fork server; start_method="spawn" has none')
         if self.max_running is not None:
@@ -161,6 +163,16 @@ def _check_max_running(max_running: int, backend: str | Ray) -> None:
         )
     if sys.platform != "linux":
         raise ValueError("max_running needs Linux, which can lock parts of memory that processes share")
+
+
+def _check_restores(states: int, autoreset: Autoreset | None) -> None:
+    if not states:
+        raise ValueError('Restart(retry="restore") needs saved states: make(states=n) says how many are kept')
+    if autoreset is not None and not autoreset.resets:
+        raise ValueError(
+            'Restart(retry="restore") needs autoreset: without it, the program itself resets an env after a '
+            "fault, or restores it"
+        )
 
 
 def _check_states(states: int, functions: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxvec._errors import JaxvecError
 
-RETRIES = ("reset", "rebuild")
+RETRIES = ("reset", "rebuild", "restore")
 
 _logger = logging.getLogger("jaxvec")
 
@@ -21,7 +21,9 @@ class Restart:
     Attributes:
         retry: what happens to an env that raised or returned wrong data: `"reset"` resets it,
             `"rebuild"` closes it and builds another. A worker that died or hangs is replaced, and
-            all its envs are built anew.
+            all its envs are built anew. With `"restore"` all that are built anew go on, after the row of
+            the fault, from the state in which `jaxvec.save` saved them last, and are reset only if there
+            is none. It needs `make(states=n)` and autoreset; each save then sends states to this process.
         max_restarts: how many faults each worker and its envs may have in the pool's
             lifetime; `None` for any number. The next one is raised.
         rate: how many of these, and within how many seconds: `(3, 60.0)` are three in any minute; `None`
@@ -92,6 +94,11 @@ class Budget:
         self.restarts = [0] * num_workers
         most = policy.rate[0] if policy and policy.rate else 0
         self._latest = [deque[float](maxlen=most) for _ in range(num_workers)]  # when; the latest last
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether an env that raised is built anew."""
+        return self.policy is not None and self.policy.retry != "reset"
 
     def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
         """Counts and logs a fault that the pool recovers from, and what is lost by it; or raises `error`."""

@@ -71,11 +71,19 @@ class SavedStates:
             needs_reset: `[n]`, whether each has to be reset before it is stepped.
             views: of the time steps.
         """
-        workers = self._worker_of[slots]
+        workers, told = self._worker_of[slots], self._workers.told
+        packed = told is not None and told.keeps_states
         with self.table.allocated(workers) as numbers:
-            self._ask_states(
-                ask, "save_states", workers, lambda mine: (slots[mine].tolist(), numbers[mine].tolist())
+            answers = self._ask_states(
+                ask,
+                "save_states",
+                workers,
+                lambda mine: (slots[mine].tolist(), numbers[mine].tolist()),
+                lambda mine: (packed,),
             )
+        if told is not None and packed:
+            for worker, answer in enumerate(answers):
+                told.save(slots[workers == worker], answer or ())
         places = self.table.fill(numbers, workers, self._lives[workers], needs_reset)
         views.read(slots, _onto(self.table.rows, places))
         return self.table.ids(numbers)

@@ -416,6 +416,9 @@ def test_the_serial_backend_goes_on_after_exceptions(make):
     timesteps = rollout(envs, "io_callback", np.array([[1, 1, 1], [1, HARM, 1], [1, 1, 1]]))
     assert timesteps.info["fault"].tolist() == [[False] * 3, [False] * 3, [False, True, False], [False] * 3]
     assert timesteps.obs[-1, :, 1].tolist() == [3, 2, 3]
+    assert timesteps.info["final_obs"][2, 1].tolist() == timesteps.obs[1, 1].tolist() == [1, 1, 1, 1]
+    assert timesteps.info["episode_return"][2].tolist() == [3, 1, 3]
+    assert timesteps.info["episode_length"][2].tolist() == [2, 1, 2]
 
 
 # --- Seeds -------------------------------------------------------------------------------------

@@ -574,6 +574,12 @@ def test_a_pool_without_states_says_what_to_write(make):
         ({"states": 5, "spare_envs": 1}, ValueError, "spare_envs"),
         ({"states": 5, "envs_per_instance": 2}, ValueError, "batched env"),
         ({"state_functions": 3}, TypeError, "two functions"),
+        ({"on_fault": jaxvec.Restart(retry="restore")}, ValueError, "needs saved states: make"),
+        (
+            {"on_fault": jaxvec.Restart(retry="restore"), "states": 2, "autoreset_mode": "DISABLED"},
+            ValueError,
+            "needs autoreset: without it, the program itself",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(options, error, match):

@@ -70,7 +70,7 @@ class Workers(Protocol):
 
     @property
     def told(self) -> Told | None:
-        """Takes note of what envs are told, if those that are built anew are told again."""
+        """Takes note of what envs are told, if those that fail are built anew."""
         ...
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,10 +145,14 @@ def check_all(answers: list[Any]) -> list[Any]:
     return answers
 
 
-def tell_lost(told: Told | None, slots: Iterable[int]) -> str:
-    """Says what the new envs in `slots` can't be told, as it will be lost."""
-    lost = [] if told is None else told.forget_calls(slots)
-    return f" (what call or map may have changed in {name_envs(lost)} is lost)" if lost else ""
+def tell_lost(told: Told | None, slots: Collection[int]) -> str:
+    """Says what the new envs in `slots` can't be told, as it will be lost, and which have a saved state."""
+    if told is None:
+        return ""
+    saved = told.saved(slots)
+    lost = told.forget_calls({*slots} - {*saved})
+    kept = f" ({name_envs(saved)} can go on from saved states)" if saved else ""
+    return kept + (f" (what call or map may have changed in {name_envs(lost)} is lost)" if lost else "")
 
 
 def name_envs(env_ids: Sequence[int]) -> str:

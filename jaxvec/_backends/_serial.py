@@ -21,6 +21,7 @@ from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
+from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
 from jaxvec._restart import Budget
@@ -41,8 +42,9 @@ class SerialWorkers:
         self._close_slice: Callable[[], None] = lambda: None
         self._recipe = recipe
         self._budget = budget
-        keeps = budget.policy is not None and budget.policy.keep_options
-        self.told: Told | None = Told(lambda value: value) if keeps else None  # envs have the very values
+        self.told: Told | None = None
+        if budget.policy is not None:
+            self.told = Told(budget.policy, lambda value: value)  # envs have the very values
         with _typed():
             self._envs = _envs.build(recipe.env_fns, 0, recipe.slice_config.size)
             self.description = describe(
@@ -67,6 +69,7 @@ class SerialWorkers:
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = _segment.private(layout)
         self._num_envs = spec.num_envs
+        self._requested = Marks.of(arrays).requested
         make_slice = self._recipe.slice_config.slice_of(self._envs, self._recipe.env_fns)
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         self._close_slice = self._slice.close
@@ -77,6 +80,7 @@ class SerialWorkers:
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         move = self._slice.step if verb is Verb.STEP else self._slice.reset
+        self._requested[slots] += 1  # the slice keeps what was delivered once for each request
         while slots.size:
             try:
                 move(slots)
@@ -123,8 +127,7 @@ class SerialWorkers:
         """There is nothing to kill."""
 
     def _recover(self, failure: EnvFailure) -> None:
-        slot, policy, told = failure.env_id, self._budget.policy, self.told
-        rebuild = policy is not None and policy.retry == "rebuild"
+        slot, told, rebuild = failure.env_id, self.told, self._budget.rebuilds
         while True:
             self._budget.spend(0, _to_error(failure), tell_lost(told, [slot]) if rebuild else "")
             parameters = told.of(slot) if rebuild and told is not None else None

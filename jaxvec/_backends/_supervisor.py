@@ -69,7 +69,7 @@ class Supervisor:
         channels: the control socket to each worker; a replaced worker's has the same descriptor.
         starting: workers that take another's place and are not ready yet; by when they have to be, if ever.
         options: what resets pass to the envs; for workers that take another's place.
-        told: what envs were told, if those that are built anew are told again.
+        told: what envs were told, if those that fail are built anew.
         trace: how many spans each worker records, if any; for those, too.
         losses: what spans are lost with workers that were replaced since `trace` was set.
         lives: how often each worker was replaced.
@@ -86,7 +86,7 @@ class Supervisor:
         self.channels: list[Channel] = []
         self.starting: dict[int, float | None] = {}
         self.options: Options = None
-        self.told = Told(cloudpickle.dumps) if budget.policy and budget.policy.keep_options else None
+        self.told = Told(budget.policy, cloudpickle.dumps) if budget.policy else None
         self.trace: int | None = None
         self.lives = [0] * len(recipe.slices)
         self.losses: list[tuple[int, Loss]] = []
@@ -412,7 +412,7 @@ class Supervisor:
         ):  # it could not build the env, and has ended
             self.replace(worker, error)
             return
-        rebuild = self._budget.policy is not None and self._budget.policy.retry == "rebuild"
+        rebuild = self._budget.rebuilds
         self._budget.spend(worker, error, tell_lost(self.told, [error.env_id]) if rebuild else "")
         self._grace = max(self._grace, time.monotonic())
         parameters = self._parameters(error.env_id) if rebuild else None

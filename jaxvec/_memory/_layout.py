@@ -84,7 +84,11 @@ def _arrays(
         for leaf in spec.kept_leaves:
             if not leaf.is_object:
                 yield ("kept", *leaf.path), spec.batch_shape(leaf), leaf.stored
-        yield ("kept_over",), (n,), np.dtype(np.bool_)  # whether that row ended an episode
+        yield (
+            ("kept_over",),
+            (n,),
+            np.dtype(np.uint8),
+        )  # whether it ended an episode: 1, or 2 by a fault
         yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `requested`
     yield ("stats",), (len(slices), ALIGNMENT // 8), np.dtype(np.int64)  # see _stats
     yield from _marks.shapes(n, len(slices))

@@ -153,7 +153,9 @@ class BatchSlice:
         """Is not asked for, as `put_objects`."""
         raise NotImplementedError
 
-    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+    def save_states(
+        self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int], packed: bool
+    ) -> list[bytes] | None:
         """Is not asked for: a pool of batched envs keeps no states."""
         raise NotImplementedError
 

@@ -26,6 +26,8 @@ from jaxvec._memory._views import index_of
 from jaxvec._spaces import KeyPath
 from jaxvec._spec import PoolSpec
 
+_BY_FAULT = 2  # is what ended an episode
+
 
 class Delivered:
     """Of the envs of a slice, which go by their index there."""
@@ -38,6 +40,7 @@ class Delivered:
             for leaf in spec.kept_leaves
         }
         self._terminated, self._truncated = rows["terminated",], rows["truncated",]
+        self._fault = rows["info", "fault"]
         self._over, self._for, self._requested = (
             rows[name,] for name in ("kept_over", "kept_for", "requested")
         )
@@ -52,7 +55,8 @@ class Delivered:
         index = index_of(new)
         for path, kept in self._kept.items():
             kept[index] = self._rows[path][index]
-        self._over[index] = self._terminated[index] | self._truncated[index]
+        over = self._terminated[index] | self._truncated[index]
+        self._over[index] = over + self._fault[index].view(np.uint8)
         self._for[index] = self._requested[index]  # last
 
     def take_over(self, objects: Mapping[KeyPath, NDArray[Any]]) -> None:
@@ -69,8 +73,17 @@ class Delivered:
         """Says whether the row ended an episode."""
         return bool(self._over[index])
 
-    def episode(self, index: int) -> tuple[Any, int]:
-        """Returns return and length of the episode that runs; of one that has not begun, zeros."""
+    def over_by_fault(self, index: int) -> bool:
+        """Says whether the row told of a fault, which ended an episode."""
+        return bool(self._over[index] == _BY_FAULT)
+
+    def episode(self, index: int, resumed: tuple[Any, int] | None) -> tuple[Any, int]:
+        """Returns return and length of the episode that runs; of one that has not begun, zeros.
+
+        `resumed` are those with which it went on from a saved state, if it did so in that row.
+        """
+        if self.over_by_fault(index) and resumed is not None:
+            return resumed
         if self._over[index]:
             return self._zero, 0
         episode_return = self._kept["info", "episode_return"][index]

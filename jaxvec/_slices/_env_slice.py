@@ -25,7 +25,7 @@ from jaxvec._slices._delivered import Delivered
 from jaxvec._slices._env_rows import EnvRows
 from jaxvec._slices._env_states import StateFunctions
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing, FailingAttribute, find_attr, put_attr
-from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Episodes
+from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Episodes, Saved
 from jaxvec._slices._forks import forked
 from jaxvec._slices._parameters import Parameters
 from jaxvec._slices._results import check_dict, conform_reward, wrong_step
@@ -126,6 +126,7 @@ class EnvSlice:
             ).run
         self._options: Options = None  # of resets from outside
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
+        self._resumed: dict[int, SlotState] = {}  # of those that are LOST, or were, and go on from a state
         self._functions = state_functions
         self._states = States(self._stats)
         self._proved: set[Hashable] = set()  # kinds of envs that go on exactly from their states
@@ -159,6 +160,7 @@ class EnvSlice:
             index = slot - self.first
             self._running[0] = slot + 1
             try:
+                self._resumed.pop(index, None)
                 options = None if self._options is None else self._options[index]
                 self._rows.write_obs(index, self._begin(index, *self._slots.reset(index, options)))
                 if done is not None:
@@ -214,9 +216,13 @@ class EnvSlice:
 
     def restore(self, slot: int, parameters: Parameters) -> None:
         """Tells an env, built in the place of another, what that was told; raises `EnvFailure`."""
+        index = slot - self.first
         for name, value in parameters.attributes.items():
             self.set_attr([slot], [value], name)
-        self._slots.keep_options(slot - self.first, parameters.options)
+        self._slots.keep_options(index, parameters.options)
+        if parameters.state is not None and self._episodes.is_lost(index):
+            with Failing(slot, "restore"):
+                self._resumed[index] = unpack(parameters.state)
 
     @property
     def can_prepare(self) -> bool:
@@ -298,19 +304,30 @@ class EnvSlice:
 
         self._ask(slots, [(value,) for value in values], put)
 
-    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+    def save_states(
+        self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int], packed: bool
+    ) -> list[bytes] | None:
         """Keeps the states of envs under these numbers, and forgets those that were `dropped`.
 
         Envs whose states are saved for the first time have to prove that they can be put back.
 
+        Returns:
+            The states with their observations as bytes, for `restore`, if they are to be `packed`.
+
         Raises:
             EnvFailure: of an env whose state can't be saved, or is not put back exactly.
         """
+        states: list[SlotState] = []
         with self._states.dropping(dropped):
             for slot, number in zip(slots, numbers, strict=True):
                 with Failing(slot, "save"):
                     self._prove(slot)
-                    self._states.keep(number, self.take_state(slot - self.first, slot))
+                    states.append(self.take_state(slot - self.first, slot))
+                    self._states.keep(number, states[-1])
+            if not packed:
+                return None
+            with Failing(slots[0], "save"):
+                return pack(replace(state, obs=self._rows.obs(state.slot - self.first)) for state in states)
 
     def restore_states(
         self,
@@ -392,7 +409,7 @@ class EnvSlice:
 
     def take_state(self, index: int, slot: int) -> SlotState:
         """Returns the state of an env, as that of a slot."""
-        if self._episodes.state[index] > IDLE:
+        if self._episodes.state[index] > IDLE or index in self._resumed:
             raise EnvStateError(
                 "a fault has cut its last step, so there is nothing to save; step or reset it first"
             )
@@ -415,9 +432,7 @@ class EnvSlice:
             state: of this env, or of another that was made by the same function.
             new_row: whether its row is not that of the state, but one that others have used.
         """
-        self._slots.make_ready(index)
-        env = _env_states.put(self._slots.envs[index], state.env, self._functions)
-        self._slots.restore(index, env, state.seed, state.new_seed, state.options)
+        self._put_env(index, state)
         self._episodes.restore(index, state.episode)
         if new_row:
             self._episodes.clear_marks(index)
@@ -427,6 +442,11 @@ class EnvSlice:
         for path, value in state.objects.items():
             self._rows.objects[path][index] = value
         self._final_infos.pop(index, None)
+
+    def _put_env(self, index: int, state: SlotState) -> None:
+        self._slots.make_ready(index)
+        env = _env_states.put(self._slots.envs[index], state.env, self._functions)
+        self._slots.restore(index, env, state.seed, state.new_seed, state.options)
 
     def close(self) -> None:
         """Closes the envs that were built to simulate."""
@@ -527,17 +547,20 @@ class EnvSlice:
             return obs
         if state[index] == LOST:
             assert delivered is not None
-            over = delivered.over(index)
-            if self._episodes.cut(index, delivered.episode(index), over=over):
+            resumed = self._resumed[index].episode[1:] if index in self._resumed else None
+            cut = delivered.episode(index, resumed)
+            if self._episodes.cut(index, cut, over=delivered.over(index)):
                 self._stats[_stats.FAULTS] += 1
                 self._stats[_stats.EPISODES] += 1
                 self._stats[_stats.STEPS] -= 1  # as below; once, though its reset may fail
                 obs, info = self._close_row(index, delivered.obs(index), {})
                 self._rows.write_info(index, info)
                 return obs
+            if not delivered.over_by_fault(index):  # nothing was lost
+                self._resumed.pop(index, None)
         if state[index] == ENDED:
             with Failing(self.first + index, "reset"):
-                obs = self._begin(index, *self._slots.autoreset(index))
+                obs = self._begin(index, *self._autoreset(index))
         else:
             assert state[index] == IDLE
             self._episodes.idle(index)
@@ -566,17 +589,30 @@ class EnvSlice:
     def _reset_in_step(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Does the reset that follows an episode's last step; an env whose reset fails stays UNRESET."""
         try:
-            obs, info = self._slots.autoreset(index)
+            obs, info, saved = self._autoreset(index)
         except BaseException as error:
             raise EnvFailure(self.first + index, "reset") from error
-        self._episodes.reset_in_step(index)
+        self._episodes.reset_in_step(index, saved)
         return obs, {**info, "final_info": self._final_infos.pop(index)}
 
-    def _begin(self, index: int, obs: Any, info: dict[str, Any]) -> Any:
+    def _autoreset(self, index: int) -> tuple[Any, dict[str, Any], Saved | None]:
+        """Resets an env whose episode is over, or has it go on from its last saved state after a fault.
+
+        Returns:
+            Observation, info, and the episode that goes on.
+        """
+        state = self._resumed.pop(index, None)
+        if state is not None:
+            self._put_env(index, state)
+            if state.episode[0] != ENDED:  # else it was to be reset then, too
+                return state.obs, state.info, state.episode
+        return *self._slots.autoreset(index), None
+
+    def _begin(self, index: int, obs: Any, info: dict[str, Any], saved: Saved | None = None) -> Any:
         """Writes the row of a reset in a call or a step of its own, but not yet `obs`, which it returns."""
         self._rows.write_info(index, info)
         self._rows.final.clear(index)
-        self._episodes.begin(index)  # last: until here, the env is still to be reset
+        self._episodes.begin(index, saved)  # last: until here, the env is still to be reset
         return obs
 
     def _failure(self, error: BaseException, slot: int, action: Any) -> EnvFailure:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,9 @@ ENDED = 2  # resets: next-step autoreset
 IDLE = 3  # nothing, until it is reset from outside
 LOST = 4  # ends its episode, which a fault has cut
 UNRESET = 5  # resets within the step: its row already says that an episode ended
+
+# What an env has to do, and return and length of its episode.
+Saved: TypeAlias = tuple[int, Any, int]
 
 _AFTER_END = {
     Autoreset.SAME_STEP: UNRESET,
@@ -63,13 +66,16 @@ class Episodes:
         self._idle = _rows.scalars(idle)
         self._over = _AFTER_END[autoreset]
 
-    def begin(self, index: int) -> None:
-        """Takes a reset in a call or a step of its own: the row holds no reward and a new episode."""
+    def begin(self, index: int, saved: Saved | None = None) -> None:
+        """Takes a reset in a call or a step of its own: the row holds no reward and a new episode.
+
+        `saved` is what `save` returned of an episode that goes on in place of a new one.
+        """
         self._write(index, False, False, fault=False)
         self._idle[index] = False
-        self.row_rewards[index] = self.row_returns[index] = self._zero
-        self.row_lengths[index] = 0
-        self._restart(index, PLAYING)
+        self._restart(index, PLAYING, saved)
+        self.row_rewards[index] = self._zero
+        self.row_returns[index], self.row_lengths[index] = self._returns[index], self._lengths[index]
 
     def take(self, index: int, reward: Any) -> bool:
         """Takes a step's reward; says whether its row is marked with the end of the episode before."""
@@ -85,9 +91,9 @@ class Episodes:
         self.state[index] = self._over if over else PLAYING
         return over
 
-    def reset_in_step(self, index: int) -> None:
-        """Takes the reset after an episode's last step: the row goes on to say how that ended."""
-        self._restart(index, MARKED)
+    def reset_in_step(self, index: int, saved: Saved | None = None) -> None:
+        """Takes the reset after an episode's last step: the row still says how that ended; see `begin`."""
+        self._restart(index, MARKED, saved)
 
     def idle(self, index: int) -> None:
         """Takes a step that an env was asked for and did not take; the row goes on as it is."""
@@ -118,16 +124,20 @@ class Episodes:
         self.state[index] = self._over
         return True
 
+    def is_lost(self, index: int) -> bool:
+        """Says whether a fault has cut an episode whose row does not say so yet."""
+        return self.state[index] == LOST
+
     def is_over(self, index: int) -> bool:
         """Says whether an env has to be reset before it steps again."""
         ended = self._over == MARKED and bool(self._terminated[index] or self._truncated[index])
         return ended or self.state[index] in (ENDED, IDLE)
 
-    def save(self, index: int) -> tuple[int, Any, int]:
+    def save(self, index: int) -> Saved:
         """Returns what an env has to do, and return and length of its episode."""
         return self.state[index], self._zero + self._returns[index], self._lengths[index]
 
-    def restore(self, index: int, saved: tuple[int, Any, int]) -> None:
+    def restore(self, index: int, saved: Saved) -> None:
         """Goes on from what `save` returned, and leaves the row to others."""
         self.state[index], self._returns[index], self._lengths[index] = saved
 
@@ -137,8 +147,9 @@ class Episodes:
         if self.state[index] == PLAYING:
             self.state[index] = MARKED
 
-    def _restart(self, index: int, state: int) -> None:
-        self.state[index], self._returns[index], self._lengths[index] = state, self._zero, 0
+    def _restart(self, index: int, state: int, saved: Saved | None) -> None:
+        _, played, length = (state, self._zero, 0) if saved is None else saved
+        self.state[index], self._returns[index], self._lengths[index] = state, played, length
 
     def _write(self, index: int, terminated: bool, truncated: bool, *, fault: bool) -> None:
         self._terminated[index], self._truncated[index], self._fault[index] = terminated, truncated, fault

@@ -116,7 +116,9 @@ class Slice(Protocol):
         """Returns what a function returns of each env."""
         ...
 
-    def save_states(self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int]) -> None:
+    def save_states(
+        self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int], packed: bool
+    ) -> list[bytes] | None:
         """Keeps the states of envs under these numbers, and forgets those that were dropped."""
         ...
 

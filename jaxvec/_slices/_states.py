@@ -30,6 +30,7 @@ class SlotState:
         info: the raw info of its last reset or step.
         is_final: whether the row tells of an episode's last step.
         objects: what of the row are Python objects.
+        obs: of the row, where the parent does not keep that; else `None`.
     """
 
     slot: int
@@ -41,6 +42,7 @@ class SlotState:
     info: dict[str, Any]
     is_final: bool
     objects: dict[KeyPath, Any]
+    obs: Any = None
 
 
 @dataclass(frozen=True)
