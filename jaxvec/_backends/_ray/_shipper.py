@@ -21,6 +21,7 @@ from jaxvec._backends._ray._wire_format import Payload, WireFormat
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
 from jaxvec._handoff._handoff import Partition, Slots, WorkerHandoff
+from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
 
@@ -37,7 +38,7 @@ class Shipper:
         segment: int,
         workers: range,
         *,
-        move: Callable[[int, Payload], Any],
+        move: Callable[[Verb, Payload], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         """Maps the segment, and begins to ship.
