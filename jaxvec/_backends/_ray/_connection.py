@@ -23,11 +23,13 @@ import time
 from contextlib import suppress
 
 import numpy as np
+from numpy.typing import NDArray
 
 KEY_BYTES = 32
 MESSAGE = 0  # the kind of frames that their receiver may keep
 
 _HEADER = struct.Struct("<BQ")  # kind, and length in bytes
+_TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECTED = 3.0  # seconds within which a machine that is there lets us in
 _PROVEN = 10.0  # seconds for the proofs; more, as a busy machine may be slow
@@ -50,11 +52,11 @@ class Connection:
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         # The kernel's own timeout: Python's takes a system call more for each.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_LOOK), 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(_LOOK), 0))
         self._socket = sock
         self._sending = threading.Lock()
         self._header = memoryview(bytearray(_HEADER.size))
-        self._buffer = np.empty(0, np.uint8).data
+        self._buffer = self._rows = np.empty(0, np.uint8)
 
     def send(self, kind: int, data: bytes | memoryview) -> None:
         """Sends a frame; waits while the other end has more to read than fits in between.
@@ -71,7 +73,7 @@ class Connection:
                 if parts:
                     parts[0] = parts[0][sent:]
 
-    def receive(self) -> tuple[int, memoryview]:
+    def receive(self) -> tuple[int, NDArray[np.uint8]]:
         """Waits for a frame. Its data are good until the next call, except of a `MESSAGE`.
 
         Raises:
@@ -81,12 +83,14 @@ class Connection:
         self._fill(self._header)
         kind, length = _HEADER.unpack(self._header)
         if kind == MESSAGE:
-            data = np.empty(length, np.uint8).data  # no zeros, as a `bytearray` has
+            data = np.empty(length, np.uint8)
         else:
             if length > len(self._buffer):  # a new one each time costs more than to fill it
-                self._buffer = np.empty(length, np.uint8).data
-            data = self._buffer[:length]
-        self._fill(data)
+                self._buffer = np.empty(length, np.uint8)
+            if length != len(self._rows):  # the same object, if it can be: see `RowPacker.unpack`
+                self._rows = self._buffer[:length]
+            data = self._rows
+        self._fill(data.data)
         return kind, data
 
     def break_off(self) -> None:

@@ -115,7 +115,7 @@ class TcpWire:
             except (EOFError, OSError) as error:
                 self._explain()
                 raise ActorLostError(f"was lost: its connection ended: {error}") from error
-            yield pickle.loads(data) if kind == MESSAGE else np.frombuffer(data, np.uint8)
+            yield pickle.loads(data.data) if kind == MESSAGE else data
 
     def break_off(self) -> None:
         self._broken_off = True
@@ -185,10 +185,10 @@ def _receive_all(host: ActorHost, connection: Connection) -> None:
         while True:
             kind, data = connection.receive()
             if kind == MESSAGE:
-                name, args = pickle.loads(data)
+                name, args = pickle.loads(data.data)
                 host.do(name, *args)
             else:
-                host.do("move", Verb(kind - _ROWS), np.frombuffer(data, np.uint8))
+                host.do("move", Verb(kind - _ROWS), data)
     except (EOFError, OSError) as error:
         connection.break_off()
         host.fail(f"lost its connection: {error}")  # so that `run` looks up, and can't send it
