@@ -18,6 +18,7 @@ import hmac
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -118,7 +119,7 @@ class Connection:
 
     def _is_silent(self) -> bool:
         """Says whether the other machine acknowledges nothing any more of what was sent."""
-        if not hasattr(socket, "TCP_INFO"):
+        if sys.platform != "linux":
             return False
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         probes, unacknowledged, since = _TCP_INFO.unpack(info)

@@ -126,7 +126,9 @@ class TcpWire:
 
     def _explain(self) -> None:
         """Raises what Ray knows about the end of the actor, if it hears of it in time."""
-        if not self._broken_off and self._ray.wait([self._serving], timeout=_EXPLAINED)[0]:
+        if self._broken_off or not self._ray.is_initialized():  # which would start another cluster
+            return
+        if self._ray.wait([self._serving], timeout=_EXPLAINED)[0]:
             self._ray.get(self._serving)
 
 
