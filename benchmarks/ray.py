@@ -138,39 +138,52 @@ class Run:
         return (time.perf_counter() - began) / times
 
 
+def in_turns(runs: dict[Any, Callable[[int], float]], rounds: int, times: int) -> dict[Any, str]:
+    """Returns the medians of all turns: microseconds a batch, and in brackets CPU time of this process."""
+    found: dict[Any, list[tuple[float, float]]] = {name: [] for name in runs}
+    for run in runs.values():
+        run(times)  # compiles
+    for _ in range(rounds):
+        for name, run in runs.items():
+            began = time.process_time()
+            wall = run(times)
+            found[name].append((wall * 1e6, (time.process_time() - began) / times * 1e6))
+    medians = {
+        name: [statistics.median(column) for column in zip(*found[name], strict=True)] for name in runs
+    }
+    return {name: f"{wall:,.0f} ({cpu:,.0f})" for name, (wall, cpu) in medians.items()}
+
+
 def overhead(rounds: int, times: int) -> Iterator[str]:
     """Times batches of both backends, in turns."""
-    yield f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in two workers, in a jitted loop.\n"
-    yield "| batch | local workers | on Ray | over local | Ray alone |\n| --- | ---: | ---: | ---: | ---: |"
+    yield (
+        f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in two workers, in a jitted loop; in "
+        "brackets, CPU time of the driver.\n"
+    )
+    yield "| batch | local workers | actors, by TCP | actors, by Ray | Ray alone |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
     for name, nbytes in BATCHES.items():
         with ExitStack() as stack:
             runs: dict[str, Callable[[int], float]] = {}
-            for backend in ("process", "ray"):
+            for backend in ("process", jaxvec.Ray(data="tcp"), jaxvec.Ray(data="ray")):
                 env = partial(Busy, nbytes // NUM_ENVS)
                 made = jaxvec.make(env, NUM_ENVS, num_workers=2, backend=backend, final_obs=False)
-                runs[backend] = Run(stack.enter_context(made))
-                runs[backend](times)  # compiles
+                runs[str(backend)] = Run(stack.enter_context(made))
             runs["bare"] = Bare(nbytes)
-            runs["bare"](times)
-            found = {backend: [] for backend in runs}
-            for _ in range(rounds):
-                for backend, run in runs.items():
-                    found[backend].append(run(times) * 1e6)
-        local, on_ray, bare = (statistics.median(each) for each in found.values())
-        yield f"| {name} | {local:,.0f} | {on_ray:,.0f} | {on_ray - local:,.0f} | {bare:,.0f} |"
+            yield f"| {name} | {' | '.join(in_turns(runs, rounds, times).values())} |"
 
 
-def on_stage(workers_per_actor: int) -> jaxvec.Ray:
+def on_stage(workers_per_actor: int, data: str = "tcp") -> jaxvec.Ray:
     """Returns a backend that takes a whole node for each actor."""
     share = {"CPU": 0, STAGE: ENVS_PER_NODE / workers_per_actor}
-    return jaxvec.Ray(workers_per_actor=workers_per_actor, resources_per_worker=share)
+    return jaxvec.Ray(workers_per_actor=workers_per_actor, resources_per_worker=share, data=data)
 
 
-def scaling(counts: list[int], times: int) -> Iterator[str]:
+def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
     """Times pools on clusters of so many nodes, each with four envs that take 5 ms."""
     yield (
         f"\nEnv steps a second of envs that take 5 ms, {ENVS_PER_NODE} a simulated node: in one worker, "
-        "which steps them in turn (the limit: 200 a node), and in four (800 a node).\n"
+        "which steps them in turn (the limit: 200 a node), and in four (800 a node); in brackets, by Ray.\n"
     )
     yield "| nodes | one worker | first half ready | four workers | first half ready | of the limits |"
     yield "| ---: | ---: | ---: | ---: | ---: | --- |"
@@ -179,45 +192,46 @@ def scaling(counts: list[int], times: int) -> Iterator[str]:
         with cluster(count):
             for workers in (1, ENVS_PER_NODE):
                 for batch_size in (None, ENVS_PER_NODE // 2 * count):
-                    with jaxvec.make(
-                        partial(Busy, 1024, 0.005),
-                        ENVS_PER_NODE * count,
-                        num_workers=workers * count,
-                        backend=on_stage(workers),
-                        batch_size=batch_size,
-                    ) as envs:
-                        run = Run(envs)
-                        run(times)
-                        rate = (batch_size or ENVS_PER_NODE * count) / run(times)
-                    rates.append(f"{rate:,.0f}")
-                    shares.append(f"{rate / (200 * count * workers):.0%}")
+                    found: dict[str, list[float]] = {"tcp": [], "ray": []}
+                    for _ in range(rounds):
+                        for data, each in found.items():
+                            with jaxvec.make(  # one after the other: each takes all nodes
+                                partial(Busy, 1024, 0.005),
+                                ENVS_PER_NODE * count,
+                                num_workers=workers * count,
+                                backend=on_stage(workers, data),
+                                batch_size=batch_size,
+                            ) as envs:
+                                run = Run(envs)
+                                run(times)
+                                each.append((batch_size or ENVS_PER_NODE * count) / run(times))
+                    tcp, by_ray = (statistics.median(each) for each in found.values())
+                    rates.append(f"{tcp:,.0f} ({by_ray:,.0f})")
+                    shares.append(f"{tcp / (200 * count * workers):.0%}")
         yield f"| {count} | {' | '.join(rates)} | {', '.join(shares)} |"
 
 
 def grouping(rounds: int, times: int) -> Iterator[str]:
     """Times batches of the same workers in several actors and in one, in turns."""
-    num_workers = 4
-    yield f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in {num_workers} workers.\n"
-    yield "| batch | actors | workers in each | a batch | CPU time of the driver |"
+    yield (
+        f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in {NUM_ENVS} workers; in brackets, CPU "
+        "time of the driver.\n"
+    )
+    yield "| batch | actors | workers in each | by TCP | by Ray |"
     yield "| --- | ---: | ---: | ---: | ---: |"
     for name in ("1 kB", "2 MB"):
         with ExitStack() as stack:
-            runs: dict[int, Run] = {}
-            for size in (1, 2, 4):
-                backend = jaxvec.Ray(workers_per_actor=size, resources_per_worker={"CPU": 0.1})
-                env = partial(Busy, BATCHES[name] // NUM_ENVS)
-                made = jaxvec.make(env, NUM_ENVS, num_workers=num_workers, backend=backend, final_obs=False)
-                runs[size] = Run(stack.enter_context(made))
-                runs[size](times)  # compiles
-            found: dict[int, list[tuple[float, float]]] = {size: [] for size in runs}
-            for _ in range(rounds):
-                for size, run in runs.items():
-                    began = time.process_time()
-                    wall = run(times)
-                    found[size].append((wall * 1e6, (time.process_time() - began) / times * 1e6))
-        for size, each in found.items():
-            wall, cpu = (statistics.median(column) for column in zip(*each, strict=True))
-            yield f"| {name} | {num_workers // size} | {size} | {wall:,.0f} | {cpu:,.0f} |"
+            runs: dict[tuple[int, str], Run] = {}
+            for size in (NUM_ENVS, NUM_ENVS // 2, 1):
+                for data in ("tcp", "ray"):
+                    resources = {"CPU": 0.05}
+                    backend = jaxvec.Ray(workers_per_actor=size, resources_per_worker=resources, data=data)
+                    env = partial(Busy, BATCHES[name] // NUM_ENVS)
+                    made = jaxvec.make(env, NUM_ENVS, num_workers=NUM_ENVS, backend=backend, final_obs=False)
+                    runs[size, data] = Run(stack.enter_context(made))
+            found = in_turns(runs, rounds, times)
+        for size in (NUM_ENVS, NUM_ENVS // 2, 1):
+            yield f"| {name} | {NUM_ENVS // size} | {size} | {found[size, 'tcp']} | {found[size, 'ray']} |"
 
 
 def recovery(rounds: int) -> Iterator[str]:
@@ -262,7 +276,7 @@ def main() -> None:
             if part.__name__ in options.parts:
                 print(*part(options.rounds, options.times), sep="\n", flush=True)
     if "scaling" in options.parts:
-        print(*scaling(options.nodes, options.times), sep="\n", flush=True)
+        print(*scaling(options.nodes, 1, options.times), sep="\n", flush=True)
     if "recovery" in options.parts:
         print(*recovery(options.deaths), sep="\n", flush=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _STEP = 0.0001
+DATA = ("auto", "tcp", "ray")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -26,6 +27,8 @@ class Ray:
         runtime_env: what the actors' nodes have to provide, as Ray takes it: `pip`, `working_dir`, …
             Directories of this machine are shipped when the process connects to the cluster, so they are
             refused if it is connected by then.
+        data: how actions and results travel: `"tcp"`, by a connection to each actor, at a free port of its
+            node; `"ray"`, by Ray's calls, at several times the work; `"auto"`, by the first that is possible.
 
     Example:
         ```python
@@ -39,6 +42,7 @@ class Ray:
     resources_per_worker: Mapping[str, float] | None = None
     placement_strategy: str | None = None
     runtime_env: Mapping[str, Any] | None = None
+    data: str = "auto"
 
     def __post_init__(self) -> None:
         if self.placement_strategy not in (None, *STRATEGIES):
@@ -46,6 +50,8 @@ class Ray:
                 f"placement_strategy must be one of {', '.join(STRATEGIES)}, or None, not "
                 f"{self.placement_strategy!r}"
             )
+        if self.data not in DATA:
+            raise ValueError(f"data must be one of {', '.join(DATA)}, not {self.data!r}")
         count = self.workers_per_actor
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"workers_per_actor must be an integer of at least 1, not {count!r}")

@@ -34,7 +34,7 @@ from test_model import PoolMachine
 
 import jaxvec
 from jaxvec._backends import _fork
-from jaxvec._backends._ray import _actor_link, _launcher, _nodes, _shipper
+from jaxvec._backends._ray import _launcher, _nodes, _shipper, _wire
 from jaxvec.testing import CountingEnv, NestedEnv
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: the extra ray has it")
@@ -125,6 +125,9 @@ def test_workers_there_run_worker_init_first(make_on_ray):
 
 # --- The local pool is the oracle -----------------------------------------------------------------
 
+# What is tried with both hand-offs is tried with both ways of data, too.
+DATA = {"native": "tcp", "portable": "ray"}
+
 ENVS = {
     "CartPole-v1": [partial(gymnasium.make, "CartPole-v1")] * NUM_ENVS,
     "NestedEnv": [partial(NestedEnv, length) for length in (3, 7, 5, 1, 4)],
@@ -149,7 +152,8 @@ ENVS = {
 def test_a_compiled_loop_gets_what_it_gets_from_local_workers(make, make_on_ray, name, transport, handoff):
     actions = sample_actions(ENVS[name], 40)
     options = {"transport": transport, "handoff": handoff}
-    on_ray = scan(make_on_ray(ENVS[name], **options), actions)
+    backend = jaxvec.Ray(data=DATA[handoff])
+    on_ray = scan(make_on_ray(ENVS[name], backend=backend, **options), actions)
     local = scan(make(ENVS[name], num_workers=2, **options), actions)
     assert_equal(on_ray, local)
     assert on_ray[1].info["_final_obs"].any()  # autoresets were among them
@@ -252,9 +256,10 @@ def test_a_replaced_worker_is_told_what_its_envs_were(make_on_ray):
     assert envs.get_attr("goal") == ([1], [2])
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
+@pytest.mark.parametrize("handoff", ["native", pytest.param("portable", marks=pytest.mark.nightly)])
 def test_what_was_sent_before_a_question_is_done_before_its_answer(make_on_ray, handoff):
-    envs = make_on_ray(CountingEnv, 4, batch_size=2, handoff=handoff)
+    backend = jaxvec.Ray(data=DATA[handoff])
+    envs = make_on_ray(CountingEnv, 4, batch_size=2, handoff=handoff, backend=backend)
     envs.reset()
     envs.recv()
     for steps in range(1, 30):
@@ -301,12 +306,14 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
     assert (np.abs(steps(make_on_ray(CountingEnv, 4)) + hour) < minute).all()
 
 
-def test_large_rows_travel(make, make_on_ray):
+@pytest.mark.parametrize("data", ["tcp", "ray"])
+def test_large_rows_travel(make, make_on_ray, data):
     def run(envs):
         envs.reset(seed=1)
         return [envs.step(np.zeros(2, int)) for _ in range(3)]
 
-    on_ray, local = (run(each(LargeEnv, 2)) for each in (make_on_ray, partial(make, num_workers=2)))
+    envs = make_on_ray(LargeEnv, 2, backend=jaxvec.Ray(data=data))
+    on_ray, local = run(envs), run(make(LargeEnv, 2, num_workers=2))
     assert_equal(on_ray, local)
 
 
@@ -407,7 +414,8 @@ def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkey
     monkeypatch.setattr(
         _shipper.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
     )
-    envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=IN_PAIRS, handoff=handoff, step_timeout=None)
+    backend = jaxvec.Ray(workers_per_actor=2, data=DATA[handoff])
+    envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, handoff=handoff, step_timeout=None)
     envs.reset()
 
     def answers():
@@ -438,7 +446,7 @@ def test_a_worker_that_dies_is_replaced_beside_the_others_of_its_actor(make_on_r
         Parented,
         4,
         num_workers=4,
-        backend=jaxvec.Ray(workers_per_actor=4),
+        backend=jaxvec.Ray(workers_per_actor=4, data=DATA[handoff]),
         on_fault=jaxvec.Restart("reset", None, rate=None),
         handoff=handoff,
     )
@@ -517,22 +525,62 @@ def test_learners_on_many_hosts_train_alike_on_envs_here_and_on_the_cluster(clus
     assert results[0] == results[1]
 
 
+# --- How data travel ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def closed_ports(monkeypatch):
+    """Lets actors tell of a port at which nobody listens."""
+    actor_class = _launcher._actor_class
+
+    def behind_a_firewall():
+        class Behind(actor_class()):
+            def listen(self, key):
+                host, _ = super().listen(key)
+                with socket.create_server((host, 0)) as closed:
+                    return closed.getsockname()
+
+        return Behind
+
+    monkeypatch.setattr(_launcher, "_actor_class", behind_a_firewall)
+
+
+def test_data_take_a_connection_where_they_can(make_on_ray):
+    envs = make_on_ray(CountingEnv, 2, num_workers=1)
+    envs.reset()
+    (link,) = envs.pool._workers._launcher._links.values()
+    assert isinstance(link._wire, _wire.TcpWire)
+
+
+def test_data_travel_through_ray_where_ports_are_closed(make_on_ray, closed_ports, caplog):
+    caplog.set_level("INFO", "jaxvec")
+    envs = make_on_ray(CountingEnv, 2, num_workers=1)
+    envs.reset()
+    assert envs.step(np.zeros(2, int)).info["episode_length"].tolist() == [1, 1]
+    why = r"data of an actor travel through Ray, as it can't be reached at [\d.]+:\d+: .*refused"
+    assert re.search(why, caplog.text)
+
+
+def test_a_closed_port_is_an_error_if_a_connection_was_asked_for(make_on_ray, closed_ports):
+    said = r'worker 0 .* on node .* can\'t be reached at [\d.]+:\d+: .*refused.*use data="ray"'
+    with pytest.raises(jaxvec.WorkerDiedError, match=said):
+        make_on_ray(CountingEnv, 2, num_workers=1, backend=jaxvec.Ray(data="tcp"))
+
+
 # --- Several requests in flight -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypatch, tmp_path, handoff):
     shipped = []
-    do = _actor_link.ActorLink._do
-
-    def note(self, name, *args):
-        if name == "move":
-            shipped.append(args)
-        return do(self, name, *args)
-
-    monkeypatch.setattr(_actor_link.ActorLink, "_do", note)
+    wire = {"tcp": _wire.TcpWire, "ray": _wire.RayWire}[DATA[handoff]]
+    move = wire.move
+    monkeypatch.setattr(wire, "move", lambda self, *args: (shipped.append(args), move(self, *args)))
     gate = tmp_path / "gate"
-    envs = make_on_ray(lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, handoff=handoff)
+    backend = jaxvec.Ray(data=DATA[handoff])
+    envs = make_on_ray(
+        lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, handoff=handoff, backend=backend
+    )
     first = envs.reset()
     del shipped[:]
     one, other = (np.array([each]) for each in first.info["env_id"])
@@ -561,6 +609,7 @@ def test_an_env_that_raises_breaks_the_pool_and_its_node_is_named(make_on_ray, w
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.nightly(but=2)
 @pytest.mark.parametrize("retry", ["reset", "rebuild"])
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_an_env_that_raises_is_gone_on_from_as_by_local_workers(make, make_on_ray, retry, handoff):
@@ -600,7 +649,9 @@ def test_an_actor_that_dies_breaks_the_pool(make_on_ray, no_jax_log, by):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_an_actor_that_dies_is_replaced(make_on_ray, handoff):
     env = failing("step", DEATHS["SIGKILL"][0])
-    envs = make_on_ray(env, 4, on_fault=jaxvec.Restart("reset", None, rate=None), handoff=handoff)
+    on_fault = jaxvec.Restart("reset", None, rate=None)
+    backend = jaxvec.Ray(data=DATA[handoff])
+    envs = make_on_ray(env, 4, on_fault=on_fault, handoff=handoff, backend=backend)
     handle, _ = jaxvec.reset(envs, seed=1)
     actions = np.array([0, 0, 7, 0, 0, 7, 0])[:, None] * np.ones(4, int)
     _, rows = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)
@@ -959,6 +1010,7 @@ def test_trials_of_tune_have_pools_of_their_own(cluster, tmp_path):
     ("options", "said"),
     [
         ({"placement_strategy": "SCATTER"}, "placement_strategy must be one of PACK, SPREAD"),
+        ({"data": "udp"}, "data must be one of auto, tcp, ray, not 'udp'"),
         ({"workers_per_actor": 0}, "workers_per_actor must be an integer of at least 1, not 0"),
         ({"resources_per_worker": {"CPU": -1}}, r"resources_per_worker\['CPU'\] must be a number"),
         ({"resources_per_worker": {"GPU": "one"}}, r"resources_per_worker\['GPU'\] must be a number"),

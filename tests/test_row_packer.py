@@ -45,6 +45,32 @@ def test_rows_arrive_and_others_stay(slots, seed):
     np.testing.assert_array_equal(here["whole",][0], before["whole",][0])
 
 
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sets(st.integers(0, NUM_ENVS - 1)).map(sorted), st.integers(0, 99)),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_the_same_packers_and_buffer_bring_batch_after_batch(batches):
+    """As a connection does, which has one buffer for rows of equal length."""
+    there, here = segment(0), segment(1)
+    packing, unpacking = packer(there), packer(here)
+    buffer = np.zeros(0, np.uint8)
+    for slots, seed in batches:
+        for path, array in segment(seed).items():
+            there[path][...] = array
+        sent = packing.pack(np.array(slots, np.int64))
+        if len(sent) != len(buffer):
+            buffer = np.empty_like(sent)
+        buffer[:] = sent
+        assert unpacking.unpack(buffer).tolist() == slots
+        for path in [*SHAPES, FLAG, FINAL]:
+            np.testing.assert_array_equal(here[path][slots], there[path][slots])
+        np.testing.assert_array_equal(here["whole",][1], there["whole",][1])
+
+
 @pytest.mark.parametrize("ended", [0, 1, NUM_ENVS])
 def test_a_sparse_array_takes_room_for_the_rows_that_are_flagged(ended):
     arrays = {FLAG: np.arange(NUM_ENVS) < ended, FINAL: np.zeros((NUM_ENVS, 4096), np.uint8)}

@@ -49,13 +49,14 @@ class _WorkerSlot:
     dead_socket: socket.socket | None  # the other end, while there is no process
     process: Process | None = None
     incarnation: int = -1
+    ended: int = -1  # the latest incarnation that was to be ended
 
 
 class ActorHost:
     """The workers of one actor.
 
-    Ray calls all methods but `run` one after the other, in one thread, and `run` in another. They share
-    the worker slots and the requests, under a lock.
+    `run` has a thread of its own. What else is asked of it comes one after the other, in order, but for
+    `end`, which nothing may hold up. They share the worker slots and the requests, under a lock.
     """
 
     def __init__(self, workers: range, method: StartMethod) -> None:
@@ -75,6 +76,13 @@ class ActorHost:
         self._requests: list[NDArray[np.int64]] = []  # whose slots have not all gone out
         self._messages: list[WorkerMessage | HostFailure] = []  # to go out
 
+    def do(self, name: str, *args: Any) -> None:
+        """Calls another of our methods; nobody waits for its errors, so they go out."""
+        try:
+            getattr(self, name)(*args)
+        except Exception as error:
+            self.fail(f"failed: {type(error).__name__}: {error}")
+
     def launch(self, worker: int, incarnation: int) -> None:
         """Starts a process in a worker's place; the one before it has been ended."""
         process, channel = self._launcher.launch(worker)
@@ -87,13 +95,18 @@ class ActorHost:
             assert worker_slot.dead_socket is not None
             worker_slot.dead_socket.close()
             worker_slot.dead_socket = None
+            if incarnation <= worker_slot.ended:
+                process.end()
         self._wake_run()
 
     def end(self, worker: int, incarnation: int) -> None:
-        """Ends a process at once, and whatever its envs have started."""
+        """Ends a process at once, and what its envs have started; also one whose `launch` is yet to come."""
         worker_slot = self._worker_slots[worker]
-        if worker_slot.incarnation == incarnation and worker_slot.process is not None:
-            worker_slot.process.end()
+        with self._lock:
+            worker_slot.ended = incarnation
+            process = worker_slot.process if worker_slot.incarnation == incarnation else None
+        if process is not None:
+            process.end()
 
     def tell(self, worker: int, incarnation: int, message: Any, inherited: Payload | None = None) -> None:
         """Passes a message on, or the end of file for `None`.

@@ -22,7 +22,8 @@ from jaxvec._backends._ray import _nodes
 from jaxvec._backends._ray._nodes import ActorLostError
 from jaxvec._backends._ray._placement import Placement
 from jaxvec._backends._ray._shipper import Shipper
-from jaxvec._backends._ray._wire_format import HostFailure, Payload, ProcessEnd, WorkerMessage
+from jaxvec._backends._ray._wire import Wire, open_wire
+from jaxvec._backends._ray._wire_format import HostFailure, ProcessEnd, WorkerMessage
 from jaxvec._backends._start_method import StartMethod
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE, Channel
@@ -99,6 +100,7 @@ class ActorLink:
         workers: range,
         resources: Mapping[str, float],
         method: StartMethod,
+        data: str,
         predecessor: ActorLink | None,
     ) -> None:
         """Begins to serve.
@@ -110,6 +112,7 @@ class ActorLink:
             workers: that it has room for.
             resources: that it needs.
             method: how the actor starts them.
+            data: how they travel; see `open_wire`.
             predecessor: whose place this one takes, and which is lost.
         """
         self.node = "no node yet"
@@ -121,8 +124,10 @@ class ActorLink:
         self._workers = workers
         self._resources = resources
         self._method = method
+        self._data = data
         self._predecessor = predecessor
         self._actor: Any = None
+        self._wire: Wire | None = None  # once the actor is there
         self._shipper: Shipper | None = None  # once a worker attaches
         self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
         self._newcomers: queue.SimpleQueue[RemoteWorker] = queue.SimpleQueue()
@@ -151,7 +156,8 @@ class ActorLink:
         """Ends a worker process; the actor with all others, if it does not do so in time."""
         if self._receiver is not None and not self.lost:  # before that, the actor could not answer
             with suppress(Exception):
-                asked = self._do("end", remote.worker, remote.incarnation)
+                # By Ray, so that a long message on the wire does not hold it up.
+                asked = self._actor.do.remote("end", remote.worker, remote.incarnation)
                 done, _ = self._ray.wait([asked], timeout=_ACKNOWLEDGED)
                 if done:
                     remote.mark_ended(ProcessEnd(None, "was ended"))
@@ -172,6 +178,8 @@ class ActorLink:
             for remote in self._remotes.values():
                 remote.mark_ended(ProcessEnd(None, why))
         self._wake_writer.break_off()
+        if self._wire is not None:
+            self._wire.break_off()
         # Without a head this would wait for it, and with Ray shut down start another.
         if self._actor is not None and reachable and self._ray.is_initialized():
             _start(self._kill).join(timeout=1)  # the head may be gone, and we not know of it yet
@@ -193,8 +201,13 @@ class ActorLink:
             self._find_place()
             self.ahead = _nodes.clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
             self._ray.get(self._actor.init.remote(self._workers, self._method))
-            self._receiver = _start(self._receive_all)
-            self._relay_all()
+            wire = open_wire(self._ray, self._actor, self._data)
+            with self._losing:
+                self._wire = wire
+                if self.lost:
+                    wire.break_off()
+            self._receiver = _start(partial(self._receive_all, wire))
+            self._relay_all(wire)
         except BaseException as error:  # whatever it is, the pool is to hear of it
             self._fail(error)
         finally:
@@ -238,14 +251,14 @@ class ActorLink:
                 raise ActorLostError(f"was not started: {why}")
         return self._ray.get(answer)
 
-    def _relay_all(self) -> None:
+    def _relay_all(self, wire: Wire) -> None:
         poll = select.poll()
         poll.register(self._wake_reader, select.POLLIN)
         by_fd: dict[int, RemoteWorker] = {}
         while not self.lost:
             for fd, _ in poll.poll():
                 if fd in by_fd:
-                    if not self._relay(by_fd[fd]):
+                    if not self._relay(by_fd[fd], wire):
                         poll.unregister(fd)
                         del by_fd[fd]
                     continue
@@ -255,20 +268,19 @@ class ActorLink:
                     remote = self._newcomers.get()
                     by_fd[remote.channel.fileno()] = remote
                     poll.register(remote.channel, select.POLLIN)
-                    self._do("launch", remote.worker, remote.incarnation)
+                    wire.do("launch", remote.worker, remote.incarnation)
 
-    def _relay(self, remote: RemoteWorker) -> bool:
+    def _relay(self, remote: RemoteWorker, wire: Wire) -> bool:
         """Passes on what a worker is told; says whether more may come."""
         try:
             message = remote.channel.receive()
         except EOFError:  # the pool closes, or another takes the place
             message = None
-        tell = partial(self._do, "tell", remote.worker, remote.incarnation, message)
+        tell = partial(wire.do, "tell", remote.worker, remote.incarnation, message)
         if isinstance(message, Attach):
             segment = remote.channel.descriptors.pop()
             if self._shipper is None:
-                move = partial(self._do, "move")
-                self._shipper = Shipper(message, segment, self._workers, move=move, fail=self._fail)
+                self._shipper = Shipper(message, segment, self._workers, move=wire.move, fail=self._fail)
             os.close(segment)
             self._shipper.serve(remote.worker, remote.channel, tell, replaces=message.replaces is not None)
         elif message is not WAKE:
@@ -281,11 +293,9 @@ class ActorLink:
 
     # --- the thread that receives what comes back ---------------------------------------------------
 
-    def _receive_all(self) -> None:
+    def _receive_all(self, wire: Wire) -> None:
         try:
-            stream = self._actor.run.options(concurrency_group="stream", num_returns="streaming").remote()
-            for reference in stream:
-                came: Payload | WorkerMessage | HostFailure = self._ray.get(reference)
+            for came in wire.receive():
                 if isinstance(came, HostFailure):
                     raise ActorLostError(came.why)
                 if isinstance(came, WorkerMessage):
@@ -297,6 +307,8 @@ class ActorLink:
                         self._shipper.post(came)
         except BaseException as error:
             self._fail(error)
+        finally:
+            wire.close()
 
     def _receive(self, said: WorkerMessage) -> None:
         """Passes on what a worker says."""
@@ -315,9 +327,6 @@ class ActorLink:
             self._shipper.notify_parent(remote.worker)
 
     # --- all threads' ------------------------------------------------------------------------------
-
-    def _do(self, name: str, *args: Any) -> Any:
-        return self._actor.do.remote(name, *args)
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, ActorLostError):

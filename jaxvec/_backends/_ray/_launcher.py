@@ -207,6 +207,7 @@ class RayLauncher:
                 workers=members,
                 resources=self._options.of_actor(len(members)),
                 method=self._method,
+                data=self._options.data,
                 predecessor=link,
             )
         return link
@@ -227,7 +228,7 @@ class RayLauncher:
             "runtime_env": _runtime_env.split(self._options.runtime_env or {})[1],
             "max_restarts": 0,  # who takes its place has to be told of the envs
             "max_task_retries": 0,  # no step may be taken twice
-            "concurrency_groups": {"stream": 1},
+            "concurrency_groups": {"stream": 2},  # one may yet wait for a connection
             "scheduling_strategy": self._placement.strategy(workers[0] // self._options.workers_per_actor),
         }
         return self._ray.remote(**options)(_actor_class()).remote()
@@ -239,6 +240,7 @@ class RayLauncher:
 
 def _actor_class() -> type:
     """Returns the actor's class. It travels by value: a node that lacks jaxvec is to say so itself."""
+    method: Any = importlib.import_module("ray").method
 
     class JaxvecWorkers:
         def identify(self) -> dict[str, str]:
@@ -247,13 +249,14 @@ def _actor_class() -> type:
 
             ray: Any = importlib.import_module("ray")
             context = ray.get_runtime_context()
+            self._ip_address: str = ray.util.get_node_ip_address()
             said = {
-                "node": f"node {ray.util.get_node_ip_address()} ({context.get_node_id()[:12]})",
+                "node": f"node {self._ip_address} ({context.get_node_id()[:12]})",
                 "Python": ".".join(platform.python_version_tuple()[:2]),
             }
             try:
                 said["jaxvec"] = importlib.import_module("jaxvec").__version__
-                self._module = importlib.import_module("jaxvec._backends._ray._actor_host")
+                self._wire = importlib.import_module("jaxvec._backends._ray._wire")
             except Exception as error:
                 said["error"] = f"{type(error).__name__}: {error}"
             return said
@@ -263,15 +266,21 @@ def _actor_class() -> type:
 
             return time.monotonic_ns()
 
-        def init(self, workers: range, method: Any) -> None:
-            self._host = self._module.ActorHost(workers, method)
+        def init(self, workers: range, start_method: Any) -> None:
+            self._host = self._wire.ActorHost(workers, start_method)
 
         def do(self, name: str, *args: Any) -> None:
-            try:
-                getattr(self._host, name)(*args)
-            except Exception as error:  # nobody waits for this to return
-                self._host.fail(f"failed: {type(error).__name__}: {error}")
+            self._host.do(name, *args)
 
+        def listen(self, key: bytes) -> tuple[str, int]:
+            self._listener = self._wire.Listener(self._ip_address, key)
+            return self._listener.address
+
+        @method(concurrency_group="stream")
+        def serve(self) -> None:
+            self._wire.serve(self._host, self._listener)
+
+        @method(concurrency_group="stream")
         def run(self) -> Any:
             yield from self._host.run()
 

@@ -20,7 +20,8 @@ from jaxvec._backends._messages import Attach
 from jaxvec._backends._ray._wire_format import Payload, WireFormat
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
-from jaxvec._handoff._handoff import Partition, Slots, WorkerHandoff
+from jaxvec._handoff._handoff import Partition, WorkerHandoff
+from jaxvec._handoff._move import Verb
 from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
 
@@ -37,7 +38,7 @@ class Shipper:
         segment: int,
         workers: range,
         *,
-        move: Callable[[int, Payload], Any],
+        move: Callable[[Verb, Payload], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         """Maps the segment, and begins to ship.
@@ -52,7 +53,8 @@ class Shipper:
         self._arrays = _segment.attach(segment, attach.layout)
         self._kind = attach.handoff
         self._slices = attach.layout.slices
-        self._partition = Partition(self._slices)
+        self._first = workers[0]
+        self._partition = Partition(self._slices[workers[0] : workers[-1] + 1])
         self._move = move
         self._fail = fail
         self._marks = Marks.of(self._arrays)
@@ -67,7 +69,7 @@ class Shipper:
         self._wake_reader = _channel.adopt(reader)
         own = self._slices[workers[0]][0], self._slices[workers[-1]][1]
         shipped = replace(self._marks, completed=self._shipped)
-        self._own, self._to_ship = slice(*own), Slots(shipped)
+        self._own = slice(*own)
         self._taking = self._worker_end(workers[0], own, shipped, self._wake_reader)
         self._posting: dict[int, WorkerHandoff] = {}  # by worker
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -100,11 +102,17 @@ class Shipper:
     def ship(self) -> None:
         """Ships what has been asked for by now, lest what a worker is told next be there first."""
         with self._order:
-            while (work := self._to_ship.next_work(self._own)) is not None:
-                self._shipped[work.slots] = self._marks.requested[work.slots]
-                slots = np.sort(work.slots[self._serving[work.slots]])  # `serve` sees to the others
+            requested = self._marks.requested[self._own].copy()  # others' requests may come meanwhile
+            due = np.flatnonzero(requested != self._shipped[self._own])
+            if not due.size:
+                return
+            requested, due = requested[due], self._own.start + due
+            self._shipped[due] = requested
+            serving = self._serving[due]  # `serve` sees to the others
+            for verb, wire in self._wire.requests.items():
+                slots = due[serving & (requested % 2 == int(verb))]
                 if slots.size:
-                    self._move(work.verb, self._wire.requests[work.verb].pack(slots))
+                    self._move(verb, wire.pack(slots))
 
     def wake(self) -> None:
         """Passes on that something was asked for."""
@@ -117,7 +125,7 @@ class Shipper:
         finished = slots[(self._answered[slots] == requested) & (completed != requested)]
         for worker, part in self._partition.of(finished):
             with suppress(OSError):  # its socket is closed; the slots are completed all the same
-                self._posting[worker].post(part)
+                self._posting[self._first + worker].post(part)
 
     def notify_parent(self, worker: int) -> None:
         """Makes the pool look at its control sockets at once."""
