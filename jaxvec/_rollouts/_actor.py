@@ -1,7 +1,7 @@
 """What runs in an actor: a local pool, and the user's rollout, compiled for it.
 
-Pytrees travel as a list of NumPy arrays, which Ray does not copy once more, and their structure. That is pickled
-by the pickler that the program came by, so that classes of a script or a notebook are found again there.
+Pytrees travel as a list of NumPy arrays, which Ray does not copy once more, and their structure. That is
+pickled by the pickler that the program came by, so that classes of a script or a notebook are found again.
 """
 
 from __future__ import annotations

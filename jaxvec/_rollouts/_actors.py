@@ -1,7 +1,7 @@
 """The actors of a learner: started, kept busy with the newest weights, and replaced when they are lost.
 
-One thread does all of this. It takes its turns from a queue, which Ray fills when an answer is there, and the
-learner when it has taken a rollout. So who is done first comes first, and nobody looks for news or takes locks.
+One thread does all of this. It takes its turns from a queue, which Ray fills when an answer is there, and
+the learner when it has taken a rollout. So who is done first comes first, and nobody polls or takes locks.
 """
 
 from __future__ import annotations

@@ -96,9 +96,9 @@ class Rollouts:
     step. The first rollout gets the time step of the reset.
 
     Rollout number `index` of actor `i` gets the key
-    `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), i), index)`, and env `j` of the actor gets the
-    seed `seed + i * num_envs + j`. An actor that replaces a lost one continues the numbers of its rollouts, and
-    resets its envs with seeds of its own.
+    `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), i), index)`, and env `j` of the actor gets
+    the seed `seed + i * num_envs + j`. An actor that replaces a lost one continues the numbers of its
+    rollouts, and resets its envs with seeds of its own.
 
     Actors compute on the CPU, unless `backend` gives them GPUs. They get the function, and `env`, by
     cloudpickle, and the learner's JAX options that decide what is computed, such as x64.
@@ -249,7 +249,7 @@ class Rollouts:
         """Gives actors new weights, for each one's next rollout; those before are not sent any more.
 
         Args:
-            params: a pytree of arrays. With another structure, or other shapes or dtypes, actors compile anew.
+            params: a pytree of arrays. With another structure, other shapes or dtypes, actors compile anew.
 
         Raises:
             PoolBrokenError, PoolClosedError: there was an error before, or `close`.
