@@ -15,6 +15,7 @@ import pytest
 from disasters import wait_until
 
 import jaxvec
+from jaxvec.examples import impala_ray
 from jaxvec.testing import CountingEnv
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: the extra ray has it")
@@ -242,6 +243,15 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     with pytest.raises(ValueError, match=r"no node of the Ray cluster has {'CPU': 1, 'unobtainium': 1}"):
         make_rollouts(backend=jaxvec.Ray(resources_per_worker={"unobtainium": 1}))
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
+
+
+def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    size = "--num-actors 1 --num-envs 4 --num-steps 50 --total-steps 600"
+    result = impala_ray.main(size.split())
+    assert (result.env_steps, result.curve.shape) == (600, (3,))
+    assert 8 < result.mean_return < 100
+    assert "actors restarted 0 times" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
