@@ -104,6 +104,8 @@ def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
     assert stats.env_steps == len(came) * 8 * NUM_ENVS
     assert (stats.dropped, stats.restarts, stats.version) == (0, (0, 0), len(params) - 1)
 
+    with pytest.raises(TypeError, match="JAX keys can't travel"):
+        rollouts.push(jax.random.key(0))
     rollouts.close()
     rollouts.close()
     for call in (rollouts.get, partial(rollouts.push, PARAMS)):
@@ -262,11 +264,16 @@ def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):  # noqa: F8
         ({"max_lag": -1}, ValueError, "max_lag must be an integer of at least 0"),
         ({"backend": "process"}, ValueError, 'backend must be "ray" or a jaxvec.Ray'),
         ({"num_workers": 2}, TypeError, "no option 'num_workers': .*workers_per_actor"),
+        (
+            {"backend": jaxvec.Ray("192.0.2.1:6379")},
+            ValueError,
+            "this process is connected to the Ray cluster",
+        ),
         ({"recv_order": "random"}, ValueError, "recv_order must be"),
         ({"numbers": (number for number in "12")}, jaxvec.NotPicklableError, "can't be pickled.*generator"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_starts(options, kind, said):
+def test_bad_arguments_are_refused_before_anything_starts(cluster, options, kind, said):  # noqa: F811
     defaults = {"rollout": count, "env": CountingEnv, "num_envs": 1, "num_actors": 1, "params": 0}
     with pytest.raises(kind, match=re.compile(said, re.DOTALL)):
         jaxvec.Rollouts(**defaults | options)

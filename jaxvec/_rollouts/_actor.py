@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 import jax
+import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from jaxvec import _seeds
@@ -157,6 +158,11 @@ def jax_options() -> dict[str, Any]:
 def pack(tree: Any) -> tuple[bytes, Leaves]:
     """Returns what a pytree of arrays travels as, once it is computed."""
     leaves, structure = jax.tree.flatten(tree)
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                "JAX keys can't travel; take jax.random.key_data, and wrap_key_data where it arrives"
+            )
     return _dump(structure), jax.device_get(leaves)
 
 

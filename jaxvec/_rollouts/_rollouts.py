@@ -38,7 +38,8 @@ class Rollout:
     """A rollout that an actor has made.
 
     Attributes:
-        trajectory: what the user's function returned of it, on the learner's device.
+        trajectory: what the user's function returned of it, on the learner's device. On the CPU its arrays
+            may lie in Ray's object store, so copy what you keep for long.
         actor: index of the actor.
         index: how many rollouts of this actor were done before.
         version: of the weights that it was made with.
@@ -255,8 +256,9 @@ class Rollouts:
             PoolBrokenError, PoolClosedError: there was an error before, or `close`.
         """
         self._check_open()
+        weights = self._put(params)
         self._version += 1
-        self._actors.weights = self._version, self._put(params)
+        self._actors.weights = self._version, weights
 
     def stats(self) -> RolloutStats:
         """Returns what was done so far."""
