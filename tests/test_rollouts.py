@@ -203,6 +203,7 @@ def test_an_env_that_raises_is_named(make_rollouts):
     assert caught.value.__cause__.env_id == 0
 
 
+@pytest.mark.nightly
 def test_what_make_refuses_is_refused(make_rollouts):
     with pytest.raises(jaxvec.RolloutError, match="actor 0 on node .* raised .* when it started") as caught:
         make_rollouts(env="NoSuchEnv-v1")

@@ -5,7 +5,8 @@
 
 The network, the loss and V-trace are those of `impala.py`; here `jaxvec.Rollouts` takes the place of its
 threads. The second command simulates a cluster of three nodes on this machine, with an actor on each, and
-kills one of them after a tenth of the steps. Its actor starts anew where there is room.
+kills one of them after a tenth of the steps. Its actor starts anew where there is room. On two cores, busy
+with other work too, two runs reached 476 in 124,160 env steps and 62 s, and 477 in 136,640 and 80 s.
 """
 
 from __future__ import annotations
