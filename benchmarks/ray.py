@@ -29,7 +29,7 @@ from benchmarks.__main__ import machine
 
 BATCHES = {"1 kB": 1 << 10, "100 kB": 100 << 10, "2 MB": 2 << 20}
 NUM_ENVS = 8
-PARTS = ("overhead", "grouping", "scaling", "recovery")
+PARTS = ("overhead", "grouping", "scaling", "recovery", "rollouts")
 STAGE = "stage"  # a resource that only the simulated nodes have
 ENVS_PER_NODE = 4
 STORE = 100 << 20  # bytes of each node's object store
@@ -234,6 +234,66 @@ def grouping(rounds: int, times: int) -> Iterator[str]:
             yield f"| {name} | {NUM_ENVS // size} | {size} | {found[size, 'tcp']} | {found[size, 'ray']} |"
 
 
+def rollouts(rounds: int, times: int) -> Iterator[str]:
+    """Steps the same envs from the driver and by actors that make rollouts, in turns."""
+    num_steps, num_actors, num_envs = 64, 2, 8
+    times = max(times // num_steps, 1)
+    backend = jaxvec.Ray(workers_per_actor=1)
+    env = partial(Busy, 1024)
+    yield (
+        f"\nOf {num_actors} actors with {num_envs} envs each that observe 1 kB and do nothing, and T = "
+        f"{num_steps}: microseconds of the driver's CPU time for an env step, and env steps a second.\n"
+    )
+    yield "| | CPU time of the driver | steps/s |\n| --- | ---: | ---: |"
+
+    def play(params: Any, handle: Any, timestep: Any, key: Any) -> Any:
+        def step(handle: Any, _: Any) -> Any:
+            return jaxvec.step(handle, jnp.zeros(handle.num_envs, jnp.int32))
+
+        handle, trajectory = jax.lax.scan(step, handle, length=num_steps)
+        return handle, timestep, trajectory
+
+    options = {"final_obs": False, "backend": backend}
+    with (
+        jaxvec.make(env, num_actors * num_envs, num_workers=num_actors, **options) as envs,
+        jaxvec.Rollouts(
+            play, env, num_envs, num_actors=num_actors, params=np.zeros(1000, np.float32), **options
+        ) as actors,
+    ):
+        handle, timestep = jaxvec.reset(envs)
+        program = jax.jit(play)
+
+        def from_driver() -> None:
+            nonlocal handle
+            for _ in range(times):
+                handle, _, trajectory = program(None, handle, timestep, None)
+                jax.block_until_ready(trajectory)
+
+        def by_actors() -> None:
+            for _ in range(times * num_actors):
+                jax.block_until_ready(actors.get().trajectory)
+                actors.push(np.zeros(1000, np.float32))
+
+        runs = {"`make(backend=jaxvec.Ray())`": from_driver, "`jaxvec.Rollouts`": by_actors}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+        for turn in range(rounds + 1):  # the first compiles
+            for name, run in runs.items():
+                cpu, wall = time.process_time(), time.perf_counter()
+                run()
+                steps = times * num_steps * num_actors * num_envs
+                each = (time.process_time() - cpu) / steps * 1e6, steps / (time.perf_counter() - wall)
+                if turn:
+                    found[name].append(each)
+    median = {
+        name: [statistics.median(column) for column in zip(*each, strict=True)]
+        for name, each in found.items()
+    }
+    for name, (cpu, rate) in median.items():
+        yield f"| {name} | {cpu:,.1f} | {rate:,.0f} |"
+    driver, actor = (cpu for cpu, _ in median.values())
+    yield f"\nRatio of CPU time: {driver / actor:.1f}"
+
+
 def recovery(rounds: int) -> Iterator[str]:
     """Kills a node under a pool that goes on, with another node waiting."""
     yield "\nSeconds from the death of one of two nodes to the first batch after it, with a third one idle.\n"
@@ -272,7 +332,7 @@ def main() -> None:
     print(f"`python -m benchmarks.ray {' '.join(sys.argv[1:])}`".replace(" `", "`"))
     print(f"on {machine()}, ray {ray.__version__}; nodes are simulated on this machine.")
     with cluster(0):
-        for part in (overhead, grouping):
+        for part in (overhead, grouping, rollouts):
             if part.__name__ in options.parts:
                 print(*part(options.rounds, options.times), sep="\n", flush=True)
     if "scaling" in options.parts:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxvec._env_state import EnvState
 from jaxvec._errors import (
     ActionError,
+    ActorDiedError,
     EnvAttributeError,
     EnvDataError,
     EnvError,
@@ -21,6 +22,7 @@ from jaxvec._errors import (
     PoolBrokenError,
     PoolClosedError,
     ResetNeededError,
+    RolloutError,
     SpaceMismatchError,
     StaleHandleError,
     StaleStateError,
@@ -35,6 +37,7 @@ from jaxvec._timestep import TimeStep
 
 if TYPE_CHECKING:
     from jaxvec import adapters, normalize, testing
+    from jaxvec._rollouts._rollouts import Rollout, Rollouts, RolloutStats
     from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._first_ready import recv, send
@@ -49,6 +52,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActionError",
+    "ActorDiedError",
     "EnvAttributeError",
     "EnvDataError",
     "EnvError",
@@ -66,6 +70,10 @@ __all__ = [
     "Ray",
     "ResetNeededError",
     "Restart",
+    "Rollout",
+    "RolloutError",
+    "RolloutStats",
+    "Rollouts",
     "SpaceMismatchError",
     "StaleHandleError",
     "StaleStateError",
@@ -96,6 +104,9 @@ __all__ = [
 # Loaded on first use: workers import this package too, and must never import jax.
 _LAZY = {
     "Handle": "jaxvec.callbacks._handle",
+    "Rollout": "jaxvec._rollouts._rollouts",
+    "RolloutStats": "jaxvec._rollouts._rollouts",
+    "Rollouts": "jaxvec._rollouts._rollouts",
     "VectorEnv": "jaxvec._vector_env",
     "call": "jaxvec.callbacks._remote",
     "get_attr": "jaxvec.callbacks._remote",

@@ -6,6 +6,7 @@ from typing import Any
 
 __all__ = [
     "ActionError",
+    "ActorDiedError",
     "EnvAttributeError",
     "EnvDataError",
     "EnvError",
@@ -19,6 +20,7 @@ __all__ = [
     "PoolBrokenError",
     "PoolClosedError",
     "ResetNeededError",
+    "RolloutError",
     "SpaceMismatchError",
     "StaleHandleError",
     "StaleStateError",
@@ -453,3 +455,65 @@ class PoolBrokenError(JaxvecError, RuntimeError):
                 print(type(error.__cause__).__name__)  # EnvError
         ```
     """
+
+
+# --- failures of actors that make rollouts: they break the `Rollouts` -------------------------
+
+
+class RolloutError(JaxvecError, RuntimeError):
+    """The rollout of an actor raised an exception, or its envs did, or `make` in it.
+
+    `__cause__` is the original exception wherever that could be pickled and built again.
+
+    Attributes:
+        actor: index of the actor.
+        node: where it is, in words.
+        remote_traceback: the traceback's text as the actor saw it.
+
+    Example:
+        ```python
+        def rollout(params, handle, timestep, key):
+            raise ValueError("no rollout")
+
+        with jaxvec.Rollouts(rollout, "CartPole-v1", 2, num_actors=1, params=None) as rollouts:
+            try:
+                rollouts.get()
+            except jaxvec.RolloutError as error:
+                print(error.actor, type(error.__cause__).__name__)  # 0 ValueError
+        ```
+    """
+
+    def __init__(self, message: str, *, actor: int, node: str, remote_traceback: str = "") -> None:
+        super().__init__(message)
+        self.actor = actor
+        self.node = node
+        self.remote_traceback = remote_traceback
+
+
+class ActorDiedError(JaxvecError, RuntimeError):
+    """An actor that makes rollouts was lost, with its node or alone, or was not ready in time.
+
+    Attributes:
+        actor: index of the actor.
+        node: where it was, in words.
+
+    Example:
+        ```python
+        import os
+
+        def rollout(params, handle, timestep, key):
+            jax.debug.callback(lambda: os._exit(3))
+            return handle, timestep, ()
+
+        with jaxvec.Rollouts(rollout, "CartPole-v1", 2, num_actors=1, params=None) as rollouts:
+            try:
+                rollouts.get()
+            except jaxvec.ActorDiedError as error:
+                print(error.actor)  # 0
+        ```
+    """
+
+    def __init__(self, message: str, *, actor: int, node: str) -> None:
+        super().__init__(message)
+        self.actor = actor
+        self.node = node

@@ -83,14 +83,15 @@ def parse(on_fault: str | Restart) -> Restart | None:
 
 
 class Budget:
-    """Counts the faults of each worker.
+    """Counts the faults of each worker, or of whoever else is restarted.
 
     Attributes:
         restarts: `[num_workers]` faults that the pool recovered from.
     """
 
-    def __init__(self, policy: Restart | None, num_workers: int) -> None:
+    def __init__(self, policy: Restart | None, num_workers: int, *, who: str = "worker") -> None:
         self.policy = policy
+        self._who = who
         self.restarts = [0] * num_workers
         most = policy.rate[0] if policy and policy.rate else 0
         self._latest = [deque[float](maxlen=most) for _ in range(num_workers)]  # when; the latest last
@@ -113,8 +114,8 @@ class Budget:
         elif rate is not None and len(latest) == rate[0] and now - latest[0] < rate[1]:
             why = f"restarts in the last {now - latest[0]:.1f} s: {len(latest)}, and rate is {rate}"
         if why:
-            error.args = (f"{error}\nWorker {worker} was not restarted: {why}.",)
+            error.args = (f"{error}\n{self._who.capitalize()} {worker} was not restarted: {why}.",)
             raise error
         self.restarts[worker] = count + 1
         latest.append(now)
-        _logger.warning("worker %d recovers from fault %d%s: %s", worker, count + 1, lost, error)
+        _logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)

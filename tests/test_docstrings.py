@@ -32,7 +32,12 @@ NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np":
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
 NO_EXAMPLE = {"jaxvec.VectorEnv.pool": "for jaxvec's own faces"}
 NOT_RUN = {
+    "jaxvec.ActorDiedError": "needs a cluster",
     "jaxvec.Ray": "needs a cluster",
+    "jaxvec.Rollout": "needs a cluster; tests/test_rollouts.py makes rollouts",
+    "jaxvec.RolloutError": "needs a cluster",
+    "jaxvec.RolloutStats": "needs a cluster",
+    "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",
     "jaxvec.adapters.mlagents.MlAgentsEnv": "needs a built Unity scene",
     "jaxvec.compat.stoix.register": "needs Stoix; tests/conformance/test_stoix.py runs it",
 }
