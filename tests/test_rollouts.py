@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 import time
 from functools import partial
 from typing import Any, NamedTuple
@@ -246,6 +247,25 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     with pytest.raises(ValueError, match=r"no node of the Ray cluster has {'CPU': 1, 'unobtainium': 1}"):
         make_rollouts(backend=jaxvec.Ray(resources_per_worker={"unobtainium": 1}))
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
+
+
+def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, cluster, tmp_path):  # noqa: F811
+    rollouts = make_rollouts(env=partial(Gated, tmp_path))
+    waiting = threading.Thread(target=_shut_down, args=(tmp_path,), daemon=True)
+    waiting.start()
+    try:
+        with pytest.raises(jaxvec.ActorDiedError, match=r"actor 0 on node .* was lost"):
+            rollouts.get()
+    finally:
+        waiting.join(200)
+        ray.init(address=cluster.address, log_to_driver=False)
+    with pytest.raises(jaxvec.PoolBrokenError, match="failed before"):
+        rollouts.get()
+
+
+def _shut_down(folder):
+    wait_until(lambda: (folder / "began 0").exists())
+    ray.shutdown()
 
 
 def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):  # noqa: F811

@@ -26,6 +26,7 @@ from jaxvec._restart import Budget, Restart
 from jaxvec._rollouts._actor import Actor, Played, Raised
 
 _PATIENCE = 5.0  # seconds for envs to be closed
+_LOOK = 1.0  # seconds between looks whether Ray was shut down, after which no answer ever comes
 
 
 @dataclass(frozen=True)
@@ -155,12 +156,14 @@ class Actors:
             self._up.set()
 
     def _next_turn(self) -> Callable[[], None] | None:
-        first = min(self._places, key=lambda place: place.deadline)
-        seconds = first.deadline - time.monotonic()
-        try:
-            return self._turns.get(timeout=None if seconds == float("inf") else max(seconds, 0))
-        except queue.Empty:
-            return partial(self._give_up, first)
+        while True:
+            first = min(self._places, key=lambda place: place.deadline)
+            try:
+                return self._turns.get(timeout=max(min(first.deadline - time.monotonic(), _LOOK), 0))
+            except queue.Empty:
+                self._check_connected()
+                if time.monotonic() >= first.deadline:
+                    return partial(self._give_up, first)
 
     def _start(self, place: _Place, dead_nodes: set[str]) -> None:
         place.incarnation += 1
@@ -233,6 +236,7 @@ class Actors:
 
     def _lose(self, place: _Place, why: str) -> None:
         """Replaces an actor that can't be used any more; raises if that must not be."""
+        self._check_connected()
         self._kill(place)
         dead_nodes = _nodes.dead_nodes(self._ray)
         # Ray gives out a dead node until it misses it. That is no further fault.
@@ -247,12 +251,18 @@ class Actors:
             self.budget.spend(place.number, error, ", and starts anew")
         self._start(place, dead_nodes)
 
-    def _lose_head(self, why: str) -> None:
-        def fail() -> None:
-            node = self._places[0].node  # as good as any
-            raise ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
+    def _check_connected(self) -> None:
+        """Raises if Ray was shut down, as most calls would start another one then."""
+        if not self._ray.is_initialized():
+            self._fail("was lost: Ray was shut down")
 
-        self._turns.put(fail)
+    def _lose_head(self, why: str) -> None:
+        self._turns.put(partial(self._fail, why))
+
+    def _fail(self, why: str) -> None:
+        """Raises what has happened to all actors."""
+        node = self._places[0].node  # as good as any
+        raise ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
 
     def _ask(
         self,
