@@ -12,6 +12,7 @@ with other work too, two runs reached 476 in 124,160 env steps and 62 s, and 477
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -109,10 +110,8 @@ def simulated(config: Config) -> Generator[Callable[[], None]]:
     cluster: Any = importlib.import_module("ray.cluster_utils").Cluster()
     try:
         cluster.add_node(num_cpus=0, object_store_memory=_MEMORY)  # the head's, and the learner's
-        workers = config.num_workers or 1
-        room = workers * -(
-            -config.num_actors // max(config.simulate_nodes - 1, 1)
-        )  # also without one of them
+        left = max(config.simulate_nodes - 1, 1)  # which have room for all actors
+        room = (config.num_workers or 1) * math.ceil(config.num_actors / left)
         nodes = [
             cluster.add_node(num_cpus=room, object_store_memory=_MEMORY) for _ in range(config.simulate_nodes)
         ]
