@@ -241,18 +241,27 @@ def test_envs_can_be_asked_and_set(make_on_ray):
         envs.get_attr("nothing", indices=2)
 
 
-def test_a_replaced_worker_is_told_what_its_envs_were(make_on_ray):
+def test_a_replaced_worker_is_told_what_its_envs_were_and_their_last_states(make_on_ray):
     class Fragile(CountingEnv):
         def step(self, action):
             if action == 7:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().step(action)
 
-    envs = make_on_ray(Fragile, 2, on_fault=jaxvec.Restart(max_restarts=None, rate=None))
+    policy = jaxvec.Restart(retry="restore", max_restarts=None, rate=None)
+    envs = make_on_ray(Fragile, 2, states=4, on_fault=policy)
     envs.reset(options={"level": 3})
     envs.set_attr("goal", [[1], [2]])
-    assert envs.step([7, 0]).info["fault"].tolist() == [True, False]
+    assert envs.step([7, 0]).info["fault"].tolist() == [True, False]  # nothing was saved
     assert envs.infos[0]["options"] == {"level": 3}
+    assert envs.get_attr("goal") == ([1], [2])
+    saved = envs.step([1, 0])
+    envs.save()
+    envs.step([2, 0])
+    timestep = envs.step([7, 0])
+    assert timestep.info["fault"].tolist() == [True, False]
+    np.testing.assert_array_equal(timestep.obs[0], saved.obs[0])
+    assert envs.step([3, 0]).info["episode_length"].tolist() == [2, 5]
     assert envs.get_attr("goal") == ([1], [2])
 
 
