@@ -40,7 +40,8 @@ class Told:
         `pack` keeps a value from being changed by who has set it.
         """
         self._pack = pack
-        self._keeps_options, self.keeps_states = policy.keep_options, policy.retry == "restore"
+        self._keeps_options = policy.keep_options
+        self.keeps_states: bool = policy.retry == "restore"
         self._states: dict[int, bytes] = {}
         self._options: dict[int, dict[str, Any]] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
