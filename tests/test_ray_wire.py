@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from disasters import Background, wait_until
+from disasters import PATIENCE, Background, wait_until
 
 from jaxvec._backends._ray import _connection, _wire
 from jaxvec._backends._ray._actor_host import ActorHost
@@ -33,7 +33,7 @@ def ends(listener):
     """Yields both ends of a connection."""
     accepted = Background(listener.accept)
     here = connect(listener.address, KEY)
-    there = accepted.result(20)
+    there = accepted.result(PATIENCE)
     yield here, there
     here.close()
     there.close()
@@ -48,7 +48,7 @@ def test_frames_arrive_whole_and_in_order(ends):
         kind, came = there.receive()
         assert kind == number % 2
         np.testing.assert_array_equal(came, data)
-    sending.result(20)
+    sending.result(PATIENCE)
 
 
 def test_many_threads_send_frames_that_do_not_mix(ends):
@@ -64,7 +64,7 @@ def test_many_threads_send_frames_that_do_not_mix(ends):
         came.append(int(data[0]))
     assert sorted(came) == sorted([*range(3)] * 20)
     for sender in senders:
-        sender.result(20)
+        sender.result(PATIENCE)
 
 
 @pytest.mark.parametrize("how", ["closed", "broken off here"])
@@ -73,7 +73,7 @@ def test_an_end_ends_whoever_receives(ends, how):
     waits = Background(here.receive)
     there.close() if how == "closed" else here.break_off()
     with pytest.raises(EOFError):
-        waits.result(20)
+        waits.result(PATIENCE)
     with pytest.raises((BrokenPipeError, ConnectionResetError)):
         for _ in range(100):  # the other end has to say that it is gone
             here.send(ROWS, bytes(1 << 20))
@@ -99,7 +99,7 @@ class Trap:
 def proofless(sock, said):
     """Talks to a listener, and returns all that it says."""
     with sock:
-        sock.settimeout(20)
+        sock.settimeout(PATIENCE)
         sock.sendall(said)
         heard = b""
         try:
@@ -125,13 +125,13 @@ NONCE = bytes(32)
     ids=["nothing", "a frame at once", "a proof by another key", "no proof"],
 )
 def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkeypatch, said):
-    monkeypatch.setattr(_connection, "_STRANGER", 0.2)
+    monkeypatch.setattr(_connection, "_STRANGER", 2.0)  # also for the one with the key
     stranger = socket.create_connection(listener.address)  # first
     heard = Background(lambda: proofless(stranger, said))
     accepted = Background(listener.accept)
     with_key = Background(lambda: connect(listener.address, KEY))
-    there, here = accepted.result(20), with_key.result(20)
-    assert len(heard.result(20)) <= 32  # random bytes
+    there, here = accepted.result(PATIENCE), with_key.result(PATIENCE)
+    assert len(heard.result(PATIENCE)) <= 32  # random bytes
     here.send(MESSAGE, b"welcome")
     assert there.receive()[1].tobytes() == b"welcome"
     assert not sprung.is_set()
@@ -158,9 +158,9 @@ def test_a_proof_that_was_overheard_is_no_use():
             assert len(proofless(socket.create_connection(listener.address), overheard)) <= 32
             victim.sendall(overheard[32:])  # its own proof
             with pytest.raises(ConnectionError, match="does not know the key"):
-                connecting.result(20)
+                connecting.result(PATIENCE)
     connect(listener.address, KEY).close()
-    accepted.result(20).close()
+    accepted.result(PATIENCE).close()
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, bytes(64)])
@@ -172,7 +172,7 @@ def test_a_listener_that_does_not_know_the_key_is_refused(said):
             sock.sendall(said)
             sock.shutdown(socket.SHUT_WR)
             with pytest.raises(ConnectionError, match="does not know the key|closed the connection"):
-                connecting.result(20)
+                connecting.result(PATIENCE)
 
 
 def test_who_is_not_awaited_any_more_is_refused(listener, monkeypatch):
@@ -203,17 +203,17 @@ def test_who_has_no_time_to_read_is_not_lost(ends, monkeypatch):
         looked.release()
         return is_silent(self)
 
-    monkeypatch.setattr(_connection, "_SILENT", 0.1)
+    monkeypatch.setattr(_connection, "_SILENT", 2.0)  # a kernel may put off its answer by 0.2
     monkeypatch.setattr(_connection.Connection, "_is_silent", look)
-    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _connection._TIMEVAL.pack(0, 20_000))
+    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _connection._TIMEVAL.pack(0, 100_000))
     sending = Background(lambda: here.send(ROWS, bytes(50 << 20)))
     receiving = Background(here.receive)
-    for _ in range(20):  # looks, while the other end's buffer is full
-        assert looked.acquire(timeout=20)
+    for _ in range(30):  # looks in 3 s, while the other end's buffer is full
+        assert looked.acquire(timeout=PATIENCE)
     assert there.receive()[1].nbytes == 50 << 20
-    sending.result(20)
+    sending.result(PATIENCE)
     there.send(ROWS, b"an answer")
-    assert receiving.result(20)[1].tobytes() == b"an answer"
+    assert receiving.result(PATIENCE)[1].tobytes() == b"an answer"
 
 
 # --- The actor's end ------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_a_host_is_served_until_the_connection_ends(host, listener):
     assert isinstance(failure, HostFailure)
     assert "AttributeError" in failure.why
     connection.close()
-    serving.result(20)
+    serving.result(PATIENCE)
 
 
 def test_a_host_that_nobody_connects_to_is_not_served(host, listener, monkeypatch):

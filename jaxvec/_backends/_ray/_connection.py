@@ -33,8 +33,8 @@ _HEADER = struct.Struct("<BQ")  # kind, and length in bytes
 _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
 _CONNECTED = 3.0  # seconds within which a machine that is there lets us in
-_PROVEN = 10.0  # seconds for the proofs; more, as a busy machine may be slow
-_STRANGER = 1.0  # seconds that somebody may take who does not prove anything, while others wait
+_PROVEN = 30.0  # seconds for the proofs; more, as a busy machine may be slow
+_STRANGER = 5.0  # seconds that somebody may take who does not prove anything, while others wait
 _LOOK = 3.0  # seconds between looks whether what was sent is acknowledged
 _SILENT = 14.0  # seconds without, after which the other machine is lost
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # 14 s in all; not of every system
