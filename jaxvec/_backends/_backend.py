@@ -70,7 +70,7 @@ class Workers(Protocol):
 
     @property
     def told(self) -> Told | None:
-        """Takes note of what envs are told, if those that fail are built anew."""
+        """Takes note of what envs are told, if the pool goes on after faults."""
         ...
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:

@@ -69,7 +69,7 @@ class Supervisor:
         channels: the control socket to each worker; a replaced worker's has the same descriptor.
         starting: workers that take another's place and are not ready yet; by when they have to be, if ever.
         options: what resets pass to the envs; for workers that take another's place.
-        told: what envs were told, if those that fail are built anew.
+        told: what envs were told, if the pool goes on after faults.
         trace: how many spans each worker records, if any; for those, too.
         losses: what spans are lost with workers that were replaced since `trace` was set.
         lives: how often each worker was replaced.

@@ -170,20 +170,11 @@ class Actors:
         place.version = -1
         place.dead_nodes = dead_nodes
         place.node = "no node yet"
-        resources = self._terms.options.of_actor()
-        runtime_env = _runtime_env.split(self._terms.options.runtime_env or {})[1]
-        if not resources.get("GPU"):
+        wanted = self._terms.options
+        runtime_env = _runtime_env.split(wanted.runtime_env or {})[1]
+        if not wanted.of_actor().get("GPU"):
             runtime_env["env_vars"] = {"JAX_PLATFORMS": "cpu", **runtime_env.get("env_vars", {})}
-        options: dict[str, Any] = {
-            "num_cpus": resources.pop("CPU"),
-            "num_gpus": resources.pop("GPU", 0),
-            "memory": resources.pop("memory", None),
-            "resources": resources,
-            "runtime_env": runtime_env,
-            "max_restarts": 0,  # who takes its place has to be given the program
-            "max_task_retries": 0,  # no step may be taken twice
-            "scheduling_strategy": self._placement.strategy(place.number),
-        }
+        options = self._placement.actor_options(place.number, wanted.workers_per_actor, runtime_env)
         place.actor = self._ray.remote(**options)(Actor).remote()
         place.deadline = _deadline(self._terms.start_timeout)
         # Retried: until Ray knows that a node is dead, it says "unavailable", and misses no node.

@@ -194,7 +194,7 @@ class Rollouts:
         pickled = pickle_given(program, _refuse)
         _launcher.connect(ray_options, start_timeout)
         self._ray: Any = importlib.import_module("ray")
-        _check_room(self._ray, ray_options)
+        _placement.check_place(self._ray, ray_options.of_actor())
         self._max_lag = max_lag
         self._device = device
         self._version = 0
@@ -307,13 +307,6 @@ class Rollouts:
 def _check_count(name: str, count: Any, least: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {count!r}")
-
-
-def _check_room(ray: Any, options: Ray) -> None:
-    wanted, cluster = options.of_actor(), _placement.of_cluster(ray)
-    if not cluster.has_place(wanted):
-        has = "; ".join(str({name: node.get(name, 0) for name in wanted}) for node in cluster.places)
-        raise ValueError(f"backend: no node of the Ray cluster has {wanted}; its nodes have {has}")
 
 
 def _refuse(error: Exception) -> NotPicklableError:

@@ -118,13 +118,7 @@ class RayCluster:
         counts = [min(size, num_workers - first) for first in range(0, num_workers, size)]
         for count in {*counts}:  # the last actor may have fewer
             self._options.check(count)
-        resources = self._options.of_actor(counts[0])
-        cluster = _placement.of_cluster(self._ray)
-        if not cluster.has_place(resources):
-            has = "; ".join(str({name: node.get(name, 0) for name in resources}) for node in cluster.places)
-            raise ValueError(
-                f"resources_per_worker: no node of the Ray cluster has {resources}; its nodes have {has}"
-            )
+        _placement.check_place(self._ray, self._options.of_actor(counts[0]))
         placement = Placement(self._ray, self._options, counts, method.timeout)
         return RayLauncher(self._ray, self._options, num_workers, method, placement)
 
@@ -219,18 +213,10 @@ class RayLauncher:
         return range(first, min(first + size, self._num_workers))
 
     def _start_actor(self, workers: range) -> Any:
-        resources = self._options.of_actor(len(workers))
-        options: dict[str, Any] = {
-            "num_cpus": resources.pop("CPU"),
-            "num_gpus": resources.pop("GPU", 0),
-            "memory": resources.pop("memory", None),
-            "resources": resources,
-            "runtime_env": _runtime_env.split(self._options.runtime_env or {})[1],
-            "max_restarts": 0,  # who takes its place has to be told of the envs
-            "max_task_retries": 0,  # no step may be taken twice
-            "concurrency_groups": {"stream": 2},  # one may yet wait for a connection
-            "scheduling_strategy": self._placement.strategy(workers[0] // self._options.workers_per_actor),
-        }
+        number = workers[0] // self._options.workers_per_actor
+        runtime_env = _runtime_env.split(self._options.runtime_env or {})[1]
+        options = self._placement.actor_options(number, len(workers), runtime_env)
+        options["concurrency_groups"] = {"stream": 2}  # one may yet wait for a connection
         return self._ray.remote(**options)(_actor_class()).remote()
 
     def _lose(self, why: str) -> None:

@@ -71,6 +71,16 @@ def of_own_group(ray: Any) -> Room | None:
     return Room(total, places)
 
 
+def check_place(ray: Any, wanted: Mapping[str, float]) -> None:
+    """Raises `ValueError` if no node of the cluster has what an actor wants."""
+    cluster = of_cluster(ray)
+    if not cluster.has_place(wanted):
+        has = "; ".join(str({name: node.get(name, 0) for name in wanted}) for node in cluster.places)
+        raise ValueError(
+            f"resources_per_worker: no node of the Ray cluster has {wanted}; its nodes have {has}"
+        )
+
+
 class Placement:
     """Where the actors of one pool are put."""
 
@@ -87,6 +97,7 @@ class Placement:
             TimeoutError: it found none.
         """
         self._ray = ray
+        self._options = options
         self._group: Any = None  # of the pool
         self._parent: Any = None  # the group of this process, which its threads don't know of in a task
         if options.placement_strategy is not None:
@@ -95,8 +106,21 @@ class Placement:
         elif (own := of_own_group(ray)) and own.num_actors(options.of_actor(counts[0])) >= len(counts):
             self._parent = ray.util.get_current_placement_group()
 
-    def strategy(self, actor: int) -> Any:
-        """Returns the scheduling strategy of an actor."""
+    def actor_options(self, actor: int, num_workers: int, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the options by which Ray starts an actor with so many workers."""
+        resources = self._options.of_actor(num_workers)
+        return {
+            "num_cpus": resources.pop("CPU"),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": resources,
+            "runtime_env": runtime_env,
+            "max_restarts": 0,  # who takes its place has to be told what this one was
+            "max_task_retries": 0,  # no step may be taken twice
+            "scheduling_strategy": self._strategy(actor),
+        }
+
+    def _strategy(self, actor: int) -> Any:
         strategy: Any = importlib.import_module(
             "ray.util.scheduling_strategies"
         ).PlacementGroupSchedulingStrategy
