@@ -196,6 +196,22 @@ def test_a_reset_from_outside_begins_anew(make):
     assert timestep.info["episode_length"].tolist() == [1, 1]
 
 
+def test_a_state_that_the_program_restores_takes_the_place_of_the_last(make):
+    """After the row of the fault, and before the step that would have gone on."""
+    options = {"num_workers": 1, "states": 9, "on_fault": RESTORE, "autoreset_mode": "NEXT_STEP"}
+    envs = make(lambda: TimeLimit(Raising(), 7), 1, **options)
+    envs.reset(seed=0)
+    first = envs.save()
+    envs.step([1])
+    envs.save()
+    assert envs.step([HARM]).info["fault"].all()
+    assert envs.restore(first).info["episode_length"].tolist() == [0]
+    timestep = envs.step([1])
+    while not (timestep.terminated | timestep.truncated).all():
+        timestep = envs.step([1])
+    assert envs.step([1]).info["episode_length"].tolist() == [0]  # a reset, and nothing else
+
+
 def test_an_env_that_can_not_be_put_back_is_reset(make, tmp_path, caplog):
     trap = tmp_path / "trap"
 

@@ -444,6 +444,7 @@ class EnvSlice:
         self._final_infos.pop(index, None)
 
     def _put_env(self, index: int, state: SlotState) -> None:
+        self._resumed.pop(index, None)  # what the program restores counts more
         self._slots.make_ready(index)
         env = _env_states.put(self._slots.envs[index], state.env, self._functions)
         self._slots.restore(index, env, state.seed, state.new_seed, state.options)
