@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -46,6 +47,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="in which of the ways to drive a pool tests run that are for all: 1/12 to 12/12, or 1/1 for all",
     )
     parser.addoption("--nightly", action="store_true", help="run what is marked so, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps bytecode with pytest's own cache where none is to be beside the sources, as in containers.
+
+    Each of the several hundred interpreters that tests start would compile all it imports anew.
+    """
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
+        sys.dont_write_bytecode = False
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

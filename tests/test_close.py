@@ -308,6 +308,7 @@ ENDS = {
 
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
+@pytest.mark.nightly(but=4)
 def test_a_script_ends_whatever_its_pool_does(way, name):
     step, then = ENDS[name]
     script = run_script(step, f"try: {then}\nexcept jaxvec.JaxvecError: print('caught', flush=True)", way)

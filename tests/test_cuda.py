@@ -550,6 +550,7 @@ def run(make, env, program, transport="ffi"):
 
 @pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
 @pytest.mark.parametrize("program", [scan, while_loop, cond, vmap, with_much_to_compute])
+@pytest.mark.nightly(but=6)
 def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(driver, request, make, env, program):
     _, theirs = run(make, env, program)
     request.getfixturevalue("cpu_as_cuda")

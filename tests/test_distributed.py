@@ -117,6 +117,7 @@ def sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.nightly
 def test_without_a_coordinator_all_processes_are_started(sigterm, capfd):
     data_parallel.main(["--num-envs", "4", "--seed", "100", "--num-updates", "1"])  # raises if one fails
     out, _ = capfd.readouterr()

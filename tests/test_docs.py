@@ -49,14 +49,16 @@ def installed(distribution: str) -> bool:
 
 
 PROGRAMS = [*_programs()]
-FIRST_READ = ("README.md", "docs/tutorial.md", "docs/transformations.md")  # run under every version of JAX
+FIRST_READ = ("README.md", "docs/tutorial.md", "docs/transformations.md")  # run daily, and under every jax
 
 
 @pytest.mark.parametrize(
     "source",
     [
         pytest.param(
-            each.values[1], id=each.id, marks=pytest.mark.jax_version if each.id in FIRST_READ else ()
+            each.values[1],
+            id=each.id,
+            marks=pytest.mark.jax_version if each.id in FIRST_READ else pytest.mark.nightly,
         )
         for each in PROGRAMS
         if not each.values[0]

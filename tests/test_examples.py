@@ -93,7 +93,7 @@ def test_ppo_trains_reports_and_plots(env, num_updates, low, high, num_episodes,
     ],
     ids=["pixels, offset actions", "one-hot, bounded actions", "scalar, unbounded actions"],
 )
-@pytest.mark.nightly(but=1)
+@pytest.mark.nightly
 def test_ppo_learns_and_takes_each_step_once(observation_space, action_space, best, register, tmp_path):
     counts = tmp_path / "counts"
     counts.mkdir()
@@ -168,9 +168,9 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        (dqn, "--num-steps 50 --learn-after 200"),
-        (sac, "--num-steps 50 --learn-after 200 --gradient-steps 1"),
-        (ppo_recurrent, "--num-steps 50 --num-minibatches 2"),
+        pytest.param(dqn, "--num-steps 50 --learn-after 200", marks=pytest.mark.nightly),
+        pytest.param(sac, "--num-steps 50 --learn-after 200 --gradient-steps 1", marks=pytest.mark.nightly),
+        pytest.param(ppo_recurrent, "--num-steps 50 --num-minibatches 2", marks=pytest.mark.nightly),
         (impala, "--num-steps 50 --num-workers 2 --mean-delay 0.0001"),
         pytest.param(impala, "--num-steps 50 --num-actors 0", marks=pytest.mark.nightly),
     ],
@@ -371,6 +371,7 @@ class BrokenEnv(gymnasium.Env):
         return np.zeros(2, np.float32), 1.0, self.steps % 10 == 0, False, {}
 
 
+@pytest.mark.nightly
 def test_what_fails_in_an_actor_ends_the_program_and_is_told(register):
     register("Broken-v0", BrokenEnv, disable_env_checker=True)
     with pytest.raises(jaxvec.EnvError, match="worn out"):

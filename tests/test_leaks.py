@@ -27,6 +27,7 @@ from jaxvec.testing import CountingEnv
     ids=["idle", "in step", "holding the GIL"],
 )
 @pytest.mark.parametrize("handoff", ["native", "portable"])
+@pytest.mark.nightly(but=4)
 def test_workers_die_with_a_killed_parent(step, handoff):
     then = "envs.step(np.zeros(2, int)); signal.pause()" if step != "pass" else "signal.pause()"
     script = run_script(step, then, handoff=handoff)
@@ -131,6 +132,7 @@ def measure():
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["well", "badly"])
+@pytest.mark.nightly(but=1)
 def test_two_dozen_pools_that_end_leave_nothing_behind(no_jax_log, fails):
     run_pools(len(WAYS), fails)  # what JAX keeps of a program, it keeps now
     before = measure()
@@ -235,6 +237,7 @@ handoffs = pytest.mark.parametrize("handoff", ["native", "portable"])
 
 
 @handoffs
+@pytest.mark.nightly(but=1)
 def test_a_full_disk_is_a_clear_error(handoff):
     """The memory of a segment is taken at once; this limit is the one that we can fill."""
     error, err = run_limited(handoff, "RLIMIT_FSIZE", 1 << 20, size=4 << 20)
@@ -243,6 +246,7 @@ def test_a_full_disk_is_a_clear_error(handoff):
 
 
 @handoffs
+@pytest.mark.nightly(but=1)
 def test_too_little_memory_for_the_segment_is_a_clear_error(handoff):
     """A worker inherits the limit, but has less without it: so it is here that there is no room."""
     vms = "process.memory_info().vms"
@@ -260,9 +264,8 @@ def test_too_little_memory_to_pickle_a_constructor_is_not_called_something_else(
 
 
 @handoffs
-@pytest.mark.parametrize(
-    "room", [0, 6, *(pytest.param(room, marks=pytest.mark.nightly) for room in (3, 9, 12))]
-)
+@pytest.mark.parametrize("room", range(0, 15, 3))
+@pytest.mark.nightly(but=3)
 def test_too_few_descriptors_are_a_clear_error(handoff, room):
     """With room for more and more of what a start opens, until it is enough."""
     value = f"max(map(int, os.listdir('/proc/self/fd'))) + {room}"

@@ -538,6 +538,7 @@ envs.reset()
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.nightly(but=3)
 def test_nothing_is_left_of_a_program_however_it_ends(ending):
     mark = uuid.uuid4().hex
     subprocess.run(

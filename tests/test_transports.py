@@ -270,28 +270,28 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("backend", ["process", "serial"])
-@pytest.mark.parametrize("verb", [Verb.RESET, Verb.STEP, Verb.SEND, Verb.RECV])
 @pytest.mark.parametrize("bad", BAD_CALLS)
-def test_calls_that_no_jaxvec_made_are_refused(native, backend, verb, bad):
+def test_calls_that_no_jaxvec_made_are_refused(native, backend, bad):
     envs = native(CountingEnv, 2, backend=backend)
     handle, _ = jaxvec.reset(envs)
-    results = _program.Call(verb, envs.spec, "ffi").results(2)
-    attributes = {
-        "fingerprint": np.int64(envs.spec.fingerprint),
-        "verb": np.uint32(verb),
-        "fresh": np.bool_(False),
-        "extra": np.frombuffer(pickle.dumps((b"N.", (), ())), np.uint8),
-    }
-    operands = BAD_CALLS[bad](handle.token, jnp.zeros(2, np.int32))
-    if verb == Verb.RECV and bad == "no action":
-        operands = [handle.token, handle.token]  # a token is all it takes
-    call = jax.ffi.ffi_call("jaxvec_call", results, has_side_effect=True)
-    with pytest.raises(RuntimeError, match="operands|buffers|dtype|several pools|twice"):
-        jax.block_until_ready(jax.jit(lambda: call(*operands, **attributes))())
-    wrong = [jax.ShapeDtypeStruct(result.shape, np.int8) for result in results]
-    call = jax.ffi.ffi_call("jaxvec_call", wrong, has_side_effect=True)
-    with pytest.raises(RuntimeError, match="operands|buffers"):
-        jax.block_until_ready(jax.jit(lambda: call(handle.token, jnp.zeros(2, np.int32), **attributes))())
+    for verb in (Verb.RESET, Verb.STEP, Verb.SEND, Verb.RECV):
+        results = _program.Call(verb, envs.spec, "ffi").results(2)
+        attributes = {
+            "fingerprint": np.int64(envs.spec.fingerprint),
+            "verb": np.uint32(verb),
+            "fresh": np.bool_(False),
+            "extra": np.frombuffer(pickle.dumps((b"N.", (), ())), np.uint8),
+        }
+        operands = BAD_CALLS[bad](handle.token, jnp.zeros(2, np.int32))
+        if verb == Verb.RECV and bad == "no action":
+            operands = [handle.token, handle.token]  # a token is all it takes
+        call = jax.ffi.ffi_call("jaxvec_call", results, has_side_effect=True)
+        with pytest.raises(RuntimeError, match="operands|buffers|dtype|several pools|twice"):
+            jax.block_until_ready(jax.jit(lambda: call(*operands, **attributes))())
+        wrong = [jax.ShapeDtypeStruct(result.shape, np.int8) for result in results]
+        call = jax.ffi.ffi_call("jaxvec_call", wrong, has_side_effect=True)
+        with pytest.raises(RuntimeError, match="operands|buffers"):
+            jax.block_until_ready(jax.jit(lambda: call(handle.token, jnp.zeros(2, np.int32), **attributes))())
     step(handle, jnp.zeros(2, int))  # nothing was stepped, the pool is usable
     assert envs.get_attr("steps") == (1, 1)
 
