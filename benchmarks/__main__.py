@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     yield from report.tables(results)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        report.plot(results, options.out / "results.png")
+        report.plot(results, options.out / "results.svg")
     print("costs ...", file=sys.stderr, flush=True)
     memory = costs.memory()
     yield "\n| memory (PSS) | MB |\n| --- | ---: |"
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="of one system in one round")
     parser.add_argument("--pufferlib-python", help="interpreter of an environment with pufferlib 1.0.1")
-    parser.add_argument("--out", type=Path, help="folder for results.md and results.png")
+    parser.add_argument("--out", type=Path, help="folder for results.md and results.svg")
     options = parser.parse_args()
     lines = []
     for line in run(options):

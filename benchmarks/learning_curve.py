@@ -1,6 +1,6 @@
 """Draws the README's learning curve, from runs of `python -m jaxvec.examples.ppo` with several seeds.
 
-    python -m benchmarks.learning_curve --out docs/images/learning_curve.png
+    python -m benchmarks.learning_curve --out docs/images/learning_curve.svg
 
 Needs the extra `demo`. The runs take turns: under one `vmap`, jaxlib 0.10.2's batched QR, which makes
 the first weights, was seen to deadlock on two cores.
@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from benchmarks import pictures
 from jaxvec.examples import ppo
 
 
-def plot(config: ppo.Config, curves: NDArray[np.float32], path: str) -> None:
+def plot(config: ppo.Config, curves: NDArray[np.float32], path: Path) -> None:
     """Saves a picture: the median over the seeds, and each seed's curve."""
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     env_steps = np.arange(1, config.num_updates + 1) * config.steps_per_update
     axes.plot(env_steps, curves.T, color="C0", alpha=0.25)
@@ -31,8 +33,8 @@ def plot(config: ppo.Config, curves: NDArray[np.float32], path: str) -> None:
     axes.set(title=f"PPO on {config.env}", xlabel="env steps", ylabel="mean return of the last 100 episodes")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+    axes.legend(loc="lower right", frameon=False)
+    pictures.save(figure, path)
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
     parser.add_argument("--env", default="CartPole-v1", help="as for the example")
     parser.add_argument("--total-steps", type=int, default=262_144, help="env steps of each seed")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on")
-    parser.add_argument("--out", required=True, help="file for the picture")
+    parser.add_argument("--out", required=True, type=Path, help="file for the picture, .svg")
     args = parser.parse_args()
     config = replace(ppo.Config(), env=args.env, total_steps=args.total_steps)
     curves: list[NDArray[np.float32]] = []

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
+from benchmarks import pictures
 from benchmarks.measure import Result
+
+_DRAWN = ("CartPole x 8", "CartPole x 64", "CartPole x 256", "nested Dict x 64")
+_MARKS = ("o", "s", "D", "^")
 
 Results = Mapping[str, Mapping[str, Result]]  # by load and system
 
@@ -48,25 +54,20 @@ def _ratio(rate: float, best: float) -> str:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draws each load's rates as bars, relative to the bare loops."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    columns = 4
-    rows = -(-len(results) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(16, 3.2 * rows), sharey=True, squeeze=False)
-    for axis, (load, by_system) in zip(axes.flat, results.items(), strict=False):
-        names = list(by_system)
-        best = by_system[names[0]].rate or 1
-        colours = ["tab:grey", *("tab:orange" if "jaxvec" in name else "tab:blue" for name in names[1:])]
-        axis.barh(names, [by_system[name].rate / best for name in names], color=colours)
-        axis.set_title(load)
-        axis.set_xlim(0, 1.2)  # EnvPool's C++ goes beyond
-        axis.invert_yaxis()
-    for axis in axes.flat[len(results) :]:
-        axis.remove()
-    figure.supxlabel("env steps a second, relative to bare env.step loops on all cores")
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    """Draws each system's rates relative to the bare loops, for a few loads; what did not run has no mark."""
+    systems = list(next(iter(results.values())))
+    figure = Figure(figsize=(6, 1.5 + 0.25 * len(systems)), layout="constrained")
+    axes = figure.subplots()
+    for place, load in enumerate([load for load in _DRAWN if load in results] or results):
+        by_system = results[load]
+        shown = [system for system in systems if not by_system[system].not_run]
+        rates = [by_system[system].rate / (by_system[systems[0]].rate or 1) for system in shown]
+        axes.plot(rates, [systems.index(system) for system in shown], _MARKS[place % len(_MARKS)], label=load)
+    axes.set(
+        xscale="log", ylim=(len(systems) - 0.5, -0.5), xlabel="env steps a second over those of bare loops"
+    )
+    axes.set_yticks(range(len(systems)), systems, fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.axvline(1, color="black", linewidth=0.8)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    pictures.save(figure, path)

@@ -9,9 +9,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from benchmarks import pictures
 from jaxvec._tracing import _timeline
 
 # What a span is, by how its name begins; a later one is drawn over those before it.
@@ -37,15 +38,15 @@ def draw(timeline: dict[str, Any], picture: Path, *, first: int, count: int) -> 
     start, stop = hand_offs[first], hand_offs[first + count]
     margin = (stop - start) / 40
     start, stop = start - margin, stop + margin
-    figure, axes = plt.subplots(figsize=(10, 0.9 + 0.55 * len(rows)), dpi=120)
+    figure = Figure(figsize=(10, 0.9 + 0.55 * len(rows)))
+    axes = figure.subplots()
     for kind, (_, colour) in KINDS.items():
         for place, tid in enumerate(rows):
             mine = [span for span in spans if span["tid"] == tid and span["name"].startswith(kind)]
             shown = [
                 (s["ts"] - start, s["dur"]) for s in mine if start < s["ts"] + s["dur"] and s["ts"] < stop
             ]
-            gap = 0.4 if kind in ("step", "reset") else 0  # these come in rows, the others may be too short
-            axes.broken_barh(shown, (place - 0.36, 0.72), color=colour, edgecolor="white", linewidth=gap)
+            axes.broken_barh(shown, (place - 0.36, 0.72), color=colour, linewidth=0)
     axes.set_xlim(0, stop - start)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), rows.values())
@@ -55,8 +56,7 @@ def draw(timeline: dict[str, Any], picture: Path, *, first: int, count: int) -> 
     patches = [Patch(color=colour, label=label) for label, colour in dict(KINDS.values()).items()]
     figure.legend(handles=patches, loc="upper center", ncols=len(patches), frameon=False, fontsize=9)
     figure.tight_layout(rect=(0, 0, 1, 0.92))
-    figure.savefig(picture)
-    plt.close(figure)
+    pictures.save(figure, picture)
 
 
 def main() -> None:

@@ -111,6 +111,7 @@ def test_ppo_learns_and_takes_each_step_once(observation_space, action_space, be
     assert Path("curve.png").exists()
 
 
+@pytest.mark.nightly
 def test_ppo_stops_when_told(capsys):
     options = "--num-envs 8 --num-workers 2 --num-steps 16 --total-steps 100000 --stop-at 15"
     result = ppo.main(options.split())
@@ -168,14 +169,15 @@ def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        pytest.param(dqn, "--num-steps 50 --learn-after 200", marks=pytest.mark.nightly),
-        pytest.param(sac, "--num-steps 50 --learn-after 200 --gradient-steps 1", marks=pytest.mark.nightly),
-        pytest.param(ppo_recurrent, "--num-steps 50 --num-minibatches 2", marks=pytest.mark.nightly),
+        (dqn, "--num-steps 50 --learn-after 200"),
+        (sac, "--num-steps 50 --learn-after 200 --gradient-steps 1"),
+        (ppo_recurrent, "--num-steps 50 --num-minibatches 2"),
         (impala, "--num-steps 50 --num-workers 2 --mean-delay 0.0001"),
-        pytest.param(impala, "--num-steps 50 --num-actors 0", marks=pytest.mark.nightly),
+        (impala, "--num-steps 50 --num-actors 0"),
     ],
     ids=["dqn", "sac", "ppo_recurrent", "impala", "impala without threads"],
 )
+@pytest.mark.nightly
 def test_other_programs_train_report_and_plot(program, options, capsys):
     result = program.main([*options.split(), "--num-envs", "4", "--total-steps", "900"])
     assert result.env_steps == 1000
