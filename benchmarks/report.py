@@ -66,6 +66,7 @@ def plot(results: Results, path: Path) -> None:
     axes.set(
         xscale="log", ylim=(len(systems) - 0.5, -0.5), xlabel="env steps a second over those of bare loops"
     )
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(systems)), systems, fontsize=8)
     axes.grid(alpha=0.3)
     axes.axvline(1, color="black", linewidth=0.8)

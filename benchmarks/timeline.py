@@ -17,12 +17,12 @@ from jaxvec._tracing import _timeline
 
 # What a span is, by how its name begins; a later one is drawn over those before it.
 KINDS = {
-    "jaxvec.": ("hand-off to the pool", "#355c7d"),
-    "VectorEnv.": ("hand-off to the pool", "#355c7d"),
+    "jaxvec.": ("hand-off to the pool", "#4f81ad"),
+    "VectorEnv.": ("hand-off to the pool", "#4f81ad"),
     "write actions": ("write actions, wake workers", "#f8b195"),
     "hand over": ("write actions, wake workers", "#f8b195"),
     "copy results": ("copy results", "#c06c84"),
-    "wait": ("wait", "#e3e6ea"),
+    "wait": ("wait", "#aeb7c1"),
     "step": ("step of an env", "#6aa84f"),
     "reset": ("reset of an env", "#e69138"),
 }
