@@ -667,11 +667,12 @@ class Pool:
                 self._workers.told.call(slots)
             slices = self._ask_each(name, slots, args, *more)
             self._advance(move)
-        results = dict(zip(np.sort(slots).tolist(), itertools.chain.from_iterable(slices), strict=True))
+        answers = itertools.chain.from_iterable(each for each in slices if each is not None)
+        results = dict(zip(np.sort(slots).tolist(), answers, strict=True))
         return [results[slot] for slot in slots.tolist()]
 
     def _ask_each(self, name: Asked, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
-        """Makes a request of some envs.
+        """Makes a request of some envs; workers that have none of them go on with what they do.
 
         Args:
             name: of a method of `Slice` that takes slots, a value for each of them, and `more`.
@@ -681,9 +682,9 @@ class Pool:
         """
         by_slot = dict(zip(slots.tolist(), values, strict=True))
 
-        def arguments(first: int, stop: int) -> tuple[Any, ...]:
+        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
             mine = [slot for slot in range(first, stop) if slot in by_slot]
-            return mine, [by_slot[slot] for slot in mine], *more
+            return (mine, [by_slot[slot] for slot in mine], *more) if mine else None
 
         return self._ask(name, arguments)
 

@@ -319,6 +319,28 @@ def test_all_that_are_ready_are_returned_and_one_at_least(make, handoff, order, 
     check_rows(envs.recv(at_least=1, timeout=PATIENCE), ids, [7, 3, 0, 2][: len(ids)])
 
 
+def test_a_question_waits_for_no_env_of_another_worker(make, tmp_path):
+    gate = tmp_path / "open"
+    envs = make(GatedEnv, 2, gate=gate, num_workers=2, batch_size=1)
+    envs.reset()
+    envs.recv()
+    envs.send([7], [0])
+
+    def ask():
+        envs.set_attr("name", "idle", indices=[1])
+        return envs.call("steps", indices=[1]) + envs.get_attr("name", indices=[1])
+
+    assert within(ask) == (0, "idle")
+    envs.send([5], [1])
+    check_rows(envs.recv(), [1], [5])
+    assert unfinished(envs) == [0]
+    assert envs.call("steps", indices=[]) == ()
+    later = envs.call_async("steps", indices=[1, 0])  # which waits for env 0
+    gate.touch()
+    assert later.result(PATIENCE) == (1, 1)
+    check_rows(envs.recv(), [0], [7])
+
+
 def test_without_batch_size_those_that_are_ready_are_returned_too(make, tmp_path):
     """As programs with ML-Agents go: a worker with one env each, and whoever has answered is next."""
     gate = tmp_path / "open"

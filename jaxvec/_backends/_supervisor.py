@@ -145,7 +145,7 @@ class Supervisor:
             worker: Request(name, _pickle(name, mine)) for worker, mine in enumerate(each) if mine is not None
         }
         patience = self._patience(name, timeout)
-        while starting := sorted(self.starting):  # only once they serve can they be asked
+        while starting := sorted(self.starting.keys() & requests.keys()):  # who serves can be asked
             self.look(LOOK_AROUND, patience)
             if self.time_left(patience) <= 0:
                 self.expire(patience, starting)

@@ -219,9 +219,9 @@ class ProcessWorkers:
         assert self._arrays is not None
         columns = {path: self._arrays[path] for path in self._objects_out}
 
-        def arguments(first: int, stop: int) -> tuple[Any, ...]:
+        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
             mine = slots[(first <= slots) & (slots < stop)]
-            return mine, {path: column[mine] for path, column in columns.items()}
+            return (mine, {path: column[mine] for path, column in columns.items()}) if len(mine) else None
 
         check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
 
@@ -229,14 +229,14 @@ class ProcessWorkers:
         """Gets from the workers what of the time steps of `slots` is not in the segment."""
         assert self._arrays is not None
 
-        def arguments(first: int, stop: int) -> tuple[Any, ...]:
-            return slots[(first <= slots) & (slots < stop)], self._objects_in
+        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
+            mine = slots[(first <= slots) & (slots < stop)]
+            return (mine, self._objects_in) if len(mine) else None
 
         answers = check_all(self.request("get_objects", arguments, timeout=timeout))
         for (first, stop), columns in zip(self._slices, answers, strict=True):
-            mine, _ = arguments(first, stop)
-            for path, column in columns.items():
-                self._arrays[path][mine] = column
+            for path, column in (columns or {}).items():
+                self._arrays[path][slots[(first <= slots) & (slots < stop)]] = column
 
 
 def _spin_ns(num_workers: int) -> int:
