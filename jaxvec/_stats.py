@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Columns of a worker's row in the segment, `[num_workers, ...]` int64. The worker alone writes them.
-STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS, STATE_BYTES = range(8)
+STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS, STATE_BYTES, SIMULATED = range(9)
+WIDTH = 16  # columns: whole cache lines, so that no two workers write to one
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class WorkerStats:
         reset_time: seconds in the envs' resets.
         wait_time: seconds without work.
         state_bytes: of the saved states that it keeps, about: as many as some of them had when pickled.
+        simulated: steps that `simulate` took from saved states, which are not among `steps`.
 
     Example:
         ```python
@@ -46,6 +48,7 @@ class WorkerStats:
     reset_time: float = 0.0
     wait_time: float = 0.0
     state_bytes: int = 0
+    simulated: int = 0
 
     def __add__(self, other: WorkerStats) -> WorkerStats:
         """Adds each field to the other's."""
@@ -91,6 +94,7 @@ def read(rows: NDArray[np.int64], restarts: Sequence[int], *, states: int, state
             row[RESET_NS] / 1e9,
             row[WAIT_NS] / 1e9,
             row[STATE_BYTES],
+            row[SIMULATED],
         )
         for row, count in zip(rows.tolist(), restarts, strict=True)
     )

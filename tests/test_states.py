@@ -82,12 +82,13 @@ class Model:
         self._begin(obs, info)
 
     def step(self, action):
+        """Returns whether the env took a step."""
         if self.over and self.mode == "EPISODIC":
             self.row |= {"reward": 0.0, "idle": True}
-            return
+            return False
         if self.over and self.mode == "NEXT_STEP":
             self.reset()
-            return
+            return False
         obs, reward, terminated, truncated, info = self.env.step(action)
         self.episode = self.episode[0] + reward, self.episode[1] + 1
         self.raw, self.over = info, terminated or truncated
@@ -98,6 +99,7 @@ class Model:
         self._write(obs, reward, terminated, truncated, begun if final else info, final)
         if final:
             self.over, self.episode = False, (0.0, 0)
+        return True
 
     def _begin(self, obs, info):
         self.raw, self.over, self.episode = info, False, (0.0, 0)
@@ -210,7 +212,7 @@ class Game:
     def __init__(self, face, models, rng):
         self.face, self.models, self.rng = face, models, rng
         self.saved: list[Saved] = []
-        self.count = 0
+        self.count = self.steps = self.simulated = 0
 
     def play(self, turns):
         self.reset_all()
@@ -237,7 +239,7 @@ class Game:
                 check(self.face.reset(mask=over), self.models, range(NUM_ENVS))
         actions = self.rng.integers(2, size=NUM_ENVS)
         for model, action in zip(self.models, actions, strict=True):
-            model.step(int(action))
+            self.steps += model.step(int(action))
         check(self.face.step(actions), self.models, range(NUM_ENVS))
 
     def save(self):
@@ -265,7 +267,7 @@ class Game:
             state, timestep = self.face.simulate(_stack(chosen), actions)
             models = [copy.deepcopy(saved.model) for saved in chosen]
             for model, action in zip(models, actions, strict=True):
-                model.step(int(action))
+                self.simulated += model.step(int(action))
             check(timestep, models, [model.env_id for model in models])
             self.keep(state, models)
 
@@ -338,6 +340,8 @@ def test_all_is_as_the_model_foretells(make, no_jax_log, dispatch, face, mode, e
     game = Game((HostFace if face == "host" else ProgramFace)(envs), models, np.random.default_rng(0))
     game.play(120)
     assert game.count > 3 * CAPACITY
+    total = envs.stats().total
+    assert (total.steps, total.simulated) == (game.steps, game.simulated)
     if face == "host":
         assert envs.infos == tuple(model.raw for model in models)
 

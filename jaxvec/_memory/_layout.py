@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxvec import _stats
 from jaxvec._memory import _marks
 from jaxvec._spaces import KeyPath
 from jaxvec._spec import PoolSpec
@@ -90,7 +91,7 @@ def _arrays(
             np.dtype(np.uint8),
         )  # whether it ended an episode: 1, or 2 by a fault
         yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `requested`
-    yield ("stats",), (len(slices), ALIGNMENT // 8), np.dtype(np.int64)  # see _stats
+    yield ("stats",), (len(slices), _stats.WIDTH), np.dtype(np.int64)
     yield from _marks.shapes(n, len(slices))
 
 

@@ -384,7 +384,11 @@ class EnvSlice:
             missing = self._states.missing(sources)
             if missing:
                 return Gone(missing)
-            states, rows = self._simulator.step([self._states[source] for source in sources], actions)
+            before = self._simulator.steps
+            try:
+                states, rows = self._simulator.step([self._states[source] for source in sources], actions)
+            finally:
+                self._stats[_stats.SIMULATED] += self._simulator.steps - before
             for number, state in zip(numbers, states, strict=True):
                 self._states.keep(number, state)
             return rows

@@ -11,6 +11,7 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec import _stats
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._memory._segment import Arrays
@@ -40,7 +41,11 @@ class Stepper(Protocol):
 
 
 class Simulator:
-    """Of a slice. For each function that makes envs it builds an env of its own, when one is needed."""
+    """Of a slice. For each function that makes envs it builds an env of its own, when one is needed.
+
+    Attributes:
+        steps: that envs have taken here so far.
+    """
 
     def __init__(
         self,
@@ -58,6 +63,7 @@ class Simulator:
             spec: of the pool.
             slice_of: makes the slice of envs, by the function that made them, over these arrays.
         """
+        self.steps = 0
         self._env_fns, self._first = env_fns, first
         self._spec = replace(spec, num_envs=_MOST, batch_size=_MOST)
         self._slice_of = slice_of
@@ -121,6 +127,8 @@ class Simulator:
         if kind not in self._built:
             self._build(kind, states[0].slot)
         env, stepper, arrays = self._built[kind]
+        taken = arrays["stats",][0]
+        before = taken[_stats.STEPS]
         for leaf, action in zip(self._spec.action_leaves, actions, strict=True):
             arrays[leaf.path][: len(places)] = action[places]
         rows = np.arange(len(places))
@@ -140,6 +148,9 @@ class Simulator:
                     raise EnvFailure(state.slot, "simulate") from error
                 error.env_id, error.operation = state.slot, "simulate"
                 raise error from error.__cause__
+            finally:
+                self.steps += int(taken[_stats.STEPS] - before)
+                before = taken[_stats.STEPS]
         return arrays
 
     def _build(self, kind: Hashable, slot: int) -> None:
