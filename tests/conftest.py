@@ -54,8 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Each of the several hundred interpreters that tests start would compile all it imports anew.
     """
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
+    cache = getattr(config, "cache", None)  # which can be switched off
+    if cache is not None and os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
         sys.dont_write_bytecode = False
 
 
