@@ -198,7 +198,8 @@ class CEngine:
         self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
         self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))
         self._state.open = 1
-        weakref.finalize(self, self._library.jaxvec_pool_free, self._pool)
+        # Not at the program's end, up to which a thread may be in a call: the closed pool refuses it.
+        weakref.finalize(self, self._library.jaxvec_pool_free, self._pool).atexit = False
 
     @property
     def last_caller(self) -> int:
