@@ -114,7 +114,10 @@ class Pool:
         self._timeouts = timeouts
         layout = make_layout(spec, slices)
         arrays = workers.attach(layout, spec)
-        self._views = Views(spec, arrays)
+        self._admission = Admission(spec.num_envs, spec.batch_size, together)
+        self.all: NDArray[np.int_] = self._admission.all
+        self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # of all envs
+        self._views = Views(spec, arrays, self._admission.rows)
         self._segment = _segment.whole(arrays, layout)
         self._pinning_tried = False
         self.id: int = next(_ids)
@@ -126,8 +129,6 @@ class Pool:
             pool_id=self.id,
             resets_required=resets_required,
         )
-        self.all: NDArray[np.int_] = np.arange(spec.num_envs)
-        self._admission = Admission(spec.num_envs, spec.batch_size, together)
         self._options: Options = None  # that the workers hold
         if not resets_required:
             self._admission.needs_reset[:] = False
@@ -173,7 +174,10 @@ class Pool:
 
     def move_all(self, verb: Verb, caller: Caller | None = None) -> Move:
         """Returns a move of all envs, by a caller who has no handle."""
-        return Move(verb, self.all, caller=caller)
+        move = self._moves.get((verb, caller))
+        if move is None:
+            move = self._moves[verb, caller] = Move(verb, self.all, caller=caller)
+        return move
 
     def check_spec(self, fingerprint: int) -> None:
         """Raises `StaleHandleError` if a handle made for a spec of this fingerprint can't be ours."""

@@ -7,9 +7,11 @@ sorts its keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -139,6 +141,34 @@ def build(node: Node, value: Callable[[Leaf], Any]) -> Any:
             return {key: build(child, value) for key, child in zip(node.keys, node.children, strict=True)}
         case TupleNode():
             return tuple(build(child, value) for child in node.children)
+
+
+def builder(node: Node, places: Mapping[KeyPath, int]) -> Callable[[Sequence[Any]], Any]:
+    """Returns what builds the nested dicts and tuples of `node` of a sequence of values.
+
+    Args:
+        node: whose leaves' values are in the sequence.
+        places: where, by the leaves' paths.
+    """
+    match node:
+        case Leaf():
+            return itemgetter(places[node.path])
+        case DictNode():
+            return partial(_build_dict, node.keys, [builder(child, places) for child in node.children])
+        case TupleNode():
+            return partial(_build_tuple, [builder(child, places) for child in node.children])
+
+
+def _build_dict(
+    keys: Sequence[Any], builders: Sequence[Callable[[Sequence[Any]], Any]], values: Sequence[Any]
+) -> dict[Any, Any]:
+    return {key: build(values) for key, build in zip(keys, builders, strict=True)}
+
+
+def _build_tuple(
+    builders: Sequence[Callable[[Sequence[Any]], Any]], values: Sequence[Any]
+) -> tuple[Any, ...]:
+    return tuple([build(values) for build in builders])
 
 
 def map_leaves(node: Node, value: Any, function: Callable[[Leaf, Any], Any]) -> Any:

@@ -7,7 +7,7 @@ Two pools of equal specification can serve the same compiled program. The memory
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
@@ -18,7 +18,18 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spaces import DictNode, DtypePolicy, KeyPath, Leaf, Node, build, format_path, leaves, move, walk
+from jaxvec._spaces import (
+    DictNode,
+    DtypePolicy,
+    KeyPath,
+    Leaf,
+    Node,
+    builder,
+    format_path,
+    leaves,
+    move,
+    walk,
+)
 from jaxvec._timestep import TimeStep
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
@@ -152,10 +163,14 @@ class PoolSpec:
         """Returns `(num_envs, *leaf.shape)`."""
         return (self.num_envs, *leaf.shape)
 
-    def build_timestep(self, rows: Iterable[Any]) -> TimeStep:
+    @cached_property
+    def _builders(self) -> tuple[Callable[[Sequence[Any]], Any], ...]:
+        places = {leaf.path: place for place, leaf in enumerate(self.timestep_leaves)}
+        return tuple(builder(node, places) for node in self.timestep)
+
+    def build_timestep(self, rows: Sequence[Any]) -> TimeStep:
         """Builds a `TimeStep` of one array for each of `timestep_leaves`, in their order."""
-        by_path = {leaf.path: row for leaf, row in zip(self.timestep_leaves, rows, strict=True)}
-        return TimeStep(*(build(node, lambda leaf: by_path[leaf.path]) for node in self.timestep))
+        return TimeStep(*[build(rows) for build in self._builders])
 
 
 def make_spec(

@@ -514,7 +514,8 @@ class VectorEnv:
                 print(info["final_info"])  # {'steps': 1}
             ```
         """
-        return tuple(self._pool.infos(_actions.check_indices(indices, self.num_envs)))
+        slots = self._pool.all if indices is None else _actions.check_indices(indices, self.num_envs)
+        return tuple(self._pool.infos(slots))
 
     def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of every env, or reads an attribute; wrappers are looked through.

@@ -120,6 +120,7 @@ def compare(mine, other, steps=13):
             )
             same(obs, other_obs)
             same(rewards.astype(np.float32), other_rewards)  # as all algorithms store them
+            assert rewards.dtype == (np.float32 if isinstance(mine, DummyVecEnv) else np.float64)
             same(rest, other_rest)
             same(mine.reset_infos, other.reset_infos)
 

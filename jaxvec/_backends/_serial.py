@@ -76,11 +76,12 @@ class SerialWorkers:
         return arrays
 
     def open_engine(self, rules: Rules) -> Engine:
+        self._rows = rules.admission.rows
         return PyEngine(rules.admission)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         move = self._slice.step if verb is Verb.STEP else self._slice.reset
-        self._requested[slots] += 1  # the slice keeps what was delivered once for each request
+        self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
         while slots.size:
             try:
                 move(slots)

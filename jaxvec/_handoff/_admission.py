@@ -19,6 +19,8 @@ class Admission:
     """The state of a pool's envs as callers see it.
 
     Attributes:
+        all: `[num_envs]` the ids of all envs. A call for all of them names them by this very array: then
+            there is nothing to check of them, and their rows are whole arrays.
         needs_reset: `[num_envs]` bool: never reset or, without autoreset, at the end of an episode.
         in_flight: `[num_envs]` bool: sent by `send`, and not yet returned by `recv`.
         sent_words, num_sent: `[num_envs]` int64, of which the first `num_sent`, `[1]` uint32, are those in
@@ -31,6 +33,8 @@ class Admission:
     """
 
     def __init__(self, num_envs: int, batch_size: int, together: int) -> None:
+        self.all: NDArray[np.int_] = np.arange(num_envs)
+        self.all.flags.writeable = False
         self.needs_reset: NDArray[np.bool_] = np.ones(num_envs, np.bool_)
         self.in_flight: NDArray[np.bool_] = np.zeros(num_envs, np.bool_)
         self.sent_words: NDArray[np.int64] = np.zeros(num_envs, np.int64)
@@ -47,6 +51,10 @@ class Admission:
         """The ids of those in flight, in the order in which they were sent; of a batched env side by side."""
         sent = self.sent_words[: self.num_sent[0]].copy()
         return sent if self.together == 1 else neighbours(sent, self.together)
+
+    def rows(self, slots: NDArray[Any]) -> slice | NDArray[Any]:
+        """Returns what selects the rows of `slots`: a slice, if they are all."""
+        return slice(None) if slots is self.all else slots
 
     def part(self, slots: NDArray[Any]) -> NDArray[Any]:
         """Returns those of `slots` whose batched envs have others, too, that are not among them."""

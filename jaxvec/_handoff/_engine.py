@@ -236,14 +236,17 @@ class PyEngine:
         met = self._meet(env_ids)
         if met is not Status.DONE:
             return met
+        rows = self._admission.rows(env_ids)
         if stepped and self._admission.together > 1 and len(self._admission.part(env_ids)):
             return Status.PART
-        if self._admission.in_flight[env_ids].any():
+        if self._admission.num_sent[0] and self._admission.in_flight[rows].any():
             return Status.IN_FLIGHT
-        return Status.NEEDS_RESET if stepped and self._admission.needs_reset[env_ids].any() else Status.DONE
+        return Status.NEEDS_RESET if stepped and self._admission.needs_reset[rows].any() else Status.DONE
 
     def _meet(self, env_ids: NDArray[Any]) -> Status:
         """Says whether there are such envs, and none is named twice."""
+        if env_ids is self._admission.all:
+            return Status.DONE
         if ((env_ids < 0) | (env_ids >= len(self.generation))).any():
             return Status.NO_SUCH_ENV
         return Status.NAMED_TWICE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
@@ -261,7 +264,7 @@ class PyEngine:
             self._changed.notify_all()
 
     def advance(self, move: Move) -> None:
-        self.generation[move.slots] += np.uint32(1)
+        self.generation[self._admission.rows(move.slots)] += np.uint32(1)
         self.last_caller = move.caller_code
 
     def serve(self) -> None:

@@ -27,29 +27,35 @@ class Views:
         has_info: whether the env's raw info says anything.
     """
 
-    def __init__(self, spec: PoolSpec, arrays: Arrays) -> None:
+    def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
+        """Takes the views that calls need; `rows` knows a slice for all envs, as `Admission.rows`."""
         self.seeds = arrays["seed",]
         self.stats = arrays["stats",]
         self.has_info = arrays["has_info",]
         self.over = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
+        self._rows = rows
 
     def write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
         """Stores the actions of `slots`."""
-        index = index_of(slots)
+        index = self._index_of(slots)
         for stored, action in zip(self._actions, actions, strict=True):
             stored[index] = action
 
     def write(self, slots: NDArray[Any], rows: Rows) -> None:
         """Writes the time step of `slots`, which belong to the caller."""
-        index = index_of(slots)
+        index = self._index_of(slots)
         for stored, row in zip(self._results, rows, strict=True):
             stored[index] = row
 
     def read(self, slots: NDArray[Any], deliver: Deliver) -> Any:
         """Delivers the time step of `slots`, which belong to the caller."""
-        return deliver(self._results, index_of(slots))
+        return deliver(self._results, self._index_of(slots))
+
+    def _index_of(self, slots: NDArray[Any]) -> Index:
+        rows = self._rows(slots)
+        return rows if isinstance(rows, slice) else index_of(rows)
 
 
 def copies(leaves: Rows, index: Index) -> Rows:

@@ -24,7 +24,7 @@ from jaxvec._config import PoolConfig
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory._views import Rows
-from jaxvec._spaces import Leaf, Node, as_is, build, leaves, map_leaves
+from jaxvec._spaces import Leaf, Node, as_is, builder, leaves, map_leaves
 from jaxvec._spec import PoolSpec
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
@@ -74,7 +74,9 @@ class _PooledVecEnv(_VecEnv):
                 equal_spaces=False,
                 resets_required=False,
             )
-        self._num_obs = len(list(leaves(self.pool.spec.obs)))
+        places = {leaf.path: place for place, leaf in enumerate(leaves(self.pool.spec.obs))}
+        self._num_obs = len(places)
+        self._build_obs = builder(self.pool.spec.obs, places)
         try:
             super().__init__(
                 self.pool.num_envs, self.pool.single_observation_space, self.pool.single_action_space
@@ -252,23 +254,23 @@ class _PooledVecEnv(_VecEnv):
                 info["TimeLimit.truncated"] = False
             return self._batch(rows), rewards, dones, infos
         ends = spec.build_timestep(rows).info
-        for env_id, over, cut in zip(range(self.num_envs), dones, truncated & ~terminated, strict=True):
+        for env_id, over, cut in zip(
+            range(self.num_envs), dones.tolist(), (truncated & ~terminated).tolist(), strict=True
+        ):
             if over:
                 self.reset_infos[env_id] = infos[env_id]
                 infos[env_id] = infos[env_id].pop("final_info")
             if spec.has_fault and ends["fault"][env_id]:
                 infos[env_id]["fault"] = True
-            infos[env_id]["TimeLimit.truncated"] = bool(cut)
+            infos[env_id]["TimeLimit.truncated"] = cut
             if over:
                 infos[env_id]["terminal_observation"] = _row(spec.obs, ends["final_obs"], env_id)
         return self._batch(rows), rewards, dones, infos
 
     def _batch(self, rows: Rows) -> Any:
         """Returns a batch of observations as Stable-Baselines3's, which stacks whatever it gets."""
-        remaining = iter(rows)
-        return build(
-            self.pool.spec.obs,
-            lambda leaf: np.stack(list(next(remaining))) if leaf.is_object else next(remaining),
+        return self._build_obs(
+            [np.stack(list(row)) if row.dtype.hasobject else row for row in rows[: self._num_obs]]
         )
 
     def _infos(self) -> list[dict[str, Any]]:
@@ -377,11 +379,14 @@ class DummyVecEnv(_PooledVecEnv):
 
     def step_wait(self) -> Result:
         """Steps the envs; see `SubprocVecEnv.step_wait`. Rewards are float32."""
-        obs, rewards, dones, infos = self._step(self.actions)
+        return self._step(self.actions)
+
+    def _result(self, rows: Rows) -> Result:
+        obs, rewards, dones, infos = super()._result(rows)
         return obs, rewards.astype(np.float32), dones, infos
 
     def _infos(self) -> list[dict[str, Any]]:
-        return deepcopy(super()._infos())  # the envs' own
+        return [deepcopy(info) if info else info for info in super()._infos()]  # these are the envs' own
 
 
 def _build(envs: list[Any], place: int, env_fn: Callable[[], Any]) -> Any:

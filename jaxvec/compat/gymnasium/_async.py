@@ -168,8 +168,9 @@ class AsyncVectorEnv(PooledVectorEnv):
             `(obs, reward, terminated, truncated, info)`: rewards `[num_envs]` float64, flags `[num_envs]`
             bool. Raises as `step_async` and `step_wait`.
         """
-        self.step_async(actions)
-        return self.step_wait()
+        self._begin("step_async")
+        with as_gymnasium(type(self).__name__):
+            return self._after_step(self._step(actions))
 
     def step_async(self, actions: Any) -> None:
         """Begins a step with actions of the batched action space; raises as `reset_async`."""

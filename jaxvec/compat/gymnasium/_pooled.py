@@ -145,14 +145,27 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
     def _send_step(self, actions: Any) -> None:
         pool = self.pool.pool
+        given, as_they_are = self._check_actions(actions)
+        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, given, as_they_are=as_they_are)
+
+    def _step(self, actions: Any) -> Rows:
+        """Steps all envs by one move, where `_send_step` and `_recv` are two."""
+        pool, deliver = self.pool.pool, copies if self.copy else views
+        given, as_they_are = self._check_actions(actions)
+        if not as_they_are:
+            return pool.step(pool.move_all(Verb.STEP, Caller.HOST), given, deliver=deliver)
+        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, given, as_they_are=True)
+        return self._recv()
+
+    def _check_actions(self, actions: Any) -> tuple[Sequence[Any], bool]:
+        """Returns the leaves of a batch of actions, or one object for each env, and whether it is that."""
         try:
-            given: Sequence[Any] = check_on_host(pool.spec, actions, self.num_envs, exact=True)
-            as_they_are = False
+            return check_on_host(self.pool.spec, actions, self.num_envs, exact=True), False
         except ActionError:  # Gymnasium hands on whatever it gets
-            given, as_they_are = list(iterate(self.action_space, actions)), True
+            given = list(iterate(self.action_space, actions))
             if len(given) != self.num_envs:
                 raise
-        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, given, as_they_are=as_they_are)
+            return given, True
 
     def _recv(self, timeout: float | None = None) -> Rows:
         pool, deliver = self.pool.pool, copies if self.copy else views

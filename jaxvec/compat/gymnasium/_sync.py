@@ -61,8 +61,7 @@ class SyncVectorEnv(PooledVectorEnv):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Steps all envs; see `AsyncVectorEnv.step`."""
         with as_gymnasium(type(self).__name__):
-            self._send_step(actions)
-            return self._after_step(self._recv())
+            return self._after_step(self._step(actions))
 
 
 def _the_same(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
