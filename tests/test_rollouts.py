@@ -240,10 +240,13 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
 
 
 def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
+    taken = ray.util.placement_group([{"CPU": 1}] * 3)
+    ray.get(taken.ready(), timeout=200)
     with pytest.raises(
         jaxvec.ActorDiedError, match=r"not ready within start_timeout, 2 s: Ray has not started"
     ):
-        make_rollouts(num_actors=2, backend=jaxvec.Ray(workers_per_actor=3), start_timeout=2)
+        make_rollouts(backend=jaxvec.Ray(workers_per_actor=2), start_timeout=2)
+    ray.util.remove_placement_group(taken)
     with pytest.raises(ValueError, match=r"no node of the Ray cluster has {'CPU': 1, 'unobtainium': 1}"):
         make_rollouts(backend=jaxvec.Ray(resources_per_worker={"unobtainium": 1}))
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
