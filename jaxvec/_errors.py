@@ -170,7 +170,7 @@ class InFlightError(JaxvecError, RuntimeError):
 
 
 class NotReadyError(JaxvecError, TimeoutError):
-    """A caller's own `timeout` passed; the envs are still in flight, and can be waited for again.
+    """A caller's own `timeout` passed; the envs are still pending, and can be waited for again.
 
     Example:
         ```python

@@ -21,7 +21,7 @@ class Restart:
     Attributes:
         retry: what happens to an env that raised or returned wrong data: `"reset"` resets it,
             `"rebuild"` closes it and builds another. A worker that died or hangs is replaced, and
-            all its envs are built anew. With `"restore"` all that are built anew go on, after the row of
+            all its envs are built anew. With `"restore"` all that are built anew go on, after the result of
             the fault, from the state in which `jaxvec.save` saved them last, and are reset only if there
             is none. It needs `make(states=n)` and autoreset; each save then sends states to this process.
         max_restarts: how many faults each worker and its envs may have in the pool's

@@ -21,8 +21,8 @@ class WorkerStats:
         steps: of its envs, without those that a fault cut short.
         episodes: that have ended, by termination, truncation or a fault.
         resets: of its envs, the automatic ones, too.
-        faults: steps cut short by a fault, whose rows say so.
-        restarts: faults that were gone on from: of the worker, or of an env.
+        faults: steps cut short by a fault, whose results say so.
+        restarts: faults that the pool recovered from: of the worker, or of an env.
         step_time: seconds in the envs' steps and in writing what they returned, without resets.
         reset_time: seconds in the envs' resets.
         wait_time: seconds without work.

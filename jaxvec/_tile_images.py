@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 
 def tile_images(frames: NDArray[Any] | Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Tiles frames, as `VectorEnv.render` returns them, into one picture, row by row.
+    """Tiles frames, as `VectorEnv.render` returns them, into one picture, line by line.
 
     Args:
         frames: `[n, height, width, channels]`, an array or a sequence of arrays.
 
     Returns:
-        `[rows * height, columns * width, channels]` of the frames' dtype, with as many columns as rows
+        `[lines * height, columns * width, channels]` of the frames' dtype, with as many columns as lines
         or one fewer; tiles without a frame are black.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 class TimeStep(NamedTuple):
     """The batched result of a reset or a step, in Gymnasium's order.
 
-    Arrays are NumPy's from `VectorEnv`'s verbs and JAX's from `jaxvec.reset` and `jaxvec.step`.
+    Arrays are NumPy's from `VectorEnv`'s methods and JAX's from `jaxvec.reset` and `jaxvec.step`.
     dtypes are the spaces', as JAX canonicalises them (float64 becomes float32 unless x64 is on).
 
     Attributes:

@@ -95,7 +95,7 @@ class VectorEnv:
 
     @property
     def pool(self) -> Pool:
-        """The pool itself, for jaxvec's own faces."""
+        """The pool itself, for jaxvec's own compatibility APIs."""
         return self._pool
 
     @property
@@ -129,22 +129,22 @@ class VectorEnv:
         return self._pool.closed
 
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep:
-        """Resets all envs, or those of `mask`, whose rows alone change.
+        """Resets all envs, or those of `mask`; the results of the others stay as they are.
 
-        Without a mask, envs in flight are waited for, and what they return is lost.
+        Without a mask, pending envs are waited for, and what they return is lost.
 
         Args:
             seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool, of envs that are not in flight.
+            mask: `[num_envs]` bool, of envs that are not pending.
             options: a dict for every env's `reset`, or one for each env.
 
         Returns:
             Arrays that later calls don't overwrite, NumPy's or, if the pool was made with a `device` or
             `sharding`, JAX's; reward 0, flags false for envs reset. Of a pool with `batch_size`, the envs
-            that are ready first, as from `recv`: with a mask, perhaps others that were in flight before.
+            that are ready first, as from `recv`: with a mask, perhaps others that were pending before.
 
         Raises:
-            InFlightError: an env of `mask` is in flight; or, with `batch_size`, fewer envs than that would
+            InFlightError: an env of `mask` is pending; or, with `batch_size`, fewer envs than that would
                 be. Nothing was reset.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
@@ -206,7 +206,7 @@ class VectorEnv:
         Raises:
             ActionError: wrong structure, shape or dtype; nothing was sent.
             EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
-            InFlightError: an env is in flight already; nothing was sent.
+            InFlightError: an env is pending already; nothing was sent.
             PoolBrokenError, PoolClosedError: the pool is.
 
         Example:
@@ -226,11 +226,11 @@ class VectorEnv:
 
         Args:
             seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool, of envs that are not in flight.
+            mask: `[num_envs]` bool, of envs that are not pending.
             options: a dict for every env's `reset`, or one for each env.
 
         Raises:
-            InFlightError: an env of `mask` is in flight; nothing was reset.
+            InFlightError: an env of `mask` is pending; nothing was reset.
             PoolBrokenError, PoolClosedError: the pool is. What the resets raise, `recv` does.
             ValueError, TypeError: a bad argument; nothing was reset.
 
@@ -252,12 +252,12 @@ class VectorEnv:
     def recv(
         self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
     ) -> TimeStep:
-        """Waits for `batch_size` of the envs in flight; see `jaxvec.recv`. From any thread.
+        """Waits for `batch_size` of the pending envs; see `jaxvec.recv`. From any thread.
 
         Args:
-            timeout: seconds after which it raises `NotReadyError` and leaves the envs in flight, to be
+            timeout: seconds after which it raises `NotReadyError` and leaves the envs pending, to be
                 waited for again; `None` for never. With 0 it does not wait.
-            copy: `False` leaves rows in the segment where they are evenly spaced, as those of all envs
+            copy: `False` leaves results in the segment where they are evenly spaced, as those of all envs
                 are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent. Of
                 NumPy's arrays; JAX's are always theirs alone.
             at_least: waits for so many envs instead, from 1 to `num_envs`, and returns all that are ready
@@ -271,7 +271,7 @@ class VectorEnv:
 
         Raises:
             ValueError: `at_least` is no number of envs of this pool; nothing was received.
-            InFlightError: fewer envs than that are in flight; the pool is as it was.
+            InFlightError: fewer envs than that are pending; the pool is as it was.
             NotReadyError: they were not done in time; the pool is as it was.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
             PoolBrokenError, PoolClosedError: it was already.
@@ -699,10 +699,10 @@ class VectorEnv:
     def trace(self, path: str | Path, *, max_events: int = 100_000) -> AbstractContextManager[Path]:
         """Writes a timeline of what the pool does within a `with` block, which opens in Perfetto.
 
-        That is https://ui.perfetto.dev, or chrome://tracing. A row for each worker has its envs' steps and
-        resets, its waits for the program, and what else it is asked. A row for each thread of the program
-        has its hand-offs, split into what they do; those of compiled programs, too, whichever way they
-        reach the pool. Programs have to be done by the end of the block: `jax.block_until_ready`.
+        That is https://ui.perfetto.dev, or chrome://tracing. A track for each worker has its envs' steps and
+        resets, its waits for the program, and what else it is asked. A track for each thread of the
+        program has its calls of the pool, split into what they do; those of compiled programs, too, whichever
+        way they reach the pool. Programs have to be done by the end of the block: `jax.block_until_ready`.
         An event costs about 1 µs.
 
         To see it beside JAX's own events, run the block inside `jax.profiler.trace(log_dir)`; then

@@ -16,7 +16,7 @@ from jaxvec.callbacks._program import Call
 
 
 def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
-    """Starts a step of some envs, and does not wait for it. They are in flight until `recv` returns them.
+    """Starts a step of some envs, and does not wait for it. They are pending until `recv` returns them.
 
     Works inside `jit`, `scan` and the like, and eagerly; not under `vmap` or `shard_map`.
 
@@ -31,7 +31,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
     Raises:
         ActionError: wrong structure, shape or dtype, when the program is traced.
         EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
-        InFlightError: an env is in flight already; nothing was sent.
+        InFlightError: an env is pending already; nothing was sent.
         JaxvecError: and all that `step` raises.
 
     Example:
@@ -54,7 +54,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
 
 
 def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeStep]:
-    """Waits for the first `batch_size` envs of those in flight, and returns their time step.
+    """Waits for the first `batch_size` of the pending envs, and returns their time step.
 
     Which they are says `timestep.info["env_id"]`. With `recv_order="sent"` they are those that were sent
     first, in that order; else those that were done first, in that order. Of a pool without `batch_size`
@@ -71,7 +71,7 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
 
     Raises:
         TypeError: `at_least` was given.
-        InFlightError: fewer envs than that are in flight; the pool is as it was.
+        InFlightError: fewer envs than that are pending; the pool is as it was.
         JaxvecError: and all that `step` raises.
 
     Example:

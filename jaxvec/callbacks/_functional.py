@@ -23,33 +23,33 @@ def reset(
     mask: Any = None,
     options: Any = None,
 ) -> tuple[Handle, TimeStep]:
-    """Resets all envs, or those of `mask`, whose rows alone change.
+    """Resets all envs, or those of `mask`; the results of the others stay as they are.
 
-    Without a mask, envs in flight are waited for, and what they return is lost.
+    Without a mask, pending envs are waited for, and what they return is lost.
 
     Works inside `jit`, `scan`, `vmap` and the like, and eagerly. In a program that has stepped the pool
     already, pass the latest handle rather than the `VectorEnv`: it puts the reset after that step.
 
     Args:
         envs: the pool, or the latest handle to envs of it.
-        num_envs: under `vmap`, how many of the pool's envs each lane gets: all of them divided by
-            the lanes, whose seeds or masks must then be batched: what is the same for all lanes is made
-            once. Not for a handle, which says itself how many it is for.
+        num_envs: under `vmap`, how many of the pool's envs each vmapped instance gets: all of them
+            divided by the instances, whose seeds or masks must then be batched: what is the same for all
+            instances is made once. Not for a handle, which says itself how many it is for.
         seed: `None`; an int (env *i* gets `seed + i`); `[num_envs]` integers; or a JAX key, from
             which each env gets a seed of its own. Arrays and keys may be traced.
-        mask: `[num_envs]` bool, may be traced, of envs that are not in flight; `None` for all.
+        mask: `[num_envs]` bool, may be traced, of envs that are not pending; `None` for all.
         options: a dict for every env's `reset`, or one for each env; fixed when the program is traced.
 
     Returns:
         The handle for the next step, and the time step: reward 0 and flags false for envs reset. Of a
         pool with `batch_size`, the envs that are ready first, as from `recv`: with a mask, perhaps others
-        that were in flight before.
+        that were pending before.
 
     Raises:
         StaleHandleError: the handle is not the latest.
-        InFlightError: an env of `mask` is in flight; or, with `batch_size`, fewer envs than that would be.
+        InFlightError: an env of `mask` is pending; or, with `batch_size`, fewer envs than that would be.
             Nothing was reset.
-        EnvIdError: the sizes don't fit: `num_envs` times the lanes is not what the pool has.
+        EnvIdError: the sizes don't fit: `num_envs` times the instances is not what the pool has.
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
         PoolBrokenError, PoolClosedError: it was already.
         ValueError, TypeError: a bad argument; nothing was reset.
@@ -109,7 +109,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         ActionError: wrong structure, shape or dtype, when the program is traced.
         StaleHandleError: the handle is not the latest; nothing was stepped.
         ResetNeededError: without autoreset, an env has ended its episode; nothing was stepped.
-        EnvIdError: the handle names an env twice, as two lanes with the same handle do.
+        EnvIdError: the handle names an env twice, as two vmapped instances with the same handle do.
         InFlightError: an env was sent, and not received.
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
         PoolBrokenError, PoolClosedError: it was already.

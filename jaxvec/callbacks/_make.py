@@ -116,7 +116,7 @@ def make(
 
     Args: Workers
         num_workers: how many processes share them; by default as many as there are usable cores, or
-            as a Ray cluster has room for.
+            as a Ray cluster has free CPUs for.
         backend: `"process"`; `"serial"` to step all envs in this process, for debugging; `"ray"`, or a
             `jaxvec.Ray` that says more, for workers on the nodes of a Ray cluster.
         worker_env: environment variables of the workers; `None` as a value unsets one. By default
@@ -131,14 +131,14 @@ def make(
             as a Python interpreter of its own, which takes longer; `"auto"` is the first where it works.
         preload: modules that the helper process imports before it forks, such as `("ale_py",)`: those that
             are slow to import and that every env needs.
-        pin_workers: bind each worker to a core of its own, in turn, of those that this process may use;
-            needs Linux. Threads that an env starts are then on that core, too.
+        pin_workers: bind each worker to a core of its own, one after the other, of those that this process
+            may use; needs Linux. Threads that an env starts are then on that core, too.
         max_running: how many workers may run envs at the same time; the others wait for their turn. For
             simulators that need a process each and more of a core or of memory than there is for all at
             once. The time that a worker waits counts for `step_timeout` and `reset_timeout`. Needs Linux.
 
     Args: Asynchronous mode
-        batch_size: how many envs `recv` returns at a time, while the others are in flight; all by
+        batch_size: how many envs `recv` returns at a time, while the others are pending; all by
             default.
         recv_order: which: `"ready"`, those that are done first, or `"sent"`, those that were sent
             first, so that a program's batches are the same in every run.
@@ -147,7 +147,7 @@ def make(
         on_fault: what a fault does, of an env that raises, of a worker that dies or takes longer than
             the timeouts: `"raise"` raises it and breaks the pool; `"restart"`, or a `jaxvec.Restart`
             with limits of your own, resets the env or replaces the worker and goes on. The step's
-            rows then have `truncated` and `info["fault"]` set, and for their observation the last one.
+            results then have `truncated` and `info["fault"]` set, and for their observation the last one.
         start_timeout: seconds that the workers may take to build their envs, `None` for ever; also each of
             those that replace others later. Timeouts need processes; the serial backend has none.
         reset_timeout: seconds that a reset may take.
@@ -169,7 +169,7 @@ def make(
         transport: how compiled programs reach the pool: `"ffi"`, on the CPU and on NVIDIA's GPUs,
             without Python; `"io_callback"`, on every platform; or `"auto"` for the first that works
             where they run.
-        handoff: how this process and the workers hand envs to each other: `"native"` by futexes,
+        handoff: how this process and the workers synchronise: `"native"` by futexes,
             `"portable"` over sockets, or `"auto"` for the first that works here.
 
     Returns:

@@ -19,7 +19,7 @@ def annotate(verb: str, by: str) -> jax.profiler.TraceAnnotation:
 def merge_traces(trace: str | Path, log_dir: str | Path, out: str | Path) -> None:
     """Writes a trace of a pool and one of `jax.profiler` into one file, on one time axis.
 
-    Both read the machine's clocks, so rows line up to within some µs; the profiler's beginning is 0.
+    Both read the machine's clocks, so tracks line up to within some µs; the profiler's beginning is 0.
 
     Args:
         trace: that `envs.trace` wrote.

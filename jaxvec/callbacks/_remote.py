@@ -57,7 +57,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
     Args:
         handle: that the latest call returned.
         method: its name; wrappers are looked through.
-        *args: pytrees. An array has a row for each env, `[num_envs, ...]`; a scalar is for all, and so is
+        *args: pytrees. An array has an entry for each env, `[num_envs, ...]`; a scalar is for all, and so is
             what is no array.
         result: what it returns for one env: a pytree of dtypes, arrays, or `jax.ShapeDtypeStruct`s;
             `None` to drop it.
@@ -69,7 +69,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
         EnvError: an env raised; the pool stays usable and the handle fresh.
         EnvAttributeError: an env has no such method; likewise.
         EnvDataError: an env returned something else than `result`.
-        ValueError: an array has not a row for each env.
+        ValueError: an array has not an entry for each env.
         JaxvecError: and all that `step` raises.
 
     Example:

@@ -156,7 +156,7 @@ class Env(Face):
 
 
 def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
-    """Starts a pool of one env, and returns its face.
+    """Starts a pool of one env, and returns brax's API of it.
 
     Args:
         env: a Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.

@@ -211,7 +211,7 @@ def make(
     final_obs: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Environment, EnvParams]:
-    """Starts a pool of one env, and returns its face and params.
+    """Starts a pool of one env, and returns gymnax's API of it, and its params.
 
     Args:
         env: a Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.

@@ -134,7 +134,7 @@ class StoaVectorEnv:
     """Envs whose time steps are stoa's, of NumPy arrays `[num_envs, ...]`.
 
     Where an episode ends, the observation is the next one's first; `extras["next_obs"]` has what the env
-    returned, in every row, unless the pool was made with `final_obs=False`.
+    returned, of every env, unless the pool was made with `final_obs=False`.
 
     Example:
         ```python

@@ -26,7 +26,7 @@ from jaxvec.compat.envpool._spec import EnvSpec
 
 
 class EnvPool(ABC):
-    """A pool behind EnvPool's verbs. Made by `make`; closed by `close`, `with` or its end.
+    """A pool with EnvPool's methods. Made by `make`; closed by `close`, `with` or its end.
 
     Attributes:
         spec: of the task; `spec.config` is what the pool was made with.
