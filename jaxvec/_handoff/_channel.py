@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -46,20 +46,36 @@ class Channel:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(_WAKE_BYTE)
 
-    def send(self, message: Any, *, deadline: float | None = None, descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        message: Any,
+        *,
+        deadline: float | None = None,
+        descriptors: Sequence[int] = (),
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
         """Sends a message by cloudpickle.
 
+        Args:
+            message: what to send.
+            deadline: `time.monotonic()` seconds.
+            descriptors: that go with it.
+            notify: tells a peer that does not look at its socket that a message is coming.
+
         Raises:
-            TimeoutError: the peer didn't take it by `deadline` (`time.monotonic()` seconds).
+            TimeoutError: the peer didn't take it by `deadline`.
             EOFError: the peer is dead.
         """
         payload = cloudpickle.dumps(message)
+        notify()  # before: a long message needs its reader, who finds a short one when it is awake
         try:
             self._socket.settimeout(_remaining(deadline))
-            # Descriptors ride on the header: they would be lost on a byte that is read by recv().
-            self._socket.sendall(_FRAME_BYTE)
-            socket.send_fds(self._socket, [_HEADER.pack(len(payload))], descriptors)
-            self._socket.sendall(payload)
+            frame = _FRAME_BYTE + _HEADER.pack(len(payload))
+            if descriptors:  # they ride on the header: they would be lost on a byte that is read by recv()
+                self._socket.sendall(frame[:1])
+                socket.send_fds(self._socket, [frame[1:]], descriptors)
+                frame = b""
+            self._socket.sendall(frame + payload)  # in one piece, or the peer would wake for each
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError from error
         finally:
