@@ -15,7 +15,7 @@ from typing import Any
 
 import gymnasium
 
-from jaxvec._slices._env_states import put, take, watch
+from jaxvec._slices._env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
 
@@ -79,13 +79,13 @@ def main() -> None:
 
 
 def _costs(env: Any) -> list[str]:
-    watch(env)
+    stateful = StatefulEnv(env)
     env.reset(seed=0)
     actions = env.action_space
     actions.seed(0)
     for _ in range(20):
         env.step(actions.sample())
-    state, action = take(env), actions.sample()
+    state, action = stateful.take(), actions.sample()
     size = len(pickle.dumps(state))
 
     def step() -> None:
@@ -93,7 +93,7 @@ def _costs(env: Any) -> list[str]:
         if terminated or truncated:
             env.reset()
 
-    costs = (_least(call) for call in (lambda: take(env), lambda: put(env, state), step))
+    costs = (_least(call) for call in (stateful.take, lambda: stateful.put(state), step))
     return [*(f"{cost:.0f}" for cost in costs), f"{size:,}"]
 
 

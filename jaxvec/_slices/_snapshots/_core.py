@@ -103,8 +103,10 @@ class Putter:
         """Gives an object its attributes, and takes away what it had not."""
         atoms, nodes, count = fields
         held = attributes_of(owner)
-        value, get = self.value, held.get
-        fresh = {name: value(node, get(name)) for name, node in nodes.items()} if nodes else nodes
+        fresh = nodes
+        if nodes:
+            value, get = self.value, held.get
+            fresh = {name: value(node, get(name)) for name, node in nodes.items()}
         if slots_of(type(owner)):
             for name, one in (atoms | fresh).items():
                 object.__setattr__(owner, name, one)
@@ -117,18 +119,22 @@ class Putter:
                 object.__delattr__(owner, name)
 
 
+# By its `id`, what hardly ever changes, and its node.
+Shared: TypeAlias = dict[int, tuple[Any, Any]]
+
+
 class TakesParts(Protocol):
     """Takes what something holds: all that a kind knows of `Taker`, which knows all kinds.
 
     Attributes:
         memo: nodes by the `id` of what they stand for.
         lenient: leave what is no value as it is, in place of an error.
-        plains: by their `id`, what hardly ever changes and its node, which all snapshots of an env share.
+        shared: what all snapshots of an env share.
     """
 
     memo: dict[int, Any]
     lenient: bool
-    plains: dict[int, tuple[Any, Any]]
+    shared: Shared
 
     def value(self, value: Any) -> Any:
         """Returns an atom as it is, and a node for all else."""

@@ -17,13 +17,11 @@ class _Generator(Node):
         self.bits = bits
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is self.kind:
-            bits = putter.value(self.bits, old.bit_generator)
-            if bits is old.bit_generator and putter.reuse(old):
-                return old
-        else:
-            bits = putter.value(self.bits, None)
-        return self.kind(bits)
+        if type(old) is not self.kind:
+            return self.kind(putter.value(self.bits, None))
+        before = old.bit_generator
+        bits = putter.value(self.bits, before)
+        return old if bits is before and putter.reuse(old) else self.kind(bits)
 
 
 def take_generator(taker: TakesParts, value: Any) -> Any:
@@ -35,10 +33,10 @@ def take_generator(taker: TakesParts, value: Any) -> Any:
 class _BitGenerator(Node):
     __slots__ = ("kind", "sequence", "state")
 
-    def __init__(self, bits: Any) -> None:
-        self.kind = type(bits)
-        self.state = bits.state
-        self.sequence = _sequence(bits)
+    def __init__(self, kind: type, state: Any, sequence: Any) -> None:
+        self.kind = kind
+        self.state = state
+        self.sequence = sequence
 
     def put(self, putter: Putter, old: Any) -> Any:
         if type(old) is self.kind and _sequence(old) == self.sequence and putter.reuse(old):
@@ -64,7 +62,7 @@ def _sequence(bits: Any) -> Any:
 
 
 def take_bits(taker: TakesParts, value: Any) -> Any:
-    node = _BitGenerator(value)
+    node = _BitGenerator(type(value), value.state, _sequence(value))
     taker.memo[id(value)] = node
     return node
 

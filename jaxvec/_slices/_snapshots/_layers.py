@@ -43,4 +43,6 @@ def take_layer(taker: TakesParts, layer: Any) -> Fields:
 
 def put_layer(putter: Putter, layer: Any, fields: Fields) -> None:
     """Gives an env or a wrapper its attributes."""
+    if fields == NOTHING:
+        return
     putter.fields(layer, fields, _TOLD_WRAPPERS)

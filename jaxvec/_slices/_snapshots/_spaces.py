@@ -42,9 +42,9 @@ class _Space(Node):
 
 def take_space(taker: TakesParts, value: Any) -> Any:
     if type(value) in _SIMPLE_SPACES and value._np_random is None:
-        known = taker.plains.get(id(value))  # which keeps the space, so the number is its own
+        known = taker.shared.get(id(value))  # which keeps the space, so the number is its own
         if known is None:
-            known = taker.plains[id(value)] = value, _Space(value, _NO_GENERATORS)
+            known = taker.shared[id(value)] = value, _Space(value, _NO_GENERATORS)
         return known[1]
     node = _Space(value, [taker.value(space._np_random) for space in _spaces_in(value)])
     taker.remember(value, node)
