@@ -141,19 +141,29 @@ class Channel:
 
     def _read(self, count: int, deadline: float | None) -> bytes:
         parts: list[bytes] = []
+        flags = 0 if deadline is None else socket.MSG_DONTWAIT
         while count:
-            if deadline is not None and not _readable(self._socket, deadline):
-                raise TimeoutError
-            try:
-                part, descriptors, _, _ = socket.recv_fds(self._socket, min(count, _CHUNK), 1)
-            except ConnectionResetError as error:
-                raise EOFError from error
-            if not part:
-                raise EOFError
-            self.descriptors += descriptors
+            part = self._read_some(min(count, _CHUNK), flags)
+            if part is None:
+                if not _readable(self._socket, deadline):
+                    raise TimeoutError
+                continue
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+    def _read_some(self, count: int, flags: int) -> bytes | None:
+        """Returns at most so many bytes; `None` if there are none yet and the flags say not to wait."""
+        try:
+            part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1, flags)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError as error:
+            raise EOFError from error
+        if not part:
+            raise EOFError
+        self.descriptors += descriptors
+        return part
 
 
 def pair() -> tuple[Channel, int]:

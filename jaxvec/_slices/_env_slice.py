@@ -431,7 +431,9 @@ class EnvSlice:
             *self._slots.save(index),
             deepcopy(info) if info else {},
             self._rows.final.is_written(index),
-            {path: column[index] for path, column in self._rows.objects.items()} if self._rows.objects else {},
+            {path: column[index] for path, column in self._rows.objects.items()}
+            if self._rows.objects
+            else {},
         )
 
     def put_state(self, index: int, state: SlotState, *, new_row: bool = False) -> None:

@@ -85,9 +85,9 @@ class StatefulEnv:
     def take(self) -> EnvState:
         """Returns the state of the env and its wrappers.
 
-        It is what their attributes hold, and what those hold, random numbers among it. Where that is memory of
-        MuJoCo or ALE, it is taken by their own ways; where an env has `get_state` and `set_state`, these are
-        asked for the rest.
+        It is what their attributes hold, and what those hold, random numbers among it. Where that is memory
+        of MuJoCo or ALE, it is taken by their own ways; where an env has `get_state` and `set_state`, these
+        are asked for the rest.
 
         Raises:
             EnvStateError: something is no value; names the attribute, and says what to do.

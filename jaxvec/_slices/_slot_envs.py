@@ -167,9 +167,7 @@ class SlotEnvs:
         """Returns the last seed of an env, and seed and options for its next reset."""
         return self._last_seeds[index], self._new_seeds.get(index), self._kept_options.get(index)
 
-    def restore(
-        self, index: int, seed: int, new_seed: int | None, options: dict[str, Any] | None
-    ) -> None:
+    def restore(self, index: int, seed: int, new_seed: int | None, options: dict[str, Any] | None) -> None:
         """Takes back what `save` returned: an env goes on from a saved state."""
         if index in self._borrowers:
             self._lend(index)

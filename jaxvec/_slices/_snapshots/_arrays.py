@@ -93,9 +93,8 @@ def _is_elsewhere(value: Any) -> bool:
 
 def take_array(taker: TakesParts, value: Any) -> Any:
     node: Any
-    kind = value.dtype
-    if kind.hasobject:
-        if kind != object:
+    if value.dtype.hasobject:
+        if value.dtype != object:
             raise CannotCopy("it is an array of records with Python objects in them")
         node = _Objects()
         taker.remember(value, node)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-# Attributes that are atoms, those that are not or were not once, and how many there were, with those that are not
-# taken; -1 where others are nobody's concern.
+# Attributes that are atoms, those that are not or once were not, and how many there were, with those that are
+# not taken; -1 where others are nobody's concern.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
 NOTHING: Fields = {}, {}, -1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,44 +26,69 @@ class _Generator(Node):
 
 
 def take_generator(taker: TakesParts, value: Any) -> Any:
-    node = _Generator(type(value), taker.value(value.bit_generator))
+    bits = value.bit_generator
+    node = _Generator(type(value), taker.memo.get(id(bits)) or take_bits(taker, bits))
     taker.memo[id(value)] = node
     return node
 
 
 class _BitGenerator(Node):
-    __slots__ = ("kind", "sequence", "state")
+    """Has the sequence of seeds itself, of which nothing changes but how many children it has."""
 
-    def __init__(self, kind: type, state: Any, sequence: Any) -> None:
+    __slots__ = ("children", "kind", "sequence", "state")
+
+    def __init__(self, kind: type, state: Any, sequence: Any, children: Any) -> None:
         self.kind = kind
         self.state = state
         self.sequence = sequence
+        self.children = children
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is self.kind and _sequence(old) == self.sequence and putter.reuse(old):
-            old.state = self.state
-            return old
-        if self.sequence is None:
+        if type(old) is self.kind:
+            sequence = old.seed_seq
+            alike = sequence is self.sequence or _seed(sequence) == _seed(self.sequence)
+            if alike and _children(sequence) == self.children and putter.reuse(old):
+                old.state = self.state
+                return old
+        seed = _seed(self.sequence)
+        if seed is None:
             bits = self.kind()
         else:
-            entropy, key, size, spawned = self.sequence
+            entropy, key, size = seed
             bits = self.kind(
-                np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=spawned)
+                np.random.SeedSequence(
+                    entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
+                )
             )
         bits.state = self.state
         return bits
 
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.kind, other.kind
+        yield "", self.state, other.state
+        yield "", (_seed(self.sequence), self.children), (_seed(other.sequence), other.children)
 
-def _sequence(bits: Any) -> Any:
-    """Returns what a bit generator's children depend on."""
-    sequence = bits.seed_seq
+
+def _seed(sequence: Any) -> Any:
+    """Returns what a sequence of seeds was made of."""
     if type(sequence) is not np.random.SeedSequence:
         return None
-    return sequence.entropy, sequence.spawn_key, sequence.pool_size, sequence.n_children_spawned
+    return sequence.entropy, sequence.spawn_key, sequence.pool_size
+
+
+def _children(sequence: Any) -> Any:
+    return sequence.n_children_spawned if type(sequence) is np.random.SeedSequence else None
 
 
 def take_bits(taker: TakesParts, value: Any) -> Any:
-    node = _BitGenerator(type(value), value.state, _sequence(value))
+    sequence = value.seed_seq
+    known = type(sequence) is np.random.SeedSequence
+    node = _BitGenerator(
+        type(value),
+        value.state,
+        sequence if known else None,
+        sequence.n_children_spawned if known else None,
+    )
     taker.memo[id(value)] = node
     return node
 

@@ -11,9 +11,8 @@ from jaxvec._slices._snapshots._fields import Fields, attributes_of
 from jaxvec._slices._snapshots._kinds import TAKINGS, find
 from jaxvec._slices._snapshots._pictures import CANVASES, Picture
 
-
-# By class, the attributes that were no atoms when one was last taken: a guess, which is checked for each. So all
-# the others are looked at in one go.
+# By class, the attributes that were no atoms when one was last taken: a guess, which is checked each time. So
+# all others are looked at in one go.
 _others: dict[type, tuple[str, ...]] = {}
 
 
@@ -57,24 +56,22 @@ class Taker:
 
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
         """Takes the attributes of an object."""
-        kind, held = type(owner), attributes_of(owner)
+        held = attributes_of(owner)
         atoms, nodes = held.copy(), {}
-        others = _others.get(kind, ())
-        for name in others:
-            atoms.pop(name, None)
-        if not ATOMS.issuperset(map(type, atoms.values())):
-            others = _others[kind] = tuple(name for name, value in held.items() if type(value) not in ATOMS)
-            atoms = {name: value for name, value in held.items() if name not in others}
-        name = ""
+        name, absent = "", self
         try:
-            for name in others:
-                if name in held and name not in without:
-                    node = self.value(held[name])
+            for name in _others.get(type(owner), ()):
+                value = atoms.pop(name, absent)
+                if value is not absent and name not in without:
+                    node = self.value(value)
                     nodes[name] = KEPT if type(node) is Picture and name in CANVASES else node
         except CannotCopy as error:
             error.path.insert(0, name)
             raise
-        return atoms, nodes, len(held)
+        if ATOMS.issuperset(map(type, atoms.values())):
+            return atoms, nodes, len(held)
+        _others[type(owner)] = tuple(name for name, value in held.items() if type(value) not in ATOMS)
+        return self.fields(owner, without)
 
     def items(self, values: Any) -> list[Any]:
         """Takes the items of a list or the like."""
