@@ -360,6 +360,21 @@ def test_a_state_is_for_envs_of_its_kind():
             StatefulEnv(other).put(state)
 
 
+def test_a_wrapper_may_come_in_between():
+    env = gymnasium.make("CartPole-v1")
+    stateful = StatefulEnv(env)
+    env.reset(seed=0)
+    before = stateful.take()
+    env.env = wrappers.TransformReward(env.env, lambda reward: reward + 1)
+    env.env.bonus = [3]
+    state = stateful.take()
+    env.env.bonus[0] = 4
+    stateful.put(state)
+    assert env.env.bonus == [3]
+    with pytest.raises(jaxvec.EnvStateError, match="can't be put into"):
+        stateful.put(before)
+
+
 def test_memory_that_is_lent_stays():
     """What an env writes to a buffer is its own; the state has a copy of it, and the env keeps the buffer."""
     segment = mmap.mmap(-1, 4096)

@@ -37,31 +37,28 @@ class _BitGenerator(Node):
 
     __slots__ = ("children", "kind", "sequence", "state")
 
-    def __init__(self, kind: type, state: Any, sequence: Any, children: Any) -> None:
+    def __init__(self, kind: type, state: Any, sequence: Any, children: int) -> None:
         self.kind = kind
         self.state = state
         self.sequence = sequence
         self.children = children
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is self.kind:
-            sequence = old.seed_seq
-            alike = sequence is self.sequence or _seed(sequence) == _seed(self.sequence)
-            if alike and _children(sequence) == self.children and putter.reuse(old):
-                old.state = self.state
-                return old
-        seed = _seed(self.sequence)
-        if seed is None:
-            bits = self.kind()
-        else:
-            entropy, key, size = seed
-            bits = self.kind(
-                np.random.SeedSequence(
-                    entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
-                )
+        if type(old) is not self.kind or not putter.reuse(old):
+            old = self.kind()
+        there, sequence = old.seed_seq, self.sequence
+        if sequence is None or (
+            (there is sequence or _seed(there) == _seed(sequence))
+            and there.n_children_spawned == self.children
+        ):
+            old.state = self.state
+        else:  # as unpickling does it; to make another generator takes much longer
+            entropy, key, size = _seed(sequence)
+            sequence = np.random.SeedSequence(
+                entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
             )
-        bits.state = self.state
-        return bits
+            old.__setstate__((self.state, sequence))
+        return old
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.kind, other.kind
@@ -70,25 +67,18 @@ class _BitGenerator(Node):
 
 
 def _seed(sequence: Any) -> Any:
-    """Returns what a sequence of seeds was made of."""
+    """Returns what a sequence of seeds was made of; `None` if it is another's, of which nobody knows that."""
     if type(sequence) is not np.random.SeedSequence:
         return None
     return sequence.entropy, sequence.spawn_key, sequence.pool_size
 
 
-def _children(sequence: Any) -> Any:
-    return sequence.n_children_spawned if type(sequence) is np.random.SeedSequence else None
-
-
 def take_bits(taker: TakesParts, value: Any) -> Any:
     sequence = value.seed_seq
-    known = type(sequence) is np.random.SeedSequence
-    node = _BitGenerator(
-        type(value),
-        value.state,
-        sequence if known else None,
-        sequence.n_children_spawned if known else None,
-    )
+    if type(sequence) is np.random.SeedSequence:
+        node = _BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
+    else:
+        node = _BitGenerator(type(value), value.state, None, 0)
     taker.memo[id(value)] = node
     return node
 
