@@ -38,6 +38,7 @@ _ADVICE = (
     "Give the env methods get_state() and set_state(state) that take and put what is not in such attributes, "
     "pass state_functions=(get_state, set_state), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
 )
+_MOST = 1000  # things that an env's states share; some envs make new ones in each reset
 _GENERATOR = ("_np_random", "_np_random_seed")  # what a `gymnasium.Env` has beside a user's own state
 
 
@@ -93,6 +94,8 @@ class StatefulEnv:
             EnvStateError: something is no value; names the attribute, and says what to do.
         """
         self._look_again()
+        if len(self._shared) > _MOST:
+            self._shared.clear()
         base, functions, methods = self._layers[-1], self._functions, self._methods
         taker = Taker(self._nodes.copy(), self._shared)
         taken: list[Fields] = []
