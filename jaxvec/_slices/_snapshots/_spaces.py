@@ -10,7 +10,6 @@ import gymnasium
 
 from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
 
-
 _MOST = 1000  # spaces that one is known to be equal to; some envs make one in each reset
 
 
