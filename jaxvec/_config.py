@@ -92,7 +92,8 @@ class PoolConfig:
         _check_states(self.states, self.state_functions)
         if self.states and count:
             raise ValueError(
-                "states don't go with spare_envs: which of these takes a slot depends on the other slots, too"
+                "states don't go with spare_envs: which of these plays an env's next episode depends on when "
+                "the other envs' episodes end, so no state of one env can say it; leave out spare_envs"
             )
         if restart is not None and restart.retry == "restore":
             _check_restores(self.states, autoreset)

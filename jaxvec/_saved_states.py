@@ -222,8 +222,9 @@ class SavedStates:
         """Returns by what these workers find states: by the number, or another's by its bytes."""
         sources: list[int | bytes] = numbers.tolist()
         far = np.flatnonzero(self.table.worker[self.table.places(numbers)] != workers)
-        for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
-            sources[place] = data
+        if far.size:
+            for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
+                sources[place] = data
         return sources
 
     def _export(self, ask: Ask, numbers: NDArray[np.int64]) -> list[bytes]:

@@ -27,6 +27,8 @@ class WorkerStats:
         reset_time: seconds in the envs' resets.
         wait_time: seconds without work.
         state_bytes: of the saved states that it keeps, about: as many as some of them had when pickled.
+            Python's objects take up to half more. What MuJoCo allocates nobody can tell, but its states take
+            less, since a pickle has the model, too.
         simulated: steps that `simulate` took from saved states, which are not among `steps`.
 
     Example:

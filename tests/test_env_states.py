@@ -23,7 +23,7 @@ from gymnasium import spaces, wrappers
 from gymnasium.utils import EzPickle
 
 import jaxvec
-from jaxvec._slices._env_states import prove, put, take, watch
+from jaxvec._slices._env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,7 +35,8 @@ def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
     Before a state is put, the env goes elsewhere for some steps, through a reset with another seed at times.
     """
     rng = np.random.default_rng(0)
-    straight, mine, other = (env_fn() for _ in range(3))
+    straight = env_fn()
+    mine, other = (StatefulEnv(env_fn()) for _ in range(2))
     actions = copy.deepcopy(straight.action_space)
     actions.seed(1)
 
@@ -47,33 +48,31 @@ def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
             if result[2] or result[3]:
                 env.reset()
 
-    for env in (straight, mine, other):
-        watch(env)
-    prove(mine, fresh=True)
-    other.reset(seed=5)
-    wander(other)
-    assert_equal(mine.reset(seed=3), straight.reset(seed=3))
+    mine.prove(fresh=True)
+    other.env.reset(seed=5)
+    wander(other.env)
+    assert_equal(mine.env.reset(seed=3), straight.reset(seed=3))
     count = 0
     for step in range(num_steps):
         if step % 6 == 0:
-            state = take(mine)
+            state = mine.take()
             if pickled and rng.random() < 0.1:
                 state = pickle.loads(pickle.dumps(state))
-            wander(mine)
+            wander(mine.env)
             if rng.random() < 0.5:
                 mine, other = other, mine
-                put(mine, state)
-                wander(mine)
-            assert put(mine, state) is mine
+                mine.put(state)
+                wander(mine.env)
+            mine.put(state)
         action = actions.sample()
-        expected, seen = straight.step(action), mine.step(action)
+        expected, seen = straight.step(action), mine.env.step(action)
         assert_equal(seen, expected, step)
         if expected[2] or expected[3]:
             count += 1
-            assert_equal(mine.reset(), straight.reset(), step)
+            assert_equal(mine.env.reset(), straight.reset(), step)
     assert count >= ends
-    prove(mine)
-    for env in (straight, mine, other):
+    mine.prove()
+    for env in (straight, mine.env, other.env):
         env.close()
 
 
@@ -309,11 +308,12 @@ def test_so_may_its_user():
 
     env.reset(seed=0)
     env.step(0)
-    prove(env, (get, set_))
-    state = take(env, (get, set_))
+    stateful = StatefulEnv(env, (get, set_))
+    stateful.prove()
+    state = stateful.take()
     first = [env.step(0) for _ in range(7)]
     for _ in range(3):
-        put(env, state, (get, set_))
+        stateful.put(state)
         assert [env.step(0) for _ in range(7)] == first  # TimeLimit's count is put back, too
 
 
@@ -322,14 +322,14 @@ def test_what_is_not_in_attributes_is_seen():
     with pytest.raises(
         jaxvec.EnvStateError, match=r"Hidden does not go on .* after 1 of .*, obs differs; .* Hidden.last"
     ):
-        prove(env, fresh=True)
+        StatefulEnv(env).prove(fresh=True)
 
     class Global(Hidden):
         def step(self, action):
             return random.randrange(50), 0.0, False, False, {}
 
     with pytest.raises(jaxvec.EnvStateError, match=r"(?s)obs differs.* global .* generator"):
-        prove(Global(), fresh=True)
+        StatefulEnv(Global()).prove(fresh=True)
 
 
 @pytest.mark.parametrize(
@@ -348,16 +348,31 @@ def test_what_is_no_value_is_named(make, what):
     with pytest.raises(
         jaxvec.EnvStateError, match=rf"Hidden.parts\['held'\]\[0\], it is {what}.* state_functions"
     ):
-        take(env)
+        StatefulEnv(env).take()
     if hasattr(held, "close"):
         held.close()
 
 
 def test_a_state_is_for_envs_of_its_kind():
-    state = take(gymnasium.make("CartPole-v1"))
+    state = StatefulEnv(gymnasium.make("CartPole-v1")).take()
     for other in (gymnasium.make("Acrobot-v1"), gymnasium.make("CartPole-v1").unwrapped):
         with pytest.raises(jaxvec.EnvStateError, match="a state of .*CartPoleEnv can't be put into"):
-            put(other, state)
+            StatefulEnv(other).put(state)
+
+
+def test_a_wrapper_may_come_in_between():
+    env = gymnasium.make("CartPole-v1")
+    stateful = StatefulEnv(env)
+    env.reset(seed=0)
+    before = stateful.take()
+    env.env = wrappers.TransformReward(env.env, lambda reward: reward + 1)
+    env.env.bonus = [3]
+    state = stateful.take()
+    env.env.bonus[0] = 4
+    stateful.put(state)
+    assert env.env.bonus == [3]
+    with pytest.raises(jaxvec.EnvStateError, match="can't be put into"):
+        stateful.put(before)
 
 
 def test_memory_that_is_lent_stays():
@@ -380,10 +395,11 @@ def test_memory_that_is_lent_stays():
         env.reset(seed=0)
         env.set_observation_buffer(buffer)
     envs[0].step(0)
-    state = take(envs[0])
+    state = StatefulEnv(envs[0]).take()
     first = [envs[0].step(0)[0].copy() for _ in range(3)]
     for env, buffer in zip(envs, buffers, strict=True):
-        assert put(env, state).lent["there"][0] is buffer
+        StatefulEnv(env).put(state)
+        assert env.lent["there"][0] is buffer
         for expected in first:
             np.testing.assert_array_equal(env.step(0)[0], expected)
             np.testing.assert_array_equal(buffer, expected)

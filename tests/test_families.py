@@ -14,7 +14,7 @@ from test_env_states import assert_goes_on
 from test_oracle import assert_same, oracle_steps, rollout, sample_actions
 
 import jaxvec
-from jaxvec._slices._env_states import take
+from jaxvec._slices._env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
 # Warnings of other libraries are not ours to mend; as an error, one of them crashes the import of Box2D.
@@ -271,5 +271,5 @@ def test_states_of_box2d(name):
     env = gymnasium.make(name)
     env.reset(seed=0)
     with pytest.raises(jaxvec.EnvStateError, match=r"\.world.* can't be copied .*ReplayEnv"):
-        take(env)
+        StatefulEnv(env).take()
     assert_goes_on(lambda: ReplayEnv(partial(gymnasium.make, name, max_episode_steps=30)), num_steps=90)

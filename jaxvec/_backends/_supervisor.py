@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -464,9 +465,11 @@ class Supervisor:
     def _tell(
         self, worker: int, message: Any, deadline: float | None, descriptors: Sequence[int] = ()
     ) -> None:
-        if worker not in self.starting:  # those wait at their sockets
-            self.notify_worker(worker)  # first: a long message needs its reader
-        self.channels[worker].send(message, deadline=deadline, descriptors=descriptors)
+        # Those that start wait at their sockets.
+        notify = _no_notice if worker in self.starting else self.notify_worker
+        self.channels[worker].send(
+            message, deadline=deadline, descriptors=descriptors, notify=partial(notify, worker)
+        )
 
     def _check_equal(self, worker: int, description: Description) -> None:
         assert self._description is not None

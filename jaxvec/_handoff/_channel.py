@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -46,20 +46,36 @@ class Channel:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(_WAKE_BYTE)
 
-    def send(self, message: Any, *, deadline: float | None = None, descriptors: Sequence[int] = ()) -> None:
+    def send(
+        self,
+        message: Any,
+        *,
+        deadline: float | None = None,
+        descriptors: Sequence[int] = (),
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
         """Sends a message by cloudpickle.
 
+        Args:
+            message: what to send.
+            deadline: `time.monotonic()` seconds.
+            descriptors: that go with it.
+            notify: tells a peer that does not look at its socket that a message is coming.
+
         Raises:
-            TimeoutError: the peer didn't take it by `deadline` (`time.monotonic()` seconds).
+            TimeoutError: the peer didn't take it by `deadline`.
             EOFError: the peer is dead.
         """
         payload = cloudpickle.dumps(message)
+        notify()  # before: a long message needs its reader, who finds a short one when it is awake
         try:
             self._socket.settimeout(_remaining(deadline))
-            # Descriptors ride on the header: they would be lost on a byte that is read by recv().
-            self._socket.sendall(_FRAME_BYTE)
-            socket.send_fds(self._socket, [_HEADER.pack(len(payload))], descriptors)
-            self._socket.sendall(payload)
+            frame = _FRAME_BYTE + _HEADER.pack(len(payload))
+            if descriptors:  # they ride on the header: they would be lost on a byte that is read by recv()
+                self._socket.sendall(frame[:1])
+                socket.send_fds(self._socket, [frame[1:]], descriptors)
+                frame = b""
+            self._socket.sendall(frame + payload)  # in one piece, or the peer would wake for each
         except (BrokenPipeError, ConnectionResetError) as error:
             raise EOFError from error
         finally:
@@ -125,19 +141,29 @@ class Channel:
 
     def _read(self, count: int, deadline: float | None) -> bytes:
         parts: list[bytes] = []
+        flags = 0 if deadline is None else socket.MSG_DONTWAIT
         while count:
-            if deadline is not None and not _readable(self._socket, deadline):
-                raise TimeoutError
-            try:
-                part, descriptors, _, _ = socket.recv_fds(self._socket, min(count, _CHUNK), 1)
-            except ConnectionResetError as error:
-                raise EOFError from error
-            if not part:
-                raise EOFError
-            self.descriptors += descriptors
+            part = self._read_some(min(count, _CHUNK), flags)
+            if part is None:
+                if not _readable(self._socket, deadline):
+                    raise TimeoutError
+                continue
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
+
+    def _read_some(self, count: int, flags: int) -> bytes | None:
+        """Returns at most so many bytes; `None` if there are none yet and the flags say not to wait."""
+        try:
+            part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1, flags)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError as error:
+            raise EOFError from error
+        if not part:
+            raise EOFError
+        self.descriptors += descriptors
+        return part
 
 
 def pair() -> tuple[Channel, int]:

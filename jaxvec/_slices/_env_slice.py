@@ -6,9 +6,8 @@ whole pool. A slot is its env's index in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from time import monotonic_ns
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxvec._errors import EnvStateError
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
-from jaxvec._slices import _env_states, _forks
+from jaxvec._slices import _forks
 from jaxvec._slices._delivered import Delivered
 from jaxvec._slices._env_rows import EnvRows
 from jaxvec._slices._env_states import StateFunctions
@@ -103,6 +102,7 @@ class EnvSlice:
             rebuilt=left,
             lends=lends,
             keeps_states=keeps_states,
+            state_functions=state_functions,
         )
         self._reward_shape = spec.reward.shape
         self._run = self._step_one
@@ -127,9 +127,8 @@ class EnvSlice:
         self._options: Options = None  # of resets from outside
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
         self._resumed: dict[int, SlotState] = {}  # of those that are LOST, or were, and go on from a state
-        self._functions = state_functions
         self._states = States(self._stats)
-        self._proved: set[Hashable] = set()  # kinds of envs that go on exactly from their states
+        self._unproved = set(range(len(envs)))  # who may not go on exactly from their states
         self._simulator = Simulator(
             env_fns,
             first=first,
@@ -318,16 +317,21 @@ class EnvSlice:
             EnvFailure: of an env whose state can't be saved, or is not put back exactly.
         """
         states: list[SlotState] = []
+        slot = slots[0]
         with self._states.dropping(dropped):
-            for slot, number in zip(slots, numbers, strict=True):
-                with Failing(slot, "save"):
-                    self._prove(slot)
-                    states.append(self.take_state(slot - self.first, slot))
-                    self._states.keep(number, states[-1])
+            try:
+                for slot in slots:
+                    index = slot - self.first
+                    if index in self._unproved:
+                        self._prove(slot)
+                    states.append(self.take_state(index, slot))
+            except BaseException as error:
+                raise EnvFailure(slot, "save") from error
+            self._states.keep(numbers, states)
             if not packed:
                 return None
-            with Failing(slots[0], "save"):
-                return pack(replace(state, obs=self._rows.obs(state.slot - self.first)) for state in states)
+            with Failing(slot, "save"):
+                return pack(state._replace(obs=self._rows.obs(state.slot - self.first)) for state in states)
 
     def restore_states(
         self,
@@ -351,10 +355,13 @@ class EnvSlice:
             missing = self._states.missing(source for source in sources if isinstance(source, int))
             if missing:
                 return Gone(missing)
-            for slot, source in zip(slots, sources, strict=True):
-                with Failing(slot, "restore"):
+            slot = slots[0]
+            try:
+                for slot, source in zip(slots, sources, strict=True):
                     state = self._states[source] if isinstance(source, int) else unpack(source)
                     self.put_state(slot - self.first, state)
+            except BaseException as error:
+                raise EnvFailure(slot, "restore") from error
             if rows is not None:
                 self._rows.put(np.array(slots) - self.first, rows)
             return None
@@ -389,8 +396,7 @@ class EnvSlice:
                 states, rows = self._simulator.step([self._states[source] for source in sources], actions)
             finally:
                 self._stats[_stats.SIMULATED] += self._simulator.steps - before
-            for number, state in zip(numbers, states, strict=True):
-                self._states.keep(number, state)
+            self._states.keep(numbers, states)
             return rows
 
     def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
@@ -409,7 +415,7 @@ class EnvSlice:
         with self._states.dropping(dropped):
             for slot, number, one in zip(slots, numbers, packed, strict=True):
                 with Failing(slot, "import"):
-                    self._states.keep(number, replace(unpack(one), slot=slot))
+                    self._states.keep([number], [unpack(one)._replace(slot=slot)])
 
     def take_state(self, index: int, slot: int) -> SlotState:
         """Returns the state of an env, as that of a slot."""
@@ -420,12 +426,14 @@ class EnvSlice:
         info = self._rows.infos[index]
         return SlotState(
             slot,
-            _env_states.take(self._slots.envs[index], self._functions),
+            self._slots.stateful[index].take(),
             self._episodes.save(index),
             *self._slots.save(index),
             deepcopy(info) if info else {},
             self._rows.final.is_written(index),
-            {path: column[index] for path, column in self._rows.objects.items()},
+            {path: column[index] for path, column in self._rows.objects.items()}
+            if self._rows.objects
+            else {},
         )
 
     def put_state(self, index: int, state: SlotState, *, new_row: bool = False) -> None:
@@ -450,22 +458,20 @@ class EnvSlice:
     def _put_env(self, index: int, state: SlotState) -> None:
         self._resumed.pop(index, None)  # what the program restores counts more
         self._slots.make_ready(index)
-        env = _env_states.put(self._slots.envs[index], state.env, self._functions)
-        self._slots.restore(index, env, state.seed, state.new_seed, state.options)
+        self._slots.stateful[index].put(state.env)
+        self._slots.restore(index, state.seed, state.new_seed, state.options)
 
     def close(self) -> None:
         """Closes the envs that were built to simulate."""
         self._simulator.close()
 
     def _prove(self, slot: int) -> None:
-        """Raises `EnvStateError` unless envs of this kind go on exactly from their states."""
-        kind, index = self._simulator.kind(slot), slot - self.first
-        if kind in self._proved:
-            return
+        """Raises `EnvStateError` unless envs of this one's kind go on exactly from their states."""
+        kind, index = self._simulator.kind, slot - self.first
         fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
-        with self._slots.unlent(index) as env:
-            _env_states.prove(env, self._functions, fresh=fresh)
-        self._proved.add(kind)
+        with self._slots.unlent(index):
+            self._slots.stateful[index].prove(fresh=fresh)
+        self._unproved = {each for each in self._unproved if kind(self.first + each) != kind(slot)}
 
     def _ask(self, slots: Iterable[int], args: Sequence[Any], ask: Callable[..., Any]) -> list[Any]:
         """Returns what `ask` returns of each of `slots`, its env, and `args` of it; may change the env."""

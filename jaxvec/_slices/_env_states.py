@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -20,14 +21,16 @@ from jaxvec._slices._snapshots import (
     Fields,
     Node,
     Putter,
+    Shared,
     Taker,
     compare_fields,
+    layer_nodes,
     put_layer,
     take_layer,
     watch_ale,
 )
 
-__all__ = ["EnvState", "prove", "put", "take", "watch"]
+__all__ = ["EnvState", "StateFunctions", "StatefulEnv"]
 
 StateFunctions: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 
@@ -35,11 +38,12 @@ _ADVICE = (
     "Give the env methods get_state() and set_state(state) that take and put what is not in such attributes, "
     "pass state_functions=(get_state, set_state), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
 )
+_MOST = 1000  # things that an env's states share; some envs make new ones in each reset
 _GENERATOR = ("_np_random", "_np_random_seed")  # what a `gymnasium.Env` has beside a user's own state
 
 
 class EnvState:
-    """What `take` returns. It never changes, and pickles if what the env holds does.
+    """What `StatefulEnv.take` returns. It never changes, and pickles if what the env holds does.
 
     Attributes:
         kinds: the names of the classes of the wrappers, outmost first, and of the env.
@@ -55,141 +59,181 @@ class EnvState:
         self.own = own
 
 
-def watch(env: Env) -> None:
-    """Has an env note what its state can't be told from: the actions that sticky ones of ALE may repeat.
+class StatefulEnv:
+    """An env with its wrappers, whose state can be taken and put back.
 
-    Call it when the env was made, before its first reset; others are left as they are.
+    Make it when the env was made, before its first reset: from then on the env notes what its state can't be
+    told from, the actions that sticky ones of ALE may repeat.
+
+    Attributes:
+        env: the env.
     """
-    watch_ale(_layers(env)[-1])
 
+    def __init__(self, env: Env, functions: StateFunctions | None = None) -> None:
+        """Takes an env.
 
-def take(env: Env, functions: StateFunctions | None = None) -> EnvState:
-    """Takes the state of an env and its wrappers.
+        Args:
+            env: with its wrappers.
+            functions: the user's `(get_state, set_state)`; then they say all of the env within the wrappers,
+                but for its `np_random`.
+        """
+        self.env = env
+        self._functions = functions
+        self._shared: Shared = {}
+        self._look()
+        watch_ale(self._layers[-1])
 
-    It is what their attributes hold, and what those hold, random numbers among it. Where that is memory of
-    MuJoCo or ALE, it is taken by their own ways; where an env has `get_state` and `set_state`, these are
-    asked for the rest.
+    def take(self) -> EnvState:
+        """Returns the state of the env and its wrappers.
 
-    Args:
-        env: the env, with its wrappers.
-        functions: the user's `(get_state, set_state)`; then they say all of the env within the wrappers, but
-            for its `np_random`.
+        It is what their attributes hold, and what those hold, random numbers among it. Where that is memory
+        of MuJoCo or ALE, it is taken by their own ways; where an env has `get_state` and `set_state`, these
+        are asked for the rest.
 
-    Raises:
-        EnvStateError: something is no value; names the attribute, and says what to do.
-    """
-    layers = _layers(env)
-    base = layers[-1]
-    methods = _own_methods(type(base)) if functions is None else None
-    taker = Taker(layers)
-    taken: list[Fields] = []
-    own: Any = None
-    layer: Any = base
-    try:
-        for layer in layers:
-            if layer is not base:
-                taken.append(take_layer(taker, layer))
-            elif functions is not None:
-                held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
-                taken.append(({}, {name: taker.value(value) for name, value in held.items()}, -1))
-                own = taker.value(functions[0](env))
-            elif methods is None:
-                taken.append(take_layer(taker, base))
-            else:
-                if isinstance(base, gymnasium.Wrapper):
-                    taken.append(NOTHING)  # it says what it keeps, of the env inside, too
-                else:
-                    taker.lenient = True
+        Raises:
+            EnvStateError: something is no value; names the attribute, and says what to do.
+        """
+        self._look_again()
+        if len(self._shared) > _MOST:
+            self._shared.clear()
+        base, functions, methods = self._layers[-1], self._functions, self._methods
+        taker = Taker(self._nodes.copy(), self._shared)
+        taken: list[Fields] = []
+        own: Any = None
+        layer: Any = base
+        try:
+            for layer in self._layers:
+                if layer is not base:
+                    taken.append(take_layer(taker, layer))
+                elif functions is not None:
+                    held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
+                    taken.append(({}, {name: taker.value(value) for name, value in held.items()}, -1))
+                    own = taker.value(functions[0](self.env))
+                elif methods is None:
                     taken.append(take_layer(taker, base))
-                    taker.lenient = False
-                own = taker.value(methods[0](base))
-    except CannotCopy as error:
-        path = f"{type(layer).__name__}." + "".join(
-            name if name.startswith("[") or not number else f".{name}"
-            for number, name in enumerate(error.path)
+                else:
+                    if isinstance(base, gymnasium.Wrapper):
+                        taken.append(NOTHING)  # it says what it keeps, of the env inside, too
+                    else:
+                        taker.lenient = True
+                        taken.append(take_layer(taker, base))
+                        taker.lenient = False
+                    own = taker.value(methods[0](base))
+        except CannotCopy as error:
+            path = f"{type(layer).__name__}." + "".join(
+                name if name.startswith("[") or not number else f".{name}"
+                for number, name in enumerate(error.path)
+            )
+            raise EnvStateError(
+                f"the state of {type(base).__name__} can't be taken: of {path}, {error.what}. "
+                + (error.advice or _ADVICE)
+            ) from error
+        return EnvState(self._kinds, taken, own)
+
+    def put(self, state: EnvState) -> None:
+        """Has the env go on from a state, as often as you like.
+
+        The env and its wrappers stay the objects that they are, so windows, the memory that
+        `set_observation_buffer` gave, and whatever refers to them stay theirs.
+
+        Args:
+            state: of this env, or of another that the same function made.
+
+        Raises:
+            EnvStateError: the state is that of an env of another class, or with other wrappers.
+        """
+        self._look_again()
+        layers = self._layers
+        if self._kinds != state.kinds:
+            raise EnvStateError(
+                f"a state of {' of '.join(state.kinds)} can't be put into {' of '.join(self._kinds)}; "
+                "restore states into envs that the same function made"
+            )
+        base = layers[-1]
+        putter = Putter(layers)
+        try:
+            # First what others do, so that what the attributes say is the last word.
+            if self._functions is not None:
+                self._functions[1](self.env, putter.value(state.own, None))
+            elif self._methods is not None:
+                self._methods[1](base, putter.value(state.own, None))
+            for layer, fields in zip(layers, state.layers, strict=True):
+                put_layer(putter, layer, fields)
+        except CannotCopy as error:
+            raise EnvStateError(
+                f"a state of {type(base).__name__} can't be put back: {error.what}. {error.advice or _ADVICE}"
+            ) from error
+
+    def prove(self, *, fresh: bool = False, num_steps: int = 40) -> None:
+        """Raises unless the env goes on from a state as it did before, however far it went in between.
+
+        It takes a state, steps the env with random actions, and resets it with other seeds and steps it. Then
+        it puts the state back, and a copy that was pickled if that is possible, steps the env with the same
+        actions, and compares all results bit for bit. The env is left in the state that it was in.
+
+        Args:
+            fresh: it was never reset, or its episode is over, so it is reset first.
+            num_steps: to compare, with the resets that they need.
+
+        Raises:
+            EnvStateError: a state can't be taken, or results differ; says which, and which attribute did.
+        """
+        env, before = self.env, self.take()
+        actions = copy.deepcopy(env.action_space)
+        actions.seed(0)
+        chosen = [actions.sample() for _ in range(num_steps)]
+        try:
+            if fresh:
+                _reset(env, 0)
+            began = self.take()
+            first, at_first = self._play(chosen)
+            for seed in (1, 2):  # elsewhere, where an env has another map or other bodies
+                _reset(env, seed)
+                self._play(chosen[: num_steps // 2])
+            self.put(began)
+            _compare_states(env, self.take(), began)
+            _compare(env, first, at_first, *self._play(chosen), "")
+            if (copied := _pickled(began)) is not None:
+                self.put(copied)
+                _compare(env, first, at_first, *self._play(chosen), "that was pickled ")
+        finally:
+            self.put(before)
+
+    def _look(self) -> None:
+        """Looks which wrappers there are."""
+        self._layers = _layers(self.env)
+        self._pairs = tuple(itertools.pairwise(self._layers))
+        self._kinds = tuple(map(_kind, self._layers))
+        self._methods = None if self._functions is not None else _own_methods(type(self._layers[-1]))
+        self._nodes: dict[int, Any] = dict(
+            zip(map(id, self._layers), layer_nodes(len(self._layers)), strict=True)
         )
-        raise EnvStateError(
-            f"the state of {type(base).__name__} can't be taken: of {path}, {error.what}. "
-            + (error.advice or _ADVICE)
-        ) from error
-    return EnvState(tuple(map(_kind, layers)), taken, own)
 
+    def _look_again(self) -> None:
+        for outer, inner in self._pairs:
+            if outer.env is not inner:
+                self._look()
+                return
 
-def put(env: Env, state: EnvState, functions: StateFunctions | None = None) -> Env:
-    """Has an env go on from a state, as often as you like, and returns it.
-
-    The env and its wrappers stay the objects that they are, so windows, the memory that
-    `set_observation_buffer` gave, and whatever refers to them stay theirs.
-
-    Args:
-        env: the env of which the state was taken, or another that the same function made.
-        state: of `take`.
-        functions: as for `take`.
-
-    Raises:
-        EnvStateError: the state is that of an env of another class, or with other wrappers.
-    """
-    layers = _layers(env)
-    if tuple(map(_kind, layers)) != state.kinds:
-        raise EnvStateError(
-            f"a state of {' of '.join(state.kinds)} can't be put into {' of '.join(map(_kind, layers))}; "
-            "restore states into envs that the same function made"
-        )
-    base = layers[-1]
-    putter = Putter(layers)
-    try:
-        # First what others do, so that what the attributes say is the last word.
-        if functions is not None:
-            functions[1](env, putter.value(state.own, None))
-        elif (methods := _own_methods(type(base))) is not None:
-            methods[1](base, putter.value(state.own, None))
-        for layer, fields in zip(layers, state.layers, strict=True):
-            put_layer(putter, layer, fields)
-    except CannotCopy as error:
-        raise EnvStateError(
-            f"a state of {type(base).__name__} can't be put back: {error.what}. {error.advice or _ADVICE}"
-        ) from error
-    return env
-
-
-def prove(
-    env: Env, functions: StateFunctions | None = None, *, fresh: bool = False, num_steps: int = 40
-) -> None:
-    """Raises unless an env goes on from a state as it did before, however far it went in between.
-
-    It takes a state, steps the env with random actions, and resets it with other seeds and steps it. Then it
-    puts the state back, and a copy that was pickled if that is possible, steps the env with the same actions,
-    and compares all results bit for bit. The env is left in the state that it was in.
-
-    Args:
-        env: the env, with its wrappers.
-        functions: as for `take`.
-        fresh: it was never reset, or its episode is over, so it is reset first.
-        num_steps: to compare, with the resets that they need.
-
-    Raises:
-        EnvStateError: a state can't be taken, or results differ; says which, and which attribute did.
-    """
-    before = take(env, functions)
-    actions = copy.deepcopy(env.action_space)
-    actions.seed(0)
-    chosen = [actions.sample() for _ in range(num_steps)]
-    try:
-        if fresh:
-            _reset(env, 0)
-        began = take(env, functions)
-        first, at_first = _play(env, functions, chosen)
-        for seed in (1, 2):  # elsewhere, where an env has another map or other bodies
-            _reset(env, seed)
-            _play(env, functions, chosen[: num_steps // 2])
-        put(env, began, functions)
-        _compare_states(env, take(env, functions), began)
-        _compare(env, first, at_first, *_play(env, functions, chosen), "")
-        if (copied := _pickled(began)) is not None:
-            put(env, copied, functions)
-            _compare(env, first, at_first, *_play(env, functions, chosen), "that was pickled ")
-    finally:
-        put(env, before, functions)
+    def _play(self, actions: list[Any]) -> tuple[list[Any], list[EnvState]]:
+        """Returns what steps, and the resets between them, return, as values; and the first states after."""
+        results: list[Any] = []
+        states: list[EnvState] = []
+        ended = False
+        for action in actions:
+            if ended:
+                result: Any = self.env.reset()
+                ended = False
+            else:
+                try:
+                    result = self.env.step(copy.deepcopy(action))
+                    ended = bool(result[2] or result[3])
+                except Exception as error:  # it does not like each action of its space; it says so again
+                    result, ended = (type(error).__name__, str(error)), True
+            results.append(Taker({}, {}, lenient=True).value(result))
+            if len(states) < 3:
+                states.append(self.take())
+        return results, states
 
 
 def _reset(env: Env, seed: int) -> None:
@@ -197,27 +241,6 @@ def _reset(env: Env, seed: int) -> None:
         env.reset(seed=seed)
     except Exception:  # it takes no seed
         env.reset()
-
-
-def _play(env: Env, functions: StateFunctions | None, actions: list[Any]) -> tuple[list[Any], list[EnvState]]:
-    """Returns what steps, and the resets between them, return, as values; and the states after the first."""
-    results: list[Any] = []
-    states: list[EnvState] = []
-    ended = False
-    for action in actions:
-        if ended:
-            result: Any = env.reset()
-            ended = False
-        else:
-            try:
-                result = env.step(copy.deepcopy(action))
-                ended = bool(result[2] or result[3])
-            except Exception as error:  # it does not like each action of its space; it has to say so again
-                result, ended = (type(error).__name__, str(error)), True
-        results.append(Taker([], lenient=True).value(result))
-        if len(states) < 3:
-            states.append(take(env, functions))
-    return results, states
 
 
 _NAMES = {2: ("obs", "info"), 5: ("obs", "reward", "terminated", "truncated", "info")}

@@ -32,6 +32,10 @@ class Lending:
         if take is not None:
             take(None)
 
+    def takes(self, env: Any) -> bool:
+        """Says whether an env takes such memory."""
+        return self._taker(env) is not None
+
     def _taker(self, env: Any) -> Callable[[Any], None] | None:
         """Returns the env's method; not one behind a wrapper that may have made another observation of it."""
         return getattr(inside(env), _METHOD, None) if self._is_lendable else None

@@ -15,7 +15,7 @@ from jaxvec import _stats
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._memory._segment import Arrays
-from jaxvec._slices import _env_states, _envs
+from jaxvec._slices import _envs
 from jaxvec._slices._envs import Env, EnvFailure, EnvFn, Failing
 from jaxvec._slices._episodes import IDLE
 from jaxvec._slices._states import SlotState
@@ -157,10 +157,10 @@ class Simulator:
         env_fn = self._env_fns[slot - self._first]
         envs = _envs.build([env_fn], slot)
         with Failing(slot, "simulate"):
-            _env_states.watch(envs[0])
+            arrays = _segment.private(self._layout)
+            stepper = self._slice_of(envs * _MOST, env_fn, arrays)  # first, since it watches the env
             envs[0].reset(seed=0)  # wrappers and simulators want that before they go on from a state
-        arrays = _segment.private(self._layout)
-        self._built[kind] = envs[0], self._slice_of(envs * _MOST, env_fn, arrays), arrays
+        self._built[kind] = envs[0], stepper, arrays
 
 
 def _kind(place: int, env_fn: EnvFn) -> Hashable:

@@ -8,9 +8,11 @@ from time import monotonic_ns
 from typing import Any
 
 from jaxvec import _seeds, _stats
+from jaxvec._memory import _rows
 from jaxvec._memory._segment import Arrays
 from jaxvec._seeds import NONE
-from jaxvec._slices import _env_states, _envs, _forks
+from jaxvec._slices import _envs, _forks
+from jaxvec._slices._env_states import StatefulEnv, StateFunctions
 from jaxvec._slices._envs import Env, EnvFn
 from jaxvec._slices._forks import forked
 from jaxvec._slices._lending import Lending
@@ -29,6 +31,7 @@ class SlotEnvs:
         envs: that hold the slots now.
         called: `envs`, or what stands for each while its steps and resets are recorded.
         targets: what is stepped and reset for each.
+        stateful: of each, if states are kept: what takes them and puts them back.
         spares: more envs, to take turns with these.
         check_member: raises unless an observation is a member of its space; `None` for no check.
     """
@@ -48,6 +51,7 @@ class SlotEnvs:
         rebuilt: bool,
         lends: bool,
         keeps_states: bool,
+        state_functions: StateFunctions | None,
     ) -> None:
         """Takes new envs; see `EnvSlice`.
 
@@ -57,24 +61,25 @@ class SlotEnvs:
         self._see_through = see_through
         self.record(None)
         self.spares = spares
-        self._keeps_states = keeps_states
-        for env in envs if keeps_states else ():
-            _env_states.watch(env)
+        self._keeps_states, self._state_functions = keeps_states, state_functions
+        # The slots of a simulator have one env.
+        stateful = {id(env): StatefulEnv(env, state_functions) for env in envs if keeps_states}
+        self.stateful = [stateful[id(env)] for env in envs if keeps_states]
         self._has_spares = bool(spares)  # quicker to ask
         self._env_fns = env_fns
         self._first = first
-        self._seeds, self._last_seeds, self._rebuilds = (
-            rows[name,] for name in ("seed", "last_seed", "rebuilds")
-        )
+        self._seeds, self._rebuilds = rows["seed",], rows["rebuilds",]
+        self._last_seeds = _rows.scalars(rows["last_seed",])
         self._stats = stats
         self._lending, self._lends = Lending(obs, rows), lends
         # Who was lent nothing yet: that is done with their next reset.
         self._unlent = set(range(len(envs) if lends else 0))
+        self._borrowers = {index for index, env in enumerate(envs) if self._lending.takes(env)}
         self.check_member = checker(envs[0].observation_space, ("obs",)) if strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._kept_options: dict[int, dict[str, Any]] = {}  # for the next reset of such envs in a step
         if not rebuilt:
-            self._last_seeds[:] = NONE
+            rows["last_seed",][:] = NONE
             return
         for index in range(len(envs)):
             self._note_rebuilt(index)
@@ -134,7 +139,7 @@ class SlotEnvs:
             self.envs[index].close()
         (self.envs[index],) = _envs.build([self._env_fns[index]], self._first + index)
         if self._keeps_states:
-            _env_states.watch(self.envs[index])
+            self.stateful[index] = StatefulEnv(self.envs[index], self._state_functions)
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
@@ -150,25 +155,22 @@ class SlotEnvs:
             self._unlent.remove(index)
 
     @contextmanager
-    def unlent(self, index: int) -> Generator[Env]:
+    def unlent(self, index: int) -> Generator[None]:
         """Lets an env write to memory of its own within the block, so that its row stays as it is."""
         self._lending.take_back(self.envs[index])
         try:
-            yield self.envs[index]
+            yield
         finally:
             self._lend(index)
 
     def save(self, index: int) -> tuple[int, int | None, dict[str, Any] | None]:
         """Returns the last seed of an env, and seed and options for its next reset."""
-        options = self._kept_options.get(index)
-        return int(self._last_seeds[index]), self._new_seeds.get(index), options
+        return self._last_seeds[index], self._new_seeds.get(index), self._kept_options.get(index)
 
-    def restore(
-        self, index: int, env: Env, seed: int, new_seed: int | None, options: dict[str, Any] | None
-    ) -> None:
-        """Gives a slot an env that goes on from a saved state, and what `save` returned then."""
-        self.envs[index] = env
-        self._lend(index)
+    def restore(self, index: int, seed: int, new_seed: int | None, options: dict[str, Any] | None) -> None:
+        """Takes back what `save` returned: an env goes on from a saved state."""
+        if index in self._borrowers:
+            self._lend(index)
         self.changed(index)
         self._last_seeds[index] = seed
         self._new_seeds.pop(index, None)
@@ -228,6 +230,6 @@ class SlotEnvs:
     def _note_rebuilt(self, index: int) -> None:
         """Gives an env that was built anew its next seed, if the one before it was seeded."""
         self._rebuilds[index] += 1
-        seed, count = int(self._last_seeds[index]), int(self._rebuilds[index])
+        seed, count = self._last_seeds[index], int(self._rebuilds[index])
         if seed != NONE:
             self._new_seeds[index] = _seeds.derive(seed, 0, count)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -17,13 +17,12 @@ from jaxvec._spaces import KeyPath
 _MOST = 1024  # states kept, at most, between two that are measured
 
 
-@dataclass(frozen=True, slots=True)
-class SlotState:
+class SlotState(NamedTuple):
     """Of a slot: all that decides what its env does next, but the row of the segment, which the parent keeps.
 
     Attributes:
         slot: whose env it was; a function that made it makes others that can go on from here.
-        env: of env and wrappers, as `_env_states.take` returned it.
+        env: of env and wrappers, as `StatefulEnv.take` returned it.
         episode: how far it is, as `Episodes.take` returned it.
         seed: the last one that the env was given.
         new_seed, options: for its next reset.
@@ -68,12 +67,12 @@ class States:
     def __getitem__(self, number: int) -> SlotState:
         return self._states[number]
 
-    def keep(self, number: int, state: SlotState) -> None:
-        """Keeps a state. Now and then it is measured, which costs more than to keep it."""
-        self._states[number] = state
-        self._until_measured -= 1
+    def keep(self, numbers: Sequence[int], states: Sequence[SlotState]) -> None:
+        """Keeps states. Now and then one is measured, which costs more than to keep it."""
+        self._states.update(zip(numbers, states, strict=True))
+        self._until_measured -= len(states)
         if self._until_measured < 0:
-            self._size = _size_of(state)
+            self._size = _size_of(states[-1])
             self._until_measured = self._between = min(2 * self._between, _MOST)
 
     @contextmanager

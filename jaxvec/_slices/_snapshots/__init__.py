@@ -5,9 +5,9 @@ and memory outside of Python may refer to them: only what they hold is put back.
 """
 
 from jaxvec._slices._snapshots._ale import watch_ale
-from jaxvec._slices._snapshots._core import KEPT, CannotCopy, Node, Putter
+from jaxvec._slices._snapshots._core import KEPT, CannotCopy, Node, Putter, Shared
 from jaxvec._slices._snapshots._fields import NOTHING, Fields, compare_fields
-from jaxvec._slices._snapshots._layers import put_layer, take_layer
+from jaxvec._slices._snapshots._layers import layer_nodes, put_layer, take_layer
 from jaxvec._slices._snapshots._taker import Taker
 
 __all__ = [
@@ -17,8 +17,10 @@ __all__ = [
     "Fields",
     "Node",
     "Putter",
+    "Shared",
     "Taker",
     "compare_fields",
+    "layer_nodes",
     "put_layer",
     "take_layer",
     "watch_ale",

@@ -72,11 +72,10 @@ class Putter:
             return node
         if node is KEPT:
             return old
-        done = self._done
-        if id(node) in done:
-            return done[id(node)]
-        value = node.put(self, old)
-        done[id(node)] = value
+        done, number = self._done, id(node)
+        if number in done:
+            return done[number]
+        value = done[number] = node.put(self, old)
         return value
 
     def begin(self, node: Node, value: Any) -> None:
@@ -85,9 +84,10 @@ class Putter:
 
     def reuse(self, old: Any) -> bool:
         """Says whether what is there may be what a node stands for, which is so once."""
-        if id(old) in self._used:
+        used, number = self._used, id(old)
+        if number in used:
             return False
-        self._used.add(id(old))
+        used.add(number)
         return True
 
     def items(self, items: list[Any], olds: Any) -> list[Any]:
@@ -103,18 +103,22 @@ class Putter:
         """Gives an object its attributes, and takes away what it had not."""
         atoms, nodes, count = fields
         held = attributes_of(owner)
-        value, get = self.value, held.get
-        fresh = {name: value(node, get(name)) for name, node in nodes.items()} if nodes else nodes
+        fresh = nodes
+        if nodes:
+            value, get = self.value, held.get
+            fresh = {name: value(node, get(name)) for name, node in nodes.items()}
+        held.update(atoms)
+        held.update(fresh)
         if slots_of(type(owner)):
-            for name, one in (atoms | fresh).items():
-                object.__setattr__(owner, name, one)
-            held = attributes_of(owner)
-        else:
-            held.update(atoms)
-            held.update(fresh)
+            for name in *atoms, *fresh:
+                object.__setattr__(owner, name, held[name])
         if len(held) != count >= 0:
             for name in held.keys() - atoms.keys() - nodes.keys() - without:
                 object.__delattr__(owner, name)
+
+
+# By its `id`, what hardly ever changes, and its node.
+Shared: TypeAlias = dict[int, tuple[Any, Any]]
 
 
 class TakesParts(Protocol):
@@ -123,12 +127,12 @@ class TakesParts(Protocol):
     Attributes:
         memo: nodes by the `id` of what they stand for.
         lenient: leave what is no value as it is, in place of an error.
-        plains: by their `id`, what hardly ever changes and its node, which all snapshots of an env share.
+        shared: what all snapshots of an env share.
     """
 
     memo: dict[int, Any]
     lenient: bool
-    plains: dict[int, tuple[Any, Any]]
+    shared: Shared
 
     def value(self, value: Any) -> Any:
         """Returns an atom as it is, and a node for all else."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-# Attributes that are atoms, those that are not, and how many there were, with those that are not taken; -1
-# where others are nobody's concern.
+# Attributes that are atoms, those that are not or once were not, and how many there were, with those that are
+# not taken; -1 where others are nobody's concern.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
 NOTHING: Fields = {}, {}, -1
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
     """Returns the attributes of an object: its own `dict`, where it has no slots."""
-    slots = slots_of(type(owner))
+    slots = _slots.get(type(owner))
+    if slots is None:
+        slots = slots_of(type(owner))
     if not slots:
         return owner.__dict__
     held = dict(getattr(owner, "__dict__", {}))
@@ -23,8 +25,11 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return held
 
 
-def slots_of(kind: type, known: dict[type, tuple[str, ...]] = {}) -> tuple[str, ...]:  # noqa: B006
-    found = known.get(kind)
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    found = _slots.get(kind)
     if found is None:
         names: list[str] = []
         for base in kind.__mro__:
@@ -33,7 +38,7 @@ def slots_of(kind: type, known: dict[type, tuple[str, ...]] = {}) -> tuple[str, 
                 if name not in ("__dict__", "__weakref__"):
                     hidden = name.startswith("__") and not name.endswith("__")
                     names.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
-        found = known[kind] = tuple(names)
+        found = _slots[kind] = tuple(names)
     return found
 
 

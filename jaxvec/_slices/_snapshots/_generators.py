@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,54 +18,67 @@ class _Generator(Node):
         self.bits = bits
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is self.kind:
-            bits = putter.value(self.bits, old.bit_generator)
-            if bits is old.bit_generator and putter.reuse(old):
-                return old
-        else:
-            bits = putter.value(self.bits, None)
-        return self.kind(bits)
+        if type(old) is not self.kind:
+            return self.kind(putter.value(self.bits, None))
+        before = old.bit_generator
+        bits = putter.value(self.bits, before)
+        return old if bits is before and putter.reuse(old) else self.kind(bits)
 
 
 def take_generator(taker: TakesParts, value: Any) -> Any:
-    node = _Generator(type(value), taker.value(value.bit_generator))
+    bits = value.bit_generator
+    node = _Generator(type(value), taker.memo.get(id(bits)) or take_bits(taker, bits))
     taker.memo[id(value)] = node
     return node
 
 
 class _BitGenerator(Node):
-    __slots__ = ("kind", "sequence", "state")
+    """Has the sequence of seeds itself, of which nothing changes but how many children it has."""
 
-    def __init__(self, bits: Any) -> None:
-        self.kind = type(bits)
-        self.state = bits.state
-        self.sequence = _sequence(bits)
+    __slots__ = ("children", "kind", "sequence", "state")
+
+    def __init__(self, kind: type, state: Any, sequence: Any, children: int) -> None:
+        self.kind = kind
+        self.state = state
+        self.sequence = sequence
+        self.children = children
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is self.kind and _sequence(old) == self.sequence and putter.reuse(old):
+        if type(old) is not self.kind or not putter.reuse(old):
+            old = self.kind()
+        there, sequence = old.seed_seq, self.sequence
+        if sequence is None or (
+            (there is sequence or _seed(there) == _seed(sequence))
+            and there.n_children_spawned == self.children
+        ):
             old.state = self.state
-            return old
-        if self.sequence is None:
-            bits = self.kind()
-        else:
-            entropy, key, size, spawned = self.sequence
-            bits = self.kind(
-                np.random.SeedSequence(entropy, spawn_key=key, pool_size=size, n_children_spawned=spawned)
+        else:  # as unpickling does it; to make another generator takes much longer
+            entropy, key, size = _seed(sequence)
+            sequence = np.random.SeedSequence(
+                entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
             )
-        bits.state = self.state
-        return bits
+            old.__setstate__((self.state, sequence))
+        return old
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.kind, other.kind
+        yield "", self.state, other.state
+        yield "", (_seed(self.sequence), self.children), (_seed(other.sequence), other.children)
 
 
-def _sequence(bits: Any) -> Any:
-    """Returns what a bit generator's children depend on."""
-    sequence = bits.seed_seq
+def _seed(sequence: Any) -> Any:
+    """Returns what a sequence of seeds was made of; `None` if it is another's, of which nobody knows that."""
     if type(sequence) is not np.random.SeedSequence:
         return None
-    return sequence.entropy, sequence.spawn_key, sequence.pool_size, sequence.n_children_spawned
+    return sequence.entropy, sequence.spawn_key, sequence.pool_size
 
 
 def take_bits(taker: TakesParts, value: Any) -> Any:
-    node = _BitGenerator(value)
+    sequence = value.seed_seq
+    if type(sequence) is np.random.SeedSequence:
+        node = _BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
+    else:
+        node = _BitGenerator(type(value), value.state, None, 0)
     taker.memo[id(value)] = node
     return node
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium
+from gymnasium import Wrapper
+from gymnasium.wrappers import PassiveEnvChecker
 
 from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
 from jaxvec._slices._snapshots._fields import NOTHING, Fields
@@ -36,11 +37,13 @@ def layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: 
 
 def take_layer(taker: TakesParts, layer: Any) -> Fields:
     """Takes the attributes of an env or a wrapper."""
-    if type(layer) is gymnasium.wrappers.PassiveEnvChecker:
+    kind = type(layer)
+    if kind is PassiveEnvChecker:
         return NOTHING  # it warns once, and changes nothing
-    return taker.fields(layer, _TOLD_WRAPPERS if isinstance(layer, gymnasium.Wrapper) else _TOLD)
+    return taker.fields(layer, _TOLD_WRAPPERS if issubclass(kind, Wrapper) else _TOLD)
 
 
 def put_layer(putter: Putter, layer: Any, fields: Fields) -> None:
     """Gives an env or a wrapper its attributes."""
-    putter.fields(layer, fields, _TOLD_WRAPPERS)
+    if type(layer) is not PassiveEnvChecker:
+        putter.fields(layer, fields, _TOLD_WRAPPERS)

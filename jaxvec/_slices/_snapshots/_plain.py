@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from jaxvec._slices._snapshots._atoms import ATOMS
@@ -27,14 +26,14 @@ class Plain(Node):
 
 def take_plain(taker: TakesParts, value: Any) -> Plain | None:
     """Takes a container of atoms. While it stays equal, all snapshots of an env share one copy."""
-    known = taker.plains.get(id(value))
+    known = taker.shared.get(id(value))
     if known is not None and known[0] is value and known[1].copy == value:
         return known[1]
     try:
         node = Plain(_copy_plain(value))
     except _NotPlain:
         return None
-    taker.plains[id(value)] = value, node
+    taker.shared[id(value)] = value, node
     return node
 
 
@@ -59,16 +58,3 @@ def _copy_plain(value: Any) -> Any:
 
 class _NotPlain(Exception):
     pass
-
-
-_plains: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
-
-
-def plains_of(env: Any) -> dict[int, tuple[Any, Any]]:
-    try:
-        found = _plains.get(env)
-        if found is None:
-            found = _plains[env] = {}
-    except TypeError:  # it has no hash
-        found = {}
-    return found

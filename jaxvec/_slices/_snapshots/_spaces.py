@@ -10,6 +10,8 @@ import gymnasium
 
 from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
 
+_MOST = 1000  # spaces that one is known to be equal to; some envs make one in each reset
+
 
 class _Space(Node):
     """A space, which never changes, but for the random numbers that `sample` draws."""
@@ -17,18 +19,20 @@ class _Space(Node):
     __slots__ = ("alike", "generators", "space")
 
     def __init__(self, space: Any, generators: list[Any]) -> None:
-        self.space = self.alike = space  # and another env's, that was found to be equal: that costs 0.1 ms
+        self.space = space
+        self.alike = {id(space): space}  # and others that were found to be equal, which takes long
         self.generators = generators
 
     def __reduce__(self) -> Any:
         return _Space, (self.space, self.generators)
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if old is not self.space and old is not self.alike:
+        if id(old) not in self.alike:
             if type(old) is not type(self.space) or old != self.space:
                 old = copy.deepcopy(self.space)
-            else:
-                self.alike = old
+            if len(self.alike) >= _MOST:
+                self.alike = {id(self.space): self.space}
+            self.alike[id(old)] = old
         if self.generators is _NO_GENERATORS:
             old._np_random = None
             return old
@@ -42,9 +46,9 @@ class _Space(Node):
 
 def take_space(taker: TakesParts, value: Any) -> Any:
     if type(value) in _SIMPLE_SPACES and value._np_random is None:
-        known = taker.plains.get(id(value))  # which keeps the space, so the number is its own
+        known = taker.shared.get(id(value))  # which keeps the space, so the number is its own
         if known is None:
-            known = taker.plains[id(value)] = value, _Space(value, _NO_GENERATORS)
+            known = taker.shared[id(value)] = value, _Space(value, _NO_GENERATORS)
         return known[1]
     node = _Space(value, [taker.value(space._np_random) for space in _spaces_in(value)])
     taker.remember(value, node)

@@ -6,26 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxvec._slices._snapshots._atoms import ATOMS
-from jaxvec._slices._snapshots._core import KEPT, CannotCopy
+from jaxvec._slices._snapshots._core import KEPT, CannotCopy, Shared
 from jaxvec._slices._snapshots._fields import Fields, attributes_of
 from jaxvec._slices._snapshots._kinds import TAKINGS, find
-from jaxvec._slices._snapshots._layers import layer_nodes
 from jaxvec._slices._snapshots._pictures import CANVASES, Picture
-from jaxvec._slices._snapshots._plain import plains_of
+
+# By class, the attributes that were no atoms when one was last taken: a guess, which is checked each time. So
+# all others are looked at in one go.
+_others: dict[type, tuple[str, ...]] = {}
 
 
 class Taker:
     """Takes one snapshot. Whatever is met twice is one node, so aliases stay aliases.
 
     Args:
-        layers: an env's wrappers and the env, which stand for themselves.
+        memo: nodes of an env's wrappers and the env, which stand for themselves, by their `id`.
+        shared: what all snapshots of the env share.
         lenient: leave what is no value as it is, in place of an error.
     """
 
-    def __init__(self, layers: list[Any], *, lenient: bool = False) -> None:
-        self.memo: dict[int, Any] = dict(zip(map(id, layers), layer_nodes(len(layers)), strict=True))
+    def __init__(self, memo: dict[int, Any], shared: Shared, *, lenient: bool = False) -> None:
+        self.memo = memo
+        self.shared = shared
         self.lenient = lenient
-        self.plains = plains_of(layers[-1]) if layers else {}
         self._alive: list[Any] = []  # or another object may get the `id` of one that is gone
 
     def value(self, value: Any) -> Any:
@@ -54,20 +57,21 @@ class Taker:
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
         """Takes the attributes of an object."""
         held = attributes_of(owner)
-        atoms: dict[str, Any] = {}
-        nodes: dict[str, Any] = {}
-        name = ""
+        atoms, nodes = held.copy(), {}
+        name, absent = "", self
         try:
-            for name, value in held.items():
-                if type(value) in ATOMS:
-                    atoms[name] = value
-                elif name not in without:
+            for name in _others.get(type(owner), ()):
+                value = atoms.pop(name, absent)
+                if value is not absent and name not in without:
                     node = self.value(value)
                     nodes[name] = KEPT if type(node) is Picture and name in CANVASES else node
         except CannotCopy as error:
             error.path.insert(0, name)
             raise
-        return atoms, nodes, len(held)
+        if ATOMS.issuperset(map(type, atoms.values())):
+            return atoms, nodes, len(held)
+        _others[type(owner)] = tuple(name for name, value in held.items() if type(value) not in ATOMS)
+        return self.fields(owner, without)
 
     def items(self, values: Any) -> list[Any]:
         """Takes the items of a list or the like."""
