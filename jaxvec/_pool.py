@@ -184,7 +184,7 @@ class Pool:
             )
 
     def pin(self) -> None:
-        """Page-locks the segment for GPUs, at the first call; a log says why if it can't be.
+        """Page-locks the segment for GPUs, once; a log says why if it can't be.
 
         From then on programs on a GPU move envs without asking us.
         """
