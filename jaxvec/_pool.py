@@ -112,7 +112,7 @@ class Pool:
         self._workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
-        layout = make_layout(spec, slices)
+        layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._views = Views(spec, arrays)
         self._segment = _segment.whole(arrays, layout)
