@@ -261,6 +261,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.num_envs % options.num_workers:
         parser.error("--num-envs must be a multiple of --num-workers")
+    if options.num_steps % 2 or options.num_steps < 4:  # two halves learn from all steps but the last
+        parser.error("--num-steps must be an even number of at least 4")
     device = jax.devices(options.platform)[0]
     print(f"jax {jax.__version__}, {device.device_kind}")
     with jax.default_device(device):

@@ -29,7 +29,7 @@ from benchmarks.__main__ import machine
 
 BATCHES = {"1 kB": 1 << 10, "100 kB": 100 << 10, "2 MB": 2 << 20}
 NUM_ENVS = 8
-PARTS = ("overhead", "grouping", "scaling", "recovery", "rollouts")
+PARTS = ("start", "overhead", "grouping", "scaling", "recovery", "rollouts")
 STAGE = "stage"  # a resource that only the simulated nodes have
 ENVS_PER_NODE = 4
 STORE = 100 << 20  # bytes of each node's object store
@@ -171,6 +171,23 @@ def overhead(rounds: int, times: int) -> Iterator[str]:
                 runs[str(backend)] = Run(stack.enter_context(made))
             runs["bare"] = Bare(nbytes)
             yield f"| {name} | {' | '.join(in_turns(runs, rounds, times).values())} |"
+
+
+def start(rounds: int, _: int) -> Iterator[str]:
+    """Times the start of pools of so many actors, which share this machine with the driver."""
+    yield "\nMedians of the seconds that `make` takes, and of the driver's CPU time, in milliseconds.\n"
+    yield "| actors | seconds | CPU time of the driver |\n| ---: | ---: | ---: |"
+    found: dict[int, list[tuple[float, float]]] = {count: [] for count in (1, 2, 4, 8)}
+    backend = jaxvec.Ray(resources_per_worker={"CPU": 0.05})
+    for turn in range(rounds + 1):  # in the first Ray starts processes
+        for count, each in found.items():
+            began, cpu = time.perf_counter(), time.process_time()
+            with jaxvec.make(partial(Busy, 128), count, num_workers=count, backend=backend):
+                if turn:
+                    each.append((time.perf_counter() - began, time.process_time() - cpu))
+    for count, each in found.items():
+        wall, cpu = (statistics.median(column) for column in zip(*each, strict=True))
+        yield f"| {count} | {wall:.1f} | {cpu * 1e3:.0f} |"
 
 
 def on_stage(workers_per_actor: int, data: str = "tcp") -> jaxvec.Ray:
@@ -332,7 +349,7 @@ def main() -> None:
     print(f"`python -m benchmarks.ray {' '.join(sys.argv[1:])}`".replace(" `", "`"))
     print(f"on {machine()}, ray {ray.__version__}; nodes are simulated on this machine.")
     with cluster(0):
-        for part in (overhead, grouping, rollouts):
+        for part in (start, overhead, grouping, rollouts):
             if part.__name__ in options.parts:
                 print(*part(options.rounds, options.times), sep="\n", flush=True)
     if "scaling" in options.parts:

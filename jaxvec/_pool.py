@@ -112,7 +112,7 @@ class Pool:
         self._workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
-        layout = make_layout(spec, slices)
+        layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
         self.all: NDArray[np.int_] = self._admission.all
@@ -188,7 +188,7 @@ class Pool:
             )
 
     def pin(self) -> None:
-        """Page-locks the segment for GPUs, at the first call; a log says why if it can't be.
+        """Page-locks the segment for GPUs, once; a log says why if it can't be.
 
         From then on programs on a GPU move envs without asking us.
         """

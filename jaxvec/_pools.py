@@ -67,6 +67,11 @@ def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
     return pool if family is None or fresh is None else family.pool(fresh)
 
 
+def of_spec(fingerprint: int) -> list[Pool]:
+    """Returns the pools whose spec has this fingerprint."""
+    return [pool for pool in list(_pools.values()) if pool.spec.fingerprint == fingerprint]
+
+
 def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deliver) -> Rows:
     """Has envs of a pool go on from states, perhaps of other pools; see `Pool.restore`.
 

@@ -143,7 +143,7 @@ def _workers(
     method = StartMethod(
         config.start_method, dict(config.worker_env or {}), tuple(config.preload), config.start_timeout
     )
-    launcher: Launcher = LocalLauncher(method) if cluster is None else cluster.launcher(num_workers, method)
+    launcher: Launcher = LocalLauncher(method) if cluster is None else cluster.launcher(recipe.slices, method)
     return ProcessWorkers(recipe, launcher=launcher, handoff=handoff, budget=budget, learn_info=learn_info)
 
 

@@ -235,7 +235,7 @@ def _trace(
         spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=True).spaces
         mode = Autoreset.SAME_STEP
         spec = make_spec(spaces_, num_envs=1, autoreset=mode, final_obs=True, declared={}, policy=as_jax)
-        arrays = _segment.private(make_layout(spec, ((0, 1),)))
+        arrays = _segment.private(make_layout(spec, 1))
         env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, strict=strict)
         spaces_.action.seed(seed)
         write_action = _rows.writer(spec.action, arrays)

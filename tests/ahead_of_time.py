@@ -241,6 +241,11 @@ def arguments(envs: jaxvec.VectorEnv) -> tuple[Any, Any]:
     return jaxvec.reset(envs)[0], jnp.zeros(envs.num_envs, int)
 
 
+def without_fusions(hlo: str) -> str:
+    """Returns the program without its fused loops, where a copy may be of a value on its way."""
+    return re.sub(r"^%fused_.*?^}$", "", hlo, flags=re.DOTALL | re.MULTILINE)
+
+
 def copies(hlo: str) -> list[str]:
     """Returns the type of each array that the program copies whole, without the layout."""
     return [re.sub(r"\{.*?\}$", "", each) for each in re.findall(r"= (\S+) copy(?:-start)?\(", hlo)]

@@ -28,7 +28,7 @@ from jaxvec import _pool
 from jaxvec._handoff._move import Verb
 from jaxvec._native import library
 from jaxvec._native.engine import CEngine
-from jaxvec.callbacks import _ffi, _primitive
+from jaxvec.callbacks import _ffi, _primitive, _program
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -301,11 +301,15 @@ def test_close_waits_for_the_rows_in_flight(driver, pool):
         gpu.step(token, np.zeros(3, np.int32))
 
 
-def test_devices_step_envs_of_their_own_at_once(driver, pool):
+def test_devices_step_envs_of_their_own_at_once_with_what_was_prepared(driver, pool, monkeypatch):
     envs = pool(ImageEnv, 4, num_workers=2)
     gpu = Gpu(driver, envs)
     token, _ = gpu.reset(seed=0)
     gpu.wait()
+    monkeypatch.setattr(_ffi, "_PACKED", ("cpu",))
+    step = _program.Call(Verb.STEP, envs.spec, "ffi")
+    _ffi.prepare(step, step.operands(2, 2), platform="cpu", copies=2)
+    assert len(page_locking(driver)) >= 3
     outcomes = {}
 
     def run(device, token):
@@ -328,6 +332,7 @@ def test_devices_step_envs_of_their_own_at_once(driver, pool):
     for device in (1, 2):
         for step, (action, seen) in enumerate(outcomes[device], 1):
             assert seen == [(10 * action + step) % 256 if step % 3 else 0] * 2
+    assert page_locking(driver) == []
 
 
 # --- Errors ---------------------------------------------------------------------------------------
@@ -415,13 +420,6 @@ def test_on_the_cpu_whoever_caught_an_error_has_heard_it(make):
             step(first)
 
 
-def test_a_reset_onto_a_gpu_page_locks_before_any_program_comes(driver, pool, monkeypatch):
-    envs = pool(CountingEnv, 2)
-    monkeypatch.setattr(_primitive, "_on_gpu", lambda array: True)
-    jaxvec.reset(envs)
-    assert driver.registered == 1
-
-
 @pytest.mark.parametrize(
     "function", ["cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemsetD8Async"]
 )
@@ -463,6 +461,46 @@ def test_without_a_driver_a_call_says_so(driver, pool):
     library.load().jaxvec_cuda_use(b"libnosuch.so.1")
     with pytest.raises(CallError, match=r"CUDA's driver can't be opened: libnosuch.so.1: cannot open"):
         gpu.reset(seed=0)
+
+
+# --- What is page-locked, and when ----------------------------------------------------------------
+
+
+def page_locking(driver):
+    return [call.split()[0] for call in driver.take_calls() if call.startswith("cuMemHost")]
+
+
+def test_a_reset_onto_a_gpu_page_locks_before_any_program_comes(driver, pool, monkeypatch):
+    envs = pool(CountingEnv, 2)
+    monkeypatch.setattr(_primitive, "_on_gpu", lambda array: True)
+    jaxvec.reset(envs)
+    assert driver.registered == 1
+
+
+def test_no_call_of_a_program_page_locks_memory_on_any_device(cpu_as_cuda, make):
+    """Of one that resets and steps, on two devices, and takes more than any call is given at least."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("envs",))
+    envs, later = (make(ImageEnv, 32, num_workers=2, transport="ffi") for _ in range(2))
+    shard = PartitionSpec("envs")
+
+    def handle(envs):
+        return jax.device_put(jaxvec.reset(envs)[0], NamedSharding(mesh, shard))
+
+    def play(handle):
+        handle, _ = jaxvec.reset(handle, seed=3)
+        return jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.ones(16, int)), handle, length=9)
+
+    out = (shard, PartitionSpec(None, "envs"))
+    program = jax.jit(jax.shard_map(play, mesh=mesh, in_specs=shard, out_specs=out))
+    first = handle(envs)
+    assert page_locking(cpu_as_cuda) == []
+    compiled = program.lower(first).compile()
+    # Two calls on each device: with few results, as nobody reads those of the reset, and with all.
+    assert page_locking(cpu_as_cuda) == ["cuMemHostRegister_v2"] * 2 + ["cuMemHostAlloc"] * (4 + 4)
+    for each in (first, handle(later)):
+        _, timesteps = compiled(each)
+        np.testing.assert_array_equal(timesteps.obs[:, :, 0, 0].T, [[11, 12, 0, 14, 15, 0, 17, 18, 0]] * 32)
+    assert page_locking(cpu_as_cuda) == []
 
 
 # --- What XLA is told -----------------------------------------------------------------------------

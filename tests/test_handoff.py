@@ -44,8 +44,8 @@ def board(num_envs, num_workers):
         declared={},
         policy=as_jax,
     )
-    layout = _layout.make_layout(spec, _layout.split(spec.num_envs, num_workers))
-    return Marks.of(_segment.private(layout)), layout.slices
+    layout = _layout.make_layout(spec, num_workers)
+    return Marks.of(_segment.private(layout)), _layout.split(spec.num_envs, num_workers)
 
 
 class LoopbackChannel:

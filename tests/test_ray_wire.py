@@ -223,7 +223,7 @@ def test_who_has_no_time_to_read_is_not_lost(ends, monkeypatch):
 
 @pytest.fixture
 def host():
-    host = ActorHost(range(1), StartMethod("auto", {}, (), 60.0))
+    host = ActorHost(range(1), ((0, 1),), StartMethod("auto", {}, (), 60.0))
     yield host  # which ends with its actor
     host._launcher.close()
     worker_slot = host._worker_slots[0]

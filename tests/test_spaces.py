@@ -169,7 +169,7 @@ def make_rows(space, policy, num_envs=3, num_workers=1):
     spec = make_spec(
         env_spaces, num_envs=num_envs, autoreset=mode, final_obs=True, declared={}, policy=policy
     )
-    layout = make_layout(spec, split(spec.num_envs, num_workers))
+    layout = make_layout(spec, num_workers)
     return spec, layout, _segment.private(layout)
 
 
@@ -247,8 +247,15 @@ def test_fields_are_aligned_and_do_not_overlap(policy, data, num_envs, more):
         assert arrays[field.path].flags.c_contiguous
         end = field.offset + field.nbytes
     assert end <= layout.nbytes
-    assert [i for first, stop in layout.slices for i in range(first, stop)] == list(range(num_envs))
-    assert all(first < stop for first, stop in layout.slices)
+    slices = split(num_envs, num_workers)
+    assert [i for first, stop in slices for i in range(first, stop)] == list(range(num_envs))
+    assert all(first < stop for first, stop in slices)
+
+
+def test_what_workers_are_told_of_the_layout_does_not_grow_with_their_number():
+    spec, few, _ = make_rows(spaces.Discrete(2), as_jax, num_envs=1000)
+    many = make_layout(spec, 1000)
+    assert abs(len(pickle.dumps(many)) - len(pickle.dumps(few))) < 100
 
 
 @policies
@@ -580,7 +587,7 @@ def test_nobody_can_make_the_memory_shorter_under_those_who_use_it():
         declared={},
         policy=as_jax,
     )
-    layout = make_layout(spec, ((0, 2),))
+    layout = make_layout(spec, 1)
     for sparse in (False, True):
         descriptor = _segment.create(layout, sparse=sparse)
         for size in (0, 2 * layout.nbytes):

@@ -113,7 +113,7 @@ def make_slice(
         declared={"k": float},
         policy=policy,
     )
-    arrays = _segment.private(make_layout(spec, ((0, FIRST), (FIRST, FIRST + len(envs)))))
+    arrays = _segment.private(make_layout(spec, 2))
     env_slice = EnvSlice(
         envs,
         [],

@@ -124,7 +124,7 @@ def steps(where: str, short: bool) -> list[Step]:
 
     measure = ("--platform", where, "--json", "{file}")
     payloads = ["--payloads", "1 kB", "--rounds", "1"] if short else ["--rounds", "3"]
-    images = ["--num-steps", "2", "--num-envs", "8"] if short else ["--num-steps", "16"]
+    images = ["--num-steps", "4", "--num-envs", "4", "--num-workers", "2"] if short else ["--num-steps", "16"]
     images += ["--transports", "ffi"]
     return [
         Step("driver", 40, ("-m", "benchmarks.accelerator.driver", "{file}")),

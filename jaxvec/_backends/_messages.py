@@ -58,6 +58,7 @@ class Attach:
     """Parent: map the segment, whose descriptor comes with this message, and begin to serve."""
 
     worker: int
+    slots: tuple[int, int]  # first and stop
     layout: Layout
     spec: PoolSpec
     handoff: str  # "native" or "portable"

@@ -135,8 +135,8 @@ class Supervisor:
         patience = self._patience("attach", self._recipe.start_timeout)
         self._segment, self._attach = segment, message
         self._diagnosis.attach(message.spec, arrays)
-        for worker in range(len(self._processes)):
-            self._send(worker, replace(message, worker=worker), patience, [segment])
+        for worker, slots in enumerate(self._recipe.slices):
+            self._send(worker, replace(message, worker=worker, slots=slots), patience, [segment])
         self._gather(patience, range(len(self._processes)))
 
     def ask(self, name: Asked, arguments: Arguments, timeout: float | None) -> list[Any]:
@@ -450,7 +450,7 @@ class Supervisor:
                 {leaf.path: arrays[leaf.path][rows] for leaf in kept if leaf.is_object},
                 {slot: each for slot in slots if (each := self._parameters(slot)) is not None},
             )
-            attach = replace(self._attach, worker=worker, replaces=replaces)
+            attach = replace(self._attach, worker=worker, slots=(slots.start, slots.stop), replaces=replaces)
             self._tell(worker, attach, deadline, [self._segment])
             self._allow_start(worker)  # once more, as at first; nobody may have looked for long
             return

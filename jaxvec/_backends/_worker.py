@@ -89,9 +89,8 @@ def _serve(channel: _channel.Channel, make_slice: Callable[..., Slice]) -> None:
     turn = nullcontext() if limit is None else RunLimit(segment, limit, marks.running[attach.worker, 1:2])
     os.close(segment)
     replaces = attach.replaces
-    slots = attach.layout.slices[attach.worker]
     env_slice = make_slice(
-        first=slots[0],
+        first=attach.slots[0],
         worker=attach.worker,
         spec=attach.spec,
         arrays=arrays,
@@ -120,12 +119,12 @@ def _work(
     turn: AbstractContextManager[None],
 ) -> None:
     """Serves with a slice that is ready."""
-    slots, replaces = attach.layout.slices[attach.worker], attach.replaces
+    replaces = attach.replaces
     end = _handoffs.worker_end(
         attach.handoff,
         marks,
         worker=attach.worker,
-        slots=slots,
+        slots=attach.slots,
         channel=channel,
         spin_ns=attach.spin_ns,
         notices=0 if replaces is None else replaces.notices,

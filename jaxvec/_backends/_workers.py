@@ -90,7 +90,9 @@ class ProcessWorkers:
         except BaseException:
             os.close(descriptor)
             raise
-        message = Attach(0, layout, spec, self._kind, spin_ns, self._max_running, replaces=None)
+        message = Attach(
+            0, self._slices[0], layout, spec, self._kind, spin_ns, self._max_running, replaces=None
+        )
         self.supervisor.attach(message, descriptor, arrays)
         self._spec, self._arrays = spec, arrays
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]

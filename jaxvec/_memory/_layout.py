@@ -38,27 +38,27 @@ class Layout:
 
     Attributes:
         fields: none overlaps another; each starts on a multiple of `ALIGNMENT`.
-        slices: `slices[w]` is the `(first, stop)` range of env ids that worker `w` holds.
         nbytes: size of the segment.
+        num_envs: of the pool.
         objects: of arrays of Python objects, `[num_envs]`, which each process has for itself.
     """
 
     fields: tuple[Field, ...]
-    slices: tuple[tuple[int, int], ...]
     nbytes: int
+    num_envs: int
     objects: tuple[KeyPath, ...]
 
 
-def make_layout(spec: PoolSpec, slices: tuple[tuple[int, int], ...]) -> Layout:
-    """Lays out the segment of a pool whose workers hold these `slices` of its envs."""
+def make_layout(spec: PoolSpec, num_workers: int) -> Layout:
+    """Lays out the segment of a pool of so many workers."""
     fields: list[Field] = []
     offset = 0
-    for path, shape, dtype in _arrays(spec, slices):
+    for path, shape, dtype in _arrays(spec, num_workers):
         field = Field(path, shape, dtype, offset)
         fields.append(field)
         offset = align(offset + field.nbytes)
     objects = tuple(leaf.path for leaf in spec.object_leaves)
-    return Layout(tuple(fields), slices, max(offset, ALIGNMENT), objects)
+    return Layout(tuple(fields), max(offset, ALIGNMENT), spec.num_envs, objects)
 
 
 def split(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[int, int], ...]:
@@ -67,9 +67,7 @@ def split(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[int, in
     return tuple(pairwise(cuts))
 
 
-def _arrays(
-    spec: PoolSpec, slices: tuple[tuple[int, int], ...]
-) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
+def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
     """Yields path, shape and dtype of every array, with its one writer."""
     n = spec.num_envs
     # Data. The parent writes actions and seeds, workers the rest.
@@ -91,8 +89,8 @@ def _arrays(
             np.dtype(np.uint8),
         )  # whether it ended an episode: 1, or 2 by a fault
         yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `requested`
-    yield ("stats",), (len(slices), _stats.WIDTH), np.dtype(np.int64)
-    yield from _marks.shapes(n, len(slices))
+    yield ("stats",), (num_workers, _stats.WIDTH), np.dtype(np.int64)
+    yield from _marks.shapes(n, num_workers)
 
 
 def align(offset: int) -> int:

@@ -55,6 +55,17 @@ def pin(memory: NDArray[np.uint8]) -> Pinned:
     return Pinned(memory)
 
 
+@contextmanager
+def context() -> Generator[None]:
+    """Has a context of CUDA's be current, for page-locking memory elsewhere.
+
+    Raises:
+        PinningError: as `pin`.
+    """
+    with _Driver.open(_LIBRARY).context():
+        yield
+
+
 def reason_unavailable() -> str | None:
     """Tries it with a page; says why it can't be done, `None` if it can."""
     try:

@@ -55,7 +55,7 @@ def attach(fd: int, layout: Layout) -> Arrays:
 def view(buffer: memoryview, layout: Layout) -> Arrays:
     """Returns the arrays of `layout` over `buffer`, and new ones of its objects, by path."""
     shared = {f.path: np.ndarray(f.shape, f.dtype, buffer, f.offset) for f in layout.fields}
-    return shared | {path: np.empty(layout.slices[-1][1], object) for path in layout.objects}
+    return shared | {path: np.empty(layout.num_envs, object) for path in layout.objects}
 
 
 def private(layout: Layout) -> Arrays:

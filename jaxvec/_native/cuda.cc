@@ -2,9 +2,9 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
+#include <atomic>
 #include <cstdlib>
-#include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -114,85 +114,101 @@ class Activation {
   bool changed_ = false;
 };
 
+// How much a piece of memory takes of a call's staging: each begins where any array may.
+size_t padded(size_t bytes) {
+  constexpr size_t kAlignment = 64;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
 // Page-locked memory for one call at a time, to which it belongs until its copies are done. Also the copies
-// themselves, as the pool knows them: they are done when the event is.
+// themselves, as the pool knows them: they are done when the event is. Serves any GPU of this process.
 class Staging : public Copies {
  public:
-  explicit Staging(const Driver& driver, void* context) : driver_(driver), context_(context) {}
+  // Where no memory can be page-locked it is any: the driver then copies from it before it returns, which is
+  // as safe, and slower.
+  Staging(const Driver& driver, size_t size) : driver_(driver), size_(size) {
+    void* memory = nullptr;
+    const bool locked = driver_.allocate(&memory, size_, kPortable) == kSuccess;
+    if (!locked) memory = std::aligned_alloc(padded(1), size_);
+    if (memory == nullptr) throw std::bad_alloc();
+    memory_ = static_cast<char*>(memory);
+  }
 
   const Driver& driver() const { return driver_; }
-  void* context() const { return context_; }
+  size_t size() const { return size_; }
 
-  // Memory for the call, aligned for whatever it is. Where none can be page-locked it is any: the driver
-  // then copies from it before it returns, which is as safe, and slower.
+  // Memory for the call, which takes no more in all than the staging has.
   void* take(size_t bytes) {
-    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    for (Chunk& chunk : chunks_) {
-      if (chunk.size - chunk.taken < bytes) continue;
-      chunk.taken += bytes;
-      return chunk.memory + chunk.taken - bytes;
-    }
-    const size_t size = std::max(bytes, kChunk);
-    void* memory = nullptr;
-    if (driver_.allocate(&memory, size, kPortable) != kSuccess) memory = std::aligned_alloc(kAlignment, size);
-    if (memory == nullptr) throw std::bad_alloc();
-    chunks_.push_back({static_cast<char*>(memory), size, bytes});
+    void* const memory = memory_ + taken_;
+    taken_ += padded(bytes);
     return memory;
   }
 
   // What was begun on the stream so far is what this stands for.
-  bool record(Calls& calls, void* stream) {
-    if (event_ == nullptr && !calls("cuEventCreate", driver_.create_event, &event_, kDisableTiming)) {
+  bool record(Calls& calls, void* context, void* stream) {
+    Event& event = events_.try_emplace(context, Event{context, nullptr}).first->second;
+    if (event.event == nullptr &&
+        !calls("cuEventCreate", driver_.create_event, &event.event, kDisableTiming)) {
       return false;
     }
-    return calls("cuEventRecord", driver_.record, event_, stream);
+    recorded_ = &event;
+    return calls("cuEventRecord", driver_.record, event.event, stream);
   }
 
   // An event that fails says that the device has, and nothing is copied any more.
   bool done() override {
-    const Activation activation(driver_, context_);
-    return event_ == nullptr || driver_.query(event_) != kNotReady;
+    const Event* const recorded = recorded_;
+    if (recorded == nullptr) return true;
+    const Activation activation(driver_, recorded->context);
+    return driver_.query(recorded->event) != kNotReady;
   }
   void wait() override {
-    const Activation activation(driver_, context_);
-    if (event_ != nullptr) driver_.await(event_);
+    const Event* const recorded = recorded_;
+    if (recorded == nullptr) return;
+    const Activation activation(driver_, recorded->context);
+    driver_.await(recorded->event);
   }
 
-  void reuse() {
-    for (Chunk& chunk : chunks_) chunk.taken = 0;
-  }
+  void reuse() { taken_ = 0; }
 
  private:
-  static constexpr size_t kAlignment = 64;
-  static constexpr size_t kChunk = 256 * 1024;
   static constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
 
-  struct Chunk {
-    char* memory;
-    size_t size, taken;
+  struct Event {
+    void* context;
+    void* event;
   };
 
   const Driver& driver_;
-  void* const context_;
-  std::vector<Chunk> chunks_;
-  void* event_ = nullptr;
+  const size_t size_;
+  char* memory_;
+  size_t taken_ = 0;
+  std::map<void*, Event> events_;                // of each context that it has served
+  std::atomic<const Event*> recorded_{nullptr};  // the latest; a pool that waits for copies may ask meanwhile
 };
 
-// As many as there were calls at once, for good: to page-lock memory takes long.
+// All that is not in use. It is kept for good, since to page-lock memory takes long, and may wait for all
+// GPUs of the process: so what programs need is made before they run, and a call makes some only if they are
+// short.
 class Stagings {
  public:
-  std::shared_ptr<Staging> take(const Driver& driver, void* context) {
+  std::shared_ptr<Staging> take(const Driver& driver, size_t bytes) {
     {
       const std::lock_guard lock(lock_);
+      auto best = free_.end();  // the smallest, so that what large calls need is left to them
       for (auto each = free_.begin(); each != free_.end(); ++each) {
-        if (&(*each)->driver() != &driver || (*each)->context() != context || !(*each)->done()) continue;
-        std::shared_ptr<Staging> staging = std::move(*each);
-        free_.erase(each);
+        if (!fits(**each, driver, bytes) || (best != free_.end() && (*best)->size() <= (*each)->size()))
+          continue;
+        if ((*each)->done()) best = each;
+      }
+      if (best != free_.end()) {
+        std::shared_ptr<Staging> staging = std::move(*best);
+        free_.erase(best);
         staging->reuse();
         return staging;
       }
     }
-    return std::make_shared<Staging>(driver, context);
+    return std::make_shared<Staging>(driver, size_for(bytes));
   }
 
   void give(std::shared_ptr<Staging> staging) {
@@ -200,7 +216,29 @@ class Stagings {
     free_.push_back(std::move(staging));
   }
 
+  // Sees to it that there are so many for calls of so many bytes. Not under the lock: a call that waits for
+  // it would keep the GPU waiting for which we may have to wait.
+  void prepare(const Driver& driver, size_t count, size_t bytes) {
+    size_t there = 0;
+    {
+      const std::lock_guard lock(lock_);
+      for (const auto& each : free_) there += fits(*each, driver, bytes);
+    }
+    for (; there < count; ++there) give(std::make_shared<Staging>(driver, size_for(bytes)));
+  }
+
  private:
+  static bool fits(const Staging& staging, const Driver& driver, size_t bytes) {
+    return &staging.driver() == &driver && staging.size() >= bytes;
+  }
+
+  // Of few sizes, so that one serves calls of several programs.
+  static size_t size_for(size_t bytes) {
+    size_t size = 256 * 1024;
+    while (size < bytes) size *= 2;
+    return size;
+  }
+
   std::mutex lock_;
   std::vector<std::shared_ptr<Staging>> free_;
 };
@@ -216,11 +254,12 @@ struct Packed {
   char* here;   // in the call's staging
   size_t bytes;
 
-  // Where a result on the GPU is gathered; null if it is not among these.
-  void* here_of(const Array& result) const {
+  // Whether a result on the GPU is among these, and where it is gathered.
+  bool has(const Array& result) const {
     const size_t offset = address(result.data) - address(there);
-    return offset < bytes && bytes_of(result) <= bytes - offset ? here + offset : nullptr;
+    return offset < bytes && bytes_of(result) <= bytes - offset;
   }
+  void* here_of(const Array& result) const { return here + (address(result.data) - address(there)); }
   bool holds(const void* memory) const { return address(memory) - address(here) < bytes; }
 };
 
@@ -237,8 +276,9 @@ struct Packed {
 // Small ones are gathered first, beside the token, and go there with it.
 class CudaTarget : public Target {
  public:
-  CudaTarget(Calls& calls, void* stream, std::shared_ptr<Staging> staging, const Packed& packed)
-      : calls_(calls), stream_(stream), staging_(std::move(staging)), packed_(packed) {}
+  CudaTarget(Calls& calls, void* context, void* stream, std::shared_ptr<Staging> staging,
+             const Packed& packed)
+      : calls_(calls), context_(context), stream_(stream), staging_(std::move(staging)), packed_(packed) {}
 
   void put(void* to, const std::vector<Run>& runs) override {
     if (packed_.holds(to)) {
@@ -268,7 +308,7 @@ class CudaTarget : public Target {
 
   std::shared_ptr<Copies> finish() override {
     copy(packed_.there, packed_.here, packed_.bytes);
-    if (!staging_->record(calls_, stream_)) calls_.driver.synchronize(stream_);
+    if (!staging_->record(calls_, context_, stream_)) calls_.driver.synchronize(stream_);
     return staging_;
   }
 
@@ -281,6 +321,7 @@ class CudaTarget : public Target {
   }
 
   Calls& calls_;
+  void* const context_;
   void* const stream_;
   const std::shared_ptr<Staging> staging_;
   const Packed packed_;
@@ -305,6 +346,15 @@ void use_driver(const char* library) {
   opened = nullptr;
 }
 
+void prepare_cuda(uint32_t calls, const uint64_t* bytes, uint32_t count) {
+  std::string error;  // which the program's first call meets, too
+  const Driver* const driver = get_driver(&error);
+  if (driver == nullptr) return;
+  size_t needed = 0;
+  for (uint32_t i = 0; i < count; ++i) needed += padded(bytes[i]);
+  stagings().prepare(*driver, calls, needed);
+}
+
 std::string answer_on_cuda(Call& call, void* stream) {
   std::string error;
   const Driver* const driver = get_driver(&error);
@@ -313,11 +363,26 @@ std::string answer_on_cuda(Call& call, void* stream) {
   void* context = nullptr;
   if (!calls("cuStreamGetCtx", driver->context_of, stream, &context)) return calls.error;
   const Activation activation(*driver, context);
-  const std::shared_ptr<Staging> staging = stagings().take(*driver, context);
+
+  std::vector<Array> operands(call.operands, call.operands + call.num_operands);
+  const std::vector<Array> on_device(call.results, call.results + call.num_results);
+  std::vector<Array> results = on_device;
+  Packed packed{static_cast<char*>(call.packed), nullptr, call.packed_bytes};
+  if (packed.there == nullptr && !results.empty()) {
+    packed = {static_cast<char*>(results[0].data), nullptr, bytes_of(results[0])};
+  }
+  std::vector<size_t> alone;  // results that are copied by themselves
+  size_t needed = padded(packed.bytes);
+  for (const Array& operand : operands) needed += padded(bytes_of(operand));
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (packed.has(results[i])) continue;
+    alone.push_back(i);
+    needed += padded(bytes_of(results[i]));
+  }
+  const std::shared_ptr<Staging> staging = stagings().take(*driver, needed);
 
   // All operands come over at once, because the token has to be looked at before the actions may be
   // written, and to wait for the stream twice would take longer than to copy actions once more.
-  std::vector<Array> operands(call.operands, call.operands + call.num_operands);
   for (Array& operand : operands) {
     const size_t bytes = bytes_of(operand);
     void* const host = staging->take(bytes);
@@ -329,25 +394,14 @@ std::string answer_on_cuda(Call& call, void* stream) {
   calls("cuStreamSynchronize", driver->synchronize, stream);
   if (!calls.error.empty()) return calls.error;  // the staging is given up: who knows what copies to it
 
-  const std::vector<Array> on_device(call.results, call.results + call.num_results);
-  std::vector<Array> results = on_device;
-  Packed packed{static_cast<char*>(call.packed), nullptr, call.packed_bytes};
-  if (packed.there == nullptr && !results.empty()) {
-    packed = {static_cast<char*>(results[0].data), nullptr, bytes_of(results[0])};
-  }
   packed.here = static_cast<char*>(staging->take(packed.bytes));
-  std::vector<size_t> alone;  // results that are copied by themselves
-  for (size_t i = 0; i < results.size(); ++i) {
-    if (void* const here = packed.here_of(results[i])) {
-      results[i].data = here;
-    } else {
-      alone.push_back(i);
-    }
+  for (Array& result : results) {
+    if (packed.has(result)) result.data = packed.here_of(result);
   }
-  CudaTarget target(calls, stream, staging, packed);
+  CudaTarget target(calls, context, stream, staging, packed);
   const std::shared_ptr<Pool> pool = pool_of(operands);
   Status status = Status::kElsewhere;
-  // A pool's first call is Python's, which page-locks the segment.
+  // A pool whose segment was not page-locked before the program ran is Python's, which then does it.
   if (pool != nullptr && pool->state.devices.load(std::memory_order_acquire)) {
     status = pool->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
   }

@@ -84,6 +84,9 @@ EXPORT uint32_t jaxvec_interrupts() { return jaxvec::interrupts(); }
 EXPORT void jaxvec_set_python(const jaxvec::Python* python) { jaxvec::set_python(python); }
 EXPORT void jaxvec_fail(jaxvec::Call* call, const char* error) { *call->error = error; }
 EXPORT uint32_t jaxvec_ffi_version() { return jaxvec::ffi_version(); }
+EXPORT void jaxvec_cuda_prepare(uint32_t calls, const uint64_t* bytes, uint32_t count) {
+  jaxvec::prepare_cuda(calls, bytes, count);
+}
 
 // For tests: another driver, null for the machine's, and a call as XLA would make it.
 EXPORT void jaxvec_cuda_use(const char* driver) { jaxvec::use_driver(driver); }

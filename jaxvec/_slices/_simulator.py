@@ -69,7 +69,7 @@ class Simulator:
         self._slice_of = slice_of
         self._kinds: list[Hashable] | None = None
         self._built: dict[Hashable, tuple[Env, Stepper, Arrays]] = {}
-        self._layout = make_layout(self._spec, ((0, _MOST),))
+        self._layout = make_layout(self._spec, 1)
 
     def kind(self, slot: int) -> Hashable:
         """Returns what is the same for slots whose envs are made in the same way."""

@@ -12,6 +12,7 @@ import math
 import pickle
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from jaxvec import _pools
 from jaxvec._handoff._engine import Status
 from jaxvec._handoff._move import VERBS
+from jaxvec._memory import _pinned
 from jaxvec._native import interrupts, library
 from jaxvec._native.engine import Array
 from jaxvec._tracing._recorder import span
@@ -61,6 +63,33 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
     return call.read(packing.split(arrays))
 
 
+def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies: int) -> None:
+    """Page-locks what a call of a program takes on GPUs, when the program is lowered.
+
+    Within the call, that could wait for a GPU that waits for this one, at a collective.
+
+    Args:
+        call: that the program makes.
+        operands: their types.
+        platform: that the program is for.
+        copies: how many devices run it, each for itself.
+    """
+    if platform not in _PACKED or reason_unavailable() is not None:
+        return
+    try:
+        devices = len(jax.local_devices(backend=platform))
+    except RuntimeError:
+        return  # it will run elsewhere
+    for pool in _pools.of_spec(call.spec.fingerprint):
+        pool.pin()
+    arrays = [*operands, *Packing.of(call.results(operands[0].shape[0])).transfers]
+    sizes = np.array([math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in arrays], np.uint64)
+    # On each device, one call begins while the copies of the one before are still under way.
+    calls = 2 * min(copies, devices)
+    with suppress(_pinned.PinningError), _pinned.context():
+        library.load().jaxvec_cuda_prepare(calls, sizes.ctypes.data, len(sizes))
+
+
 def _bind(
     types: Sequence[jax.ShapeDtypeStruct], operands: Sequence[jax.Array], attributes: dict[str, Any]
 ) -> Sequence[jax.Array]:
@@ -89,6 +118,7 @@ def reason_unavailable() -> str | None:
             jaxvec_ffi_version=(ctypes.c_uint32, []),
             jaxvec_set_python=(None, [ctypes.c_void_p]),
             jaxvec_fail=(None, [ctypes.c_void_p, ctypes.c_char_p]),
+            jaxvec_cuda_prepare=(None, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32]),
         )
         library.check_records(_Call, _Python)
     except library.NativeUnavailableError as error:

@@ -155,6 +155,8 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
             f'transport="ffi" can\'t serve a program over {shards} devices; use jax.shard_map, in which each '
             'device steps its own envs, or transport="auto", which lets one device step them all'
         )
+    if transport == "ffi":
+        _ffi.prepare(call, ctx.avals_in, platform=platform, copies=_copies(devices))
     fun = partial((_ffi if transport == "ffi" else _io).call, call, platform=platform)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._backends import _handoffs
-from jaxvec._backends._launcher import Process
+from jaxvec._backends._launcher import Process, Slices
 from jaxvec._backends._messages import Attach, Setup
 from jaxvec._backends._ray._wire_format import HostFailure, Payload, ProcessEnd, WireFormat, WorkerMessage
 from jaxvec._backends._start_method import LocalLauncher, StartMethod
@@ -59,9 +59,10 @@ class ActorHost:
     `end`, which nothing may hold up. They share the worker slots and the requests, under a lock.
     """
 
-    def __init__(self, workers: range, method: StartMethod) -> None:
-        """Makes room for these workers."""
+    def __init__(self, workers: range, slices: Slices, method: StartMethod) -> None:
+        """Makes room for these workers, each of which holds one of the slices."""
         self._workers = workers
+        self._slices = slices
         self._launcher = LocalLauncher(method)
         self._worker_slots = {worker: _WorkerSlot(*_channel.dead_socket()) for worker in workers}
         self._lock = threading.Lock()
@@ -273,11 +274,12 @@ class ActorHost:
             )
             self._first_ready = attach.spec.first_ready
             elsewhere, self._elsewhere = _channel.dead_socket()
-            channels = [elsewhere] * len(attach.layout.slices)
+            num_workers = len(self._marks.running)
+            channels = [elsewhere] * num_workers
             for worker, worker_slot in self._worker_slots.items():
                 channels[worker] = worker_slot.channel
             self._handoff: ParentHandoff = _handoffs.parent_end(
-                kind, self._marks, slices=attach.layout.slices, channels=channels, spin_ns=0
+                kind, self._marks, slices=self._among(num_workers), channels=channels, spin_ns=0
             )
             self._arrays = arrays
         if inherited is not None:
@@ -287,3 +289,9 @@ class ActorHost:
         if replaces is not None:
             replaces = replace(replaces, notices=int(self._marks.worker_notices[attach.worker, 0]))
         return replace(attach, handoff=kind, spin_ns=0, replaces=replaces)
+
+    def _among(self, num_workers: int) -> Slices:
+        """Returns our slices in their places among those of all workers; others' are empty here."""
+        first, stop = self._slices[0][0], self._slices[-1][1]
+        after = num_workers - self._workers.stop
+        return (*[(first, first)] * self._workers.start, *self._slices, *[(stop, stop)] * after)

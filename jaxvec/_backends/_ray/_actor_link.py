@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from jaxvec._backends._launcher import Slices
 from jaxvec._backends._messages import Attach, Reply
 from jaxvec._backends._ray import _nodes
 from jaxvec._backends._ray._nodes import ActorLostError
@@ -98,6 +99,7 @@ class ActorLink:
         *,
         placement: Placement,
         workers: range,
+        slices: Slices,
         resources: Mapping[str, float],
         method: StartMethod,
         data: str,
@@ -110,6 +112,7 @@ class ActorLink:
             make_actor: starts the actor.
             placement: where it is put.
             workers: that it has room for.
+            slices: the slots of each.
             resources: that it needs.
             method: how the actor starts them.
             data: how they travel; see `open_wire`.
@@ -122,6 +125,7 @@ class ActorLink:
         self._make_actor = make_actor
         self._placement = placement
         self._workers = workers
+        self._slices = slices
         self._resources = resources
         self._method = method
         self._data = data
@@ -200,7 +204,7 @@ class ActorLink:
                 self._predecessor = None
             self._find_place()
             self.ahead = _nodes.clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
-            self._ray.get(self._actor.init.remote(self._workers, self._method))
+            self._ray.get(self._actor.init.remote(self._workers, self._slices, self._method))
             wire = open_wire(self._ray, self._actor, self._data)
             with self._losing:
                 self._wire = wire
@@ -280,7 +284,9 @@ class ActorLink:
         if isinstance(message, Attach):
             segment = remote.channel.descriptors.pop()
             if self._shipper is None:
-                self._shipper = Shipper(message, segment, self._workers, move=wire.move, fail=self._fail)
+                self._shipper = Shipper(
+                    message, segment, self._workers, self._slices, move=wire.move, fail=self._fail
+                )
             os.close(segment)
             self._shipper.serve(remote.worker, remote.channel, tell, replaces=message.replaces is not None)
         elif message is not WAKE:

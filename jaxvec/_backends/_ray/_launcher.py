@@ -107,20 +107,20 @@ class RayCluster:
         workers = next((count for room in rooms if room and (count := room.num_workers(self._options))), 1)
         return min(num_envs, workers)
 
-    def launcher(self, num_workers: int, method: StartMethod) -> RayLauncher:
-        """Reserves what the actors of `num_workers` workers need, and returns what starts them.
+    def launcher(self, slices: Slices, method: StartMethod) -> RayLauncher:
+        """Reserves what the actors of the workers need that hold these slots, and returns what starts them.
 
         Raises:
             ValueError: no node of the cluster has what one actor wants, or Ray can't count that.
             TimeoutError: the placement group could not be placed in time.
         """
-        size = self._options.workers_per_actor
+        size, num_workers = self._options.workers_per_actor, len(slices)
         counts = [min(size, num_workers - first) for first in range(0, num_workers, size)]
         for count in {*counts}:  # the last actor may have fewer
             self._options.check(count)
         _placement.check_place(self._ray, self._options.of_actor(counts[0]))
         placement = Placement(self._ray, self._options, counts, method.timeout)
-        return RayLauncher(self._ray, self._options, num_workers, method, placement)
+        return RayLauncher(self._ray, self._options, slices, method, placement)
 
 
 class RayLauncher:
@@ -132,7 +132,7 @@ class RayLauncher:
         self,
         ray: Any,
         options: Ray,
-        num_workers: int,
+        slices: Slices,
         method: StartMethod,
         placement: Placement,
     ) -> None:
@@ -141,13 +141,13 @@ class RayLauncher:
         Args:
             ray: the module.
             options: of the user.
-            num_workers: of the pool.
+            slices: the slots of each worker.
             method: how the actors start them.
             placement: where the actors are put.
         """
         self._ray = ray
         self._options = options
-        self._num_workers = num_workers
+        self._slices = slices
         self._method = method
         self._placement = placement
         self._links: dict[int, ActorLink] = {}  # by actor; the latest
@@ -199,6 +199,7 @@ class RayLauncher:
                 partial(self._start_actor, members),
                 placement=self._placement,
                 workers=members,
+                slices=self._slices[members.start : members.stop],
                 resources=self._options.of_actor(len(members)),
                 method=self._method,
                 data=self._options.data,
@@ -210,7 +211,7 @@ class RayLauncher:
         """Returns the workers that live in the same actor."""
         size = self._options.workers_per_actor
         first = worker // size * size
-        return range(first, min(first + size, self._num_workers))
+        return range(first, min(first + size, len(self._slices)))
 
     def _start_actor(self, workers: range) -> Any:
         number = workers[0] // self._options.workers_per_actor
@@ -252,8 +253,8 @@ def _actor_class() -> type:
 
             return time.monotonic_ns()
 
-        def init(self, workers: range, start_method: Any) -> None:
-            self._host = self._wire.ActorHost(workers, start_method)
+        def init(self, workers: range, slices: Any, start_method: Any) -> None:
+            self._host = self._wire.ActorHost(workers, slices, start_method)
 
         def do(self, name: str, *args: Any) -> None:
             self._host.do(name, *args)

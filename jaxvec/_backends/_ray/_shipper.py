@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxvec._backends import _handoffs
+from jaxvec._backends._launcher import Slices
 from jaxvec._backends._messages import Attach
 from jaxvec._backends._ray._wire_format import Payload, WireFormat
 from jaxvec._handoff import _channel
@@ -37,6 +38,7 @@ class Shipper:
         attach: Attach,
         segment: int,
         workers: range,
+        slices: Slices,
         *,
         move: Callable[[Verb, Payload], None],
         fail: Callable[[BaseException], None],
@@ -47,14 +49,15 @@ class Shipper:
             attach: the first that a worker is sent.
             segment: its descriptor, which stays the caller's.
             workers: of the actor; the first one's doorbell is rung for all.
+            slices: the slots of each.
             move: has the actor move slots.
             fail: is told what the thread fails of, if it does.
         """
         self._arrays = _segment.attach(segment, attach.layout)
         self._kind = attach.handoff
-        self._slices = attach.layout.slices
+        self._slices = slices
         self._first = workers[0]
-        self._partition = Partition(self._slices[workers[0] : workers[-1] + 1])
+        self._partition = Partition(slices)
         self._move = move
         self._fail = fail
         self._marks = Marks.of(self._arrays)
@@ -67,7 +70,7 @@ class Shipper:
         self._order = threading.Lock()  # what is packed first goes first
         self._wake_writer, reader = _channel.pair()
         self._wake_reader = _channel.adopt(reader)
-        own = self._slices[workers[0]][0], self._slices[workers[-1]][1]
+        own = slices[0][0], slices[-1][1]
         shipped = replace(self._marks, completed=self._shipped)
         self._own = slice(*own)
         self._taking = self._worker_end(workers[0], own, shipped, self._wake_reader)
@@ -86,7 +89,7 @@ class Shipper:
             tell: lets the actor know, with what the worker inherits from one that was lost with its actor.
             replaces: whether another has served before.
         """
-        own = self._slices[worker]
+        own = self._slices[worker - self._first]
         self._posting[worker] = self._worker_end(worker, own, self._marks, channel)
         slots = np.arange(*own)
         with self._order:
