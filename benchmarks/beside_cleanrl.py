@@ -1,7 +1,7 @@
 """Trains with a program of `jaxvec.examples` and with CleanRL's for the same time, and keeps both curves.
 
     python -m benchmarks.beside_cleanrl ppo_mujoco ppo_continuous_action --cleanrl CHECKOUT --python PYTHON \
-        --options "--total-steps 6000000" --cleanrl-options "--total-timesteps 400000" --out curves
+        --options "--total-steps 6000000" --cleanrl-options "--total-timesteps 600000" --out curves
 
 Two cores are not enough for both at once, and a machine that does other work is slower at one time than at
 another. So they take turns of a few seconds: one is stopped while the other runs. Only its own turns count
@@ -59,6 +59,7 @@ class Program:
         self._ran = 0.0
         self._turn_began: float | None = None
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        self._command = command
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
         )
@@ -76,7 +77,8 @@ class Program:
         self._turn_began = time.perf_counter()
         self._process.send_signal(signal.SIGCONT)
         try:
-            self._process.wait(seconds)
+            if code := self._process.wait(seconds):
+                raise RuntimeError(f"{shlex.join(self._command)} failed with exit code {code}")
             return False
         except subprocess.TimeoutExpired:
             self._process.send_signal(signal.SIGSTOP)
