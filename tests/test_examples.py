@@ -1,5 +1,6 @@
 """The example programs, at sizes that take seconds."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,12 +9,13 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec.examples import _replay, dqn, impala, ppo, ppo_recurrent, sac, search
+from jaxvec.examples import _replay, dqn, impala, ppo, ppo_atari, ppo_mujoco, ppo_recurrent, sac, search
 
 KEY = jax.random.key(0)
 
@@ -189,6 +191,121 @@ def test_other_programs_train_report_and_plot(program, options, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("program", "module", "options"),
+    [
+        (ppo_atari, "ale_py", "--num-steps 8 --num-minibatches 2"),
+        (ppo_mujoco, "mujoco", "--num-steps 8 --num-minibatches 2 --num-epochs 2"),
+    ],
+    ids=["ppo_atari", "ppo_mujoco"],
+)
+def test_programs_that_need_more_train_report_and_plot(program, module, options, monkeypatch, capsys):
+    pytest.importorskip(module, reason=f"{module} is not installed")
+    result = program.main(
+        [*options.split(), "--num-envs", "4", "--total-steps", "64", "--plot", "curve.png", "--log", "log"]
+    )
+    assert result.env_steps == 64
+    assert result.curve.shape == (2,)
+    assert [line.split(",")[0] for line in Path("log").read_text().splitlines()] == ["32", "64"]
+    assert Path("curve.png").exists()
+    assert "64 env steps" in capsys.readouterr().out
+
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit, match=f'this example needs {module}: pip install .*"'):
+        program.main([])
+
+
+class GameEnv(gymnasium.Env):
+    """Shows noise, and loses lives by chance; ends without any, or is cut short."""
+
+    observation_space = spaces.Box(0, 255, (2, 3), np.uint8)
+    action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.lives = 0, 3
+        return self.frame(), {"lives": self.lives}
+
+    def step(self, action):
+        self.steps += 1
+        self.lives -= int(self.np_random.random() < 0.2)
+        ends = self.lives == 0, self.steps == 12
+        return self.frame(), 5.0 * (int(action) - 1), *ends, {"lives": self.lives}
+
+    def frame(self):
+        return self.np_random.integers(0, 256, (2, 3), np.uint8)
+
+
+def value_of(frames):
+    return (frames.astype(np.float32) * np.float32([1, 2, 3, 4])).sum((-3, -2, -1))
+
+
+def test_what_halves_of_atari_learn_from_is_what_gymnasium_returns_to_each_decision():
+    """Each result belongs to the decision before the last, also of the decision that an update left open."""
+    num_steps, num_envs = 20, 6
+    config = ppo_atari.Config(num_envs=num_envs, num_steps=num_steps, num_minibatches=1)
+    network = SimpleNamespace(
+        init=lambda *_: (), apply=lambda _, frames: (jnp.zeros((len(frames), 3)), value_of(frames))
+    )
+    policy = ppo.Categorical(GameEnv.action_space)
+    agent = ppo.Agent(config, GameEnv.observation_space, policy, network, optax.identity())
+    updates = []
+    with jaxvec.make(GameEnv, num_envs, info={"lives": int}, **ppo_atari.halves(config)) as envs:
+        state = jax.jit(partial(ppo_atari.begin, agent))(*jaxvec.reset(envs, seed=7), KEY)
+        for key in jax.random.split(KEY):
+            state, steps = jax.jit(partial(ppo_atari.collect, agent))(state, key)
+            updates.append(steps)
+    played = jax.tree.map(lambda *leaves: np.concatenate(leaves), *updates)
+
+    first = state.timestep.info["env_id"].tolist()
+    order = first + [env_id for env_id in range(num_envs) if env_id not in first]
+    lost, cut = 0, 0
+    for number, env_id in enumerate(order):
+        env = GameEnv()
+        frame, _ = env.reset(seed=7 + env_id)
+        frames, score, lives = np.stack([frame] * 4, -1), 0.0, env.lives
+        for step in range(2 * num_steps):
+            now = jax.tree.map(lambda leaf, step=step, number=number: leaf[step, number], played)
+            frame, reward, terminated, truncated, _ = env.step(now.decision.action)
+            score += reward
+            after = np.concatenate([frames[..., 1:], frame[..., None]], -1)
+            life_lost, over = env.lives < lives, terminated or truncated
+            decision = ppo_atari.Decision(
+                frames, lives, now.decision.action, np.float32(-np.log(3)), value_of(frames)
+            )
+            expected = ppo_atari.Steps(
+                decision,
+                # Has no meaning after the last life.
+                now.next_value if terminated else value_of(after),
+                np.sign(reward),
+                terminated or life_lost,
+                over or life_lost,
+                over,
+                score,
+            )
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), now, expected)
+            lost, cut = lost + (life_lost and not over), cut + truncated
+            frames, lives = after, env.lives
+            if over:
+                frame, _ = env.reset()
+                frames, score, lives = np.stack([frame] * 4, -1), 0.0, env.lives
+    assert min(lost, cut) > 3
+
+
+def test_discounted_returns_are_those_of_each_episode_so_far():
+    rng = np.random.default_rng(0)
+    reward, done = rng.normal(size=(8, 3)).astype(np.float32), rng.random((8, 3)) < 0.3
+    expected, total = [], np.zeros(3)
+    for now, ended in zip(reward, done, strict=True):
+        total = 0.9 * total + now
+        expected.append(total)
+        total = np.where(ended, 0, total)
+    before, first = ppo_mujoco.discount(0.9, jnp.zeros(3), reward[:5], done[:5])
+    after, second = ppo_mujoco.discount(0.9, before, reward[5:], done[5:])
+    np.testing.assert_allclose(np.concatenate([first, second]), np.stack(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after, total, rtol=1e-5, atol=1e-6)
+
+
 class Counting:
     """An algorithm whose actions and knowledge are how often it was asked."""
 
@@ -226,7 +343,7 @@ def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
     with jaxvec.make("CartPole-v1", 2, **make) as envs:
         handle, timestep = jaxvec.reset(envs, seed=3)
         program = jax.jit(lambda *args: _replay.train(Counting(), config, lambda _: None, *args))
-        state, _, _ = program(handle, timestep.obs, jax.random.key(0))
+        state, _, _ = program(handle, timestep, jax.random.key(0))
         jax.effects_barrier()
     kept = state.buffer.experience
     for name, value in zip(_replay.Transition._fields, zip(*expected, strict=True), strict=True):
@@ -281,9 +398,10 @@ def test_what_a_memory_is_trained_on_is_what_it_did():
 
     policy = SimpleNamespace(evaluate=evaluate)
     watched = SimpleNamespace(config=config, network=agent.network, policy=policy)
-    ppo_recurrent.loss(watched, params, memory, steps, zeros, zeros)
+    batch = ppo.Batch(steps.obs, steps.action, zeros, zeros, zeros)
+    ppo_recurrent.loss(watched, params, memory, steps.done, batch)
     np.testing.assert_allclose(seen[0], steps.log_prob, atol=1e-5)
-    ppo_recurrent.loss(watched, params, memory, steps._replace(done=zeros > 0), zeros, zeros)
+    ppo_recurrent.loss(watched, params, memory, zeros > 0, batch)
     assert np.abs(seen[1] - steps.log_prob).max() > 1e-4  # so the test sees a memory that was not emptied
 
 

@@ -144,10 +144,10 @@ def train(
     options: ReplayOptions,
     report: Report,
     handle: jaxvec.Handle,
-    obs: jax.Array,
+    timestep: jaxvec.TimeStep,
     key: jax.Array,
 ) -> Trained[State]:
-    """Trains from a reset's `handle` and `obs` on; see `repeat`."""
+    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
     init_key, act_key, train_key = jax.random.split(key, 3)
     buffer = flashbax.make_item_buffer(
         max_length=-(-options.buffer_size // options.num_envs) * options.num_envs,
@@ -155,7 +155,7 @@ def train(
         sample_batch_size=options.batch_size,
         add_batches=True,
     )
-    obs = encode(obs)
+    obs = encode(timestep.obs)
     learned = algorithm.init(obs, init_key)
     action = algorithm.act(learned, obs, jnp.float32(0), act_key)  # of which only the type counts
     one = Transition(obs[0], action[0], jnp.float32(0), obs[0], jnp.bool_(False))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 import jaxvec
+from jaxvec import _extras
 
 _RECENT = 100  # episodes whose mean return is told
 
@@ -41,6 +44,9 @@ class Options:
     num_steps: int = option(64, "steps of each env in an update")
     seed: int = option(0, "of envs, weights and actions")
     stop_at: float | None = option(None, "end as soon as the mean return is as high; None for never", float)
+    log: str | None = option(
+        None, "file for lines of env steps, seconds, and the mean return; None for no file", str
+    )
     plot: str | None = option(None, "file for the learning curve; None for <program>_<env>.png", str)
 
     def __post_init__(self) -> None:
@@ -81,6 +87,13 @@ def parse(kind: type[SomeOptions], module: str, description: str, argv: Sequence
         return kind(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
+
+
+def need(extra: str, *modules: str) -> None:
+    """Ends the program, and says what to install, if a module of an extra is missing."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise SystemExit(f"this example needs {', '.join(missing)}: {_extras.command(extra)}")
 
 
 def encode(obs: jax.Array) -> jax.Array:
@@ -184,37 +197,46 @@ class Result(NamedTuple):
     curve: NDArray[np.float32]  # [updates that were made], the mean return after each
 
 
-def progress_bar(options: Options) -> tqdm[Any]:
-    """Returns a bar that counts env steps."""
+@contextmanager
+def progress(options: Options) -> Generator[Report]:
+    """Yields what to tell the mean return after each update: it moves a bar, and writes the log."""
     total = options.num_updates * options.steps_per_update
-    return tqdm(total=total, desc=options.env, unit=" steps", unit_scale=True)
+    bar = tqdm(total=total, desc=options.env, unit=" steps", unit_scale=True)
+    start = time.perf_counter()
+    env_steps = 0
+    with bar, open(options.log, "w") if options.log else nullcontext() as log:
+
+        def report(mean_return: Any) -> None:
+            # A compiled program waits for this, so it must not call jax; NumPy is safe.
+            nonlocal env_steps
+            env_steps += options.steps_per_update
+            known = np.asarray(mean_return).item()
+            bar.set_postfix_str(f"mean return {known:.1f}", refresh=False)
+            bar.update(options.steps_per_update)
+            if log:
+                print(f"{env_steps},{time.perf_counter() - start:.3f},{known:.3f}", file=log, flush=True)
+
+        yield report
 
 
 def run(
     options: Options,
     envs: jaxvec.VectorEnv,
-    train: Callable[[Report, jaxvec.Handle, jax.Array, jax.Array], Trained[Any]],
+    train: Callable[[Report, jaxvec.Handle, jaxvec.TimeStep, jax.Array], Trained[Any]],
 ) -> Result:
     """Compiles `train` and calls it once; a progress bar moves meanwhile.
 
     Args:
         options: of the program.
         envs: that are played.
-        train: takes a function for `repeat` to report to, a handle, the first observations, and a key;
+        train: takes a function for `repeat` to report to, a handle, the first time step, and a key;
             returns what `repeat` returns.
     """
-    bar = progress_bar(options)
-
-    def report(mean_return: Any) -> None:
-        # The compiled program waits for this, so it must not call jax; NumPy is safe.
-        bar.set_postfix_str(f"mean return {np.asarray(mean_return).item():.1f}", refresh=False)
-        bar.update(options.steps_per_update)
-
-    program: Callable[..., Trained[Any]] = jax.jit(partial(train, report))
     start = time.perf_counter()
-    with bar:
+    with progress(options) as report:
+        program: Callable[..., Trained[Any]] = jax.jit(partial(train, report))
         handle, timestep = jaxvec.reset(envs, seed=options.seed)
-        state, curve, number = program(handle, timestep.obs, jax.random.key(options.seed))
+        state, curve, number = program(handle, timestep, jax.random.key(options.seed))
         recent, curve = np.asarray(state.returns.last), np.asarray(curve)[:number]  # waits for the program
         jax.effects_barrier()  # waits for the last report
     seconds = time.perf_counter() - start

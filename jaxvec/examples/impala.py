@@ -37,7 +37,7 @@ from jaxvec.examples._training import (
     finish,
     option,
     parse,
-    progress_bar,
+    progress,
 )
 from jaxvec.examples.ppo import ActorCritic, Categorical
 from jaxvec.normalize import RunningMeanStd
@@ -273,12 +273,11 @@ def run(config: Config) -> Result:
         step: Callable[..., tuple[Learner, jax.Array]] = jax.jit(partial(learn, agent))
         goal = np.inf if config.stop_at is None else config.stop_at
         curve = [np.nan]  # which is not high enough
-        with playing as next_rollout, progress_bar(config) as bar:
+        with playing as next_rollout, progress(config) as report:
             while len(curve) <= config.num_updates and not curve[-1] >= goal:
                 exchange.learner, mean_return = step(exchange.learner, next_rollout())
                 curve.append(float(mean_return))
-                bar.set_postfix_str(f"mean return {curve[-1]:.1f}", refresh=False)
-                bar.update(config.steps_per_update)
+                report(curve[-1])
         seconds = time.perf_counter() - start
         num_episodes = int(jnp.isfinite(exchange.learner.returns.last).sum())
     env_steps = (len(curve) - 1) * config.steps_per_update

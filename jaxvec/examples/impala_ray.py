@@ -26,7 +26,7 @@ import numpy as np
 
 import jaxvec
 from jaxvec.examples import impala
-from jaxvec.examples._training import Result, encode, finish, option, parse, progress_bar
+from jaxvec.examples._training import Result, encode, finish, option, parse, progress
 from jaxvec.examples.impala import Agent, Learner, make_agent
 
 _MEMORY = 200 << 20  # bytes of each simulated node's object store
@@ -83,13 +83,12 @@ def run(config: Config, kill_one: Callable[[], None]) -> Result:
         on_fault="restart",
         start_timeout=300,
     )
-    with actors, progress_bar(config) as bar:
+    with actors, progress(config) as report:
         while len(curve) <= config.num_updates and not curve[-1] >= goal:
             learner, mean_return = step(learner, actors.get(timeout=300).trajectory)
             actors.push(weights(learner))
             curve.append(float(mean_return))
-            bar.set_postfix_str(f"mean return {curve[-1]:.1f}", refresh=False)
-            bar.update(config.steps_per_update)
+            report(curve[-1])
             if config.kill_one and len(curve) == max(config.num_updates // 10, 2):
                 kill_one()
         stats = actors.stats()

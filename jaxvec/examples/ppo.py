@@ -137,6 +137,12 @@ class Agent:
         return obs.reshape(len(obs), -1).astype(jnp.float32)
 
 
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """Returns Adam with a learning rate that falls to 0, and shortened gradients."""
+    lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr))
+
+
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     """Fits an agent to the spaces of the envs."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
@@ -149,9 +155,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     else:
         raise SystemExit(f"{config.env}: this PPO takes Discrete and float Box actions, not {action_space}")
     network = ActorCritic(num_actions, gaussian=isinstance(policy, Gaussian))
-    lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
-    optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr))
-    return Agent(config, envs.single_observation_space, policy, network, optimizer)
+    return Agent(config, envs.single_observation_space, policy, network, make_optimizer(config))
 
 
 class State(NamedTuple):
@@ -234,39 +238,60 @@ def advantages(
     return jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, done), reverse=True)[1]
 
 
-def loss(agent: Agent, params: Any, steps: Steps, advantage: jax.Array, target: jax.Array) -> jax.Array:
-    """Returns PPO's loss of a minibatch of steps, `[]` float32."""
-    clip = agent.config.clip
-    outputs, value = agent.network.apply(params, steps.obs)
-    log_prob, entropy = agent.policy.evaluate(outputs, steps.action)
-    ratio = jnp.exp(log_prob - steps.log_prob)
-    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
-    error = 0.5 * jnp.square(value - target)
-    return jnp.mean(agent.config.value_weight * error - gain - agent.config.entropy_weight * entropy)
+class Batch(NamedTuple):
+    """What gradient steps learn from, `[num_steps, num_envs, ...]`, or rows of it."""
+
+    obs: jax.Array  # [...] of what the network takes
+    action: jax.Array  # [...] of what the policy draws
+    log_prob: jax.Array  # float32
+    advantage: jax.Array  # float32
+    target: jax.Array  # float32, of the value
 
 
-def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
-    """Takes an update's gradient steps."""
+def objective(
+    config: Config, policy: Categorical | Gaussian, outputs: jax.Array, value: jax.Array, batch: Batch
+) -> jax.Array:
+    """Returns PPO's loss of what the network says now, `[]` float32."""
+    log_prob, entropy = policy.evaluate(outputs, batch.action)
+    ratio = jnp.exp(log_prob - batch.log_prob)
+    clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
+    gain = jnp.minimum(ratio * batch.advantage, clipped * batch.advantage)
+    error = 0.5 * jnp.square(value - batch.target)
+    return jnp.mean(config.value_weight * error - gain - config.entropy_weight * entropy)
+
+
+def standardize(advantage: jax.Array) -> jax.Array:
+    """Brings advantages to mean 0 and deviation 1."""
+    return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+
+
+def descend(agent: Agent, params: Any, opt_state: Any, batch: Batch, key: jax.Array) -> tuple[Any, Any]:
+    """Takes an update's gradient steps; returns the next parameters and state of the optimizer."""
     config = agent.config
-    advantage, target = estimate(agent, state.params, steps)
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    batch = batch._replace(advantage=standardize(batch.advantage))
+    rows: Batch = jax.tree.map(lambda leaf: leaf.reshape(config.steps_per_update, *leaf.shape[2:]), batch)
 
-    def flatten(leaf: jax.Array) -> jax.Array:
-        return leaf.reshape(config.steps_per_update, *leaf.shape[2:])
+    def loss(params: Any, minibatch: Batch) -> jax.Array:
+        outputs, value = agent.network.apply(params, minibatch.obs)
+        return objective(config, agent.policy, outputs, value, minibatch)
 
-    batch = jax.tree.map(flatten, (steps, advantage, target))
-
-    def descend(carry: tuple[Any, Any], rows: jax.Array) -> tuple[tuple[Any, Any], None]:
+    def step(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], None]:
         params, opt_state = carry
-        minibatch = jax.tree.map(partial(jnp.take, indices=rows, axis=0), batch)
-        gradient = jax.grad(loss, argnums=1)(agent, params, *minibatch)
+        gradient = jax.grad(loss)(params, jax.tree.map(partial(jnp.take, indices=chosen, axis=0), rows))
         change, opt_state = agent.optimizer.update(gradient, opt_state, params)
         return (optax.apply_updates(params, change), opt_state), None
 
     keys = jax.random.split(key, config.num_epochs)
     order = jax.vmap(jax.random.permutation, (0, None))(keys, config.steps_per_update)
-    rows = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
-    (params, opt_state), _ = jax.lax.scan(descend, (state.params, state.opt_state), rows)
+    chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
+    return jax.lax.scan(step, (params, opt_state), chosen)[0]
+
+
+def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
+    """Learns from an update's steps."""
+    advantage, target = estimate(agent, state.params, steps)
+    batch = Batch(steps.obs, steps.action, steps.log_prob, advantage, target)
+    params, opt_state = descend(agent, state.params, state.opt_state, batch, key)
     return state._replace(params=params, opt_state=opt_state)
 
 
@@ -289,14 +314,11 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
     return learn(agent, state, steps, learn_key)
 
 
-def train(
-    agent: Agent, report: Report, handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
-) -> Trained[State]:
-    """Trains from a reset's `handle` and `obs` on; see `repeat`."""
-    init_key, train_key = jax.random.split(key)
-    obs = agent.encode(obs)
-    params = agent.network.init(init_key, obs)
-    state = State(
+def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array) -> State:
+    """Returns the state after a reset, of which `handle` and `timestep` are."""
+    obs = agent.encode(timestep.obs)
+    params = agent.network.init(key, obs)
+    return State(
         params=params,
         opt_state=agent.optimizer.init(params),
         obs_stats=RunningMeanStd.create(obs[0], count=0),
@@ -305,6 +327,14 @@ def train(
         obs=obs,
         returns=Returns.create(),
     )
+
+
+def train(
+    agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
+) -> Trained[State]:
+    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
+    init_key, train_key = jax.random.split(key)
+    state = begin(agent, handle, timestep, init_key)
     return repeat(partial(update, agent), state, train_key, agent.config, report)
 
 

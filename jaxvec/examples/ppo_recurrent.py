@@ -24,7 +24,7 @@ from gymnasium import spaces
 import jaxvec
 from jaxvec.examples import _training, ppo
 from jaxvec.examples._training import Report, Result, Returns, Trained, finish, option, parse, repeat
-from jaxvec.examples.ppo import Categorical
+from jaxvec.examples.ppo import Batch, Categorical
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -85,9 +85,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     if max(entries) >= obs_space.shape[0]:
         raise SystemExit(f"{config.env}: its observation has {obs_space.shape[0]} entries, no {max(entries)}")
     network = RecurrentActorCritic(int(action_space.n), config.num_units)
-    lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
-    optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr))
-    return Agent(config, entries, Categorical(action_space), network, optimizer)
+    return Agent(config, entries, Categorical(action_space), network, ppo.make_optimizer(config))
 
 
 class State(NamedTuple):
@@ -152,9 +150,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
     return state, steps
 
 
-def loss(
-    agent: Agent, params: Any, memory: jax.Array, steps: Steps, advantage: jax.Array, target: jax.Array
-) -> jax.Array:
+def loss(agent: Agent, params: Any, memory: jax.Array, done: jax.Array, batch: Batch) -> jax.Array:
     """Returns PPO's loss of whole sequences, `[]` float32; `memory` is that before their first steps."""
 
     def remember(memory: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
@@ -162,13 +158,8 @@ def loss(
         memory, logits, value = agent.network.apply(params, memory, obs)
         return empty(memory, done), (logits, value)
 
-    _, (logits, value) = jax.lax.scan(remember, memory, (steps.obs, steps.done))
-    clip = agent.config.clip
-    log_prob, entropy = agent.policy.evaluate(logits, steps.action)
-    ratio = jnp.exp(log_prob - steps.log_prob)
-    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage)
-    error = 0.5 * jnp.square(value - target)
-    return jnp.mean(agent.config.value_weight * error - gain - agent.config.entropy_weight * entropy)
+    _, (logits, value) = jax.lax.scan(remember, memory, (batch.obs, done))
+    return ppo.objective(agent.config, agent.policy, logits, value, batch)
 
 
 def update(agent: Agent, state: State, key: jax.Array) -> State:
@@ -181,12 +172,12 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
     ends = steps.terminated, steps.done
     advantage = ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
     target = advantage + steps.value
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    batch = Batch(steps.obs, steps.action, steps.log_prob, ppo.standardize(advantage), target)
 
     def descend(carry: tuple[Any, Any], envs: jax.Array) -> tuple[tuple[Any, Any], None]:
         params, opt_state = carry
-        batch = jax.tree.map(lambda leaf: leaf[:, envs], (steps, advantage, target))
-        gradient = jax.grad(loss, argnums=1)(agent, params, before[envs], *batch)
+        minibatch: Batch = jax.tree.map(lambda leaf: leaf[:, envs], batch)
+        gradient = jax.grad(loss, argnums=1)(agent, params, before[envs], steps.done[:, envs], minibatch)
         change, opt_state = agent.optimizer.update(gradient, opt_state, params)
         return (optax.apply_updates(params, change), opt_state), None
 
@@ -198,11 +189,11 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
 
 
 def train(
-    agent: Agent, report: Report, handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
+    agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
 ) -> Trained[State]:
-    """Trains from a reset's `handle` and `obs` on; see `repeat`."""
+    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
     init_key, train_key = jax.random.split(key)
-    obs = agent.encode(obs)
+    obs = agent.encode(timestep.obs)
     memory = jnp.zeros((len(obs), agent.config.num_units))
     params = agent.network.init(init_key, memory, obs)
     state = State(

@@ -1,0 +1,267 @@
+"""PPO on Atari games: half of the envs step while the network decides for the others, in one `jax.jit`.
+
+    python -m jaxvec.examples.ppo_atari
+    python -m jaxvec.examples.ppo_atari --env ALE/Breakout-v5 --sticky 0
+
+Workers return single frames, scores and lives, as Gymnasium's `AtariPreprocessing` makes them. The program
+does the rest: it stacks four frames, clips rewards to their sign, and learns as if a lost life ended the
+episode, while the game goes on. The returns that it reports are the scores of whole games, not clipped.
+
+As in every `ALE/...-v5`, the emulator repeats the last action with probability 0.25 in each frame. Older
+results are without these sticky actions: `--sticky 0`. What is as in PPO on other envs is imported from
+`ppo.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from gymnasium import spaces
+from gymnasium.wrappers import AtariPreprocessing
+
+import jaxvec
+from jaxvec.examples import _training, ppo
+from jaxvec.examples._training import Report, Result, Returns, Trained, finish, need, option, parse, repeat
+from jaxvec.examples.ppo import Agent, Batch, Categorical
+
+_NUM_FRAMES = 4
+
+
+@dataclass(frozen=True)
+class Config(ppo.Config):
+    """Holds the command line's options."""
+
+    env: str = option("ALE/Pong-v5", "id of one of ALE's games")
+    num_envs: int = option(16, "envs, in two halves that take turns")
+    total_steps: int = option(1_000_000, "env steps, of four frames each, rounded up to whole updates")
+    num_epochs: int = option(2, "passes over the steps of an update")
+    num_minibatches: int = option(4, "gradient steps in a pass")
+    lr: float = option(5e-4, "learning rate, falling linearly to 0")
+    clip: float = option(0.1, "how far from 1 a probability ratio still pays")
+    entropy_weight: float = option(0.01, "weight of the entropy bonus")
+    sticky: float = option(0.25, "probability that a frame repeats the last action")
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` if there are no halves."""
+        super().__post_init__()
+        if self.num_envs % 2:
+            raise ValueError("--num-envs must be even, since the envs are in two halves")
+
+
+def patches(images: jax.Array, size: int, stride: int) -> jax.Array:
+    """Returns what each output of a convolution sees: `[n, height, width, c]` to `[n, rows, columns, ...]`.
+
+    A layer `Dense` on patches is a convolution. XLA has its own (`nn.Conv`), better on a GPU. But on two
+    cores the gradient of that one took twenty times as long within a loop (jaxlib 0.10.2). `size` and the
+    sides of the images are multiples of `stride`.
+    """
+    n, height, width, c = images.shape
+    rows, columns = height // stride, width // stride
+    blocks = images.reshape(n, rows, stride, columns, stride, c).swapaxes(2, 3)
+    blocks = blocks.reshape(n, rows, columns, stride * stride * c)
+    reach = size // stride  # in blocks
+    rows, columns = rows - reach + 1, columns - reach + 1
+    shifted = [blocks[:, y : y + rows, x : x + columns] for y in range(reach) for x in range(reach)]
+    return jnp.concatenate(shifted, axis=-1)
+
+
+class NatureNetwork(nn.Module):
+    """Three convolutions and a layer, as in DQN's paper in Nature, then policy and value."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, frames: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Maps `[n, 84, 84, 4]` uint8 to logits `[n, num_actions]` and values `[n]`."""
+
+        def dense(inputs: jax.Array, size: int, scale: float = 2**0.5) -> jax.Array:
+            return nn.Dense(size, kernel_init=nn.initializers.orthogonal(scale))(inputs)
+
+        hidden = frames.astype(jnp.float32) / 255
+        for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            hidden = nn.relu(dense(patches(hidden, size, stride), features))
+        hidden = nn.relu(dense(hidden.reshape(len(hidden), -1), 512))
+        return dense(hidden, self.num_actions, 0.01), dense(hidden, 1, 1.0)[..., 0]
+
+
+def push(frames: jax.Array, newest: jax.Array) -> jax.Array:
+    """Returns the last frames, `[n, 84, 84, 4]`, with the newest, `[n, 84, 84]`, for the oldest."""
+    return jnp.concatenate([frames[..., 1:], newest[..., None]], axis=-1)
+
+
+def repeated(first: jax.Array) -> jax.Array:
+    """Returns the frames at a game's start, `[n, 84, 84, 4]`, of the first, `[n, 84, 84]`."""
+    return jnp.repeat(first[..., None], _NUM_FRAMES, axis=-1)
+
+
+class Decision(NamedTuple):
+    """What was decided for half of the envs, `[half, ...]`; they return what came of it later."""
+
+    frames: jax.Array  # [half, 84, 84, 4] uint8, which the network saw
+    lives: jax.Array  # [half] int32
+    action: jax.Array  # [half] int32
+    log_prob: jax.Array  # [half] float32
+    value: jax.Array  # [half] float32
+
+
+class Steps(NamedTuple):
+    """What decisions came to; `collect` stacks them to `[num_steps, num_envs, ...]`."""
+
+    decision: Decision
+    next_value: jax.Array  # [half] float32, within the game
+    reward: jax.Array  # [half] float32, clipped
+    terminated: jax.Array  # [half] bool, also where a life was lost
+    done: jax.Array  # [half] bool, also where a life was lost
+    game_over: jax.Array  # [half] bool
+    score: jax.Array  # [half] float32, of the game so far
+
+
+class State(NamedTuple):
+    """What training carries from update to update."""
+
+    params: Any
+    opt_state: Any
+    handle: jaxvec.Handle
+    timestep: jaxvec.TimeStep  # of the half that acts next
+    waiting: tuple[
+        Decision, Decision
+    ]  # the first is the one that `timestep` came of, and the other half steps
+    returns: Returns
+
+
+def decide(
+    agent: Agent,
+    params: Any,
+    handle: jaxvec.Handle,
+    timestep: jaxvec.TimeStep,
+    frames: jax.Array,
+    key: jax.Array,
+) -> tuple[jaxvec.Handle, jaxvec.TimeStep, Decision]:
+    """Acts in half of the envs, and waits for the other half, whose time step it returns."""
+    logits, value = agent.network.apply(params, frames)
+    action = agent.policy.sample(logits, key)
+    log_prob, _ = agent.policy.evaluate(logits, action)
+    decision = Decision(frames, timestep.info["lives"], action, log_prob, value)
+    handle = jaxvec.send(handle, agent.policy.to_env(action), timestep.info["env_id"])
+    return *jaxvec.recv(handle), decision
+
+
+def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
+    """Plays `num_steps` steps in every env."""
+
+    def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
+        handle, timestep, (answered, other) = carry
+        _, reward, terminated, truncated, info = timestep
+        game_over = terminated | truncated
+        # Where a game is over, frame and lives are already the first of the next one.
+        frames = push(answered.frames, timestep.obs)
+        frames = jnp.where(game_over[:, None, None, None], repeated(timestep.obs), frames)
+        handle, after, decision = decide(agent, state.params, handle, timestep, frames, key)
+
+        def within() -> jax.Array:
+            _, value = agent.network.apply(state.params, push(answered.frames, info["final_obs"]))
+            return jnp.where(game_over, value, decision.value)
+
+        # Only a game that was cut short, which is rare, would have gone on after its last frame.
+        next_value = jax.lax.cond(truncated.any(), within, lambda: decision.value)
+        lost = jnp.where(game_over, info["final_info"]["lives"], info["lives"]) < answered.lives
+        ends = terminated | lost, game_over | lost, game_over
+        steps = Steps(answered, next_value, jnp.sign(reward), *ends, info["episode_return"])
+        return (handle, after, (other, decision)), steps
+
+    carry = state.handle, state.timestep, state.waiting
+    carry, steps = jax.lax.scan(play, carry, jax.random.split(key, 2 * agent.config.num_steps))
+    # The halves took turns, so two rows are one step of all envs.
+    shape = agent.config.num_steps, agent.config.num_envs
+    steps: Steps = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), steps)
+    handle, timestep, waiting = carry
+    return state._replace(handle=handle, timestep=timestep, waiting=waiting), steps
+
+
+def update(agent: Agent, state: State, key: jax.Array) -> State:
+    """Plays and learns once."""
+    play_key, learn_key = jax.random.split(key)
+    state, steps = collect(agent, state, play_key)
+    frames, _, action, log_prob, value = steps.decision
+    ends = steps.terminated, steps.done
+    advantage = ppo.advantages(agent.config, steps.reward, *ends, value=value, next_value=steps.next_value)
+    batch = Batch(frames, action, log_prob, advantage, advantage + value)
+    params, opt_state = ppo.descend(agent, state.params, state.opt_state, batch, learn_key)
+    returns = state.returns.add(steps.game_over, steps.score)
+    return state._replace(params=params, opt_state=opt_state, returns=returns)
+
+
+def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array) -> State:
+    """Returns the state in which both halves have acted once, after a reset."""
+    init_key, *keys = jax.random.split(key, 3)
+    params = agent.network.init(init_key, repeated(timestep.obs))
+    waiting: list[Decision] = []
+    for key in keys:
+        first = repeated(timestep.obs)
+        handle, timestep, decision = decide(agent, params, handle, timestep, first, key)
+        waiting.append(decision)
+    opt_state = agent.optimizer.init(params)
+    return State(params, opt_state, handle, timestep, (waiting[0], waiting[1]), Returns.create())
+
+
+def train(
+    agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
+) -> Trained[State]:
+    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
+    init_key, train_key = jax.random.split(key)
+    state = begin(agent, handle, timestep, init_key)
+    return repeat(partial(update, agent), state, train_key, agent.config, report)
+
+
+def halves(config: Config) -> dict[str, Any]:
+    """Returns what makes `recv` return the envs of one half, then those of the other."""
+    return {"batch_size": config.num_envs // 2, "recv_order": "sent"}
+
+
+def make_envs(config: Config) -> jaxvec.VectorEnv:
+    """Starts the envs."""
+    need("atari", "ale_py", "cv2")
+    env_id, sticky = config.env, config.sticky  # of what the workers need, and no JAX
+
+    def game() -> gymnasium.Env[Any, Any]:
+        import ale_py  # pyright: ignore[reportMissingImports]
+
+        gymnasium.register_envs(ale_py)
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from each worker
+        return AtariPreprocessing(gymnasium.make(env_id, frameskip=1, repeat_action_probability=sticky))
+
+    workers = config.num_workers
+    return jaxvec.make(game, config.num_envs, num_workers=workers, info={"lives": int}, **halves(config))
+
+
+def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
+    """Fits an agent to the game's actions."""
+    actions = envs.single_action_space
+    assert isinstance(actions, spaces.Discrete)
+    network = NatureNetwork(int(actions.n))
+    return Agent(
+        config, envs.single_observation_space, Categorical(actions), network, ppo.make_optimizer(config)
+    )
+
+
+def run(config: Config) -> Result:
+    """Starts the envs, trains, and closes them."""
+    with make_envs(config) as envs:
+        return _training.run(config, envs, partial(train, make_agent(config, envs)))
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
+    config = parse(Config, "ppo_atari", "Trains PPO on an Atari game.", argv)
+    return finish(config, "PPO", "ppo_atari", run(config))
+
+
+if __name__ == "__main__":
+    main()
