@@ -34,6 +34,7 @@ class _Board(ctypes.Structure):
         "asleep",
         "finished",
         "target",
+        "sleepers",
         "parent_notices",
     )
     _fields_ = [(name, ctypes.c_uint32) for name in _numbers] + [(name, ctypes.c_void_p) for name in _words]
