@@ -24,8 +24,8 @@ class Marks:
         requested: `[num_slots]` int64; parent writes: the latest request, 2 * number + operation.
         completed: `[num_slots]` int64; worker writes: the request it completed last.
         completed_at: `[num_slots]` int64; worker writes: when, in ns of the monotonic clock.
-        doorbell, worker_notices, asleep, finished, target, parent_notices: of the native hand-off; handoff.h
-            says who writes.
+        doorbell, worker_notices, asleep, finished, target, sleepers, parent_notices: of the native hand-off;
+            handoff.h says who writes.
     """
 
     running: NDArray[np.uint32]
@@ -37,6 +37,7 @@ class Marks:
     asleep: NDArray[np.uint32]
     finished: NDArray[np.uint32]
     target: NDArray[np.uint32]
+    sleepers: NDArray[np.uint32]
     parent_notices: NDArray[np.uint32]
 
     @classmethod
@@ -51,5 +52,5 @@ def shapes(num_slots: int, num_workers: int) -> Iterator[tuple[KeyPath, tuple[in
         yield (name,), (num_slots,), np.dtype(np.int64)
     for name in ("running", "doorbell", "worker_notices", "asleep"):
         yield (name,), (num_workers, *_LINE), np.dtype(np.uint32)
-    for name in ("finished", "target", "parent_notices"):
+    for name in ("finished", "target", "sleepers", "parent_notices"):
         yield (name,), _LINE, np.dtype(np.uint32)

@@ -53,28 +53,33 @@ def writer(node: Node, arrays: Arrays) -> Write:
     return compiled.nested_writer(write, keys if isinstance(node, DictNode) else None, children)
 
 
-def reader(node: Node, arrays: Arrays) -> Callable[[NDArray[Any]], Iterator[Any]]:
-    """Returns `read(slots)`, which yields each slot's nested value, as Gymnasium's envs take it.
+def reader(node: Node, arrays: Arrays) -> Callable[[slice | NDArray[Any]], Iterator[Any]]:
+    """Returns `read(index)`, which yields each slot's nested value, as Gymnasium's envs take it.
+
+    `index` says which slots: an array of them, or, quicker, a slice with a start, a stop and a step.
 
     Values are copies that an env may keep and change: rows of a fresh array in the env's own dtype,
     NumPy scalars where a leaf has no shape.
     """
     if isinstance(node, Leaf):
         array, dtype = arrays[node.path], node.dtype
-        return lambda slots: iter(array[slots].astype(dtype, copy=False))
+        if node.shape == ():
+            return lambda index: array[index].astype(dtype).flat
+        return lambda index: iter(array[index].astype(dtype))
     children = [reader(child, arrays) for child in node.children]
     if isinstance(node, TupleNode):
         if not children:
-            return lambda slots: repeat((), len(slots))
-        return lambda slots: zip(*(read(slots) for read in children), strict=True)
+            return lambda index: repeat((), _count(index))
+        return lambda index: zip(*(read(index) for read in children), strict=True)
     if not children:
-        return lambda slots: ({} for _ in slots)
+        return lambda index: ({} for _ in range(_count(index)))
+    keys = repeat(node.keys)
+    # As `dict(zip(node.keys, values))` for each of the values, with nothing of Python in between.
+    return lambda index: map(dict, map(zip, keys, zip(*(read(index) for read in children), strict=True)))
 
-    def read(slots: NDArray[Any]) -> Iterator[Any]:
-        for values in zip(*(read_child(slots) for read_child in children), strict=True):
-            yield dict(zip(node.keys, values, strict=True))
 
-    return read
+def _count(index: slice | NDArray[Any]) -> int:
+    return len(range(index.start, index.stop, index.step)) if isinstance(index, slice) else len(index)
 
 
 def zeroer(node: Node, arrays: Arrays) -> Callable[[int], None]:

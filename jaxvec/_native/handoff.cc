@@ -166,10 +166,10 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
     const uint32_t finished = board.finished->word.load(std::memory_order_seq_cst);
     const uint32_t completed = count_completed(board, slots, num_slots);
     if (completed >= count) return anything_else(parent) ? kLookAround : kDone;
-    // As with a worker's doorbell: we store the target, then read `finished`; workers add to `finished`,
-    // then read the target. So either we see that it has changed, or the worker sees our target. Other
-    // threads' slots count, too, so the target may come too early, but never too late: who waits alone
-    // need not be woken before as many slots are finished as are missing, and others at each.
+    // As with a worker's doorbell: we store the target and count as a sleeper, then read `finished`; workers
+    // add to `finished`, then read both. So either we see that it has changed, or the worker sees that it
+    // has to wake us. Other threads' slots count, too, so the target may come too early, but never too late:
+    // who waits alone need not be woken before as many slots are finished as are missing, and others at each.
     const uint32_t waiters = parent.waiters.load(std::memory_order_seq_cst);
     board.target->word.store(finished + (waiters == 1 ? count - completed : 1), std::memory_order_seq_cst);
     if (parent.waiters.load(std::memory_order_seq_cst) != waiters) continue;  // one came, for whom it is late
@@ -181,7 +181,11 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
     if (left <= 0) return any_readable(parent) ? kLookAround : kTimeout;
     const int64_t nap = std::min<int64_t>(left, board.look_around_ns);
     const timespec timeout = {nap / 1'000'000'000, nap % 1'000'000'000};
-    const int error = futex_wait(*board.finished, finished, &timeout);
+    board.sleepers->word.fetch_add(1, std::memory_order_seq_cst);
+    int error = 0;
+    if (board.finished->word.load(std::memory_order_seq_cst) == finished)
+      error = futex_wait(*board.finished, finished, &timeout);
+    board.sleepers->word.fetch_sub(1, std::memory_order_relaxed);
     if (error == EINTR) return kInterrupted;
     if (error == ETIMEDOUT && any_readable(parent)) return kLookAround;
   }
@@ -223,7 +227,8 @@ void post(Worker& worker, const int64_t* slots, uint32_t count) {
                                 std::memory_order_release);
   }
   const uint32_t finished = board.finished->word.fetch_add(count, std::memory_order_seq_cst) + count;
-  if (reached(finished, board.target->word.load(std::memory_order_seq_cst))) {
+  if (reached(finished, board.target->word.load(std::memory_order_seq_cst)) &&
+      board.sleepers->word.load(std::memory_order_seq_cst) != 0) {
     futex_wake(*board.finished);
   }
 }

@@ -32,6 +32,7 @@ struct Board {
   Line* asleep;                        // [num_workers] worker writes: 1 if it may need a wake
   Line* finished;                      // workers add: slots finished; the parent sleeps on it
   Line* target;                        // parent writes: the value of `finished` that it sleeps for
+  Line* sleepers;                      // parent adds: how many of its threads may need a wake
   Line* parent_notices;                // anyone adds: the parent should look at its control sockets
 };
 

@@ -34,6 +34,7 @@ class _Board(ctypes.Structure):
         "asleep",
         "finished",
         "target",
+        "sleepers",
         "parent_notices",
     )
     _fields_ = [(name, ctypes.c_uint32) for name in _numbers] + [(name, ctypes.c_void_p) for name in _words]
@@ -163,6 +164,9 @@ class NativeWorkerEnd:
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
         self._own, self._ownership = slice(*slots), Slots(marks)
         self._slots = np.empty(slots[1] - slots[0], np.int64)
+        self._address = self._slots.ctypes.data  # slow to ask for
+        self._out = ctypes.byref(self._operation), self._address, ctypes.byref(self._count)
+        self._taken = self._slots  # as many as there were last
         self._all = np.arange(*slots, dtype=np.int64)
         self._slot_0 = self._all.ctypes.data - 8 * slots[0]  # where slot 0 would be, among all of ours
 
@@ -172,15 +176,18 @@ class NativeWorkerEnd:
 
     def receive(self) -> Any:
         """Waits for the parent, then returns `Work`, or the message that came instead."""
-        self._library.jaxvec_take(
-            self._reference, ctypes.byref(self._operation), self._slots.ctypes.data, ctypes.byref(self._count)
-        )
+        self._library.jaxvec_take(self._reference, *self._out)
         count = self._count.value
-        return Work(VERBS[self._operation.value], self._slots[:count]) if count else self._channel.receive()
+        if not count:
+            return self._channel.receive()
+        if count != len(self._taken):
+            self._taken = self._slots[:count]
+        return Work(VERBS[self._operation.value], self._taken)
 
     def post(self, slots: NDArray[Any]) -> None:
         """Hands finished `slots` back."""
-        self._library.jaxvec_post(self._reference, slots.ctypes.data, len(slots))
+        address = self._address if slots is self._taken else slots.ctypes.data
+        self._library.jaxvec_post(self._reference, address, len(slots))
 
     def post_some(self, first: int, count: int) -> None:
         """See `WorkerHandoff`."""

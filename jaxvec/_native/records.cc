@@ -45,7 +45,7 @@ std::string describe() {
   RECORD(Board)
     FIELD(num_slots) FIELD(num_workers) FIELD(spin_ns) FIELD(look_around_ns) FIELD(requested) FIELD(completed)
     FIELD(completed_at) FIELD(doorbell) FIELD(worker_notices) FIELD(asleep) FIELD(finished) FIELD(target)
-    FIELD(parent_notices) END
+    FIELD(sleepers) FIELD(parent_notices) END
   RECORD(Parent)
     FIELD(board) FIELD(sockets) FIELD(request_number) FIELD(waiters) FIELD(seen_notices) FIELD(looked_ns) END
   RECORD(Worker) FIELD(board) FIELD(index) FIELD(first) FIELD(stop) FIELD(seen_notices) END

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jaxvec._memory import _rows
 from jaxvec._memory._segment import Arrays
+from jaxvec._memory._views import Index
 from jaxvec._slices._info_rows import DeclaredInfo, FinalStep
 from jaxvec._spec import PoolSpec
 
@@ -46,12 +47,12 @@ class EnvRows:
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
         self.given: dict[int, Any] | None = None
 
-    def actions(self, indices: NDArray[Any]) -> list[Any]:
-        """Returns the next action of each of these envs, once."""
+    def actions(self, indices: list[int], rows: Index) -> list[Any]:
+        """Returns the next action of each of these envs, once; `rows` are `indices`, for an array."""
         given, self.given = self.given, None
         if given is None:
-            return list(self._read_actions(indices))
-        return [given[index] for index in indices.tolist()]
+            return list(self._read_actions(rows))
+        return [given[index] for index in indices]
 
     def obs(self, index: int) -> Any:
         """Returns a copy of the observation that is in the row."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from time import monotonic_ns
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxvec import _stats, _stepper
 from jaxvec._errors import EnvStateError
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
+from jaxvec._memory._views import Index, index_of
 from jaxvec._options import Options
 from jaxvec._slices import _forks
 from jaxvec._slices._delivered import Delivered
@@ -124,6 +126,9 @@ class EnvSlice:
                 first=first,
                 marked=MARKED,
             ).run
+        self._asked = b""  # the slots of the last step; mostly the next one is of the same
+        self._indices: list[int] = []  # theirs
+        self._index: Index = slice(0, 0, 1)  # the same, for an array
         self._options: Options = None  # of resets from outside
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
         self._resumed: dict[int, SlotState] = {}  # of those that are LOST, or were, and go on from a state
@@ -173,12 +178,15 @@ class EnvSlice:
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         """Steps the envs of `slots` with the actions in the segment; see `Slice`."""
         self._counted = monotonic_ns(), self._stats[_stats.RESET_NS]
-        array = slots - self.first
-        indices: list[int] = array.tolist()
+        asked = slots.tobytes()
+        if asked != self._asked:
+            self._asked, array = asked, slots - self.first
+            self._indices, self._index = array.tolist(), index_of(array)
+        indices = self._indices
         if self._delivered is not None:
-            self._delivered.keep(array)
-        actions = self._rows.actions(array)
-        self._running[0] = int(slots[0]) + 1
+            self._delivered.keep(slots - self.first)
+        actions = self._rows.actions(indices, self._index)
+        self._running[0] = self.first + indices[0] + 1
         try:
             self._step_each(indices, actions, done)
         except BaseException as error:
@@ -492,13 +500,7 @@ class EnvSlice:
             actions: of each.
             done: is told of each that is done, if it is given.
         """
-
-        def tell(index: int) -> None:
-            assert done is not None
-            self._count_steps(1)  # before it is told of
-            done(self.first + index, 1)
-
-        after = None if done is None else tell
+        after = None if done is None else partial(self._tell, done)
         run, state, targets = self._run, self._episodes.state, self._slots.targets
         targets.look()
         place = 0
@@ -512,6 +514,10 @@ class EnvSlice:
             self._rows.write_obs(index, obs)
             if after is not None:
                 after(index)
+
+    def _tell(self, done: Done, index: int) -> None:
+        self._count_steps(1)  # before it is told of
+        done(self.first + index, 1)
 
     def _step_one(
         self, place: int, envs: list[Any], limits: Any, indices: list[int], actions: list[Any], *_: Any

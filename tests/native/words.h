@@ -20,7 +20,7 @@ struct Words {
         doorbell(workers),
         notices(workers),
         asleep(workers),
-        single(3) {}
+        single(4) {}
 
   // `start` is where the counter of finished slots begins: it may wrap.
   Board board(uint32_t spin_ns, uint32_t start) {
@@ -40,7 +40,8 @@ struct Words {
             asleep.data(),
             &single[0],
             &single[1],
-            &single[2]};
+            &single[2],
+            &single[3]};
   }
 };
 
