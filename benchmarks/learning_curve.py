@@ -26,7 +26,7 @@ def plot(config: ppo.Config, curves: NDArray[np.float32], path: Path) -> None:
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     env_steps = np.arange(1, config.num_updates + 1) * config.steps_per_update
-    axes.plot(env_steps, curves.T, color="C0", alpha=0.4)
+    axes.plot(env_steps, curves.T, color="C0", alpha=0.7, linewidth=1)
     axes.plot(
         env_steps, np.median(curves, axis=0), color="C0", linewidth=2, label=f"median of {len(curves)} seeds"
     )

@@ -17,8 +17,8 @@ from jaxvec._tracing import _timeline
 
 # What a span is, by how its name begins; a later one is drawn over those before it.
 KINDS = {
-    "jaxvec.": ("hand-off to the pool", "#4f81ad"),
-    "VectorEnv.": ("hand-off to the pool", "#4f81ad"),
+    "jaxvec.": ("dispatch to the pool", "#4f81ad"),
+    "VectorEnv.": ("dispatch to the pool", "#4f81ad"),
     "write actions": ("write actions, wake workers", "#f8b195"),
     "hand over": ("write actions, wake workers", "#f8b195"),
     "copy results": ("copy results", "#c06c84"),
