@@ -80,12 +80,13 @@ def make(
     """Starts worker processes, builds the envs in them, and returns the pool.
 
     Args: Envs
-        env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list, generator, or the
-            like, of such callables. One with a required positional parameter gets the env's index, and so
-            does one with a parameter `env_id`, unless its default or annotation is a text, such as an id; one
-            with a `worker_id` gets its worker's. What you have bound stays. Lambdas, closures and classes
-            of `__main__` or a notebook are fine; no main guard is needed. Or a `gymnasium.vector.VectorEnv`,
-            whose envs are stepped in this process, and which is closed with the pool.
+        env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list or other iterable of such
+            callables. A callable with a required positional parameter gets the env's index, and so does one
+            with a parameter `env_id`, unless its default or annotation is a text, such as an id. A callable
+            with a parameter `worker_id` gets the worker's index. Arguments that you have bound stay bound.
+            Lambdas, closures and classes of `__main__` or a notebook work, and no main guard is needed. You
+            can also pass a `gymnasium.vector.VectorEnv`: its envs are stepped in this process, and it is
+            closed with the pool.
         num_envs: how many envs; may be left out for a list or a `VectorEnv`.
         env_configs: keyword arguments of each env's own, besides `env_kwargs`.
         envs_per_instance: how many envs each call of `env` makes, if it makes `VectorEnv`s: simulators that
@@ -144,10 +145,10 @@ def make(
             first, so that a program's batches are the same in every run.
 
     Args: Faults
-        on_fault: what a fault does, of an env that raises, of a worker that dies or takes longer than
-            the timeouts: `"raise"` raises it and breaks the pool; `"restart"`, or a `jaxvec.Restart`
-            with limits of your own, resets the env or replaces the worker and goes on. The step's
-            results then have `truncated` and `info["fault"]` set, and for their observation the last one.
+        on_fault: what happens if an env raises, or a worker dies or takes longer than the timeouts:
+            `"raise"` raises the error and breaks the pool; `"restart"`, or a `jaxvec.Restart` with limits
+            of your own, resets the env or replaces the worker, and the program continues. The step's results
+            then have `truncated` and `info["fault"]` set, and repeat the last observation.
         start_timeout: seconds that the workers may take to build their envs, `None` for ever; also each of
             those that replace others later. Timeouts need processes; the serial backend has none.
         reset_timeout: seconds that a reset may take.
