@@ -200,13 +200,13 @@ def found(*, bare=None, variants=(), load=0.2, **breakdown):
 
 def test_the_parts_are_what_each_cheaper_pool_lacks():
     parts = _verdict.parts(BREAKDOWN)
-    assert parts == {"env": 320, "hand-off": 20, "python": 20, "memory": 10, "waiting": 30}
+    assert parts == {"env": 320, "dispatch": 20, "python": 20, "memory": 10, "waiting": 30}
     assert sum(parts.values()) == BREAKDOWN.step_us
 
 
 def test_a_callback_is_python_and_no_hand_off():
     parts = _verdict.parts(dataclasses.replace(BREAKDOWN, single_us=90, empty_us=100, callback_us=70))
-    assert (parts["hand-off"], parts["python"]) == (20, 70 + 10 + 10)
+    assert (parts["dispatch"], parts["python"]) == (20, 70 + 10 + 10)
 
 
 def test_noise_makes_no_part_negative():
@@ -219,7 +219,7 @@ def test_noise_makes_no_part_negative():
     [
         ({}, "env", "faster env.step"),
         ({"bare": {"core_share": 0.05}}, "env", "computes for 5% .* more workers than cores"),
-        ({"bare_us": 5, "step_us": 60}, "hand-off", "more num_envs"),
+        ({"bare_us": 5, "step_us": 60}, "dispatch", "more num_envs"),
         ({"bare_us": 5, "step_us": 500, "no_op_us": 450}, "python", "2 arrays .* fewer and larger"),
         (
             {"bare_us": 5, "step_us": 200, "callback_us": 90, "single_us": 100, "empty_us": 110},
@@ -398,7 +398,7 @@ def parts_of(record, env_us):
     first = second = 2 * LEAF_US + BYTE_US  # with an observation of one byte
     return {
         "env": 2 * env_us,
-        "hand-off": HAND_OFF_US + first,
+        "dispatch": HAND_OFF_US + first,
         "python": callback + second,
         "memory": 2 * rest * BYTE_US,
         "waiting": 0,

@@ -147,7 +147,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         type=_seconds,
         default=0.2,
         metavar="S",
-        help="of each of the turns, some 120; 0.2 by default",
+        help="seconds of each turn, 0.2 by default; a run has about 120 turns",
     )
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
     parser.add_argument(

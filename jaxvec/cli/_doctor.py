@@ -35,7 +35,7 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "native library", "loaded" if reason is None else f"off: {reason}"
     reason = _stepper.reason_unavailable
     yield "stepping loop", "compiled" if reason is None else f"off: {reason}"
-    yield "hand-off", _handoffs.choose("auto")
+    yield "dispatch", _handoffs.choose("auto")
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"
     yield "transport", "io_callback" if reason else "ffi on the CPU and on CUDA, io_callback elsewhere"

@@ -46,14 +46,14 @@ def _report(name: str, found: TraceRun) -> Iterator[str]:
     shares = found.shares
     yield (
         f"{name} x {found.num_envs} on {counted(found.num_workers, 'worker')}, "
-        f"{counted(found.num_steps, 'step')} in lax.scan: {counted(shares.hand_offs, 'hand-off')} "
+        f"{counted(found.num_steps, 'step')} in lax.scan: {counted(shares.hand_offs, 'call')} "
         f"in {shares.seconds * 1e3:,.1f} ms, "
         f"{found.env_steps_per_second:,.0f} env steps a second while traced"
     )
     yield ""
     rest = 1 - shares.wait - shares.hand_off
     yield (
-        f"  program: waits for workers {shares.wait:4.0%}, hand-offs besides {shares.hand_off:4.0%}, "
+        f"  program: waits for workers {shares.wait:4.0%}, rest of its calls {shares.hand_off:4.0%}, "
         f"its own work {rest:4.0%}"
     )
     for worker in shares.workers:
@@ -78,9 +78,9 @@ COMMAND = Command(
     name="trace",
     summary="write a timeline of a pool of an env, stepped inside jit, and say what its time went into",
     details="""\
-It steps the env with random actions in a jitted lax.scan. The file has a row for each worker, with its envs'
-steps, resets and waits, and one for the program's hand-offs; Perfetto and chrome://tracing open it. For your
-own program, and beside jax.profiler's: `with envs.trace(FILE):` and `jaxvec.merge_traces`.
+It steps the env with random actions in a jitted lax.scan. The file has a track for each worker, with its
+envs' steps, resets and waits, and one for the program's calls of the pool; Perfetto and chrome://tracing open
+it. For your own program, and beside jax.profiler's: `with envs.trace(FILE):` and `jaxvec.merge_traces`.
 
 --json prints {"schema": "jaxvec.trace/1", "env": TEXT, "kwargs": {…}, "path": TEXT, "shares": {…}, …} with
 the fields of jaxvec/callbacks/_trace_run.py's TraceRun.

@@ -26,7 +26,7 @@ class Verdict:
 
     Attributes:
         limit: the largest of `parts`.
-        parts: microseconds of the best pool's step: `"env"`, in `env.step` and `env.reset`; `"hand-off"`,
+        parts: microseconds of the best pool's step: `"env"`, in `env.step` and `env.reset`; `"dispatch"`,
             waking workers and being woken; `"python"`, around each env in the workers and in a host
             callback; `"memory"`, copying observations; `"waiting"`, what is left: for the slowest
             worker, and for cores.
@@ -87,7 +87,7 @@ def parts(found: Breakdown) -> dict[str, float]:
     around = max(found.empty_us - found.single_us, 0.0) + max(found.no_op_us - found.flat_us, 0.0)
     split = {
         "env": found.bare_us,
-        "hand-off": found.single_us - callback,
+        "dispatch": found.single_us - callback,
         "python": callback + around,
         "memory": max(found.flat_us - found.empty_us, 0.0),
     }
@@ -118,7 +118,7 @@ def judge(found: Measurement) -> Verdict:
 
 _BECAUSE = {
     "env": "the env itself, its step and reset",
-    "hand-off": "the hand-off, waking workers and being woken by them",
+    "dispatch": "the dispatch, waking workers and being woken by them",
     "python": "Python around the envs",
     "memory": "memory, copying observations",
     "waiting": "waiting, for the slowest worker and for cores",
@@ -136,8 +136,8 @@ def _advice(limit: str, found: Measurement) -> list[str]:
             )
         case "env":
             said.append("only a faster env.step, or more cores, would make it faster")
-        case "hand-off":
-            said.append("more envs to a worker share one hand-off: more num_envs, or fewer num_workers")
+        case "dispatch":
+            said.append("more envs to a worker share one dispatch: more num_envs, or fewer num_workers")
         case "python" if pool.callback_us > pool.empty_us - pool.single_us:
             said.append(
                 "programs reach the pool by a host callback: more num_envs share one; on the CPU, "

@@ -29,7 +29,7 @@ class Config(ReplayOptions):
     """Holds the command line's options."""
 
     total_steps: int = option(160_000, "env steps, rounded up to whole reports")
-    buffer_size: int = option(200_000, "transitions that are kept; with fewer, what failures taught is lost")
+    buffer_size: int = option(200_000, "transitions to keep; with fewer, the policy forgets early failures")
     lr: float = option(3e-4, "learning rate, falling linearly to 0")
     explore: float = option(0.1, "part of training in which the share of random actions falls from 1")
     epsilon: float = option(0.02, "share of random actions from then on")

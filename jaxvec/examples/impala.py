@@ -47,7 +47,7 @@ from jaxvec.normalize import RunningMeanStd
 class Config(Options):
     """Holds the command line's options."""
 
-    num_actors: int = option(2, "threads that play; 0: play and learn one after the other")
+    num_actors: int = option(2, "threads that step envs; with 0, stepping and learning alternate")
     num_envs: int = option(16, "envs of each actor, stepped together")
     num_steps: int = option(20, "steps of each env in a rollout")
     total_steps: int = option(400_000, "env steps, rounded up to whole rollouts")
