@@ -294,6 +294,39 @@ def test_arrays_that_cannot_be_written_to_may_differ(make, change):
         assert env.step(0)[0].tolist() == [expected] * 9
 
 
+def first_to_last(held):
+    first = next(iter(held))
+    held[first] = held.pop(first)
+    return held
+
+
+def negated(held):
+    held[:] = [-number for number in held]
+    return held
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        pytest.param(lambda: [0.0] * 9, negated, id="zeros of another sign"),
+        pytest.param(lambda: {number: 0 for number in range(9)}, first_to_last, id="another order"),
+    ],
+)
+def test_a_large_container_that_is_equal_may_differ(make, change):
+    stateful = StatefulEnv(Seldom(make, change, lambda held: np.array(list(held))))
+    env = stateful.env
+    stateful.prove(fresh=True)
+    first, _ = env.reset()
+    before = stateful.take()
+    for _ in range(100):
+        last, *_ = env.step(0)
+    after = stateful.take()
+    assert first.tobytes() != last.tobytes()
+    for state, expected in [(before, first), (after, last), (before, first)]:
+        stateful.put(state)
+        assert env.step(0)[0].tobytes() == expected.astype(first.dtype).tobytes()
+
+
 class Packed(gymnasium.Env):
     """Observations are memory that is not NumPy's, each its own."""
 
