@@ -232,6 +232,125 @@ def test_all_that_attributes_may_hold():
     assert_goes_on(Toy, ends=30, pickled=False)
 
 
+class Seldom(gymnasium.Env):
+    """Does with its `held` what `change` does, but so seldom that no proof sees it."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (9,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, make, change, show=np.array):
+        self.make, self.change, self.show = make, change, show
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.held = self.make()
+        self.steps = 0
+        return self.show(self.held), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps % 100 == 0:
+            self.held = self.change(self.held)
+        return self.show(self.held), 0.0, False, False, {}
+
+
+def unlock(array):
+    array.flags.writeable = True
+    array += 1
+    array.flags.writeable = False
+    return array
+
+
+def locked():
+    array = np.zeros(9)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        pytest.param(locked, unlock, id="an array that the env unlocks"),
+        pytest.param(
+            lambda: np.frombuffer(bytes(72)),
+            lambda array: np.frombuffer((array + 1).tobytes()),
+            id="memory of bytes",
+        ),
+    ],
+)
+def test_arrays_that_cannot_be_written_to_may_differ(make, change):
+    stateful = StatefulEnv(Seldom(make, change))
+    env = stateful.env
+    stateful.prove(fresh=True)
+    env.reset()
+    before = stateful.take()
+    for _ in range(100):
+        obs, *_ = env.step(0)
+    after = stateful.take()
+    assert obs.tolist() == [1.0] * 9
+    for state, expected in [(before, 0.0), (after, 1.0), (before, 0.0)]:
+        stateful.put(state)
+        assert not env.held.flags.writeable
+        assert env.step(0)[0].tolist() == [expected] * 9
+
+
+def first_to_last(held):
+    first = next(iter(held))
+    held[first] = held.pop(first)
+    return held
+
+
+def negated(held):
+    held[:] = [-number for number in held]
+    return held
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        pytest.param(lambda: [0.0] * 9, negated, id="zeros of another sign"),
+        pytest.param(lambda: {number: 0 for number in range(9)}, first_to_last, id="another order"),
+    ],
+)
+def test_a_large_container_that_is_equal_may_differ(make, change):
+    stateful = StatefulEnv(Seldom(make, change, lambda held: np.array(list(held))))
+    env = stateful.env
+    stateful.prove(fresh=True)
+    first, _ = env.reset()
+    before = stateful.take()
+    for _ in range(100):
+        last, *_ = env.step(0)
+    after = stateful.take()
+    assert first.tobytes() != last.tobytes()
+    for state, expected in [(before, first), (after, last), (before, first)]:
+        stateful.put(state)
+        assert env.step(0)[0].tobytes() == expected.astype(first.dtype).tobytes()
+
+
+class Packed(gymnasium.Env):
+    """Observations are memory that is not NumPy's, each its own."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self._observe(), 0.0, self.steps == 9, False, {}
+
+    def _observe(self):
+        return np.frombuffer(bytearray(np.array([self.steps, self.np_random.random()]).tobytes()))
+
+
+def test_memory_that_was_several_arrays_and_is_one():
+    """A reset fills the frames with one array."""
+    assert_goes_on(lambda: wrappers.FrameStackObservation(Packed(), 4), ends=30)
+
+
 class Constructed(EzPickle, gymnasium.Wrapper):
     """Copies and pickles as a new one, without its state; so does what is in it."""
 

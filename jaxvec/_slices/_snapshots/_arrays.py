@@ -16,11 +16,11 @@ class _Array(Node):
         self.array = array
 
     def put(self, putter: Putter, old: Any) -> Any:
-        return self.array.copy("K")
+        return _copy(self.array)
 
 
 class _Constant(Node):
-    """An array that nobody can write to."""
+    """An array in memory that nobody can write to."""
 
     __slots__ = ("array",)
 
@@ -74,17 +74,31 @@ class _Elsewhere(Node):
         self.array = array
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if _is_elsewhere(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype):
+        fits = _is_elsewhere(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
+        if fits and putter.reuse(old):  # what were several may be one array now
             if old.flags.writeable:
                 np.copyto(old, self.array)
             return old
-        return self.array.copy()
+        memory = bytearray(self.array.tobytes())  # not NumPy's either, so it is taken the same way again
+        return np.ndarray(self.array.shape, self.array.dtype, memory)
 
 
 def _owner(array: Any) -> Any:
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
+
+
+def _copy(array: Any) -> Any:
+    """Returns a copy that is as writeable; an env may lock its own array and unlock it for a change."""
+    copy = array.copy("K")
+    copy.flags.writeable = array.flags.writeable
+    return copy
+
+
+def _is_constant(value: Any) -> bool:
+    memory = _owner(value).base
+    return isinstance(memory.obj if isinstance(memory, memoryview) else memory, bytes)
 
 
 def _is_elsewhere(value: Any) -> bool:
@@ -103,9 +117,9 @@ def take_array(taker: TakesParts, value: Any) -> Any:
         return node
     base = value.base
     if base is None:
-        node = _Array(value.copy("K")) if value.flags.writeable else None
-        if node is None:
-            return _Constant(value)
+        node = _Array(_copy(value))
+    elif _is_constant(value):
+        node = _Constant(value)
     elif _is_elsewhere(value):
         node = _Elsewhere(value.copy())
     else:

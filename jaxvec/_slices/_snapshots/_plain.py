@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 from typing import Any
 
 from jaxvec._slices._snapshots._atoms import ATOMS
@@ -13,21 +14,24 @@ LARGE = 8  # entries
 class Plain(Node):
     """A set, or a large container, of atoms only."""
 
-    __slots__ = ("copy",)
+    __slots__ = ("bytes", "copy")
 
     def __init__(self, copy: Any) -> None:
         self.copy = copy
+        self.bytes = _bytes(copy)
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is type(self.copy) and old == self.copy and putter.reuse(old):
-            return old
-        return _copy_plain(self.copy)
+        return old if self.is_same(old) and putter.reuse(old) else _copy_plain(self.copy)
+
+    def is_same(self, value: Any) -> bool:
+        """Says whether a value is the same bit for bit: 1 equals 1.0, and order in a dict counts for nothing."""
+        return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
 
 
 def take_plain(taker: TakesParts, value: Any) -> Plain | None:
     """Takes a container of atoms. While it stays equal, all snapshots of an env share one copy."""
     known = taker.shared.get(id(value))
-    if known is not None and known[0] is value and known[1].copy == value:
+    if known is not None and known[0] is value and known[1].is_same(value):
         return known[1]
     try:
         node = Plain(_copy_plain(value))
@@ -35,6 +39,14 @@ def take_plain(taker: TakesParts, value: Any) -> Plain | None:
         return None
     taker.shared[id(value)] = value, node
     return node
+
+
+def _bytes(value: Any) -> bytes | None:
+    """Returns what differs for values that differ, if there is such a thing."""
+    try:
+        return marshal.dumps(value, 2)  # later versions tell of aliases, too
+    except ValueError:
+        return None
 
 
 def _copy_plain(value: Any) -> Any:
