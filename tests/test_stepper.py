@@ -279,6 +279,9 @@ def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, mak
     ]
     steps = [[envs.reset(seed=1)] for envs in pools]
     for number in range(80):
+        if number in (25, 50):  # the inner limit is the first to be reached, and then the outer one again
+            for envs in pools:
+                envs.map(lambda env, most: setattr(env.env, "_max_episode_steps", most), {25: 5, 50: 11}[number])
         if number == 50:
             for envs in pools:
                 envs.set_attr("_max_episode_steps", 6)
