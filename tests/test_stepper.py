@@ -126,14 +126,27 @@ def make_slice(
     return env_slice, arrays
 
 
-def outcome(call: Callable[..., None], slots: Any, first_ready: bool) -> tuple[Any, ...]:
-    """Returns what a call told of, and how it failed."""
+def outcome(
+    call: Callable[..., None], slots: Any, arrays: dict[Any, Any], first_ready: bool
+) -> tuple[Any, ...]:
+    """Returns what a call told of, and how it failed; a row that is told of is written, as others read it."""
     told: list[tuple[int, int]] = []
+    rows: list[list[bytes]] = []
+
+    def row(slot: int) -> list[bytes]:
+        return [array[slot].tobytes() for array in arrays.values() if len(array) == FIRST + NUM_ENVS]
+
+    def done(slot: int, count: int) -> None:
+        told.append((slot, count))
+        rows.append(row(slot))
+
     try:
-        call(np.array(slots), (lambda *done: told.append(done)) if first_ready else None)
+        call(np.array(slots), done if first_ready else None)
     except EnvFailure as failure:
         cause = failure.__cause__
         return told, failure.env_id, failure.operation, failure.action, failure.completed, repr(cause)
+    finally:
+        assert rows == [row(slot) for slot, _ in told]
     return (told,)
 
 
@@ -151,7 +164,7 @@ def play(seed: int, mode: Autoreset, policy: Any, first_ready: bool) -> list[Any
         arrays["requested",][slots] += 2
         arrays["action",][slots] = random.integers(2, size=len(slots))
         for _ in range(20):
-            seen.append(outcome(call, slots, first_ready))
+            seen.append(outcome(call, slots, arrays, first_ready))
             seen.append({path: array.tobytes() for path, array in arrays.items() if path != ("stats",)})
             seen.append((arrays["stats",][1, :4].tolist(), repr(env_slice._rows.infos)))
             if len(seen[-3]) == 1:
@@ -174,6 +187,24 @@ def test_it_does_what_python_does(mode, policy, first_ready, monkeypatch):
             assert len(compiled) == len(expected)
             for number, (a, b) in enumerate(zip(compiled, expected, strict=True)):
                 assert a == b, f"seed {seed}, {number}"
+
+
+def test_what_is_kept_of_a_row_counts_once_all_of_it_is_there(monkeypatch):
+    """Else a worker that dies in between would leave a part of the row for the whole of it."""
+
+    class Deadly:
+        def __getitem__(self, index: Any) -> Any:
+            raise KeyboardInterrupt
+
+    env_slice, arrays = make_slice([Scripted(0, 0.0)], mode=Autoreset.SAME_STEP)
+    slots = np.array([FIRST])
+    env_slice.reset(slots)
+    for path in tuple(env_slice._delivered._rows):
+        arrays["requested",][slots] += 2
+        with monkeypatch.context() as deadly, pytest.raises(KeyboardInterrupt):
+            deadly.setitem(env_slice._delivered._rows, path, Deadly())
+            env_slice.step(slots)
+        assert arrays["kept_for",][slots] != arrays["requested",][slots]
 
 
 @pytest.mark.parametrize("kind", [float, np.float32])
