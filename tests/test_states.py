@@ -498,6 +498,22 @@ def test_a_state_goes_on_in_another_pool(make):
         pools[1].restore(state)
 
 
+def test_an_episode_that_is_over_is_so_in_another_pool(make):
+    pools = [
+        make(CountingEnv, 2, episode_length=1, autoreset_mode="DISABLED", states=10, backend="serial")
+        for _ in range(2)
+    ]
+    for envs in pools:
+        envs.reset(seed=0)
+    running = pools[0].save()
+    assert pools[0].step([0, 0]).terminated.all()
+    pools[1].restore(pools[0].save())
+    with pytest.raises(jaxvec.ResetNeededError):
+        pools[1].step([0, 0])
+    pools[1].restore(running)
+    assert pools[1].step([0, 0]).terminated.all()
+
+
 def test_a_pool_of_another_kind_refuses(make):
     envs = make("CartPole-v1", 2, states=10, backend="serial")
     other = make("Acrobot-v1", 2, states=10, backend="serial")
