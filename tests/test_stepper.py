@@ -225,6 +225,19 @@ def test_an_ordinary_step_is_not_pythons(monkeypatch, kind):
     assert arrays["info", "episode_return"][FIRST] == 7.5
 
 
+def test_after_a_trace_envs_are_stepped_as_before_it():
+    env_slice, _ = make_slice([Scripted(0, 0.0)], mode=Autoreset.SAME_STEP)
+    slots = np.array([FIRST])
+    env_slice.reset(slots)
+    env_slice.start_trace(9)
+    env_slice.step(slots)
+    record = env_slice.stop_trace()
+    assert record is not None
+    assert [each.what for each in record.spans] == [f"step env {FIRST}"]
+    env_slice.step(slots)
+    assert env_slice._slots.targets.envs == env_slice._slots.envs
+
+
 def test_it_keeps_no_references():
     class Same(gymnasium.Env):
         observation_space = spaces.Box(-9, 9, (2,), np.float32)
