@@ -131,7 +131,9 @@ def test_statistics_are_float32_whatever_the_values_are():
     values = np.array([1, 2, 4], np.float16)  # whose mean is none of float16's numbers
     stats = RunningMeanStd.create(values[0], count=0).update(values)
     np.testing.assert_allclose((stats.mean, stats.var), (7 / 3, 14 / 9), rtol=1e-6)
-    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {np.dtype(np.float32)}  # as a scan's carry wants
+    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {
+        np.dtype(np.float32)
+    }  # as a scan's carry wants
 
 
 def test_a_seed_each_under_vmap():

@@ -325,7 +325,9 @@ def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, mak
     for number in range(80):
         if number in (25, 50):  # the inner limit is the first to be reached, and then the outer one again
             for envs in pools:
-                envs.map(lambda env, most: setattr(env.env, "_max_episode_steps", most), {25: 5, 50: 11}[number])
+                envs.map(
+                    lambda env, most: setattr(env.env, "_max_episode_steps", most), {25: 5, 50: 11}[number]
+                )
         if number == 50:
             for envs in pools:
                 envs.set_attr("_max_episode_steps", 6)
@@ -339,7 +341,9 @@ def test_first_steps_go_through_all_wrappers():
     env = wrapped(gymnasium.make("CartPole-v1").unwrapped, 500)
     targets = Targets([env], see_through=True)
     assert not env.get_wrapper_attr("has_reset")
-    looks = 2 if hasattr(env.env.env, "checked_data_reuse") else 1  # older checkers look at the first step only
+    looks = (
+        2 if hasattr(env.env.env, "checked_data_reuse") else 1
+    )  # older checkers look at the first step only
     for step in range(looks):
         targets.look()
         assert targets.envs == [env]
