@@ -322,6 +322,27 @@ def test_the_last_end_of_an_agent_that_came_back_counts():
     assert [flags for _, _, *flags, _ in steps] == [[False, False]] * 5 + [[False, True]]
 
 
+def test_who_is_away_gets_no_reward():
+    class Generous(Strangers):
+        def step(self, actions):
+            observations, _, *rest = super().step(actions)
+            return observations, dict.fromkeys(self.possible_agents, 1), *rest
+
+    env = PettingZooEnv(Generous(FATES["early"]))
+    env.reset(seed=0)
+    assert [env.step(env.action_space.sample())[1].tolist() for _ in range(2)] == [[1, 1, 0], [0, 1, 0]]
+
+
+def test_an_episode_ends_by_the_fates_of_its_own_agents():
+    env = PettingZooEnv(Strangers(FATES["terminated"] | {"late": (4, "truncated")}))
+    ends = []
+    for awaited in (True, False):
+        env.adapted._awaited = awaited
+        env.reset(seed=0)
+        ends += [env.step(env.action_space.sample())[2:4] for _ in range(5)][-1:]
+    assert ends == [(False, True), (True, False)]
+
+
 def test_what_is_no_env_of_pettingzoo_is_refused(make):
     class Nameless(Strangers):
         possible_agents = property()  # as of an env that makes up its agents as it goes

@@ -27,7 +27,7 @@ from jaxvec.callbacks import _ffi
 from jaxvec.cli import _bench, _progress, _systems, _verdict
 from jaxvec.cli._bench_setup import BenchSetup, obs_bytes, obs_leaves
 from jaxvec.cli._command_line import COMMANDS, main
-from jaxvec.cli._measure import default_workers
+from jaxvec.cli._measure import _grid, default_workers
 from jaxvec.cli._records import Bare, Breakdown, Measurement, Sample, Variant
 from jaxvec.cli._target import Target
 from jaxvec.cli._toys import BareLoop, NoOpEnv
@@ -321,6 +321,13 @@ def test_envs_that_wait_get_more_workers_than_cores():
     assert default_workers(8, 1.0) == [1, 2, 4, 8]
     assert default_workers(2, 0.1) == [1, 2, 4, 8]
     assert default_workers(1, 1.0) == [1]
+
+
+def test_each_pool_that_is_tried_has_an_env_for_each_worker():
+    setup = SimpleNamespace(request=SimpleNamespace(num_envs=(2, 3), num_workers=(1, 2, 3)))
+    grid, left_out = _grid(setup, cores=2, core_share=1.0, build=0.0)
+    assert grid == [(2, 1), (2, 2), (3, 1), (3, 2), (3, 3)]
+    assert left_out == ("2 envs on 3 workers: a worker needs an env",)
 
 
 # --- measuring -------------------------------------------------------------------------------

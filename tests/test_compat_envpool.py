@@ -334,6 +334,10 @@ def test_each_env_is_seeded_once(make):
     mask = np.array([True, False, True])
     assert env.reset(seed=20, options={"reset_mask": mask})[1]["seed"].tolist() == [20, 22]
     assert make(counting(), num_envs=2, seed=[7, 3], info=seen).reset()[1]["seed"].tolist() == [7, 3]
+    env = make(counting(), num_envs=2, seed=10, info=seen)
+    for seeds in ([10, 11], [-1, -1]):
+        env.async_reset()
+        assert env.recv(reset=True)[1]["seed"].tolist() == seeds
     assert make(counting(), info=seen).reset()[1]["seed"].tolist() == [42]
 
 

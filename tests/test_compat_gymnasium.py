@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 
 import gymnasium
@@ -286,6 +286,21 @@ def test_an_envs_own_exception_is_raised(face):
         with pytest.raises(KeyError, match="my own") as raised:
             envs.step([0, 0])
     assert isinstance(raised.value.__cause__, jaxvec.EnvError)
+
+
+def test_a_timeout_error_of_an_envs_own_ends_the_call():
+    class Late(CountingEnv):
+        def late(self):
+            raise TimeoutError("my own")
+
+    with closing(AsyncVectorEnv([Late] * 2)) as envs:
+        envs.reset()
+        with (
+            pytest.warns(UserWarning, match=r"Worker-[01]|my own|Raising"),
+            pytest.raises(TimeoutError, match="my own"),
+        ):
+            envs.call("late")
+        assert envs.step([1, 2])[0][:, 3].tolist() == [1, 2]
 
 
 def test_what_is_no_observation_is_never_overwritten(face):

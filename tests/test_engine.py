@@ -422,6 +422,28 @@ EngineMachine.TestCase.settings = settings(
 TestEngine = EngineMachine.TestCase
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_does_not_wait_for_what_it_keeps_itself(kind):
+    """It was interrupted, and has not released its share; or its signal handler asks the pool."""
+    pool = open_pool(kind, 1, num_workers=1, batch_size=1, in_order=False)
+    waited = []
+
+    def enter(thread):
+        with pool._engine.exclusive(if_busy=lambda: waited.append(thread), patience=0):
+            pass
+
+    try:
+        with pool._engine.shared():
+            pool._engine.keep_shared()
+        enter("mine")
+        within(partial(enter, "another"))
+        pool._engine.release_shared()
+        within(partial(enter, "a later one"))
+    finally:
+        pool.close()
+    assert waited == ["another"]
+
+
 @pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batched_env_of_which_a_part_is_marked_is_not_received(kind, in_order):

@@ -527,3 +527,18 @@ def test_memory_that_is_lent_stays():
 def test_a_replayed_env():
     assert_goes_on(lambda: ReplayEnv(gymnasium.make("CartPole-v1")), ends=20)
     assert_goes_on(lambda: ReplayEnv(lambda: gymnasium.make("FrozenLake-v1")), ends=20)
+
+
+def test_a_replayed_env_may_change_its_actions():
+    class Doubling(gymnasium.Wrapper):
+        def step(self, action):
+            action *= 2
+            return self.env.step(action)
+
+    env = ReplayEnv(Doubling(gymnasium.make("Pendulum-v1")))
+    env.reset(seed=0)
+    env.step(np.full(1, 0.3, np.float32))
+    state = env.get_state()
+    expected = env.step(np.full(1, 0.3, np.float32))
+    env.set_state(state)
+    assert_equal(env.step(np.full(1, 0.3, np.float32)), expected)

@@ -451,6 +451,13 @@ def test_a_reset_has_its_own_time_also_where_recv_waits_for_it(drive):
     assert_broken(driver, caught.value)
 
 
+def test_a_reset_has_its_own_time_also_where_another_reset_waits_for_it(make):
+    envs = make(failing("reset", signal.pause, victim=1), 2, reset_timeout=0.2, step_timeout=0.1)
+    envs.send_reset()
+    with pytest.raises(jaxvec.EnvTimeoutError, match=r"reset timed out after 0.2 s"):
+        envs.reset()
+
+
 def test_a_stopped_worker_is_named_by_the_timeout(drive):
     driver = drive(CountingEnv, step_timeout=1.0)
     driver.reset()

@@ -127,6 +127,15 @@ def test_values_are_clipped_and_nested_ones_normalised_leaf_by_leaf():
     assert {leaf.dtype for leaf in jax.tree.leaves((stats, normal))} == {np.dtype(np.float32)}
 
 
+def test_statistics_are_float32_whatever_the_values_are():
+    values = np.array([1, 2, 4], np.float16)  # whose mean is none of float16's numbers
+    stats = RunningMeanStd.create(values[0], count=0).update(values)
+    np.testing.assert_allclose((stats.mean, stats.var), (7 / 3, 14 / 9), rtol=1e-6)
+    assert {leaf.dtype for leaf in jax.tree.leaves(stats)} == {
+        np.dtype(np.float32)
+    }  # as a scan's carry wants
+
+
 def test_a_seed_each_under_vmap():
     batches = _batches(3, 8)
     stats = jax.vmap(lambda batch: RunningMeanStd.create(batch[0]).update(batch))(batches)

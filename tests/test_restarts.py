@@ -631,6 +631,8 @@ def test_what_can_not_be_told_again_is_logged_as_lost(make, how, caplog):
 def test_a_worker_that_is_replaced_gets_the_options_of_resets(make):
     envs = make(lambda: FragileEnv(kill), 1, on_fault=FREE)
     envs.reset(seed=0, options={"level": 3})
+    with pytest.raises(jaxvec.NotPicklableError):
+        envs.reset(options={"level": threading.Lock()})  # which nobody gets, the next worker included
     envs.step([HARM])
     assert envs.infos[0]["final_info"] == {}
     envs.step([1])

@@ -95,6 +95,20 @@ def test_episodes_are_those_of_a_pool_that_has_no_time_for_resets_in_advance(mak
     assert len(np.unique(starts)) == len(starts)  # no episode is a repetition of another
 
 
+def test_a_reset_with_another_seed_makes_resets_in_advance_void(make, tmp_path):
+    runs = []
+    for seeds in ((0, 1), (1,)):
+        folder = tmp_path / str(len(seeds))
+        folder.mkdir()
+        envs = make(SlowEnv, 1, spare_envs=1, folder=folder, episode_length=2)
+        for seed in seeds:
+            envs.reset(seed=seed)
+            if seed == 0:
+                wait_for_resets(folder, 2)
+        runs.append([int(envs.step([1]).obs[0, 3]) for _ in range(6)])
+    assert runs[0] == runs[1]
+
+
 def test_without_spare_envs_nothing_changes(make):
     runs = [
         rollout(make(SlowEnv, 2, episode_length=4, **more), np.ones((9, 2), int))

@@ -418,6 +418,10 @@ os.fork = refuse
 """)
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"preload": ["no_forks"], "num_workers": 2, "on_fault": FREE}
+    others = _fork.server_pids()
+    make(AskedEnv, 2, **options).close()
+    (server,) = _fork.server_pids() - others
+    descriptors = len(os.listdir(f"/proc/{server}/fd"))
     envs = make(AskedEnv, 2, **options)
     envs.reset(seed=0)
     (tmp_path / "no").touch()
@@ -431,6 +435,7 @@ os.fork = refuse
     with pytest.raises(jaxvec.PoolBrokenError):
         envs.step(np.zeros(2, int))
     envs.close()
+    assert len(os.listdir(f"/proc/{server}/fd")) == descriptors
     (tmp_path / "no").unlink()
     assert make(AskedEnv, 2, **options).reset(seed=0).obs.shape == (2, 4)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from functools import partial
 
 import jax
@@ -315,6 +317,18 @@ def test_names_belong_to_the_specification(native):
     with pytest.raises(RuntimeError, match="foreign handle"):
         jax.block_until_ready(step(jaxvec.Handle(theirs.token, handle.spec, "ffi"), jnp.zeros(2, int)))
     assert other.get_attr("steps") == (0, 0)
+
+
+@needs_ffi
+def test_a_programs_error_is_nobodys_once_it_was_taken(make):
+    envs = make(CountingEnv, 1, backend="serial", transport="ffi")
+    handle, _ = jaxvec.reset(envs)
+    step(handle, [0])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="StaleHandleError"):
+        jax.block_until_ready(step(handle, [0]))
+    error = weakref.ref(envs.pool.take_program_error())
+    gc.collect()
+    assert error() is None
 
 
 # --- Threads ----------------------------------------------------------------------------------
