@@ -152,6 +152,8 @@ class Toy(gymnasium.Env):
         self.me = weakref.ref(self)
         self.cycle = {"env": self, 0: []}
         self.cycle["cycle"] = self.cycle
+        self.long = [*range(9)]
+        self.long.append(self.long)
         self.python = random.Random(1)
         self.old = np.random.RandomState(1)
         self.file = io.BytesIO()
@@ -194,6 +196,7 @@ class Toy(gymnasium.Env):
         self.names.add(str(self.python.random())[:3])
         self.file.write(b"x" * int(self.old.randint(3)))
         self.cycle["cycle"]["cycle"][0].append(self.cycle["env"].draw())
+        self.long[-1][-1][int(action["a"])] += 1
         over = bool(self.np_random.random() < 0.1)
         return (
             self._observe(),
@@ -221,7 +224,7 @@ class Toy(gymnasium.Env):
                     self.counts[1],
                 ),
                 *(
-                    sum(map(len, self.table.values())),
+                    sum(self.long[:9]) + sum(map(len, self.table.values())),
                     next(self.iterator) + sum(map(len, self.objects)) + self.fixed[1],
                 ),
             ]

@@ -24,7 +24,7 @@ class Plain(Node):
         return old if self.is_same(old) and putter.reuse(old) else _copy_plain(self.copy)
 
     def is_same(self, value: Any) -> bool:
-        """Says whether a value is the same bit for bit: 1 equals 1.0, and order in a dict counts for nothing."""
+        """Says whether a value is the same bit for bit: 1 equals 1.0, and two dicts in other orders."""
         return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
 
 
@@ -35,7 +35,7 @@ def take_plain(taker: TakesParts, value: Any) -> Plain | None:
         return known[1]
     try:
         node = Plain(_copy_plain(value))
-    except _NotPlain:
+    except (_NotPlain, RecursionError):  # what holds itself is taken part by part
         return None
     taker.shared[id(value)] = value, node
     return node
