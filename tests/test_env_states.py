@@ -312,7 +312,7 @@ def negated(held):
     ("make", "change"),
     [
         pytest.param(lambda: [0.0] * 9, negated, id="zeros of another sign"),
-        pytest.param(lambda: {number: 0 for number in range(9)}, first_to_last, id="another order"),
+        pytest.param(lambda: dict.fromkeys(range(9), 0), first_to_last, id="another order"),
     ],
 )
 def test_a_large_container_that_is_equal_may_differ(make, change):
