@@ -20,6 +20,10 @@ class Plain(Node):
         self.copy = copy
         self.bytes = _bytes(copy)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leaves the bytes out: they are as long as the copy."""
+        return Plain, (self.copy,)
+
     def put(self, putter: Putter, old: Any) -> Any:
         return old if self.is_same(old) and putter.reuse(old) else _copy_plain(self.copy)
 
