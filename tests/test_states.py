@@ -793,9 +793,9 @@ def test_an_env_may_change_the_info_that_it_returned(make, backend):
 
     envs = make(Marking, 2, states=4, backend=backend)
     envs.reset(seed=0)
-    envs.save()  # the first proves that states are kept, by steps
     envs.step([0, 0])
-    state = envs.save()
+    state = envs.save()  # the first proves that states are kept, by steps
+    assert envs.infos == ({"steps": 1},) * 2
     envs.step([0, 0])
     for _ in range(2):
         envs.restore(state)

@@ -477,6 +477,8 @@ class EnvSlice:
         """Raises `EnvStateError` unless envs of this one's kind go on exactly from their states."""
         kind, index = self._simulator.kind, slot - self.first
         fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
+        infos = self._rows.infos
+        infos[index] = deepcopy(infos[index])  # the env may write to the one that it returned
         with self._slots.unlent(index):
             self._slots.stateful[index].prove(fresh=fresh)
         self._unproved = {each for each in self._unproved if kind(self.first + each) != kind(slot)}
