@@ -204,7 +204,7 @@ def test_doctor_says_what_is_active():
     found = dict(
         line.split(maxsplit=1)
         for line in done.stdout.splitlines()
-        if line.split()[0] in ("jaxvec", "hand-off")
+        if line.split()[0] in ("jaxvec", "dispatch")
     )
     active = "native" if library.reason_unavailable() is None else "portable"
-    assert found == {"jaxvec": jaxvec.__version__, "hand-off": active}
+    assert found == {"jaxvec": jaxvec.__version__, "dispatch": active}
