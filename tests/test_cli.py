@@ -741,6 +741,18 @@ def test_doctor_says_the_same_to_people_and_programs(run):
     assert found["jaxvec"] == jaxvec.__version__
 
 
+def test_a_folder_named_ray_is_not_ray(run, tmp_path, monkeypatch):
+    """As Ray itself leaves one in /tmp. It can be imported from there, if Ray is not installed."""
+    (tmp_path / "ray").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    installed = importlib.util.find_spec("ray.actor") is not None
+    assert ("Ray is not installed" in run("doctor")[1]) == (not installed)
+    if not installed:
+        with pytest.raises(ImportError, match='backend="ray" needs Ray'):
+            jaxvec.make("CartPole-v1", 2, backend="ray")
+        sys.modules.pop("ray")  # the folder
+
+
 def test_stdout_has_only_the_record_though_envs_print():
     done = subprocess.run(
         [sys.executable, "-m", "jaxvec", "check", "my_package.envs:Env", "--json"],

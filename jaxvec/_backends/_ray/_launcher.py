@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 from collections import Counter
 from functools import partial
@@ -47,6 +46,7 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
         TypeError: `runtime_env` can't be.
     """
     try:
+        _version()
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(f'backend="ray" needs Ray: {_extras.command("ray")}') from error
@@ -76,11 +76,17 @@ def _connection(ray: Any) -> str:
     return ray.get_runtime_context().get_worker_id()
 
 
+def _version() -> str:
+    """Returns Ray's version; an `ImportError` tells Ray from a folder `ray`, which can be imported, too."""
+    return importlib.metadata.version("ray")
+
+
 def describe() -> str:
     """Says which Ray there is, and whether this process finds a cluster, for `doctor`; starts nothing."""
-    if importlib.util.find_spec("ray") is None:
+    try:
+        version = _version()
+    except ImportError:
         return f"off: Ray is not installed: {_extras.command('ray')}"
-    version = importlib.metadata.version("ray")
     address = os.environ.get("RAY_ADDRESS")
     if address is None:
         try:
