@@ -56,7 +56,7 @@ def _ratio(rate: float, best: float) -> str:
 def plot(results: Results, path: Path) -> None:
     """Draws each system's rates relative to the bare loops, for a few loads; what did not run has no mark."""
     systems = list(next(iter(results.values())))
-    figure = Figure(figsize=(6, 1.5 + 0.25 * len(systems)), layout="constrained")
+    figure = Figure(figsize=(4.4, 1.2 + 0.36 * len(systems)), layout="constrained")  # as narrow as a phone
     axes = figure.subplots()
     for place, load in enumerate([load for load in _DRAWN if load in results] or results):
         by_system = results[load]
@@ -67,7 +67,9 @@ def plot(results: Results, path: Path) -> None:
         xscale="log", ylim=(len(systems) - 0.5, -0.5), xlabel="env steps a second over those of bare loops"
     )
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_yticks(range(len(systems)), systems, fontsize=8)
+    axes.set_yticks(range(len(systems)), [""] * len(systems))
+    for place, system in enumerate(systems):  # a line above its marks, where it needs no width of its own
+        axes.text(0.01, place - 0.28, system, fontsize=9, va="center", transform=axes.get_yaxis_transform())
     axes.grid(alpha=0.3)
     axes.axvline(1, color="black", linewidth=0.8)
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
