@@ -9,6 +9,7 @@ from jaxvec._slices._snapshots._atoms import ATOMS
 from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
 
 LARGE = 8  # entries
+_DEEPEST = 32  # no table is as deep; what holds itself is, and is taken part by part
 
 
 class Plain(Node):
@@ -39,7 +40,7 @@ def take_plain(taker: TakesParts, value: Any) -> Plain | None:
         return known[1]
     try:
         node = Plain(_copy_plain(value))
-    except (_NotPlain, RecursionError):  # what holds itself is taken part by part
+    except _NotPlain:
         return None
     taker.shared[id(value)] = value, node
     return node
@@ -53,20 +54,23 @@ def _bytes(value: Any) -> bytes | None:
         return None
 
 
-def _copy_plain(value: Any) -> Any:
-    kind = type(value)
+def _copy_plain(value: Any, depth: int = 0) -> Any:
+    kind, below = type(value), depth + 1
     if kind in ATOMS:
         return value
+    if depth > _DEEPEST:
+        raise _NotPlain
     if kind is list:
-        return [one if type(one) in ATOMS else _copy_plain(one) for one in value]
+        return [one if type(one) in ATOMS else _copy_plain(one, below) for one in value]
     if kind is dict:
         return {
-            key if type(key) in ATOMS else _copy_plain(key): _copy_plain(one) for key, one in value.items()
+            key if type(key) in ATOMS else _copy_plain(key, below): _copy_plain(one, below)
+            for key, one in value.items()
         }
     if kind is tuple:
         if all(type(one) in ATOMS for one in value):
             return value
-        return tuple(_copy_plain(one) for one in value)
+        return tuple(_copy_plain(one, below) for one in value)
     if kind in (set, frozenset) and all(type(one) in ATOMS for one in value):
         return value.copy()
     raise _NotPlain
