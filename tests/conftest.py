@@ -208,9 +208,9 @@ def _workers_save_coverage() -> None:
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         dismiss = _supervisor.Supervisor._dismiss
 
-        def dismiss_and_wait(self: _supervisor.Supervisor, timeout: float | None) -> None:
+        def dismiss_and_wait(self: _supervisor.Supervisor, timeout: float | None, *, tell: bool) -> None:
             deadline = time.monotonic() + (disasters.PATIENCE if timeout is None else timeout)
-            dismiss(self, timeout)
+            dismiss(self, timeout, tell=tell)
             for process in self._processes:
                 process.wait(max(0, deadline - time.monotonic()))
 
