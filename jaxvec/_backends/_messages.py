@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 from numpy.typing import NDArray
 
+from jaxvec import _pickling
 from jaxvec._memory._layout import Layout
 from jaxvec._options import Options
 from jaxvec._slices._failures import Report
@@ -101,7 +101,7 @@ class Reply:
 def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
     """Pickles what the user gave, before a worker is sent it; raises what `refuse` makes of an error."""
     try:
-        pickled: bytes = cloudpickle.dumps(value)
+        pickled: bytes = _pickling.dumps(value)
     except MemoryError:
         raise
     except Exception as error:

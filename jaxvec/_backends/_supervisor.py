@@ -14,9 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import cloudpickle
-
-from jaxvec import _options
+from jaxvec import _options, _pickling
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._diagnosis import Diagnosis, join, name_envs, tell_lost
 from jaxvec._backends._launcher import Launcher, Process
@@ -87,7 +85,7 @@ class Supervisor:
         self.channels: list[Channel] = []
         self.starting: dict[int, float | None] = {}
         self.options: Options = None
-        self.told = Told(budget.policy, cloudpickle.dumps) if budget.policy else None
+        self.told = Told(budget.policy, _pickling.dumps) if budget.policy else None
         self.trace: int | None = None
         self.lives = [0] * len(recipe.slices)
         self.losses: list[tuple[int, Loss]] = []

@@ -18,9 +18,9 @@ from functools import partial
 from time import monotonic_ns
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
+from jaxvec import _pickling
 from jaxvec._backends import _handoffs, _process_name
 from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Reply, Request, Setup
 from jaxvec._backends._run_limit import RunLimit
@@ -237,7 +237,7 @@ def _describe(envs: list[Env], setup: Setup) -> bytes:
         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.slice_config.equal_spaces
     )
     with Failing(setup.first, "constructor"):
-        return cloudpickle.dumps(description)
+        return _pickling.dumps(description)
 
 
 def _answer(env_slice: Slice, request: Request) -> Reply:
@@ -247,6 +247,6 @@ def _answer(env_slice: Slice, request: Request) -> Reply:
             args = _open(request.args)
         result = getattr(env_slice, request.name)(*args)
         with Failing(env_slice.first, request.name):
-            return Reply(cloudpickle.dumps(result))
+            return Reply(_pickling.dumps(result))
     except EnvFailure as failure:
         return Reply(failure=_failures.report(failure))

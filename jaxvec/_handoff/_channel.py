@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import cloudpickle
+from jaxvec import _pickling
 
 _WAKE_BYTE = b"\0"
 _FRAME_BYTE = b"\1"
@@ -66,7 +66,7 @@ class Channel:
             TimeoutError: the peer didn't take it by `deadline`.
             EOFError: the peer is dead.
         """
-        payload = cloudpickle.dumps(message)
+        payload = _pickling.dumps(message)
         notify()  # before: a long message needs its reader, who finds a short one when it is awake
         try:
             self._socket.settimeout(_remaining(deadline))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from numpy.typing import NDArray
 
-from jaxvec import _seeds
+from jaxvec import _pickling, _seeds
 from jaxvec._backends._ray import _nodes
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._functional import reset
@@ -173,7 +173,7 @@ def unpack(structure: bytes, leaves: Leaves) -> Any:
 
 @lru_cache(maxsize=16)
 def _dump(structure: Any) -> bytes:
-    return cloudpickle.dumps(jax.tree.unflatten(structure, range(structure.num_leaves)))
+    return _pickling.dumps(jax.tree.unflatten(structure, range(structure.num_leaves)))
 
 
 @lru_cache(maxsize=16)
@@ -184,5 +184,5 @@ def _load(structure: bytes) -> Any:
 def _describe(error: Exception) -> Raised:
     pickled = None
     with suppress(Exception):
-        pickled = cloudpickle.dumps(error)
+        pickled = _pickling.dumps(error)
     return Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error)), pickled)

@@ -9,9 +9,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import cloudpickle
 import gymnasium
 
+from jaxvec import _pickling
 from jaxvec._errors import EnvStateError
 from jaxvec._slices._differences import difference
 from jaxvec._slices._envs import Env
@@ -318,7 +318,7 @@ def _attribute(one: EnvState, other: EnvState) -> str | None:
 
 def _pickled(state: EnvState) -> EnvState | None:
     try:
-        return pickle.loads(cloudpickle.dumps(state))
+        return pickle.loads(_pickling.dumps(state))
     except Exception:  # it can't leave this process, which is an error only where it has to
         return None
 

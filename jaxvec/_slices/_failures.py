@@ -12,8 +12,7 @@ import traceback
 from dataclasses import dataclass
 from types import TracebackType
 
-import cloudpickle
-
+from jaxvec import _pickling
 from jaxvec._errors import EnvAttributeError, EnvDataError, EnvError, EnvStateError
 from jaxvec._memory._rows import InvalidValue
 from jaxvec._slices._envs import AttributeFailure, EnvFailure
@@ -130,7 +129,7 @@ def _pickle(error: BaseException) -> bytes | None:
     if isinstance(error, InvalidValue):
         return None
     try:
-        data: bytes = cloudpickle.dumps(error)
+        data: bytes = _pickling.dumps(error)
     except BaseException:
         return None
     return data if len(data) <= _MAX_PICKLE else None

@@ -7,11 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stats
+from jaxvec import _pickling, _stats
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import make_layout
 from jaxvec._memory._segment import Arrays
@@ -166,6 +165,6 @@ class Simulator:
 def _kind(place: int, env_fn: EnvFn) -> Hashable:
     """Returns the same for functions that are the same once they are sent to a worker."""
     try:
-        return cloudpickle.dumps(env_fn)
+        return _pickling.dumps(env_fn)
     except Exception:  # of the serial backend, which sends nothing
         return place

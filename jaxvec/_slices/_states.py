@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cloudpickle
-
-from jaxvec import _stats
+from jaxvec import _pickling, _stats
 from jaxvec._errors import EnvStateError
 from jaxvec._spaces import KeyPath
 
@@ -91,7 +89,7 @@ def pack(states: Iterable[SlotState]) -> list[bytes]:
     packed: list[bytes] = []
     for state in states:
         try:
-            packed.append(cloudpickle.dumps(state, pickle.HIGHEST_PROTOCOL))
+            packed.append(_pickling.dumps(state))
         except Exception as error:
             raise EnvStateError(
                 f"the state of env {state.slot} can't be pickled, so it can't leave its process: {error}; "
@@ -108,6 +106,6 @@ def unpack(packed: bytes) -> SlotState:
 def _size_of(state: SlotState) -> int:
     """Returns about how many bytes a state takes: as many as it has when it is pickled."""
     try:
-        return len(cloudpickle.dumps(state))
+        return len(_pickling.dumps(state))
     except Exception:  # one that can't be pickled; it may be kept all the same
         return 0

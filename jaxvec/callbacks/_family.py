@@ -13,12 +13,11 @@ from contextlib import ExitStack
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, final
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec import _pools
+from jaxvec import _pickling, _pools
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
 from jaxvec._handoff._move import Verb
 from jaxvec._pool import Pool
@@ -117,7 +116,7 @@ class EnvFamily:
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
         spec = _arguments.check_is_handle(handle, "reset")
-        extra = cloudpickle.dumps((options, False))  # without a mask
+        extra = _pickling.dumps((options, False))  # without a mask
         call = Call(Verb.RESET, spec, handle.transport, fresh=True, extra=extra, elastic=True)
         words, mask = _arguments.seed_words(seed, 1), _arguments.check_mask(None, 1)
         token, *rows = _primitive.bind(call, handle.token, words, mask)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
+from jaxvec import _pickling
 from jaxvec._handoff._move import Verb
 from jaxvec._timestep import TimeStep
 from jaxvec._vector_env import VectorEnv
@@ -81,7 +81,7 @@ def reset(
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
         handle, fresh = Handle(token, envs.spec, _transports.choose(envs.transport)), True  # pyright: ignore[reportArgumentType]
     spec = _arguments.check_is_handle(handle, "reset")
-    extra = cloudpickle.dumps((options, mask is not None))
+    extra = _pickling.dumps((options, mask is not None))
     token, *rows = _primitive.bind(
         Call(Verb.RESET, spec, handle.transport, fresh=fresh, extra=extra),
         handle.token,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxvec import _pickling
 from jaxvec._handoff._move import Verb
 from jaxvec.callbacks import _arguments, _primitive
 from jaxvec.callbacks._handle import Handle
@@ -118,7 +118,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
 def _extra(name: str, args: Any, tree: Any) -> bytes:
     """Returns what `_program.ask_envs` has to know, equal for equal calls."""
     skeleton = jax.tree.unflatten(tree, range(tree.num_leaves))
-    return cloudpickle.dumps((name, args, skeleton))
+    return _pickling.dumps((name, args, skeleton))
 
 
 def _structs(struct: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:

@@ -14,6 +14,8 @@ from typing import Any
 import cloudpickle
 import gymnasium
 
+from jaxvec import _pickling
+
 IS_WRAPPED = "_jaxvec_is_wrapped"  # a method of each env: whether it is, in a wrapper of this class
 
 
@@ -27,7 +29,7 @@ class OwnEnvFn:
         return prepare(self._env_fn())
 
     def __reduce__(self) -> Any:
-        return _load, (cloudpickle.dumps(self._env_fn),)
+        return _load, (_pickling.dumps(self._env_fn),)
 
 
 def _load(pickled: bytes) -> OwnEnvFn:

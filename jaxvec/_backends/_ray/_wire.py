@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
-import cloudpickle
 import numpy as np
 
+from jaxvec import _pickling
 from jaxvec._backends._ray import _connection
 from jaxvec._backends._ray._actor_host import ActorHost
 from jaxvec._backends._ray._connection import MESSAGE, Connection, Listener
@@ -102,7 +102,7 @@ class TcpWire:
 
     def do(self, name: str, *args: Any) -> None:
         with suppress(OSError):  # who receives hears of it, too, and asks why
-            self._connection.send(MESSAGE, cloudpickle.dumps((name, args)))
+            self._connection.send(MESSAGE, _pickling.dumps((name, args)))
 
     def move(self, verb: Verb, request: Payload) -> None:
         with suppress(OSError):
@@ -177,7 +177,7 @@ def serve(host: ActorHost, listener: Listener) -> None:
             if isinstance(each, np.ndarray):
                 connection.send(_ROWS, each.data)
             else:
-                connection.send(MESSAGE, cloudpickle.dumps(each))
+                connection.send(MESSAGE, _pickling.dumps(each))
     connection.break_off()
     receiver.join()
 
