@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+_THEIRS: Any = cloudpickle.Pickler.dispatch_table  # copyreg's is in it, which goes on to grow
+
 
 def dumps(value: Any) -> bytes:
     """Pickles by cloudpickle, keeping the names of the files that code comes from.
@@ -23,7 +25,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    construct, args, *_ = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    construct, args = _THEIRS[CodeType](code)
     return _code_of_file, (construct, args, code.co_filename)
 
 
@@ -31,5 +33,5 @@ def _code_of_file(construct: Callable[..., CodeType], args: tuple[Any, ...], fil
     return construct(*args).replace(co_filename=filename)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, _THEIRS)
