@@ -40,6 +40,7 @@ from jaxvec._handoff._engine import Made, Rules, Status
 from jaxvec._handoff._move import Caller, Move, Verb, name_caller
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
+from jaxvec._memory._raw_info import RawInfo, known
 from jaxvec._memory._views import Deliver, Rows, Views, copies, into
 from jaxvec._native import interrupts
 from jaxvec._options import Options
@@ -150,11 +151,6 @@ class Pool:
     def broken_by(self) -> BaseException | None:
         """What broke the pool, if anything did."""
         return self._broken_by
-
-    @property
-    def has_info(self) -> NDArray[np.bool_]:
-        """Of each env, whether the raw info of its last reset or step says anything; until its next."""
-        return self._views.has_info
 
     def stats(self) -> Stats:
         """Returns what the workers have done so far; also of a broken pool."""
@@ -362,18 +358,27 @@ class Pool:
                 )
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last reset or step; asks for those alone that say anything."""
+        """Returns the raw info of each env's last reset or step; asks only for those that we can't know."""
         with self._engine.exclusive():
             self._check_usable()
             self._check_status(self._engine.check_handle(Move(Verb.CALL, slots)), slots)
-            told = np.sort(slots[self._views.has_info[slots]])
-            if not told.size:
-                return [{} for _ in slots]
-            asked = self._ask(
-                "infos_of", lambda first, stop: (told[(first <= told) & (told < stop)].tolist(),)
-            )
-            infos = dict(zip(told.tolist(), itertools.chain.from_iterable(asked), strict=True))
-            return [infos.get(slot, {}) for slot in slots.tolist()]
+            kinds = self._views.raw_info[slots]
+            infos = dict(zip(slots.tolist(), known(kinds.tobytes()), strict=True))
+            full = np.sort(slots[kinds == RawInfo.FULL])
+            if full.size:
+                asked = self._ask(
+                    "infos_of", lambda first, stop: (full[(first <= full) & (full < stop)].tolist(),)
+                )
+                infos.update(zip(full.tolist(), itertools.chain.from_iterable(asked), strict=True))
+            return list(infos.values())
+
+    def known_infos(self) -> list[dict[str, Any]] | None:
+        """Returns `infos` of all envs, new ones, to whom alone moves them; `None` if we have to ask."""
+        views: Views | None = vars(self).get("_views")
+        if views is None:  # another thread has closed us since they were moved
+            return None
+        kinds = views.raw_info.tobytes()
+        return None if RawInfo.FULL in kinds else known(kinds)
 
     def call(
         self,

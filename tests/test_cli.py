@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -515,7 +516,9 @@ def test_an_env_that_uses_its_memory_again_is_only_warned_of(run):
     assert code == 0
     assert "FAIL" not in out
     assert out.count("Gymnasium's check_env") == 1
-    assert re.search(r"my_package.envs:Steady: ok, with \d warnings?\n$", out)
+    minds = tuple(map(int, gymnasium.__version__.split(".")[:2])) >= (1, 4)  # before, it did not look
+    assert out.endswith(f"my_package.envs:Steady: ok{', with 1 warning' if minds else ''}\n")
+    assert ("A pool doesn't mind." in out) == minds
 
 
 def test_what_is_outside_its_space_is_told_with_its_dtype(run):

@@ -906,11 +906,19 @@ def test_a_program_that_does_not_know_its_interpreter_says_so(monkeypatch, metho
 
 def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch):
     class Rare(CountingEnv):
-        def step(self, action):
-            obs, reward, terminated, truncated, _ = super().step(action)
-            return obs, reward, terminated, truncated, {"said": int(action)} if action else {}
+        def reset(self, **kwargs):
+            obs, _ = super().reset(**kwargs)
+            return obs, {"begun": self.action} if self.action > 8 else {}
 
-    envs = make(Rare, 5, num_workers=2 if backend == "process" else 1, backend=backend)
+        def step(self, action):
+            self.action = int(action)
+            obs, reward, *_ = super().step(action)
+            return obs, reward, bool(action > 6), False, {"said": int(action)} if action % 2 else {}
+
+        action = 0
+
+    num_workers = 2 if backend == "process" else 1
+    envs = make(Rare, 5, num_workers=num_workers, backend=backend, autoreset_mode="SAME_STEP")
     envs.reset(seed=0)
     asked = []
     request = type(envs.pool._workers).request
@@ -920,8 +928,21 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
         return request(self, name, arguments, **kwargs)
 
     monkeypatch.setattr(type(envs.pool._workers), "request", spy)
-    envs.step([0, 7, 0, 0, 8])
-    assert envs.infos == ({}, {"said": 7}, {}, {}, {"said": 8})
-    assert envs.infos_of([4, 2]) == ({"said": 8}, {})
-    assert envs.infos_of([0, 2]) == ({}, {})
+    envs.step([0, 5, 8, 0, 3])  # env 2 ends an episode, and nothing is said of it
+    assert envs.infos == ({}, {"said": 5}, {"final_info": {}}, {}, {"said": 3})
+    assert envs.infos_of([4, 2]) == ({"said": 3}, {"final_info": {}})
+    assert envs.infos_of([0, 2]) == ({}, {"final_info": {}})
     assert asked == [[1, 4], [4]]
+    assert envs.pool.known_infos() is None
+    envs.step([7, 9, 10, 8, 0])
+    assert envs.infos == (
+        {"final_info": {"said": 7}},
+        {"begun": 9, "final_info": {"said": 9}},
+        {"begun": 10, "final_info": {}},
+        {"final_info": {}},
+        {},
+    )
+    assert asked[2:] == [[0, 1, 2]]
+    envs.step([2, 8, 2, 8, 2])
+    assert envs.pool.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
+    assert asked[3:] == []

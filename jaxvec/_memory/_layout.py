@@ -74,7 +74,7 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         if not leaf.is_object:
             yield leaf.path, spec.batch_shape(leaf), leaf.stored
-    yield ("has_info",), (n,), np.dtype(np.bool_)  # worker writes: whether the env's raw info says anything
+    yield ("raw_info",), (n,), np.dtype(np.uint8)  # worker writes: a RawInfo
     yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
     # What outlives a worker. It alone writes them, and the one that replaces it goes on from there.
     yield ("last_seed",), (n,), np.dtype(np.int64)  # that the env was given, see _seeds

@@ -24,14 +24,14 @@ class Views:
         seeds: of the next reset.
         over: terminated and truncated.
         stats: what the workers count.
-        has_info: whether the env's raw info says anything.
+        raw_info: what the env's raw info says, a `RawInfo`.
     """
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
         """Takes the views that calls need; `rows` knows a slice for all envs, as `Admission.rows`."""
         self.seeds = arrays["seed",]
         self.stats = arrays["stats",]
-        self.has_info = arrays["has_info",]
+        self.raw_info = arrays["raw_info",]
         self.over = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]

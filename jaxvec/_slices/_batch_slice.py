@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._memory import _rows
 from jaxvec._memory._marks import Marks
+from jaxvec._memory._raw_info import kind_of
 from jaxvec._memory._rows import InvalidValue
 from jaxvec._memory._segment import Arrays
 from jaxvec._options import Options
@@ -348,7 +349,7 @@ class BatchSlice:
         if not isinstance(info, dict):
             raise InvalidValue(f"info must be a dict, got {type(info).__name__}")
         self._raw[which] = info
-        self._arrays["has_info",][rows] = bool(info)
+        self._arrays["raw_info",][rows] = kind_of(info)
         self._write_declared(self._spec.declared, info, rows)
         if self._spec.has_final_obs:
             node = self._spec.info.child("final_obs")

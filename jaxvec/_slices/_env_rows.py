@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._memory import _rows
+from jaxvec._memory._raw_info import RawInfo, kind_of
 from jaxvec._memory._segment import Arrays
 from jaxvec._memory._views import Index
 from jaxvec._slices._info_rows import DeclaredInfo, FinalStep
@@ -34,14 +35,14 @@ class EnvRows:
             rows: the envs' rows of the segment's arrays.
             left: whether another slice has left them.
         """
-        count = len(rows["has_info",])
+        count = len(rows["raw_info",])
         self._read_actions = _rows.reader(spec.action, rows)
         self._read_obs = _rows.reader(spec.obs, rows)
         self.write_obs = _rows.writer(spec.obs, rows)
         self.final = FinalStep(spec, rows, range(count) if left else ())
         self._declared = DeclaredInfo(spec.declared, rows)
-        self._has_info = rows["has_info",]
-        self._has_info[:] = False
+        self._raw_info = rows["raw_info",]
+        self._raw_info[:] = RawInfo.EMPTY
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]
         self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
@@ -67,7 +68,7 @@ class EnvRows:
     def take_info(self, index: int, info: dict[str, Any]) -> None:
         """Keeps a raw info whose declared keys another has written."""
         self.infos[index] = info
-        self._has_info[index] = bool(info)
+        self._raw_info[index] = kind_of(info)
 
     def write_info(self, index: int, info: dict[str, Any]) -> None:
         """Writes what is declared of a raw info, and keeps all of it."""

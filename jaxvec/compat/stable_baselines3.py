@@ -275,8 +275,9 @@ class _PooledVecEnv(_VecEnv):
 
     def _infos(self) -> list[dict[str, Any]]:
         """Returns each env's last info, which the caller may change."""
-        if not self.pool.pool.has_info.any():
-            return [{} for _ in range(self.num_envs)]
+        return self.pool.pool.known_infos() or self._ask_infos()
+
+    def _ask_infos(self) -> list[dict[str, Any]]:
         return list(self.pool.infos)
 
 
@@ -385,8 +386,8 @@ class DummyVecEnv(_PooledVecEnv):
         obs, rewards, dones, infos = super()._result(rows)
         return obs, rewards.astype(np.float32), dones, infos
 
-    def _infos(self) -> list[dict[str, Any]]:
-        return [deepcopy(info) if info else info for info in super()._infos()]  # these are the envs' own
+    def _ask_infos(self) -> list[dict[str, Any]]:
+        return deepcopy(super()._ask_infos())  # these are the envs' own
 
 
 def _build(envs: list[Any], place: int, env_fn: Callable[[], Any]) -> Any:

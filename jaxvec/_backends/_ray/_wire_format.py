@@ -14,7 +14,7 @@ from jaxvec._spec import PoolSpec
 
 Payload: TypeAlias = NDArray[np.uint8]  # rows in one buffer, see `RowPacker`
 
-_KEPT_BY_WORKERS = ("has_info", "last_seed", "rebuilds")  # rows beside the results, see _layout
+_KEPT_BY_WORKERS = ("raw_info", "last_seed", "rebuilds")  # rows beside the results, see _layout
 
 
 class ProcessEnd(NamedTuple):

@@ -173,7 +173,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return pool.recv(move, deliver=deliver, timeout=timeout, everything=True)
 
     def _after_reset(self, rows: Rows, mask: NDArray[np.bool_] | None) -> tuple[Any, dict[str, Any]]:
-        infos: Sequence[dict[str, Any]] = self.pool.infos
+        infos = self._infos()
         if mask is not None:
             infos = [info if reset else {} for info, reset in zip(infos, mask.tolist(), strict=True)]
         timestep = self.pool.spec.build_timestep(rows)
@@ -182,7 +182,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     def _after_step(self, rows: Rows) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         spec = self.pool.spec
         obs, reward, terminated, truncated, info = spec.build_timestep(rows)
-        infos = list(self.pool.infos)
+        infos = self._infos()
         if spec.has_final_obs:
             for env_id in np.flatnonzero(info["_final_obs"]).tolist():
                 final_obs = _row(spec.info.child("final_obs"), info["final_obs"], env_id)
@@ -194,6 +194,9 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         if not self.copy:  # which is said of observations alone
             scalars = tuple(array.copy() for array in scalars)
         return self._observations(obs), *scalars, self._batch(infos, info)
+
+    def _infos(self) -> list[dict[str, Any]]:
+        return self.pool.pool.known_infos() or list(self.pool.infos)
 
     def _batch(self, infos: Sequence[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
         """Returns the infos as Gymnasium batches them; of episodic envs with `idle`, `[num_envs]` bool."""
