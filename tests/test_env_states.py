@@ -454,6 +454,35 @@ def test_what_is_not_in_attributes_is_seen():
         StatefulEnv(Global()).prove(fresh=True)
 
 
+class Odometer:
+    """Pickles and copies as a new one, which is no loss before its first step."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __reduce__(self):
+        return Odometer, ()
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_is_lost_only_later_in_an_episode_is_seen(fresh):
+    class Lossy(Hidden):
+        def reset(self, **kwargs):
+            self.odometer = Odometer()
+            return super().reset(**kwargs)
+
+        def step(self, action):
+            self.odometer.count += 1
+            return self.odometer.count, 0.0, self.odometer.count > 30, False, {}
+
+    env = Lossy()
+    if not fresh:
+        env.reset(seed=0)
+    stateful = StatefulEnv(env)
+    with pytest.raises(jaxvec.EnvStateError, match=r"Lossy does not go on .*, obs differs"):
+        stateful.prove(fresh=fresh)
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+import pickle
 import random
 import subprocess
 import sys
@@ -21,6 +24,7 @@ from gymnasium.wrappers import TimeLimit
 
 import jaxvec
 from jaxvec._native import library
+from jaxvec._slices._states import unpack
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -707,6 +711,35 @@ def test_the_first_save_proves_that_states_are_kept(make, backend):
         envs.save()
     assert caught.value.env_id == 1
     envs.step([0, 0])
+
+
+def test_a_state_that_can_not_leave_its_process_says_so(make):
+    class Keeps(CountingEnv):
+        def reset(self, **kwargs):
+            self.held = functools.lru_cache(lambda: 0)
+            return super().reset(**kwargs)
+
+    envs = make(Keeps, 2, states=4, num_workers=2)
+    envs.reset(seed=0)
+    state = envs.save()
+    envs.restore(state)
+    with pytest.raises(
+        jaxvec.EnvStateError, match=r"can't be pickled, .* local object.*; give make\(state_fun"
+    ):
+        envs.restore(state[::-1])
+    envs.step([0, 0])
+
+
+def test_a_state_that_can_not_enter_a_process_says_so():
+    with pytest.raises(
+        jaxvec.EnvStateError, match=r"can't be unpickled, .* No module named 'no_such'.* give "
+    ):
+        unpack(pickle.dumps(Gone()))
+
+
+class Gone:
+    def __reduce__(self):
+        return importlib.import_module, ("no_such",)
 
 
 def test_functions_of_the_user_take_and_put_states(make, backend):

@@ -6,7 +6,8 @@ import copy
 import inspect
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import gymnasium
@@ -167,13 +168,14 @@ class StatefulEnv:
     def prove(self, *, fresh: bool = False, num_steps: int = 40) -> None:
         """Raises unless the env goes on from a state as it did before, however far it went in between.
 
-        It takes a state, steps the env with random actions, and resets it with other seeds and steps it. Then
-        it puts the state back, and a copy that was pickled if that is possible, steps the env with the same
-        actions, and compares all results bit for bit. The env is left in the state that it was in.
+        It takes a state, steps the env with random actions, takes another half-way, and resets the env with
+        other seeds and steps it. Then it puts each state back, and a copy that was pickled if that is
+        possible, steps the env with the same actions, and compares all results bit for bit. The env is left
+        in the state that it was in.
 
         Args:
             fresh: it was never reset, or its episode is over, so it is reset first.
-            num_steps: to compare, with the resets that they need.
+            num_steps: to compare; resets that they need come on top.
 
         Raises:
             EnvStateError: a state can't be taken, or results differ; says which, and which attribute did.
@@ -186,16 +188,21 @@ class StatefulEnv:
             if fresh:
                 _reset(env, 0)
             began = self.take()
-            first, at_first = self._play(chosen)
+            first = self._play(chosen[: num_steps // 2])
+            later = self.take()  # what has just begun may have nothing to lose
+            played = [first, self._play(chosen[num_steps // 2 :])]
             for seed in (1, 2):  # elsewhere, where an env has another map or other bodies
                 _reset(env, seed)
-                self._play(chosen[: num_steps // 2])
-            self.put(began)
-            _compare_states(env, self.take(), began)
-            _compare(env, first, at_first, *self._play(chosen), "")
-            if (copied := _pickled(began)) is not None:
-                self.put(copied)
-                _compare(env, first, at_first, *self._play(chosen), "that was pickled ")
+                self._play(first.actions)
+            points = (began, played), (later, played[1:])
+            for state, parts in points:
+                self.put(state)
+                _compare_states(env, self.take(), state)
+                self._repeat(parts, "")
+            for state, parts in points:  # last: it may write classes of a script anew, whose objects they are
+                if (copied := _pickled(state)) is not None:
+                    self.put(copied)
+                    self._repeat(parts, "that was pickled ")
         finally:
             self.put(before)
 
@@ -215,25 +222,48 @@ class StatefulEnv:
                 self._look()
                 return
 
-    def _play(self, actions: list[Any]) -> tuple[list[Any], list[EnvState]]:
-        """Returns what steps, and the resets between them, return, as values; and the first states after."""
-        results: list[Any] = []
+    def _play(self, actions: list[Any]) -> _Played:
+        """Steps the env, and resets it where an episode ends."""
+        results: list[list[Any]] = []
         states: list[EnvState] = []
-        ended = False
         for action in actions:
+            try:
+                result: Any = self.env.step(copy.deepcopy(action))
+                ended = bool(result[2] or result[3])
+            except Exception as error:  # it does not like each action of its space; it says so again
+                result, ended = (type(error).__name__, str(error)), True
+            results.append([_value(result)])
             if ended:
-                result: Any = self.env.reset()
-                ended = False
-            else:
-                try:
-                    result = self.env.step(copy.deepcopy(action))
-                    ended = bool(result[2] or result[3])
-                except Exception as error:  # it does not like each action of its space; it says so again
-                    result, ended = (type(error).__name__, str(error)), True
-            results.append(Taker({}, {}, lenient=True).value(result))
+                results[-1].append(_value(self.env.reset()))
             if len(states) < 3:
                 states.append(self.take())
-        return results, states
+        return _Played(actions, results, states)
+
+    def _repeat(self, parts: Sequence[_Played], which: str) -> None:
+        """Plays again, and raises if anything differs."""
+        done = 0
+        for played in parts:
+            _compare(self.env, played, self._play(played.actions), done, which)
+            done += len(played.actions)
+
+
+@dataclass(frozen=True)
+class _Played:
+    """What an env did.
+
+    Attributes:
+        actions: of its steps.
+        results: of each action, as values: of the step, and of the reset if that ended an episode.
+        states: after the first few.
+    """
+
+    actions: list[Any]
+    results: list[list[Any]]
+    states: list[EnvState]
+
+
+def _value(result: Any) -> Any:
+    return Taker({}, {}, lenient=True).value(result)
 
 
 def _reset(env: Env, seed: int) -> None:
@@ -246,26 +276,20 @@ def _reset(env: Env, seed: int) -> None:
 _NAMES = {2: ("obs", "info"), 5: ("obs", "reward", "terminated", "truncated", "info")}
 
 
-def _compare(
-    env: Env,
-    first: list[Any],
-    at_first: list[EnvState],
-    again: list[Any],
-    at_again: list[EnvState],
-    which: str,
-) -> None:
-    for number, (one, other) in enumerate(zip(first, again, strict=True)):
-        for field, mine, its in _fields_of(one, other):
+def _compare(env: Env, first: _Played, again: _Played, done: int, which: str) -> None:
+    for number, (ones, others) in enumerate(zip(first.results, again.results, strict=True), start=1):
+        # `map` ends with the shorter one: that only one has a reset, too, is said by the steps before it.
+        for field, mine, its in itertools.chain.from_iterable(map(_fields_of, ones, others)):
             where = difference(mine, its)
             if where is None:
                 continue
-            states = zip(at_first[: number + 1], at_again, strict=False)
+            states = zip(first.states[:number], again.states, strict=False)
             attribute = next(filter(None, (_attribute(*pair) for pair in states)), None)
             named = f"; the attribute {attribute} did, too" if attribute else ""
             raise EnvStateError(
                 f"{type(env.unwrapped).__name__} does not go on from its state {which}as it did before: "
-                f"after {number + 1} of the same actions, {field}{where} differs{named}. Some of its state "
-                f"is not in its attributes; {_SOMETHING}. {_ADVICE}"
+                f"after {done + number} of the same actions, {field}{where} differs{named}. Some of its "
+                f"state is not in its attributes; {_SOMETHING}. {_ADVICE}"
             )
 
 

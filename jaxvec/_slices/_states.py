@@ -99,8 +99,19 @@ def pack(states: Iterable[SlotState]) -> list[bytes]:
 
 
 def unpack(packed: bytes) -> SlotState:
-    """Returns the state in these bytes."""
-    return pickle.loads(packed)
+    """Returns the state in these bytes.
+
+    Raises:
+        EnvStateError: they can't be unpickled here.
+    """
+    try:
+        state: SlotState = pickle.loads(packed)
+    except Exception as error:
+        raise EnvStateError(
+            f"the state can't be unpickled, so it can't enter this process: {type(error).__name__}: {error}; "
+            "give make(state_functions=(get_state, set_state)) whose states can be unpickled"
+        ) from error
+    return state
 
 
 def _size_of(state: SlotState) -> int:
