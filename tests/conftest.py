@@ -16,7 +16,7 @@ from random import Random
 import cloudpickle
 import jax
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import jaxvec
 from jaxvec._backends import _fork, _handoffs, _lifeline, _start_method, _supervisor
@@ -30,8 +30,10 @@ import scripts  # noqa: E402
 
 _WAY = ("way", "handoff", "face")  # parameters
 
-settings.register_profile("default", max_examples=50)
-settings.register_profile("nightly", max_examples=300)
+# Without limits of time: the machine may be busy.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", untimed, max_examples=50)
+settings.register_profile("nightly", untimed, max_examples=300)
 settings.load_profile("default")
 
 jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others run on the first

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxvec
@@ -254,7 +254,6 @@ def test_a_number_keeps_its_fraction_whoever_comes_first():
 _NUMBERS = st.sampled_from([st.integers(-9, 9), st.booleans(), st.floats(-1, 1), st.text(max_size=3)])
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_infos_of_equal_types_are_batched_as_gymnasium_does(data):
     kinds = {key: data.draw(_NUMBERS) for key in "abc"}

@@ -416,9 +416,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.pool.step(self.handle(Verb.STEP, [0]), self.stored([0]))
 
 
-EngineMachine.TestCase.settings = settings(
-    stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+EngineMachine.TestCase.settings = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))
 TestEngine = EngineMachine.TestCase
 
 

@@ -601,7 +601,7 @@ MOVES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     num_envs=st.integers(1, 6),
     batch=st.integers(1, 6),

@@ -8,7 +8,7 @@ import sys
 import gymnasium
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxvec
@@ -68,7 +68,6 @@ class LoopbackChannel:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
 @given(data=st.data(), num_envs=st.integers(1, 20), rounds=st.integers(1, 12))
 def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, rounds):
     """Both ends in one process, in any order of workers that a schedule could bring about."""
@@ -123,7 +122,6 @@ def test_a_worker_takes_what_is_to_be_reset_and_what_is_to_be_stepped_apart(kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
 @given(data=st.data(), num_envs=st.integers(1, 12))
 def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, num_envs):
     num_workers = data.draw(st.integers(1, num_envs))

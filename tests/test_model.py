@@ -567,7 +567,6 @@ class PoolMachine(RuleBasedStateMachine):
 PoolMachine.TestCase.settings = settings(
     max_examples=settings.default.max_examples // 2,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 TestPool = PoolMachine.TestCase

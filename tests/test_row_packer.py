@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxvec._memory._layout import ALIGNMENT
@@ -30,7 +30,6 @@ def packer(arrays):
     return RowPacker(arrays, paths, whole=[arrays["whole",][1]], sparse={FINAL: FLAG})
 
 
-@settings(deadline=None)
 @given(st.sets(st.integers(0, NUM_ENVS - 1)).map(sorted), st.integers(0, 99))
 def test_rows_arrive_and_others_stay(slots, seed):
     there, here = segment(seed), segment(seed + 1)
@@ -45,7 +44,6 @@ def test_rows_arrive_and_others_stay(slots, seed):
     np.testing.assert_array_equal(here["whole",][0], before["whole",][0])
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sets(st.integers(0, NUM_ENVS - 1)).map(sorted), st.integers(0, 99)),

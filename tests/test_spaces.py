@@ -20,7 +20,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxvec
@@ -29,7 +29,7 @@ from jaxvec._memory._layout import make_layout, split
 from jaxvec._spaces import as_is, as_jax, leaves, walk
 from jaxvec._spec import Autoreset, EnvSpaces, declared_leaves, make_spec
 
-many = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(database=None)
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
 
 INTEGERS = [np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)]
