@@ -909,12 +909,23 @@ def test_actors_that_find_no_room_time_out(make_on_ray):
 
 
 def test_too_many_open_files_are_told(make_on_ray, monkeypatch):
-    def pair():
+    def connect(address, key):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(_launcher._channel, "pair", pair)
-    with pytest.raises(jaxvec.WorkerDiedError, match="two for each worker .*ulimit -n"):
-        make_on_ray(CountingEnv, 2)
+    monkeypatch.setattr(_wire._connection, "connect", connect)
+    with pytest.raises(jaxvec.WorkerDiedError, match="too many open files, .*ulimit -n"):
+        make_on_ray(CountingEnv, 2, backend=jaxvec.Ray(data="auto"))
+
+
+def test_the_workers_of_an_actor_take_no_descriptors_here(make_on_ray):
+    def take(num_workers):
+        backend = jaxvec.Ray(workers_per_actor=num_workers, resources_per_worker={"CPU": 0.1})
+        with make_on_ray(CountingEnv, num_workers, num_workers=num_workers, backend=backend) as envs:
+            envs.reset()
+            return len(os.listdir("/proc/self/fd"))
+
+    one = take(1)
+    assert take(9) - one < 8  # Ray opens and closes some of its own
 
 
 def test_a_placement_group_that_finds_no_room_times_out(make_on_ray):

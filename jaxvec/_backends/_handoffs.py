@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._channel import Channel
+from jaxvec._handoff._channel import ParentChannel, WorkerChannel
 from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
 from jaxvec._memory._marks import Marks
@@ -41,7 +42,12 @@ def choose(kind: str) -> str:
 
 
 def parent_end(
-    kind: str, marks: Marks, *, slices: tuple[tuple[int, int], ...], channels: list[Channel], spin_ns: int
+    kind: str,
+    marks: Marks,
+    *,
+    slices: tuple[tuple[int, int], ...],
+    channels: Sequence[ParentChannel],
+    spin_ns: int,
 ) -> ParentHandoff:
     """Makes the parent's end."""
     if kind == "native":
@@ -55,7 +61,7 @@ def worker_end(
     *,
     worker: int,
     slots: tuple[int, int],
-    channel: Channel,
+    channel: WorkerChannel,
     spin_ns: int,
     notices: int = 0,
 ) -> WorkerHandoff:

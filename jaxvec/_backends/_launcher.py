@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Protocol, TypeAlias
 
-from jaxvec._handoff._channel import Channel
+from jaxvec._handoff._channel import ParentChannel
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -53,7 +53,7 @@ class Launcher(Protocol):
         """Returns for which slots each worker's doorbell is rung, of the slots that each holds."""
         ...
 
-    def launch(self, worker: int) -> tuple[Process, Channel]:
+    def launch(self, worker: int) -> tuple[Process, ParentChannel]:
         """Starts a worker, or another in its place; returns it, and our end of its control socket.
 
         Raises:

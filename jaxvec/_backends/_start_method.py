@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxvec._backends import _fork
 from jaxvec._backends._fork import Forker
 from jaxvec._backends._forkserver import ThreadsError
-from jaxvec._backends._launcher import Launcher, Process, Slices
+from jaxvec._backends._launcher import Process, Slices
 from jaxvec._backends._spawn import Spawner
 from jaxvec._handoff._channel import Channel
 
@@ -55,7 +55,7 @@ class LocalLauncher:
     def __init__(self, method: StartMethod) -> None:
         """Prepares to start workers; raises as `choose`."""
         self._method = method
-        self._launcher: Launcher = Spawner(method.worker_env)
+        self._launcher: Spawner | Forker = Spawner(method.worker_env)
         if choose(method.name) == "forkserver":
             self._launcher = Forker(method.worker_env, method.preload, method.timeout)
 

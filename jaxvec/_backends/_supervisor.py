@@ -40,7 +40,7 @@ from jaxvec._errors import (
     SpaceMismatchError,
     WorkerDiedError,
 )
-from jaxvec._handoff._channel import WAKE, Channel
+from jaxvec._handoff._channel import WAKE, ParentChannel
 from jaxvec._handoff._handoff import LOOK_AROUND, time_left
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
@@ -82,7 +82,7 @@ class Supervisor:
         self._budget = budget
         self._launcher = launcher
         self._processes: list[Process] = []
-        self.channels: list[Channel] = []
+        self.channels: list[ParentChannel] = []
         self.starting: dict[int, float | None] = {}
         self.options: Options = None
         self.told = Told(budget.policy, _pickling.dumps) if budget.policy else None
@@ -91,7 +91,7 @@ class Supervisor:
         self.losses: list[tuple[int, Loss]] = []
         self.notify_worker: Callable[[int], None] = _no_notice
         self._poll = select.poll()
-        self._by_fd: dict[int, int] = {}
+        self._by_fd: dict[int, list[int]] = {}  # the workers whose channels have a descriptor
         self._news: list[tuple[int, JaxvecError]] = []  # of replaced workers, for `look`
         self._grace = -math.inf  # until when nobody is late, in time.monotonic() seconds
         self._attach: Attach | None = None  # to a worker's place; None until the workers serve
@@ -104,7 +104,7 @@ class Supervisor:
                 process, channel = self._launch(worker)
                 self._processes.append(process)
                 self.channels.append(channel)
-                self._by_fd[channel.fileno()] = worker
+                self._by_fd.setdefault(channel.fileno(), []).append(worker)
                 self._poll.register(channel, select.POLLIN)
         except BaseException:
             self.close(timeout=0)
@@ -164,10 +164,33 @@ class Supervisor:
         """Asks each worker for its record, when some may be dead, or hang, and none is replaced any more."""
         workers = range(len(self._processes))
         deadline = time.monotonic() + _HURRY
+        answers: dict[int, Record | JaxvecError] = {}
         for worker in set(workers) - self.starting.keys():
-            with suppress(EOFError, TimeoutError):  # then it does not answer either
+            try:
                 self._tell(worker, Request("stop_trace", _pickle("stop_trace", ())), deadline)
-        return [self._salvage_from(worker, deadline) for worker in workers]
+            except EOFError:
+                answers[worker] = self._died(worker)
+            except TimeoutError:  # then it does not answer either
+                pass
+        deadline = max(deadline, time.monotonic() + _HURRY / 10)  # they may have used it up
+        while len(answers) < len(workers) and (seconds := time_left(deadline)):
+            for worker in self._readable(self._poll_of(set(workers) - answers.keys()), seconds):
+                try:
+                    said = self.channels[worker].receive(deadline)
+                    if isinstance(said, Reply) and said.failure is None:
+                        answer = pickle.loads(said.result)
+                        if isinstance(answer, Record):  # not an answer to another question
+                            answers[worker] = answer
+                except EOFError:
+                    answers[worker] = self._died(worker)
+                except TimeoutError:
+                    pass
+        for worker in set(workers) - answers.keys():
+            answers[worker] = EnvTimeoutError(
+                f"worker {worker} did not answer after the pool broke",
+                env_ids=tuple(range(*self._recipe.slices[worker])),
+            )
+        return [answers[worker] for worker in workers]
 
     def time_left(self, patience: Patience) -> float:
         """Returns the seconds until an operation is late, or its caller has waited long enough."""
@@ -186,8 +209,7 @@ class Supervisor:
         patience.check()
         deadline = patience.late(self._grace)
         heard: list[tuple[int, Any]] = []
-        for fd, _ in self._poll.poll(0 if self._news else seconds * 1000):
-            worker = self._by_fd[fd]
+        for worker in self._readable(self._poll, 0 if self._news else seconds):
             try:
                 message = self.channels[worker].receive(deadline)
                 if isinstance(message, _failures.Report):
@@ -223,10 +245,8 @@ class Supervisor:
         deadline = time.monotonic() + _TOGETHER
         while (missing := [each for each in late() if each not in errors]) and time.monotonic() < deadline:
             patience.check()
-            poll = select.poll()
-            for worker in missing:
-                poll.register(self.channels[worker], select.POLLIN)
-            said = {self._by_fd[fd] for fd, _ in poll.poll(_GLANCE * 1000)}
+            time.sleep(_GLANCE)
+            said = [worker for worker in missing if self.channels[worker].readable()]
             for worker in missing:
                 try:
                     message = self.channels[worker].receive(deadline) if worker in said else WAKE
@@ -286,7 +306,7 @@ class Supervisor:
         with suppress(EOFError):  # the next look will tell
             self._tell(worker, make_setup(self._recipe, worker, learn_info=False), deadline)
 
-    def _launch(self, worker: int) -> tuple[Process, Channel]:
+    def _launch(self, worker: int) -> tuple[Process, ParentChannel]:
         try:
             return self._launcher.launch(worker)
         except ConnectionError:
@@ -385,24 +405,22 @@ class Supervisor:
             failure.__cause__ = error
             return failure
 
-    def _salvage_from(self, worker: int, deadline: float) -> Record | JaxvecError:
-        deadline = max(deadline, time.monotonic() + _HURRY / 10)  # others may have used it up
-        channel = self.channels[worker]
-        try:
-            while channel.readable(deadline):
-                said = channel.receive(deadline)
-                if isinstance(said, Reply) and said.failure is None:
-                    answer = pickle.loads(said.result)
-                    if isinstance(answer, Record):  # not a wake, a report, or an answer to another question
-                        return answer
-        except EOFError:
-            return self._died(worker)
-        except TimeoutError:
-            pass
-        return EnvTimeoutError(
-            f"worker {worker} did not answer after the pool broke",
-            env_ids=tuple(range(*self._recipe.slices[worker])),
-        )
+    def _poll_of(self, workers: Iterable[int]) -> select.poll:
+        poll = select.poll()
+        for worker in workers:
+            poll.register(self.channels[worker], select.POLLIN)
+        return poll
+
+    def _readable(self, poll: select.poll, seconds: float) -> list[int]:
+        """Waits for at most `seconds`, and returns the workers that have said something."""
+        said = [self._by_fd[fd] for fd, _ in poll.poll(seconds * 1000)]
+        # Where several share a descriptor, it does not say who.
+        return [
+            worker
+            for workers in said
+            for worker in workers
+            if len(workers) == 1 or self.channels[worker].readable()
+        ]
 
     def _recover(self, worker: int, error: EnvError | EnvStateError, deadline: float | None) -> None:
         """Lets a worker go on after a failure of its env, if the pool goes on; else raises `error`."""
@@ -487,31 +505,30 @@ class Supervisor:
             channel.shut()
             self.notify_worker(worker)
         unclosed = {worker: set(range(*slots)) for worker, slots in enumerate(self._recipe.slices)}
-        open_fds = dict(self._by_fd)
-        poll = select.poll()
-        for fd in open_fds:
-            poll.register(fd, select.POLLIN)
-        while open_fds:
+        still_open = {worker for workers in self._by_fd.values() for worker in workers}
+        while still_open:
             remaining = time_left(deadline)  # first: what was said by then is heard
-            said = poll.poll(min(remaining, LOOK_AROUND) * 1000)
-            # An env may have forked a process that keeps a dead worker's socket open.
-            gone = [fd for fd, worker in open_fds.items() if not said and self._processes[worker].ended()]
-            for fd, _ in said:
+            said = self._readable(self._poll_of(still_open), min(remaining, LOOK_AROUND))
+            for worker in said:
                 try:
-                    message = self.channels[open_fds[fd]].receive(deadline)
+                    message = self.channels[worker].receive(deadline)
                 except (EOFError, TimeoutError):
-                    gone.append(fd)
+                    still_open.remove(worker)
                     continue
                 if isinstance(message, Closed):
-                    unclosed[open_fds[fd]].difference_update(message.env_ids)
+                    unclosed[worker].difference_update(message.env_ids)
                 elif isinstance(message, _failures.Report) and message.operation == "close":
-                    _logger.warning("%s", _failures.to_error(message, worker=open_fds[fd]))
-            for fd in gone:
-                poll.unregister(fd)
-                del open_fds[fd]
-            if not said and remaining <= 0:
-                break
-        for worker in open_fds.values() if timeout and tell else ():
+                    _logger.warning("%s", _failures.to_error(message, worker=worker))
+            if not said:
+                # An env may have forked a process that keeps a dead worker's socket open.
+                still_open -= {
+                    worker
+                    for worker in still_open
+                    if self._processes[worker].ended() and not self.channels[worker].readable()
+                }
+                if remaining <= 0:
+                    break
+        for worker in sorted(still_open) if timeout and tell else ():
             late = sorted(unclosed[worker])
             who = f"{name_envs(late)} (worker {worker})" if late else f"spare envs of worker {worker}"
             _logger.warning(

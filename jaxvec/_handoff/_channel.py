@@ -1,7 +1,9 @@
 """One end of a worker's control socket: single wake bytes and framed messages, in order.
 
 A wake byte says "look at your slots in the segment". A frame carries a pickled message, and
-descriptors if there are any. End of file is the death notice, in both directions.
+descriptors if there are any. End of file is the death notice, in both directions. `ParentChannel` and
+`WorkerChannel` say what the pool and a worker need of their ends: a worker on another machine has no socket
+here, and something else stands for it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from jaxvec import _pickling
 
@@ -31,8 +33,55 @@ class _Wake:
 WAKE: Final = _Wake()
 
 
+class WorkerChannel(Protocol):
+    """A worker's end."""
+
+    def wake(self) -> None:
+        """Makes the other end look at its slots. That it is dead is not an error here."""
+        ...
+
+    def readable(self) -> bool:
+        """Says whether `receive` finds something at once."""
+        ...
+
+    def receive(self, deadline: float | None = None) -> Any:
+        """Waits for `WAKE` or a message; see `Channel.receive`."""
+        ...
+
+
+class ParentChannel(WorkerChannel, Protocol):
+    """The pool's end, to one worker. Not thread-safe; the pool's lock guards it."""
+
+    def fileno(self) -> int:
+        """Returns a descriptor that is readable when `receive` finds something; several can share one."""
+        ...
+
+    def send(
+        self,
+        message: Any,
+        *,
+        deadline: float | None = None,
+        descriptors: Sequence[int] = (),
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sends a message; see `Channel.send`."""
+        ...
+
+    def shut(self) -> None:
+        """Tells the worker that nothing more will come."""
+        ...
+
+    def replace(self, other: Any) -> None:
+        """Takes over another's worker, under our own descriptor's number, which others go by."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+        ...
+
+
 class Channel:
-    """One end of a control socket. Not thread-safe; the pool's lock guards the parent's end."""
+    """One end of a control socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

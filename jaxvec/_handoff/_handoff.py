@@ -22,14 +22,14 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._channel import WAKE, Channel
+from jaxvec._handoff._channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._marks import Marks
 
@@ -234,7 +234,9 @@ class ParentEnd:
 
     address = None
 
-    def __init__(self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: list[Channel]) -> None:
+    def __init__(
+        self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]
+    ) -> None:
         self._slots = Slots(marks)
         self._partition = Partition(slices)
         self._channels = channels
@@ -277,7 +279,7 @@ class ParentEnd:
 class WorkerEnd:
     """The portable `WorkerHandoff`."""
 
-    def __init__(self, marks: Marks, slots: tuple[int, int], channel: Channel) -> None:
+    def __init__(self, marks: Marks, slots: tuple[int, int], channel: WorkerChannel) -> None:
         self._slots = Slots(marks)
         self._own = slice(*slots)
         self._channel = channel
@@ -314,7 +316,9 @@ class WorkerEnd:
         pass  # it waits there
 
     def receive_message(self) -> Any:
-        message, self._heard = self._heard or self._channel.receive_message(), None
+        message, self._heard = self._heard or WAKE, None
+        while message is WAKE:
+            message = self._channel.receive()
         return message
 
 

@@ -59,10 +59,8 @@ class Spin {
 bool reached(uint32_t counter, uint32_t target) { return static_cast<int32_t>(counter - target) >= 0; }
 
 bool any_readable(const Parent& parent) {
-  std::vector<pollfd> sockets(parent.board.num_workers);
-  for (uint32_t worker = 0; worker < parent.board.num_workers; ++worker) {
-    sockets[worker] = {parent.sockets[worker], POLLIN, 0};
-  }
+  std::vector<pollfd> sockets(parent.num_sockets);
+  for (uint32_t i = 0; i < parent.num_sockets; ++i) sockets[i] = {parent.sockets[i], POLLIN, 0};
   return poll(sockets.data(), sockets.size(), 0) > 0;
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._channel import Channel
+from jaxvec._handoff._channel import ParentChannel, WorkerChannel
 from jaxvec._handoff._handoff import LOOK_AROUND, Partition, Slots, Work
 from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._marks import Marks
@@ -58,6 +58,7 @@ class _Parent(ctypes.Structure):
     _fields_ = [
         ("board", _Board),
         ("sockets", ctypes.POINTER(ctypes.c_int32)),
+        ("num_sockets", ctypes.c_uint32),
         ("request_number", ctypes.c_int64),
         ("waiters", ctypes.c_uint32),
         ("seen_notices", ctypes.c_uint32),
@@ -82,15 +83,16 @@ class NativeParentEnd:
         self,
         marks: Marks,
         slices: tuple[tuple[int, int], ...],
-        channels: list[Channel],
+        channels: Sequence[ParentChannel],
         *,
         spin_ns: int,
     ) -> None:
         self._library = _declared()
         self._slots = Slots(marks)
         self._board = _Board(marks, spin_ns)
-        self._sockets = (ctypes.c_int32 * len(channels))(*(channel.fileno() for channel in channels))
-        self._parent = _Parent(self._board, self._sockets)
+        sockets = {channel.fileno() for channel in channels}
+        self._sockets = (ctypes.c_int32 * len(sockets))(*sockets)
+        self._parent = _Parent(self._board, self._sockets, len(sockets))
         self._reference = ctypes.byref(self._parent)
         self._partition = Partition(slices)
         self._listening = threading.Lock()
@@ -151,7 +153,7 @@ class NativeWorkerEnd:
         marks: Marks,
         worker: int,
         slots: tuple[int, int],
-        channel: Channel,
+        channel: WorkerChannel,
         *,
         spin_ns: int,
         notices: int,

@@ -47,7 +47,8 @@ std::string describe() {
     FIELD(completed_at) FIELD(doorbell) FIELD(worker_notices) FIELD(asleep) FIELD(finished) FIELD(target)
     FIELD(sleepers) FIELD(parent_notices) END
   RECORD(Parent)
-    FIELD(board) FIELD(sockets) FIELD(request_number) FIELD(waiters) FIELD(seen_notices) FIELD(looked_ns) END
+    FIELD(board) FIELD(sockets) FIELD(num_sockets) FIELD(request_number) FIELD(waiters) FIELD(seen_notices)
+    FIELD(looked_ns) END
   RECORD(Worker) FIELD(board) FIELD(index) FIELD(first) FIELD(stop) FIELD(seen_notices) END
   RECORD(Call)
     FIELD(verb) FIELD(status) FIELD(fresh) FIELD(num_extra) FIELD(fingerprint) FIELD(waited_ns)

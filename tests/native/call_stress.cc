@@ -91,8 +91,7 @@ struct Request {
 struct Setup {
   Words words{kSlots, kWorkers};
   Board board = words.board(20'000, 0);
-  std::vector<int32_t> sockets = std::vector<int32_t>(kWorkers, -1);
-  Parent parent = {board, sockets.data(), 0, {0}, {0}, {0}};
+  Parent parent = {board, nullptr, 0, 0, {0}, {0}, {0}};
   Buffer action{kU32, {kSlots}}, nothing{kF32, {kSlots, 0}}, small{kU32, {kSlots}}, big{kU32, {kSlots, kBig}};
   std::vector<uint8_t> nonzero = std::vector<uint8_t>(kSlots), in_flight = nonzero, needs_reset = nonzero;
   std::vector<uint32_t> generation = std::vector<uint32_t>(kSlots);

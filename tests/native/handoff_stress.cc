@@ -97,8 +97,7 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   for (uint32_t w = 0; w < num_workers; ++w) {
     threads.emplace_back(work, board, w, std::ref(rows), std::cref(stop));
   }
-  std::vector<int32_t> sockets(num_workers, -1);
-  Parent parent = {board, sockets.data(), 0, {0}, {0}, {0}};
+  Parent parent = {board, nullptr, 0, 0, {0}, {0}, {0}};
   std::mutex sending;
   for (uint32_t o = 0; o < num_owners; ++o) {
     std::vector<int64_t> mine;

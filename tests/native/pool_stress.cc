@@ -193,8 +193,7 @@ void run_host(Shared& shared, uint32_t steps) {
 struct Setup {
   Words words{kSlots, kWorkers};
   Board board = words.board(20'000, 0);
-  std::vector<int32_t> sockets = std::vector<int32_t>(kWorkers, -1);
-  Shared shared{{board, sockets.data(), 0, {0}, {0}, {0}},
+  Shared shared{{board, nullptr, 0, 0, {0}, {0}, {0}},
                 {std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots), std::vector<uint32_t>(kSlots)},
                 std::vector<uint32_t>(kSlots),
                 std::vector<std::atomic<uint32_t>>(kSlots),

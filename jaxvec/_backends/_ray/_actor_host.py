@@ -8,6 +8,7 @@ the pool's layout, of which only its workers' rows are ever touched, so only the
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import socket
 import sys
@@ -109,18 +110,21 @@ class ActorHost:
         if process is not None:
             process.end()
 
-    def tell(self, worker: int, incarnation: int, message: Any, inherited: Payload | None = None) -> None:
+    def tell(
+        self, worker: int, incarnation: int, told: bytes | None, inherited: Payload | None = None
+    ) -> None:
         """Passes a message on, or the end of file for `None`.
 
         Args:
             worker: whom to tell.
             incarnation: which of the processes in its place.
-            message: of the pool's supervisor.
+            told: the message of the pool's supervisor, pickled.
             inherited: with `Attach`, what a worker left that was in another actor.
         """
         worker_slot = self._worker_slots[worker]
         if worker_slot.incarnation != incarnation:
             return
+        message = None if told is None else pickle.loads(told)
         if isinstance(message, Setup):
             self._envs_per_instance = message.slice_config.size or 1
             message = replace(message, sys_path=list(sys.path), python_path=os.environ.get("PYTHONPATH"))

@@ -1,86 +1,38 @@
 """This process's end of a Ray actor, from its start to its end, and of the workers in it.
 
-To the pool's supervisor each of these workers is a process with a control socket, as local ones are. Three
-threads serve an actor: one relays what workers are told; one ships slots (`_shipper.py`); one receives what
-comes back. None holds the GIL while it waits.
+To the pool's supervisor each of these workers is a process with a channel, as local ones are. Three threads
+serve an actor: one relays what workers are told; one ships slots (`_shipper.py`); one receives what comes
+back. None holds the GIL while it waits.
 """
 
 from __future__ import annotations
 
-import os
 import queue
-import select
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from jaxvec import _pickling
 from jaxvec._backends._launcher import Slices
 from jaxvec._backends._messages import Attach, Reply
 from jaxvec._backends._ray import _nodes
 from jaxvec._backends._ray._nodes import ActorLostError
 from jaxvec._backends._ray._placement import Placement
+from jaxvec._backends._ray._remote_worker import RemoteWorker, WakePipe
 from jaxvec._backends._ray._shipper import Shipper
 from jaxvec._backends._ray._wire import Wire, open_wire
 from jaxvec._backends._ray._wire_format import HostFailure, ProcessEnd, WorkerMessage
 from jaxvec._backends._start_method import StartMethod
-from jaxvec._handoff import _channel
-from jaxvec._handoff._channel import WAKE, Channel
+from jaxvec._handoff._channel import WAKE
+from jaxvec._memory._layout import Layout
+from jaxvec._memory._segment import Arrays
 from jaxvec._slices._failures import Report
 
 _EVERY = 1.0  # seconds between looks whether an actor can still find a place
 _ACKNOWLEDGED = 3.0  # seconds within which an actor has to end one of its processes, or is lost
-
-
-class RemoteWorker:
-    """A worker process in an actor; see `Process`."""
-
-    def __init__(self, link: ActorLink, worker: int, incarnation: int, channel: Channel) -> None:
-        """Names a process that is about to start.
-
-        Args:
-            link: to the actor.
-            worker: in whose place it is.
-            incarnation: how many were there before.
-            channel: the worker's end of its control socket.
-        """
-        self.worker = worker
-        self.incarnation = incarnation
-        self.channel = channel
-        self._link = link
-        self._gone = threading.Event()
-        self._ended = ProcessEnd(None, "ended")
-
-    @property
-    def place(self) -> str:
-        return f"on {self._link.node}"
-
-    @property
-    def ahead(self) -> int:
-        return self._link.ahead
-
-    def ended(self) -> bool:
-        return self._gone.is_set()
-
-    def wait(self, timeout: float) -> bool:
-        return self._gone.wait(timeout)
-
-    def end(self) -> None:
-        if not self._gone.is_set():
-            self._link.end(self)
-
-    def ending(self) -> tuple[int | None, str]:
-        self._gone.wait(timeout=1)
-        return self._ended.exitcode, f"{self.place} {self._ended.ending}"
-
-    def mark_ended(self, ended: ProcessEnd) -> None:
-        """Notes its end, the first that is heard of; the supervisor hears by an end of file."""
-        if not self._gone.is_set():
-            self._ended = ended
-            self._gone.set()
-        self.channel.break_off()
 
 
 class ActorLink:
@@ -103,6 +55,9 @@ class ActorLink:
         resources: Mapping[str, float],
         method: StartMethod,
         data: str,
+        wake_pipe: WakePipe,
+        map_segment: Callable[[int, Layout], Arrays],
+        dead_nodes: Set[str],
         predecessor: ActorLink | None,
     ) -> None:
         """Begins to serve.
@@ -116,6 +71,9 @@ class ActorLink:
             resources: that it needs.
             method: how the actor starts them.
             data: how they travel; see `open_wire`.
+            wake_pipe: of the pool.
+            map_segment: returns the arrays of the pool's segment, by its descriptor.
+            dead_nodes: that are known.
             predecessor: whose place this one takes, and which is lost.
         """
         self.node = "no node yet"
@@ -129,32 +87,54 @@ class ActorLink:
         self._resources = resources
         self._method = method
         self._data = data
+        self._wake_pipe = wake_pipe
+        self._map_segment = map_segment
+        self._dead_nodes = dead_nodes
         self._predecessor = predecessor
         self._actor: Any = None
         self._wire: Wire | None = None  # once the actor is there
         self._shipper: Shipper | None = None  # once a worker attaches
         self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
-        self._newcomers: queue.SimpleQueue[RemoteWorker] = queue.SimpleQueue()
-        self._wake_writer, reader = _channel.pair()  # wakes the thread that relays
-        self._wake_reader = _channel.adopt(reader)
-        self._losing = threading.Lock()  # who has it may write rows, unless we are lost
+        self._to_relay: queue.SimpleQueue[Callable[[Wire], None]] = queue.SimpleQueue()
+        self._losing = threading.Lock()  # who has it may write rows and speak for workers, unless we are lost
         self._receiver: threading.Thread | None = None
         self._relayer = _start(self._run)
 
     # --- what supervisor and launcher do with it, from any thread -----------------------------------
 
-    def launch(self, worker: int, incarnation: int, channel: Channel) -> RemoteWorker:
+    def launch(self, worker: int, incarnation: int) -> RemoteWorker:
         """Starts a worker process; see `RemoteWorker`."""
-        remote = RemoteWorker(self, worker, incarnation, channel)
+        remote = RemoteWorker(self, worker, incarnation, self._wake_pipe)
         with self._losing:
             self._remotes[worker, incarnation] = remote
             if self.lost:
                 remote.mark_ended(ProcessEnd(None, "ended"))
-                channel.close()
-                return remote
-            self._newcomers.put(remote)
-            self._wake_writer.wake()  # under the lock, too: `_run` closes it there, once we are lost
+        self._to_relay.put(lambda wire: wire.do("launch", worker, incarnation))
         return remote
+
+    def tell(self, remote: RemoteWorker, message: Any, descriptors: Sequence[int]) -> None:
+        """Passes a message on, or the end of file for `None`; raises `EOFError` if the worker has ended."""
+        told = None if message is None else _pickling.dumps(message)  # as it is now
+        with self._losing:
+            if remote.ended():
+                raise EOFError
+            if isinstance(message, Attach) and self._shipper is None:
+                assert self._wire is not None
+                self._shipper = Shipper(
+                    message,
+                    self._map_segment(descriptors[0], message.layout),
+                    self._workers,
+                    self._slices,
+                    move=self._wire.move,
+                    wake_pool=self._wake_pool,
+                    fail=self._fail,
+                )
+        self._to_relay.put(partial(self._relay, remote, message, told))
+
+    def wake(self) -> None:
+        """Looks at the slots of the actor's workers."""
+        if self._shipper is not None:
+            self._shipper.wake()
 
     def end(self, remote: RemoteWorker) -> None:
         """Ends a worker process; the actor with all others, if it does not do so in time."""
@@ -164,7 +144,8 @@ class ActorLink:
                 asked = self._actor.do.remote("end", remote.worker, remote.incarnation)
                 done, _ = self._ray.wait([asked], timeout=_ACKNOWLEDGED)
                 if done:
-                    remote.mark_ended(ProcessEnd(None, "was ended"))
+                    with self._losing:
+                        remote.mark_ended(ProcessEnd(None, "was ended"))
                     return
         self.lose("did not answer")
 
@@ -181,7 +162,7 @@ class ActorLink:
             self.lost = True
             for remote in self._remotes.values():
                 remote.mark_ended(ProcessEnd(None, why))
-        self._wake_writer.break_off()
+        self._to_relay.put(lambda _: None)  # its thread looks up
         if self._wire is not None:
             self._wire.break_off()
         # Without a head this would wait for it, and with Ray shut down start another.
@@ -217,11 +198,6 @@ class ActorLink:
         finally:
             if self._shipper is not None:
                 self._shipper.close()
-            with self._losing:
-                self._wake_writer.close()
-                self._wake_reader.close()
-                for remote in self._remotes.values():
-                    remote.channel.close()
 
     def _find_place(self) -> None:
         """Starts the actor; another, if the node dies before it is there.
@@ -230,7 +206,6 @@ class ActorLink:
         node would fail once more then, and nothing new has happened to it.
         """
         while True:
-            dead = _nodes.dead_nodes(self._ray)
             self._actor = self._make_actor()
             if self.lost:  # nobody could end it before
                 self._kill()
@@ -238,7 +213,8 @@ class ActorLink:
             try:  # retried: until Ray knows that it is dead, it says "unavailable", and misses no node
                 said = self._wait_for(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
-                if self.lost or not _nodes.dead_nodes(self._ray) - dead:
+                known, self._dead_nodes = self._dead_nodes, _nodes.dead_nodes(self._ray)
+                if self.lost or self._dead_nodes <= known:
                     raise
             else:
                 break
@@ -253,49 +229,26 @@ class ActorLink:
                 raise ActorLostError("was ended")
             if why := self._placement.lost():
                 raise ActorLostError(f"was not started: {why}")
+            _nodes.check_descriptors()
         return self._ray.get(answer)
 
     def _relay_all(self, wire: Wire) -> None:
-        poll = select.poll()
-        poll.register(self._wake_reader, select.POLLIN)
-        by_fd: dict[int, RemoteWorker] = {}
-        while not self.lost:
-            for fd, _ in poll.poll():
-                if fd in by_fd:
-                    if not self._relay(by_fd[fd], wire):
-                        poll.unregister(fd)
-                        del by_fd[fd]
-                    continue
-                with suppress(EOFError):
-                    self._wake_reader.receive()
-                while not self._newcomers.empty():
-                    remote = self._newcomers.get()
-                    by_fd[remote.channel.fileno()] = remote
-                    poll.register(remote.channel, select.POLLIN)
-                    wire.do("launch", remote.worker, remote.incarnation)
+        while True:
+            relay = self._to_relay.get()
+            if self.lost:
+                return
+            relay(wire)
 
-    def _relay(self, remote: RemoteWorker, wire: Wire) -> bool:
-        """Passes on what a worker is told; says whether more may come."""
-        try:
-            message = remote.channel.receive()
-        except EOFError:  # the pool closes, or another takes the place
-            message = None
-        tell = partial(wire.do, "tell", remote.worker, remote.incarnation, message)
+    def _relay(self, remote: RemoteWorker, message: Any, told: bytes | None, wire: Wire) -> None:
+        """Passes on what a worker is told."""
+        tell = partial(wire.do, "tell", remote.worker, remote.incarnation, told)
         if isinstance(message, Attach):
-            segment = remote.channel.descriptors.pop()
-            if self._shipper is None:
-                self._shipper = Shipper(
-                    message, segment, self._workers, self._slices, move=wire.move, fail=self._fail
-                )
-            os.close(segment)
-            self._shipper.serve(remote.worker, remote.channel, tell, replaces=message.replaces is not None)
-        elif message is not WAKE:
-            if self._shipper is not None:
-                self._shipper.ship()
-            tell()
-        elif self._shipper is not None:
-            self._shipper.wake()
-        return message is not None
+            assert self._shipper is not None
+            self._shipper.serve(remote.worker, tell, replaces=message.replaces is not None)
+            return
+        if self._shipper is not None:
+            self._shipper.ship()
+        tell()
 
     # --- the thread that receives what comes back ---------------------------------------------------
 
@@ -304,12 +257,13 @@ class ActorLink:
             for came in wire.receive():
                 if isinstance(came, HostFailure):
                     raise ActorLostError(came.why)
-                if isinstance(came, WorkerMessage):
-                    self._receive(came)
-                    continue
-                assert self._shipper is not None
                 with self._losing:
-                    if not self.lost:
+                    if self.lost:
+                        continue
+                    if isinstance(came, WorkerMessage):
+                        self._receive(came)
+                    else:
+                        assert self._shipper is not None
                         self._shipper.post(came)
         except BaseException as error:
             self._fail(error)
@@ -317,7 +271,7 @@ class ActorLink:
             wire.close()
 
     def _receive(self, said: WorkerMessage) -> None:
-        """Passes on what a worker says."""
+        """Passes on what a worker says; under the lock."""
         remote = self._remotes[said.worker, said.incarnation]
         message = said.message
         if isinstance(message, ProcessEnd):
@@ -327,10 +281,16 @@ class ActorLink:
             message = _nodes.on_node(message, self.node)
         elif isinstance(message, Reply) and message.failure is not None:
             message = replace(message, failure=_nodes.on_node(message.failure, self.node))
-        with suppress(EOFError, OSError):  # the supervisor has done with it
-            remote.channel.send(message)
+        remote.say(message)
         if isinstance(message, Report) and self._shipper is not None:
-            self._shipper.notify_parent(remote.worker)
+            self._shipper.notify_parent()
+
+    def _wake_pool(self) -> None:
+        """Lets it look at its slots, by a worker whose channel it has; under the lock."""
+        for remote in self._remotes.values():
+            if not remote.ended():
+                remote.say(WAKE)
+                break
 
     # --- all threads' ------------------------------------------------------------------------------
 

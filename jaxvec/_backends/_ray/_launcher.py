@@ -7,7 +7,6 @@ passes on what they are told. So a lost actor is workers that died, and they are
 
 from __future__ import annotations
 
-import errno
 import importlib
 import importlib.metadata
 import os
@@ -18,12 +17,14 @@ from typing import Any
 from jaxvec import _extras
 from jaxvec._backends._launcher import Slices
 from jaxvec._backends._ray import _nodes, _placement, _runtime_env
-from jaxvec._backends._ray._actor_link import ActorLink, RemoteWorker
+from jaxvec._backends._ray._actor_link import ActorLink
 from jaxvec._backends._ray._nodes import HeadMonitor
 from jaxvec._backends._ray._placement import Placement
+from jaxvec._backends._ray._remote_worker import RemoteChannel, RemoteWorker, WakePipe
 from jaxvec._backends._start_method import StartMethod
-from jaxvec._handoff import _channel
-from jaxvec._handoff._channel import Channel
+from jaxvec._memory import _segment
+from jaxvec._memory._layout import Layout
+from jaxvec._memory._segment import Arrays
 from jaxvec._ray import Ray
 
 _REACHED = 10.0  # seconds for the head's machine to answer
@@ -156,6 +157,9 @@ class RayLauncher:
         self._slices = slices
         self._method = method
         self._placement = placement
+        self._dead_nodes = _nodes.dead_nodes(ray)
+        self._wake_pipe: WakePipe | None = None  # once a worker is launched
+        self._arrays: Arrays | None = None  # of the segment, once it is there
         self._links: dict[int, ActorLink] = {}  # by actor; the latest
         self._incarnations: Counter[int] = Counter()  # of each worker
         self._head = HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
@@ -169,32 +173,28 @@ class RayLauncher:
             parts.append((slices[worker][0] if worker == members[0] else stop, stop))
         return tuple(parts)
 
-    def launch(self, worker: int) -> tuple[RemoteWorker, Channel]:
+    def launch(self, worker: int) -> tuple[RemoteWorker, RemoteChannel]:
         if self._head.lost:
             raise ConnectionError(self._head.lost)
-        try:
-            link = self._link_of(self._members(worker))
-            ours, theirs = _channel.pair()
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                raise
-            raise OSError(
-                error.errno,
-                "too many open files for so many workers on Ray: this program keeps two for each worker and "
-                "more for each actor; raise its limit (ulimit -n), or take more workers_per_actor",
-            ) from error
+        if self._wake_pipe is None:
+            self._wake_pipe = WakePipe()
         self._incarnations[worker] += 1
-        return link.launch(worker, self._incarnations[worker], _channel.adopt(theirs)), ours
+        link = self._link_of(self._members(worker), self._wake_pipe)
+        remote = link.launch(worker, self._incarnations[worker])
+        return remote, RemoteChannel(remote)
 
     def close(self) -> None:
         self._head.close()
         for link in self._links.values():
             link.close(timeout=1)
         self._links.clear()
+        self._arrays = None
+        if self._wake_pipe is not None:
+            self._wake_pipe.close()
         if not self._head.lost:
             self._placement.close()
 
-    def _link_of(self, members: range) -> ActorLink:
+    def _link_of(self, members: range, wake_pipe: WakePipe) -> ActorLink:
         """Returns the link to the actor of these workers, which may be a new one."""
         link = self._links.get(members[0])
         if link is None or link.lost:
@@ -209,9 +209,18 @@ class RayLauncher:
                 resources=self._options.of_actor(len(members)),
                 method=self._method,
                 data=self._options.data,
+                wake_pipe=wake_pipe,
+                map_segment=self._map_segment,
+                dead_nodes=self._dead_nodes,
                 predecessor=link,
             )
         return link
+
+    def _map_segment(self, descriptor: int, layout: Layout) -> Arrays:
+        """Maps the pool's segment once for all links: a mapping holds a descriptor."""
+        if self._arrays is None:
+            self._arrays = _segment.attach(descriptor, layout)
+        return self._arrays
 
     def _members(self, worker: int) -> range:
         """Returns the workers that live in the same actor."""

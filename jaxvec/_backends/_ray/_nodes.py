@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import platform
@@ -20,6 +21,16 @@ _FRACTION = 2 / 3  # of the time that Ray waits for a head to come back
 
 class ActorLostError(Exception):
     """An actor can't serve, or no longer; says why."""
+
+
+class TooManyFilesError(ActorLostError):
+    """An actor can't be reached, for want of descriptors."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "can't be reached: this program has too many open files, and each actor needs some; raise its "
+            "limit (ulimit -n), or take more workers_per_actor"
+        )
 
 
 class HeadMonitor:
@@ -64,8 +75,8 @@ class HeadMonitor:
     def _answers(self) -> bool:
         try:
             _connect(self._address, _EVERY)
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno == errno.EMFILE  # which says nothing of the head
         return True
 
 
@@ -121,6 +132,14 @@ def check_alike(said: Mapping[str, str]) -> None:
 def dead_nodes(ray: Any) -> set[str]:
     """Returns the nodes that the cluster has had and lost."""
     return {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
+
+
+def check_descriptors() -> None:
+    """Raises `TooManyFilesError` if none is left: Ray would try to connect to an actor without end."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise TooManyFilesError from error
 
 
 def clock_offset(read_clock: Callable[[], int]) -> int:

@@ -7,6 +7,7 @@ be on their way.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,79 +20,95 @@ from jaxvec._backends import _handoffs
 from jaxvec._backends._launcher import Slices
 from jaxvec._backends._messages import Attach
 from jaxvec._backends._ray._wire_format import Payload, WireFormat
-from jaxvec._handoff import _channel
-from jaxvec._handoff._channel import Channel
-from jaxvec._handoff._handoff import Partition, WorkerHandoff
+from jaxvec._handoff._channel import WAKE
 from jaxvec._handoff._move import Verb
-from jaxvec._memory import _segment
 from jaxvec._memory._marks import Marks
+from jaxvec._memory._segment import Arrays
+
+
+class _WorkersEnd:
+    """The workers' end of what the pool says to them on their control sockets; see `WorkerChannel`."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._come: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.wake, self.put = wake, self._come.put
+
+    def readable(self) -> bool:
+        return not self._come.empty()
+
+    def receive(self, deadline: float | None = None) -> Any:
+        message = self._come.get()
+        if message is None:
+            raise EOFError
+        return message
 
 
 class Shipper:
     """The workers' end of the hand-off, for those of one actor.
 
-    A thread of its own ships; one other calls `post` and `notify_parent`, and one the rest.
+    A thread of its own ships; one other calls `post`, and any the rest.
     """
 
     def __init__(
         self,
         attach: Attach,
-        segment: int,
+        arrays: Arrays,
         workers: range,
         slices: Slices,
         *,
         move: Callable[[Verb, Payload], None],
+        wake_pool: Callable[[], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        """Maps the segment, and begins to ship.
+        """Begins to ship.
 
         Args:
             attach: the first that a worker is sent.
-            segment: its descriptor, which stays the caller's.
+            arrays: of the segment.
             workers: of the actor; the first one's doorbell is rung for all.
             slices: the slots of each.
             move: has the actor move slots.
+            wake_pool: makes the pool look at its slots, if it waits for that at its control sockets.
             fail: is told what the thread fails of, if it does.
         """
-        self._arrays = _segment.attach(segment, attach.layout)
-        self._kind = attach.handoff
         self._slices = slices
         self._first = workers[0]
-        self._partition = Partition(slices)
         self._move = move
         self._fail = fail
-        self._marks = Marks.of(self._arrays)
+        self._marks = Marks.of(arrays)
         self._answered = np.zeros_like(self._marks.completed)  # the requests that rows answer
         self._wire = WireFormat(
-            attach.spec, self._arrays, workers, requested=self._marks.requested, answered=self._answered
+            attach.spec, arrays, workers, requested=self._marks.requested, answered=self._answered
         )
         self._serving = np.zeros(len(self._answered), np.bool_)  # slots whose worker is attached
         self._shipped = self._marks.completed.copy()
         self._order = threading.Lock()  # what is packed first goes first
-        self._wake_writer, reader = _channel.pair()
-        self._wake_reader = _channel.adopt(reader)
-        own = slices[0][0], slices[-1][1]
-        shipped = replace(self._marks, completed=self._shipped)
-        self._own = slice(*own)
-        self._taking = self._worker_end(workers[0], own, shipped, self._wake_reader)
-        self._posting: dict[int, WorkerHandoff] = {}  # by worker
+        self._own = slice(slices[0][0], slices[-1][1])
+        self._channel = _WorkersEnd(wake_pool)
+        self._taking, self._posting = (
+            _handoffs.worker_end(
+                attach.handoff,
+                marks,
+                worker=self._first,
+                slots=(self._own.start, self._own.stop),
+                channel=self._channel,
+                spin_ns=0,
+                notices=int(marks.worker_notices[self._first, 0]),
+            )
+            for marks in (replace(self._marks, completed=self._shipped), self._marks)
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def serve(
-        self, worker: int, channel: Channel, tell: Callable[[Payload | None], Any], *, replaces: bool
-    ) -> None:
+    def serve(self, worker: int, tell: Callable[[Payload | None], Any], *, replaces: bool) -> None:
         """Ships a worker's slots from now on.
 
         Args:
             worker: its index.
-            channel: the worker's end of its control socket.
             tell: lets the actor know, with what the worker inherits from one that was lost with its actor.
             replaces: whether another has served before.
         """
-        own = self._slices[worker - self._first]
-        self._posting[worker] = self._worker_end(worker, own, self._marks, channel)
-        slots = np.arange(*own)
+        slots = np.arange(*self._slices[worker - self._first])
         with self._order:
             if self._serving[slots].all():  # the actor has its rows, and what it was asked for
                 tell(None)
@@ -99,7 +116,7 @@ class Shipper:
             tell(self._wire.inheritance(worker).pack(slots) if replaces else None)
             self._serving[slots] = True
             self._shipped[slots] = self._marks.completed[slots]
-        self._wake_writer.send("look again")
+        self._channel.put("look again")
         self._taking.notify_worker()
 
     def ship(self) -> None:
@@ -119,29 +136,25 @@ class Shipper:
 
     def wake(self) -> None:
         """Passes on that something was asked for."""
-        self._wake_writer.wake()
+        self._channel.put(WAKE)
 
     def post(self, rows: Payload) -> None:
         """Writes rows, and hands those back that answer what was asked."""
         slots = self._wire.results.unpack(rows)
         requested, completed = self._marks.requested[slots], self._marks.completed[slots]
         finished = slots[(self._answered[slots] == requested) & (completed != requested)]
-        for worker, part in self._partition.of(finished):
-            with suppress(OSError):  # its socket is closed; the slots are completed all the same
-                self._posting[self._first + worker].post(part)
+        if finished.size:
+            self._posting.post(finished)
 
-    def notify_parent(self, worker: int) -> None:
+    def notify_parent(self) -> None:
         """Makes the pool look at its control sockets at once."""
-        if worker in self._posting:
-            self._posting[worker].notify_parent()
+        self._posting.notify_parent()
 
     def close(self) -> None:
         """Ends the thread."""
-        self._wake_writer.break_off()
+        self._channel.put(None)
         self._taking.notify_worker()
         self._thread.join()
-        self._wake_writer.close()
-        self._wake_reader.close()
 
     def _run(self) -> None:
         try:
@@ -151,11 +164,3 @@ class Shipper:
                     self.ship()
         except BaseException as error:
             self._fail(error)
-
-    def _worker_end(
-        self, worker: int, slots: tuple[int, int], marks: Marks, channel: Channel
-    ) -> WorkerHandoff:
-        notices = int(marks.worker_notices[worker, 0])
-        return _handoffs.worker_end(
-            self._kind, marks, worker=worker, slots=slots, channel=channel, spin_ns=0, notices=notices
-        )

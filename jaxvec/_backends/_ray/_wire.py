@@ -6,6 +6,7 @@ port, which a firewall may close.
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import secrets
@@ -20,7 +21,7 @@ from jaxvec import _pickling
 from jaxvec._backends._ray import _connection
 from jaxvec._backends._ray._actor_host import ActorHost
 from jaxvec._backends._ray._connection import MESSAGE, Connection, Listener
-from jaxvec._backends._ray._nodes import ActorLostError
+from jaxvec._backends._ray._nodes import ActorLostError, TooManyFilesError
 from jaxvec._backends._ray._wire_format import HostFailure, Payload, WorkerMessage
 from jaxvec._handoff._move import Verb
 
@@ -141,7 +142,7 @@ def open_wire(ray: Any, actor: Any, data: str) -> Wire:
         data: `"tcp"`, `"ray"`, or `"auto"` for the first of these that is possible.
 
     Raises:
-        ActorLostError: it can't be reached by `"tcp"`.
+        ActorLostError: it can't be reached by `"tcp"`, or for want of descriptors.
         RayError: the actor is lost.
     """
     if data == "ray":
@@ -154,6 +155,8 @@ def open_wire(ray: Any, actor: Any, data: str) -> Wire:
         serving = actor.serve.remote()
         return TcpWire(ray, _connection.connect(address, key), serving)
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise TooManyFilesError from error
         why = f"can't be reached at {where}: {error}"
     if data == "tcp":
         raise ActorLostError(
