@@ -7,6 +7,7 @@ where others would compute. What is measured is what jaxvec and Ray add.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import threading
@@ -29,7 +30,7 @@ from benchmarks.__main__ import machine
 
 BATCHES = {"1 kB": 1 << 10, "100 kB": 100 << 10, "2 MB": 2 << 20}
 NUM_ENVS = 8
-PARTS = ("start", "overhead", "grouping", "scaling", "recovery", "rollouts")
+PARTS = ("start", "descriptors", "overhead", "grouping", "scaling", "recovery", "rollouts")
 STAGE = "stage"  # a resource that only the simulated nodes have
 ENVS_PER_NODE = 4
 STORE = 100 << 20  # bytes of each node's object store
@@ -188,6 +189,22 @@ def start(rounds: int, _: int) -> Iterator[str]:
     for count, each in found.items():
         wall, cpu = (statistics.median(column) for column in zip(*each, strict=True))
         yield f"| {count} | {wall:.1f} | {cpu * 1e3:.0f} |"
+
+
+def descriptors(rounds: int, _: int) -> Iterator[str]:
+    """Counts what pools hold open in this process."""
+    yield "\nMedians of the file descriptors that a pool adds to those of the driver.\n"
+    yield "| actors | workers in each | descriptors |\n| ---: | ---: | ---: |"
+    for actors, workers in ((1, 1), (1, 8), (1, 32), (4, 8), (8, 1)):
+        backend = jaxvec.Ray(workers_per_actor=workers, resources_per_worker={"CPU": 0.01})
+        count = actors * workers
+        found: list[int] = []
+        for _ in range(rounds):
+            before = len(os.listdir("/proc/self/fd"))
+            with jaxvec.make(partial(Busy, 128), count, num_workers=count, backend=backend) as envs:
+                envs.reset()
+                found.append(len(os.listdir("/proc/self/fd")) - before)
+        yield f"| {actors} | {workers} | {statistics.median(found):g} |"
 
 
 def on_stage(workers_per_actor: int, data: str = "tcp") -> jaxvec.Ray:
@@ -349,7 +366,7 @@ def main() -> None:
     print(f"`python -m benchmarks.ray {' '.join(sys.argv[1:])}`".replace(" `", "`"))
     print(f"on {machine()}, ray {ray.__version__}; nodes are simulated on this machine.")
     with cluster(0):
-        for part in (start, overhead, grouping, rollouts):
+        for part in (start, descriptors, overhead, grouping, rollouts):
             if part.__name__ in options.parts:
                 print(*part(options.rounds, options.times), sep="\n", flush=True)
     if "scaling" in options.parts:

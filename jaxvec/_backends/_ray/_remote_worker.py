@@ -23,6 +23,7 @@ class WakePipe:
     def __init__(self) -> None:
         """Makes the pipe; raises `OSError` if no descriptors are left."""
         self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
 
     def fileno(self) -> int:
         return self._reader
@@ -31,7 +32,8 @@ class WakePipe:
         os.write(self._writer, b"\0")
 
     def take(self) -> None:
-        os.read(self._reader, 1)
+        with suppress(BlockingIOError):  # Ctrl-C came between this and the message once
+            os.read(self._reader, 1)
 
     def close(self) -> None:
         os.close(self._reader)
@@ -104,8 +106,8 @@ class RemoteWorker:
     def say(self, message: Any) -> None:
         """Lets the pool hear a message, or `WAKE`, which is said by whatever else it has yet to hear."""
         if not self._gone.is_set() and not (message is WAKE and self.said):
+            self.wake_pipe.put()  # first: who finds the message takes a byte
             self.said.append(message)
-            self.wake_pipe.put()
 
     def mark_ended(self, ended: ProcessEnd) -> None:
         """Notes its end, the first that is heard of, which the pool hears as an end of file."""
@@ -141,6 +143,8 @@ class RemoteChannel:
         return bool(self._remote.said)
 
     def receive(self, deadline: float | None = None) -> Any:
+        if not self._remote.said:  # it is on its way
+            return WAKE
         self._remote.wake_pipe.take()
         message = self._remote.said.popleft()
         if message is None:
