@@ -49,7 +49,7 @@ enum Outcome : int32_t {
 // The parent's own words. One thread at a time sends, under the pool's lock; any number wait.
 struct Parent {
   Board board;
-  const int32_t* sockets;              // [num_sockets] control sockets, or what stands for several
+  const int32_t* sockets;  // [num_sockets] control sockets, or what stands for several
   uint32_t num_sockets;
   int64_t request_number;              // of the latest request; they are served in this order
   std::atomic<uint32_t> waiters;       // threads that wait
