@@ -13,7 +13,7 @@ from test_handoff import KINDS, board
 
 from jaxvec._backends import _handoffs
 from jaxvec._backends._ray import _nodes, _wire
-from jaxvec._backends._ray._remote_worker import RemoteChannel, RemoteWorker, WakePipe
+from jaxvec._backends._ray._remote_worker import RemoteWorker, WakePipe
 from jaxvec._backends._ray._wire_format import ProcessEnd
 from jaxvec._handoff._channel import WAKE
 
@@ -42,15 +42,14 @@ def pipe():
 
 
 @pytest.fixture
-def start(pipe):
-    """Yields what makes a worker and the pool's channel to it."""
-    link = Link()
+def link():
+    return Link()
 
-    def start(worker, incarnation=1):
-        remote = RemoteWorker(link, worker, incarnation, pipe)
-        return remote, RemoteChannel(remote)
 
-    return start
+@pytest.fixture
+def start(pipe, link):
+    """Yields what makes a worker."""
+    return lambda worker, incarnation=1: RemoteWorker(link, worker, incarnation, pipe)
 
 
 def rung(pipe):
@@ -59,53 +58,62 @@ def rung(pipe):
 
 
 def test_the_pipe_is_readable_while_somebody_is_not_heard(pipe, start):
-    (one, to_one), (two, to_two) = start(0), start(1)
-    assert to_one.fileno() == to_two.fileno() == pipe.fileno()
+    one, two = start(0), start(1)
+    assert one.fileno() == two.fileno() == pipe.fileno()
     assert not rung(pipe)
     one.say("a")
     two.say("b")
     one.say("c")
-    assert (to_one.receive(), to_one.receive()) == ("a", "c")
-    assert (to_one.readable(), to_two.readable(), rung(pipe)) == (False, True, True)
-    assert to_two.receive() == "b"
+    assert (one.receive(), one.receive()) == ("a", "c")
+    assert (one.readable(), two.readable(), rung(pipe)) == (False, True, True)
+    assert two.receive() == "b"
     assert not rung(pipe)
 
 
 def test_an_end_is_heard_once_after_what_was_said(pipe, start):
-    remote, channel = start(0)
-    remote.say("last words")
-    remote.mark_ended(ENDED)
-    remote.mark_ended(ProcessEnd(4, "again"))
-    remote.say("from beyond")
-    assert channel.receive() == "last words"
+    worker = start(0)
+    worker.say("last words")
+    worker.mark_ended(ENDED)
+    worker.mark_ended(ProcessEnd(4, "again"))
+    worker.say("from beyond")
+    assert worker.receive() == "last words"
     with pytest.raises(EOFError):
-        channel.receive()
+        worker.receive()
     assert not rung(pipe)
-    assert remote.ending() == (3, "on node 1 exited with code 3")
+    assert worker.ending() == (3, "on node 1 exited with code 3")
     with pytest.raises(EOFError):
-        channel.send("hello")
-    channel.shut()
+        worker.send("hello")
+    worker.shut()
 
 
 def test_a_wake_is_not_said_twice(pipe, start):
-    remote, channel = start(0)
+    worker = start(0)
     for _ in range(100_000):  # more than fit into a pipe
-        remote.say(WAKE)
-    assert channel.receive() is WAKE
+        worker.say(WAKE)
+    assert worker.receive() is WAKE
     assert not rung(pipe)
 
 
-def test_who_takes_a_place_is_told_and_heard_in_it(pipe, start):
-    (old, channel), (new, other) = start(0), start(0, 2)
+def test_who_takes_a_place_is_told_and_heard_in_it(pipe, link, start):
+    old, new = start(0), start(0, 2)
     old.say("something that nobody hears")
     old.mark_ended(ENDED)
-    channel.replace(other)
+    channel = old.replace(new)
     assert not rung(pipe)
     new.say("hello")
     assert channel.receive() == "hello"
     channel.send("welcome")
     channel.shut()
-    assert new.link.told == [(0, 2, "welcome"), (0, 2, None)]
+    assert link.told == [(0, 2, "welcome"), (0, 2, None)]
+
+
+def test_a_message_whose_byte_was_lost_to_ctrl_c_blocks_nobody(pipe, start):
+    one, two = start(0), start(1)
+    one.say("a")
+    pipe.take()  # and then the signal came
+    two.say("b")
+    assert (one.receive(), two.receive()) == ("a", "b")
+    assert not rung(pipe)
 
 
 @contextmanager
@@ -133,11 +141,11 @@ def test_more_workers_are_heard_than_there_may_be_descriptors(kind, start):
     with descriptors_left(0):
         num_workers = resource.getrlimit(resource.RLIMIT_NOFILE)[0] + 1
         marks, slices = board(num_workers, num_workers)
-        remotes, channels = zip(*map(start, range(num_workers)), strict=True)
-        remotes[-1].say("hello")
-        end = _handoffs.parent_end(kind, marks, slices=slices, channels=channels, spin_ns=0)
+        workers = [*map(start, range(num_workers))]
+        workers[-1].say("hello")
+        end = _handoffs.parent_end(kind, marks, slices=slices, channels=workers, spin_ns=0)
         assert not end.wait(np.arange(num_workers), num_workers, 0)  # before it is content with its slots
-        channels[-1].receive()
+        workers[-1].receive()
 
 
 class Ray:

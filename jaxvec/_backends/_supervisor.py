@@ -301,7 +301,7 @@ class Supervisor:
             raise error from lost
         except JaxvecError as failed:
             raise failed from error
-        self.channels[worker].replace(channel)
+        self.channels[worker] = self.channels[worker].replace(channel)
         deadline = self._allow_start(worker)
         with suppress(EOFError):  # the next look will tell
             self._tell(worker, make_setup(self._recipe, worker, learn_info=False), deadline)

@@ -71,8 +71,8 @@ class ParentChannel(WorkerChannel, Protocol):
         """Tells the worker that nothing more will come."""
         ...
 
-    def replace(self, other: Any) -> None:
-        """Takes over another's worker, under our own descriptor's number, which others go by."""
+    def replace(self, other: Any) -> ParentChannel:
+        """Returns what is to another's worker, under our own descriptor's number, which others go by."""
         ...
 
     def close(self) -> None:
@@ -169,10 +169,11 @@ class Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def replace(self, other: Channel) -> None:
+    def replace(self, other: Channel) -> Channel:
         """Takes over another's socket, under our own descriptor's number, which others go by."""
         os.dup2(other.fileno(), self.fileno(), inheritable=False)
         other.close()
+        return self
 
     def close(self) -> None:
         self._socket.close()

@@ -20,7 +20,7 @@ from jaxvec._backends._ray import _nodes, _placement, _runtime_env
 from jaxvec._backends._ray._actor_link import ActorLink
 from jaxvec._backends._ray._nodes import HeadMonitor
 from jaxvec._backends._ray._placement import Placement
-from jaxvec._backends._ray._remote_worker import RemoteChannel, RemoteWorker, WakePipe
+from jaxvec._backends._ray._remote_worker import RemoteWorker, WakePipe
 from jaxvec._backends._start_method import StartMethod
 from jaxvec._memory import _segment
 from jaxvec._memory._layout import Layout
@@ -173,7 +173,7 @@ class RayLauncher:
             parts.append((slices[worker][0] if worker == members[0] else stop, stop))
         return tuple(parts)
 
-    def launch(self, worker: int) -> tuple[RemoteWorker, RemoteChannel]:
+    def launch(self, worker: int) -> tuple[RemoteWorker, RemoteWorker]:
         if self._head.lost:
             raise ConnectionError(self._head.lost)
         if self._wake_pipe is None:
@@ -181,7 +181,7 @@ class RayLauncher:
         self._incarnations[worker] += 1
         link = self._link_of(self._members(worker), self._wake_pipe)
         remote = link.launch(worker, self._incarnations[worker])
-        return remote, RemoteChannel(remote)
+        return remote, remote
 
     def close(self) -> None:
         self._head.close()

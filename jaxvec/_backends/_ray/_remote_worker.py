@@ -1,6 +1,6 @@
-"""A worker process in a Ray actor, as the pool's supervisor sees it: a process and a channel.
+"""A worker process in a Ray actor, as the pool's supervisor sees it: a process and a channel in one.
 
-It has no socket of its own here. What it is told goes with its number through its actor's link; what it says
+It has no socket here. What it is told goes with its number through its actor's link; what it says
 waits in memory until the pool hears it. One pipe wakes the pool for all its workers.
 """
 
@@ -60,7 +60,7 @@ class Link(Protocol):
 
 
 class RemoteWorker:
-    """A worker process in an actor; see `Process`."""
+    """A worker process in an actor, and the pool's channel to it; see `Process` and `ParentChannel`."""
 
     def __init__(self, link: Link, worker: int, incarnation: int, wake_pipe: WakePipe) -> None:
         """Names a process that is about to start.
@@ -71,21 +71,23 @@ class RemoteWorker:
             incarnation: how many were there before.
             wake_pipe: of the pool.
         """
-        self.link = link
         self.worker = worker
         self.incarnation = incarnation
-        self.wake_pipe = wake_pipe
-        self.said: deque[Any] = deque()  # what the pool has not heard; `None` is the end of file
+        self._link = link
+        self._wake_pipe = wake_pipe
+        self._said: deque[Any] = deque()  # what the pool has not heard; `None` is the end of file
         self._gone = threading.Event()
         self._ended = ProcessEnd(None, "ended")
 
+    # --- the process -------------------------------------------------------------------------------
+
     @property
     def place(self) -> str:
-        return f"on {self.link.node}"
+        return f"on {self._link.node}"
 
     @property
     def ahead(self) -> int:
-        return self.link.ahead
+        return self._link.ahead
 
     def ended(self) -> bool:
         return self._gone.is_set()
@@ -95,39 +97,19 @@ class RemoteWorker:
 
     def end(self) -> None:
         if not self._gone.is_set():
-            self.link.end(self)
+            self._link.end(self)
 
     def ending(self) -> tuple[int | None, str]:
         self._gone.wait(timeout=1)
         return self._ended.exitcode, f"{self.place} {self._ended.ending}"
 
-    # The link calls these, under its lock.
-
-    def say(self, message: Any) -> None:
-        """Lets the pool hear a message, or `WAKE`, which is said by whatever else it has yet to hear."""
-        if not self._gone.is_set() and not (message is WAKE and self.said):
-            self.wake_pipe.put()  # first: who finds the message takes a byte
-            self.said.append(message)
-
-    def mark_ended(self, ended: ProcessEnd) -> None:
-        """Notes its end, the first that is heard of, which the pool hears as an end of file."""
-        if not self._gone.is_set():
-            self._ended = ended
-            self.say(None)
-            self._gone.set()
-
-
-class RemoteChannel:
-    """The pool's end of what stands for a control socket to a worker in an actor; see `ParentChannel`."""
-
-    def __init__(self, remote: RemoteWorker) -> None:
-        self._remote = remote
+    # --- the channel -------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        return self._remote.wake_pipe.fileno()
+        return self._wake_pipe.fileno()
 
     def wake(self) -> None:
-        self._remote.link.wake()
+        self._link.wake()
 
     def send(
         self,
@@ -137,29 +119,44 @@ class RemoteChannel:
         descriptors: Sequence[int] = (),
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        self._remote.link.tell(self._remote, message, descriptors)
+        self._link.tell(self, message, descriptors)
 
     def readable(self) -> bool:
-        return bool(self._remote.said)
+        return bool(self._said)
 
     def receive(self, deadline: float | None = None) -> Any:
-        if not self._remote.said:  # it is on its way
+        if not self._said:  # it is on its way
             return WAKE
-        self._remote.wake_pipe.take()
-        message = self._remote.said.popleft()
+        self._wake_pipe.take()
+        message = self._said.popleft()
         if message is None:
             raise EOFError
         return message
 
     def shut(self) -> None:
         with suppress(EOFError):
-            self._remote.link.tell(self._remote, None, ())
+            self._link.tell(self, None, ())
 
-    def replace(self, other: RemoteChannel) -> None:
-        while self.readable():
+    def replace(self, other: RemoteWorker) -> RemoteWorker:
+        while self._said:  # nobody hears it any more
             with suppress(EOFError):
                 self.receive()
-        self._remote = other._remote
+        return other
 
     def close(self) -> None:
         pass  # the pipe is the whole pool's
+
+    # --- what the link says for it, under its lock -------------------------------------------------
+
+    def say(self, message: Any) -> None:
+        """Lets the pool hear a message, or `WAKE`, which is said by whatever else it has yet to hear."""
+        if not self._gone.is_set() and not (message is WAKE and self._said):
+            self._wake_pipe.put()  # first: who finds the message takes a byte
+            self._said.append(message)
+
+    def mark_ended(self, ended: ProcessEnd) -> None:
+        """Notes its end, the first that is heard of, which the pool hears as an end of file."""
+        if not self._gone.is_set():
+            self._ended = ended
+            self.say(None)
+            self._gone.set()
