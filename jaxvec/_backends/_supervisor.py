@@ -65,7 +65,7 @@ class Supervisor:
     """The worker processes of one pool. `close()` ends them, whatever state they are in.
 
     Attributes:
-        channels: the control socket to each worker; a replaced worker's has the same descriptor.
+        channels: the control socket to each worker, or what stands for it; the descriptor stays the same.
         starting: workers that take another's place and are not ready yet; by when they have to be, if ever.
         options: what resets pass to the envs; for workers that take another's place.
         told: what envs were told, if the pool goes on after faults.

@@ -27,7 +27,7 @@ from jaxvec._memory._segment import Arrays
 
 
 class _WorkersEnd:
-    """The workers' end of what the pool says to them on their control sockets; see `WorkerChannel`."""
+    """What a hand-off of all the actor's workers has for a control socket; see `WorkerChannel`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._come: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -68,7 +68,7 @@ class Shipper:
             workers: of the actor; the first one's doorbell is rung for all.
             slices: the slots of each.
             move: has the actor move slots.
-            wake_pool: makes the pool look at its slots, if it waits for that at its control sockets.
+            wake_pool: makes the pool look at its slots, if it waits for that at its channels.
             fail: is told what the thread fails of, if it does.
         """
         self._slices = slices
