@@ -3,7 +3,8 @@
 // It knows one case each, and leaves every other to Python, where all the rules are: `Stepper.run` returns
 // to its caller with what `env.step` has returned, a `Writer` calls the function that it stands for. So what
 // is here only has to be right about when a case is ordinary. Both are made in Python, which says what is
-// what: `Stepper` in _slices/_env_slice.py, `Writer` in _memory/_rows.py.
+// what: `Stepper` in _slices/_env_slice.py, `Writer` in _memory/_rows.py. Saved states are the third case:
+// `take_again` and `put_again` are told of in _slices/_snapshots/_again.py.
 //
 // The limited API makes one file serve every Python from 3.11 on. The GIL is held throughout.
 
@@ -20,6 +21,7 @@
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <utility>
 
 namespace {
 
@@ -510,11 +512,336 @@ PyType_Slot stepper_slots[] = {
 PyType_Spec stepper_spec = {"jaxvec._stepper.compiled.Stepper", sizeof(Stepper), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, stepper_slots};
 
+// --- States ---
+
+// The classes of nodes that this file knows, borrowed: see _slices/_snapshots.
+struct Nodes {
+  PyObject *atoms;      // set of classes, whose values stand for themselves
+  PyObject *node;       // Node: of all of them
+  PyObject *array;      // Array: an ndarray that has its memory
+  PyObject *generator;  // Generator: a numpy.random.Generator, and a node of its bits
+  PyObject *bits;       // BitGenerator
+  PyObject *space;      // Space
+};
+PyObject *attributes_name, *array_name, *kind_name, *bits_name, *state_name, *sequence_name, *children_name,
+    *space_name, *generators_name, *random_name, *bit_generator_name, *seed_name, *spawned_name;
+
+// What was met: two attributes may be one object, and then Python keeps them so.
+class Met {
+ public:
+  bool IsNew(PyObject* object) {
+    for (int i = 0; i < count_; ++i) {
+      if (objects_[i] == object) return false;
+    }
+    if (count_ == kMost) return false;
+    objects_[count_++] = object;
+    return true;
+  }
+
+ private:
+  static constexpr int kMost = 32;
+  PyObject* objects_[kMost];
+  int count_ = 0;
+};
+
+Ref Get(PyObject* object, PyObject* name) { return Ref(PyObject_GetAttr(object, name)); }
+
+bool IsOf(PyObject* object, PyObject* kind) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == kind; }
+
+// Returns an object of a class with slots, whose `__init__` is left to the caller.
+Ref MakeNode(PyObject* kind) {
+  return Ref(reinterpret_cast<PyObject*>(Allocate<PyObject>(reinterpret_cast<PyTypeObject*>(kind))));
+}
+
+Outcome IsAtom(const Nodes& nodes, PyObject* value) {
+  const int found = PySet_Contains(nodes.atoms, reinterpret_cast<PyObject*>(Py_TYPE(value)));
+  return found < 0 ? Outcome::kError : found != 0 ? Outcome::kDone : Outcome::kOther;
+}
+
+Outcome AreAtoms(const Nodes& nodes, PyObject* tuple) {
+  const Py_ssize_t count = PyTuple_Size(tuple);
+  Outcome outcome = Outcome::kDone;
+  for (Py_ssize_t i = 0; i < count && outcome == Outcome::kDone; ++i) {
+    outcome = IsAtom(nodes, PyTuple_GetItem(tuple, i));
+  }
+  return outcome;
+}
+
+// Says whether something stands for itself, since its like can't change.
+bool IsItself(const Nodes& nodes, PyObject* node) {
+  return PyType_IsSubtype(Py_TYPE(node), reinterpret_cast<PyTypeObject*>(nodes.node)) == 0;
+}
+
+bool IsPlainArray(PyObject* value) {
+  if (!PyArray_CheckExact(value)) return false;
+  PyArrayObject* array = AsArray(value);
+  const int type = PyArray_TYPE(array);
+  return PyArray_BASE(array) == nullptr && PyArray_CHKFLAGS(array, NPY_ARRAY_OWNDATA) &&
+         PyArray_ISWRITEABLE(array) && (PyTypeNum_ISNUMBER(type) || PyTypeNum_ISBOOL(type));
+}
+
+Ref CopyArray(PyObject* array) { return Ref(PyArray_NewCopy(AsArray(array), NPY_KEEPORDER)); }
+
+// The parts of a generator that a node may stand for, which are these: `bits` are of the kind and the seeds
+// that the node has.
+struct GeneratorParts {
+  Ref was;       // the node of the bits
+  Ref bits;      // of the generator
+  Ref sequence;  // of seeds
+  Ref spawned;   // how many children that has
+};
+
+Outcome Inspect(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, GeneratorParts* parts) {
+  const Ref kind = Get(node, kind_name);
+  parts->was = Get(node, bits_name);
+  if (!kind || !parts->was) return Outcome::kError;
+  if (!IsOf(value, kind.get()) || !IsOf(parts->was.get(), nodes.bits)) return Outcome::kOther;
+  parts->bits = Get(value, bit_generator_name);
+  const Ref bits_kind = Get(parts->was.get(), kind_name);
+  if (!parts->bits || !bits_kind) return Outcome::kError;
+  if (!IsOf(parts->bits.get(), bits_kind.get())) return Outcome::kOther;
+  if (!met->IsNew(value) || !met->IsNew(parts->bits.get())) return Outcome::kOther;
+  parts->sequence = Get(parts->bits.get(), seed_name);
+  const Ref sequence = Get(parts->was.get(), sequence_name);
+  if (!parts->sequence || !sequence) return Outcome::kError;
+  if (parts->sequence.get() != sequence.get() || sequence.get() == Py_None) return Outcome::kOther;
+  parts->spawned = Get(parts->sequence.get(), spawned_name);
+  return parts->spawned ? Outcome::kDone : Outcome::kError;
+}
+
+Outcome TakeGenerator(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, Ref* fresh) {
+  GeneratorParts parts;
+  const Outcome outcome = Inspect(node, value, nodes, met, &parts);
+  if (outcome != Outcome::kDone) return outcome;
+  const Ref state = Get(parts.bits.get(), state_name), bits = MakeNode(nodes.bits);
+  *fresh = MakeNode(nodes.generator);
+  const bool made =
+      state && bits && *fresh &&
+      PyObject_SetAttr(bits.get(), kind_name, reinterpret_cast<PyObject*>(Py_TYPE(parts.bits.get()))) == 0 &&
+      PyObject_SetAttr(bits.get(), state_name, state.get()) == 0 &&
+      PyObject_SetAttr(bits.get(), sequence_name, parts.sequence.get()) == 0 &&
+      PyObject_SetAttr(bits.get(), children_name, parts.spawned.get()) == 0 &&
+      PyObject_SetAttr(fresh->get(), kind_name, reinterpret_cast<PyObject*>(Py_TYPE(value))) == 0 &&
+      PyObject_SetAttr(fresh->get(), bits_name, bits.get()) == 0;
+  return made ? Outcome::kDone : Outcome::kError;
+}
+
+// Says whether a space is that of a node, and no random numbers were drawn from it.
+Outcome IsQuietSpace(PyObject* node, PyObject* value, bool drawn_too) {
+  const Ref space = Get(node, space_name), generators = Get(node, generators_name);
+  if (!space || !generators) return Outcome::kError;
+  if (space.get() != value || generators.get() != Py_None) return Outcome::kOther;
+  if (drawn_too) return Outcome::kDone;
+  const Ref random = Get(value, random_name);
+  if (!random) return Outcome::kError;
+  return random.get() == Py_None ? Outcome::kDone : Outcome::kOther;
+}
+
+// Takes what is no atom, and of which a node was taken before.
+Outcome TakeValue(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, Ref* fresh) {
+  if (node == value) {  // which it only is if it stands for itself
+    *fresh = Share(node);
+    return Outcome::kDone;
+  }
+  if (IsOf(node, nodes.array)) {
+    if (!IsPlainArray(value) || !met->IsNew(value)) return Outcome::kOther;
+    *fresh = MakeNode(nodes.array);
+    const Ref copy = CopyArray(value);
+    const bool made = *fresh && copy && PyObject_SetAttr(fresh->get(), array_name, copy.get()) == 0;
+    return made ? Outcome::kDone : Outcome::kError;
+  }
+  if (IsOf(node, nodes.generator)) return TakeGenerator(node, value, nodes, met, fresh);
+  if (IsOf(node, nodes.space)) {
+    *fresh = Share(node);
+    return IsQuietSpace(node, value, false);
+  }
+  if (!PyTuple_CheckExact(node) || !PyTuple_CheckExact(value)) return Outcome::kOther;
+  *fresh = Share(value);
+  return AreAtoms(nodes, value);
+}
+
+// Notes that a dict has another item; it is a copy of `before` from the first time on.
+bool Change(Ref* dict, PyObject* before, PyObject* name, PyObject* value) {
+  if (dict->get() == before) *dict = Ref(PyDict_Copy(before));
+  return *dict && PyDict_SetItem(dict->get(), name, value) == 0;
+}
+
+// Reads what was taken of a layer: the attributes that are atoms, the nodes of others, and how many there are.
+bool ReadFields(PyObject* fields, PyObject** atoms, PyObject** nodes, Py_ssize_t* count) {
+  return PyArg_ParseTuple(fields, "O!O!n:fields", &PyDict_Type, atoms, &PyDict_Type, nodes, count) != 0;
+}
+
+// Takes the attributes of a layer, whose `before` these are.
+Outcome TakeLayer(PyObject* layer, PyObject* before, PyObject* told, const Nodes& nodes, Met* met, Ref* taken) {
+  PyObject *atoms_before, *nodes_before, *name, *value;
+  Py_ssize_t count, place = 0, num_known = 0;
+  if (!ReadFields(before, &atoms_before, &nodes_before, &count)) return Outcome::kError;
+  *taken = Share(before);
+  if (told == Py_None) return Outcome::kDone;
+  const Ref held = Get(layer, attributes_name);
+  if (!held) return Outcome::kError;
+  if (!PyDict_CheckExact(held.get()) || PyDict_Size(held.get()) != count) return Outcome::kOther;
+  Ref atoms = Share(atoms_before), others = Share(nodes_before);
+  while (PyDict_Next(held.get(), &place, &name, &value) != 0) {
+    const Ref kept[] = {Share(name), Share(value)};
+    PyObject* was = PyDict_GetItemWithError(atoms_before, name);
+    if (was == nullptr && PyErr_Occurred() != nullptr) return Outcome::kError;
+    ++num_known;
+    if (was == value) continue;
+    const Outcome is_atom = IsAtom(nodes, value);
+    if (is_atom == Outcome::kError) return is_atom;
+    if (is_atom == Outcome::kDone) {
+      if (was == nullptr) return Outcome::kOther;
+      if (!Change(&atoms, atoms_before, name, value)) return Outcome::kError;
+      continue;
+    }
+    if (was != nullptr) return Outcome::kOther;
+    PyObject* node = PyDict_GetItemWithError(nodes_before, name);
+    if (node == nullptr) {
+      --num_known;
+      const int is_told = PyErr_Occurred() != nullptr ? -1 : PySet_Contains(told, name);
+      if (is_told != 1) return is_told < 0 ? Outcome::kError : Outcome::kOther;
+      continue;
+    }
+    Ref fresh;
+    const Outcome outcome = TakeValue(node, value, nodes, met, &fresh);
+    if (outcome != Outcome::kDone) return outcome;
+    if (fresh.get() != node && !Change(&others, nodes_before, name, fresh.get())) return Outcome::kError;
+  }
+  if (num_known != PyDict_Size(atoms_before) + PyDict_Size(nodes_before)) return Outcome::kOther;
+  if (atoms.get() != atoms_before || others.get() != nodes_before) {
+    *taken = Ref(Py_BuildValue("OOn", atoms.get(), others.get(), count));
+    if (!*taken) return Outcome::kError;
+  }
+  return Outcome::kDone;
+}
+
+bool ParseLayers(PyObject* args, PyObject** layers, PyObject** told, PyObject** fields, Nodes* nodes) {
+  if (!PyArg_ParseTuple(args, "O!O!O!(O!OOOOO)", &PyList_Type, layers, &PyList_Type, told, &PyList_Type,
+                        fields, &PySet_Type, &nodes->atoms, &nodes->node, &nodes->array, &nodes->generator,
+                        &nodes->bits, &nodes->space)) {
+    return false;
+  }
+  const Py_ssize_t count = PyList_Size(*layers);
+  if (PyList_Size(*told) == count && PyList_Size(*fields) == count) return true;
+  PyErr_SetString(PyExc_ValueError, "as many are needed as there are layers");
+  return false;
+}
+
+PyObject* TakeAgain(PyObject*, PyObject* args) {
+  PyObject *layers, *told, *before;
+  Nodes nodes;
+  if (!ParseLayers(args, &layers, &told, &before, &nodes)) return nullptr;
+  const Py_ssize_t count = PyList_Size(layers);
+  const Ref all(PyList_New(count));
+  if (!all) return nullptr;
+  Met met;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Ref taken;
+    const Outcome outcome = TakeLayer(PyList_GetItem(layers, i), PyList_GetItem(before, i),
+                                      PyList_GetItem(told, i), nodes, &met, &taken);
+    if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_None);
+    PyList_SetItem(all.get(), i, taken.release());
+  }
+  return Py_NewRef(all.get());
+}
+
+// Says whether what a node stands for can be put in the place of `old`, by `PutValue`.
+Outcome Fits(PyObject* node, PyObject* old, const Nodes& nodes, Met* met) {
+  if (IsOf(node, nodes.space)) return IsQuietSpace(node, old, true);
+  if (IsItself(nodes, node)) return Outcome::kDone;
+  if (!met->IsNew(node)) return Outcome::kOther;
+  if (IsOf(node, nodes.array)) {
+    const Ref array = Get(node, array_name);
+    if (!array) return Outcome::kError;
+    return IsPlainArray(array.get()) ? Outcome::kDone : Outcome::kOther;
+  }
+  if (!IsOf(node, nodes.generator)) return Outcome::kOther;
+  GeneratorParts parts;
+  const Outcome outcome = Inspect(node, old, nodes, met, &parts);
+  if (outcome != Outcome::kDone) return outcome;
+  const Ref spawned = Get(parts.was.get(), children_name);
+  const int same = spawned ? PyObject_RichCompareBool(spawned.get(), parts.spawned.get(), Py_EQ) : -1;
+  return same < 0 ? Outcome::kError : same != 0 ? Outcome::kDone : Outcome::kOther;
+}
+
+bool PutValue(PyObject* node, PyObject* held, PyObject* name, const Nodes& nodes) {
+  if (IsOf(node, nodes.array)) {
+    const Ref array = Get(node, array_name);
+    const Ref copy = array ? CopyArray(array.get()) : Ref();
+    return copy && PyDict_SetItem(held, name, copy.get()) == 0;
+  }
+  if (IsItself(nodes, node)) return PyDict_SetItem(held, name, node) == 0;
+  const Ref old = Share(PyDict_GetItemWithError(held, name));
+  if (IsOf(node, nodes.space)) return PyObject_SetAttr(old.get(), random_name, Py_None) == 0;
+  const Ref bits = Get(old.get(), bit_generator_name), node_of_bits = Get(node, bits_name);
+  const Ref state = node_of_bits ? Get(node_of_bits.get(), state_name) : Ref();
+  return bits && state && PyObject_SetAttr(bits.get(), state_name, state.get()) == 0;
+}
+
+// Says whether a layer has the same attributes as these fields, and of the kinds that `PutLayer` can put.
+Outcome FitsLayer(PyObject* held, PyObject* fields, const Nodes& nodes, Met* met) {
+  PyObject *atoms, *others, *name, *value;
+  Py_ssize_t count, place = 0;
+  if (!ReadFields(fields, &atoms, &others, &count)) return Outcome::kError;
+  if (!PyDict_CheckExact(held) || PyDict_Size(held) != count) return Outcome::kOther;
+  while (PyDict_Next(atoms, &place, &name, &value) != 0) {
+    if (PyDict_GetItemWithError(held, name) == nullptr) {
+      return PyErr_Occurred() != nullptr ? Outcome::kError : Outcome::kOther;
+    }
+  }
+  place = 0;
+  while (PyDict_Next(others, &place, &name, &value) != 0) {
+    PyObject* old = PyDict_GetItemWithError(held, name);
+    if (old == nullptr) return PyErr_Occurred() != nullptr ? Outcome::kError : Outcome::kOther;
+    const Ref kept = Share(old);
+    const Outcome outcome = Fits(value, old, nodes, met);
+    if (outcome != Outcome::kDone) return outcome;
+  }
+  return Outcome::kDone;
+}
+
+bool PutLayer(PyObject* held, PyObject* fields, const Nodes& nodes) {
+  PyObject *atoms, *others, *name, *value;
+  Py_ssize_t count, place = 0;
+  if (!ReadFields(fields, &atoms, &others, &count)) return false;
+  if (PyDict_Update(held, atoms) < 0) return false;
+  while (PyDict_Next(others, &place, &name, &value) != 0) {
+    if (!PutValue(value, held, name, nodes)) return false;
+  }
+  return true;
+}
+
+PyObject* PutAgain(PyObject*, PyObject* args) {
+  PyObject *layers, *told, *fields;
+  Nodes nodes;
+  if (!ParseLayers(args, &layers, &told, &fields, &nodes)) return nullptr;
+  const Py_ssize_t count = PyList_Size(layers);
+  Met met;
+  const Ref all(PyList_New(0));  // of their attributes
+  if (!all) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const bool any = PyList_GetItem(told, i) != Py_None;
+    const Ref held = any ? Get(PyList_GetItem(layers, i), attributes_name) : Share(Py_None);
+    if (!held || PyList_Append(all.get(), held.get()) < 0) return nullptr;
+    const Outcome outcome =
+        any ? FitsLayer(held.get(), PyList_GetItem(fields, i), nodes, &met) : Outcome::kDone;
+    if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_False);
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* held = PyList_GetItem(all.get(), i);
+    if (held != Py_None && !PutLayer(held, PyList_GetItem(fields, i), nodes)) return nullptr;
+  }
+  return Py_NewRef(Py_True);
+}
+
 PyMethodDef functions[] = {
     {"leaf_writer", LeafWriter, METH_VARARGS, nullptr},
     {"nested_writer", NestedWriter, METH_VARARGS, nullptr},
+    {"put_again", PutAgain, METH_VARARGS, nullptr},
     {"stepper", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(MakeStepper)),
      METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"take_again", TakeAgain, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {
@@ -524,11 +851,30 @@ PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit_compiled() {
   import_array();
-  step_name = PyUnicode_InternFromString("step");
-  elapsed_name = PyUnicode_InternFromString("_elapsed_steps");
-  most_name = PyUnicode_InternFromString("_max_episode_steps");
+  const std::pair<PyObject**, const char*> names[] = {
+      {&step_name, "step"},
+      {&elapsed_name, "_elapsed_steps"},
+      {&most_name, "_max_episode_steps"},
+      {&attributes_name, "__dict__"},
+      {&array_name, "array"},
+      {&kind_name, "kind"},
+      {&bits_name, "bits"},
+      {&state_name, "state"},
+      {&sequence_name, "sequence"},
+      {&children_name, "children"},
+      {&space_name, "space"},
+      {&generators_name, "generators"},
+      {&random_name, "_np_random"},
+      {&bit_generator_name, "bit_generator"},
+      {&seed_name, "seed_seq"},
+      {&spawned_name, "n_children_spawned"},
+  };
+  for (const auto& [name, text] : names) {
+    *name = PyUnicode_InternFromString(text);
+    if (*name == nullptr) return nullptr;
+  }
   writer_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&writer_spec));
   stepper_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&stepper_spec));
-  if (most_name == nullptr || writer_type == nullptr || stepper_type == nullptr) return nullptr;
+  if (writer_type == nullptr || stepper_type == nullptr) return nullptr;
   return PyModule_Create(&definition);
 }
