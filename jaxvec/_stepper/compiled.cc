@@ -690,9 +690,12 @@ Outcome TakeLayer(PyObject* layer, PyObject* before, PyObject* told, const Nodes
     if (was == value) continue;
     const Outcome is_atom = IsAtom(nodes, value);
     if (is_atom == Outcome::kError) return is_atom;
-    if (is_atom == Outcome::kDone) {
-      if (was == nullptr) return Outcome::kOther;
-      if (!Change(&atoms, atoms_before, name, value)) return Outcome::kError;
+    if (is_atom == Outcome::kDone) {  // which may be among the nodes, where once there was one
+      const bool is_node = was == nullptr && PyDict_Contains(nodes_before, name) == 1;
+      if (was == nullptr && !is_node) return PyErr_Occurred() == nullptr ? Outcome::kOther : Outcome::kError;
+      const bool changed = is_node ? Change(&others, nodes_before, name, value)
+                                   : Change(&atoms, atoms_before, name, value);
+      if (!changed) return Outcome::kError;
       continue;
     }
     if (was != nullptr) return Outcome::kOther;
