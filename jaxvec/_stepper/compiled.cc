@@ -22,6 +22,7 @@
 #include <limits>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -782,16 +783,18 @@ bool PutValue(PyObject* node, PyObject* held, PyObject* name, const Nodes& nodes
   return bits && state && PyObject_SetAttr(bits.get(), state_name, state.get()) == 0;
 }
 
-// Says whether a layer has the same attributes as these fields, and of the kinds that `PutLayer` can put.
-Outcome FitsLayer(PyObject* held, PyObject* fields, const Nodes& nodes, Met* met) {
+// Says whether a layer has the same attributes as these fields, and of the kinds that `PutLayer` can put; `same`
+// becomes whether those that are atoms are the very same.
+Outcome FitsLayer(PyObject* held, PyObject* fields, const Nodes& nodes, Met* met, bool* same) {
   PyObject *atoms, *others, *name, *value;
   Py_ssize_t count, place = 0;
   if (!ReadFields(fields, &atoms, &others, &count)) return Outcome::kError;
   if (!PyDict_CheckExact(held) || PyDict_Size(held) != count) return Outcome::kOther;
+  *same = true;
   while (PyDict_Next(atoms, &place, &name, &value) != 0) {
-    if (PyDict_GetItemWithError(held, name) == nullptr) {
-      return PyErr_Occurred() != nullptr ? Outcome::kError : Outcome::kOther;
-    }
+    PyObject* old = PyDict_GetItemWithError(held, name);
+    if (old == nullptr) return PyErr_Occurred() != nullptr ? Outcome::kError : Outcome::kOther;
+    *same &= old == value;
   }
   place = 0;
   while (PyDict_Next(others, &place, &name, &value) != 0) {
@@ -804,11 +807,11 @@ Outcome FitsLayer(PyObject* held, PyObject* fields, const Nodes& nodes, Met* met
   return Outcome::kDone;
 }
 
-bool PutLayer(PyObject* held, PyObject* fields, const Nodes& nodes) {
+bool PutLayer(PyObject* held, PyObject* fields, const Nodes& nodes, bool same) {
   PyObject *atoms, *others, *name, *value;
   Py_ssize_t count, place = 0;
   if (!ReadFields(fields, &atoms, &others, &count)) return false;
-  if (PyDict_Update(held, atoms) < 0) return false;
+  if (!same && PyDict_Update(held, atoms) < 0) return false;
   while (PyDict_Next(others, &place, &name, &value) != 0) {
     if (!PutValue(value, held, name, nodes)) return false;
   }
@@ -819,21 +822,24 @@ PyObject* PutAgain(PyObject*, PyObject* args) {
   PyObject *layers, *told, *fields;
   Nodes nodes;
   if (!ParseLayers(args, &layers, &told, &fields, &nodes)) return nullptr;
-  const Py_ssize_t count = PyList_Size(layers);
+  struct Target {
+    Ref held;
+    PyObject* fields;
+    bool same;
+  };
+  std::vector<Target> targets;
   Met met;
-  const Ref all(PyList_New(0));  // of their attributes
-  if (!all) return nullptr;
+  const Py_ssize_t count = PyList_Size(layers);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const bool any = PyList_GetItem(told, i) != Py_None;
-    const Ref held = any ? Get(PyList_GetItem(layers, i), attributes_name) : Share(Py_None);
-    if (!held || PyList_Append(all.get(), held.get()) < 0) return nullptr;
-    const Outcome outcome =
-        any ? FitsLayer(held.get(), PyList_GetItem(fields, i), nodes, &met) : Outcome::kDone;
+    if (PyList_GetItem(told, i) == Py_None) continue;
+    Target target{Get(PyList_GetItem(layers, i), attributes_name), PyList_GetItem(fields, i), true};
+    if (!target.held) return nullptr;
+    const Outcome outcome = FitsLayer(target.held.get(), target.fields, nodes, &met, &target.same);
     if (outcome != Outcome::kDone) return outcome == Outcome::kError ? nullptr : Py_NewRef(Py_False);
+    targets.push_back(std::move(target));
   }
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* held = PyList_GetItem(all.get(), i);
-    if (held != Py_None && !PutLayer(held, PyList_GetItem(fields, i), nodes)) return nullptr;
+  for (const Target& target : targets) {
+    if (!PutLayer(target.held.get(), target.fields, nodes, target.same)) return nullptr;
   }
   return Py_NewRef(Py_True);
 }
