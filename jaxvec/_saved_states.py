@@ -53,7 +53,7 @@ class SavedStates:
             pool_id: by which states name their pool.
             resets_required: whether envs refuse to step whose episode is over.
         """
-        self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id, num_workers=len(slices))
+        self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id)
         self._spec = spec
         self._workers = workers
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - first for first, stop in slices])
@@ -73,14 +73,14 @@ class SavedStates:
         """
         workers, told = self._worker_of[slots], self._workers.told
         packed = told is not None and told.keeps_states
-        with self.table.allocated(workers) as numbers:
-            answers = self._ask_states(
-                ask,
-                "save_states",
-                workers,
-                lambda mine: (slots[mine].tolist(), numbers[mine].tolist()),
-                lambda mine: (packed,),
-            )
+        numbers = self.table.allocate(len(slots))
+        answers = self._ask_states(
+            ask,
+            "save_states",
+            workers,
+            lambda mine: (slots[mine].tolist(), numbers[mine].tolist()),
+            lambda mine: (packed,),
+        )
         if told is not None and packed:
             for worker, answer in enumerate(answers):
                 told.save(slots[workers == worker], answer or ())
@@ -138,17 +138,17 @@ class SavedStates:
                 "episodic=True or with autoreset"
             )
         idle = self._idle_rows(before)
-        with self.table.allocated(workers) as numbers:
-            answers = self._ask_states(
-                ask,
-                "simulate_states",
-                workers,
-                lambda mine: (
-                    sources[mine].tolist(),
-                    numbers[mine].tolist(),
-                    [action[mine] for action in actions],
-                ),
-            )
+        numbers = self.table.allocate(len(workers))
+        answers = self._ask_states(
+            ask,
+            "simulate_states",
+            workers,
+            lambda mine: (
+                sources[mine].tolist(),
+                numbers[mine].tolist(),
+                [action[mine] for action in actions],
+            ),
+        )
         nothing = np.zeros(len(numbers), np.bool_)
         after = self.table.fill(numbers, workers, self._lives[workers], nothing)
         for worker, answer in enumerate(answers):
@@ -174,17 +174,17 @@ class SavedStates:
         """Keeps states of another pool; returns their names, `[n, 3]`."""
         slots = np.arange(len(packed.data)) % self._spec.num_envs
         workers = self._worker_of[slots]
-        with self.table.allocated(workers) as numbers:
-            self._ask_states(
-                ask,
-                "import_states",
-                workers,
-                lambda mine: (
-                    slots[mine].tolist(),
-                    numbers[mine].tolist(),
-                    list(compress(packed.data, mine)),
-                ),
-            )
+        numbers = self.table.allocate(len(workers))
+        self._ask_states(
+            ask,
+            "import_states",
+            workers,
+            lambda mine: (
+                slots[mine].tolist(),
+                numbers[mine].tolist(),
+                list(compress(packed.data, mine)),
+            ),
+        )
         places = self.table.fill(numbers, workers, self._lives[workers], packed.needs_reset)
         for row, part in zip(self.table.rows, packed.rows, strict=True):
             row[places] = part
@@ -231,7 +231,7 @@ class SavedStates:
         """Returns the bytes of states, from whoever has them."""
         workers = self.table.worker[self.table.places(numbers)]
         answers = self._ask_states(
-            ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),), drops=False
+            ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),), forgets=False
         )
         packed: list[bytes] = [b""] * len(numbers)
         for worker, answer in enumerate(answers):
@@ -247,7 +247,7 @@ class SavedStates:
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
         more: Callable[[NDArray[np.bool_]], tuple[Any, ...]] = lambda mine: (),
         *,
-        drops: bool = True,
+        forgets: bool = True,
     ) -> list[Any]:
         """Makes a request of those workers that have to do with some states.
 
@@ -256,20 +256,20 @@ class SavedStates:
             name: of a method of `EnvSlice`.
             workers: `[n]`, for each state or env whose affair it is.
             arguments: of the worker's part of these, `[n]` bool.
-            more: likewise, for after the numbers that are to be forgotten.
-            drops: whether the method takes these.
+            more: likewise, for after the number of the oldest state that they keep.
+            forgets: whether the method takes that.
 
         Raises:
             StaleStateError: states went with a worker.
         """
 
+        oldest = (self.table.oldest,) if forgets else ()
+
         def each(first: int, stop: int) -> tuple[Any, ...] | None:
-            worker = int(self._worker_of[first])
-            mine = workers == worker
+            mine = workers == self._worker_of[first]
             if not mine.any():
                 return None
-            dropped = (self.table.take_dropped(worker),) if drops else ()
-            return *arguments(mine), *dropped, *more(mine)
+            return *arguments(mine), *oldest, *more(mine)
 
         answers = ask(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
