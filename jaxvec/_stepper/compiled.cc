@@ -525,7 +525,7 @@ struct Nodes {
   PyObject *space;      // Space
 };
 PyObject *attributes_name, *array_name, *kind_name, *bits_name, *state_name, *sequence_name, *children_name,
-    *space_name, *generators_name, *random_name, *bit_generator_name, *seed_name, *spawned_name;
+    *give_name, *space_name, *alike_name, *generators_name, *random_name, *bit_generator_name, *seed_name, *spawned_name;
 
 // What was met: two attributes may be one object, and then Python keeps them so.
 class Met {
@@ -583,59 +583,64 @@ bool IsPlainArray(PyObject* value) {
 
 Ref CopyArray(PyObject* array) { return Ref(PyArray_NewCopy(AsArray(array), NPY_KEEPORDER)); }
 
-// The parts of a generator that a node may stand for, which are these: `bits` are of the kind and the seeds
-// that the node has.
-struct GeneratorParts {
-  Ref was;       // the node of the bits
-  Ref bits;      // of the generator
-  Ref sequence;  // of seeds
-  Ref spawned;   // how many children that has
-};
-
-Outcome Inspect(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, GeneratorParts* parts) {
+// Finds the bits of a generator, and those of a node, if both are of the same kinds and were not met yet.
+Outcome FindBits(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, Ref* bits, Ref* node_of_bits) {
   const Ref kind = Get(node, kind_name);
-  parts->was = Get(node, bits_name);
-  if (!kind || !parts->was) return Outcome::kError;
-  if (!IsOf(value, kind.get()) || !IsOf(parts->was.get(), nodes.bits)) return Outcome::kOther;
-  parts->bits = Get(value, bit_generator_name);
-  const Ref bits_kind = Get(parts->was.get(), kind_name);
-  if (!parts->bits || !bits_kind) return Outcome::kError;
-  if (!IsOf(parts->bits.get(), bits_kind.get())) return Outcome::kOther;
-  if (!met->IsNew(value) || !met->IsNew(parts->bits.get())) return Outcome::kOther;
-  parts->sequence = Get(parts->bits.get(), seed_name);
-  const Ref sequence = Get(parts->was.get(), sequence_name);
-  if (!parts->sequence || !sequence) return Outcome::kError;
-  if (parts->sequence.get() != sequence.get() || sequence.get() == Py_None) return Outcome::kOther;
-  parts->spawned = Get(parts->sequence.get(), spawned_name);
-  return parts->spawned ? Outcome::kDone : Outcome::kError;
+  *node_of_bits = Get(node, bits_name);
+  if (!kind || !*node_of_bits) return Outcome::kError;
+  if (!IsOf(value, kind.get()) || !IsOf(node_of_bits->get(), nodes.bits)) return Outcome::kOther;
+  *bits = Get(value, bit_generator_name);
+  const Ref bits_kind = Get(node_of_bits->get(), kind_name);
+  if (!*bits || !bits_kind) return Outcome::kError;
+  const bool fits = IsOf(bits->get(), bits_kind.get()) && met->IsNew(value) && met->IsNew(bits->get());
+  return fits ? Outcome::kDone : Outcome::kOther;
 }
 
 Outcome TakeGenerator(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, Ref* fresh) {
-  GeneratorParts parts;
-  const Outcome outcome = Inspect(node, value, nodes, met, &parts);
+  Ref bits, before;
+  const Outcome outcome = FindBits(node, value, nodes, met, &bits, &before);
   if (outcome != Outcome::kDone) return outcome;
-  const Ref state = Get(parts.bits.get(), state_name), bits = MakeNode(nodes.bits);
+  const Ref sequence = Get(bits.get(), seed_name), sequence_before = Get(before.get(), sequence_name);
+  if (!sequence || !sequence_before) return Outcome::kError;
+  // There may be none, or one of another's, and then none is before.
+  if (sequence_before.get() == Py_None || Py_TYPE(sequence.get()) != Py_TYPE(sequence_before.get()))
+    return Outcome::kOther;
+  const Ref spawned = Get(sequence.get(), spawned_name), state = Get(bits.get(), state_name);
+  const Ref taken = MakeNode(nodes.bits);
   *fresh = MakeNode(nodes.generator);
   const bool made =
-      state && bits && *fresh &&
-      PyObject_SetAttr(bits.get(), kind_name, reinterpret_cast<PyObject*>(Py_TYPE(parts.bits.get()))) == 0 &&
-      PyObject_SetAttr(bits.get(), state_name, state.get()) == 0 &&
-      PyObject_SetAttr(bits.get(), sequence_name, parts.sequence.get()) == 0 &&
-      PyObject_SetAttr(bits.get(), children_name, parts.spawned.get()) == 0 &&
+      spawned && state && taken && *fresh &&
+      PyObject_SetAttr(taken.get(), kind_name, reinterpret_cast<PyObject*>(Py_TYPE(bits.get()))) == 0 &&
+      PyObject_SetAttr(taken.get(), state_name, state.get()) == 0 &&
+      PyObject_SetAttr(taken.get(), sequence_name, sequence.get()) == 0 &&
+      PyObject_SetAttr(taken.get(), children_name, spawned.get()) == 0 &&
       PyObject_SetAttr(fresh->get(), kind_name, reinterpret_cast<PyObject*>(Py_TYPE(value))) == 0 &&
-      PyObject_SetAttr(fresh->get(), bits_name, bits.get()) == 0;
+      PyObject_SetAttr(fresh->get(), bits_name, taken.get()) == 0;
   return made ? Outcome::kDone : Outcome::kError;
 }
 
-// Says whether a space is that of a node, and no random numbers were drawn from it.
-Outcome IsQuietSpace(PyObject* node, PyObject* value, bool drawn_too) {
-  const Ref space = Get(node, space_name), generators = Get(node, generators_name);
-  if (!space || !generators) return Outcome::kError;
-  if (space.get() != value || generators.get() != Py_None) return Outcome::kOther;
-  if (drawn_too) return Outcome::kDone;
+// Says whether a node is of a simple space from which no random numbers were drawn.
+Outcome IsQuiet(PyObject* node) {
+  const Ref generators = Get(node, generators_name);
+  if (!generators) return Outcome::kError;
+  return generators.get() == Py_None ? Outcome::kDone : Outcome::kOther;
+}
+
+Outcome TakeSpace(PyObject* node, PyObject* value, Ref* fresh) {
+  const Ref space = Get(node, space_name);
+  if (!space) return Outcome::kError;
+  if (space.get() != value) return Outcome::kOther;
   const Ref random = Get(value, random_name);
   if (!random) return Outcome::kError;
-  return random.get() == Py_None ? Outcome::kDone : Outcome::kOther;
+  *fresh = Share(node);
+  return random.get() == Py_None ? IsQuiet(node) : Outcome::kOther;
+}
+
+// Says whether a space is known to be equal to that of a node.
+Outcome FitsSpace(PyObject* node, PyObject* old) {
+  const Ref alike = Get(node, alike_name), number(PyLong_FromVoidPtr(old));
+  const int found = alike && number ? PyDict_Contains(alike.get(), number.get()) : -1;
+  return found < 0 ? Outcome::kError : found != 0 ? IsQuiet(node) : Outcome::kOther;
 }
 
 // Takes what is no atom, and of which a node was taken before.
@@ -652,10 +657,7 @@ Outcome TakeValue(PyObject* node, PyObject* value, const Nodes& nodes, Met* met,
     return made ? Outcome::kDone : Outcome::kError;
   }
   if (IsOf(node, nodes.generator)) return TakeGenerator(node, value, nodes, met, fresh);
-  if (IsOf(node, nodes.space)) {
-    *fresh = Share(node);
-    return IsQuietSpace(node, value, false);
-  }
+  if (IsOf(node, nodes.space)) return TakeSpace(node, value, fresh);
   if (!PyTuple_CheckExact(node) || !PyTuple_CheckExact(value)) return Outcome::kOther;
   *fresh = Share(value);
   return AreAtoms(nodes, value);
@@ -752,7 +754,7 @@ PyObject* TakeAgain(PyObject*, PyObject* args) {
 
 // Says whether what a node stands for can be put in the place of `old`, by `PutValue`.
 Outcome Fits(PyObject* node, PyObject* old, const Nodes& nodes, Met* met) {
-  if (IsOf(node, nodes.space)) return IsQuietSpace(node, old, true);
+  if (IsOf(node, nodes.space)) return FitsSpace(node, old);
   if (IsItself(nodes, node)) return Outcome::kDone;
   if (!met->IsNew(node)) return Outcome::kOther;
   if (IsOf(node, nodes.array)) {
@@ -761,12 +763,9 @@ Outcome Fits(PyObject* node, PyObject* old, const Nodes& nodes, Met* met) {
     return IsPlainArray(array.get()) ? Outcome::kDone : Outcome::kOther;
   }
   if (!IsOf(node, nodes.generator)) return Outcome::kOther;
-  GeneratorParts parts;
-  const Outcome outcome = Inspect(node, old, nodes, met, &parts);
-  if (outcome != Outcome::kDone) return outcome;
-  const Ref spawned = Get(parts.was.get(), children_name);
-  const int same = spawned ? PyObject_RichCompareBool(spawned.get(), parts.spawned.get(), Py_EQ) : -1;
-  return same < 0 ? Outcome::kError : same != 0 ? Outcome::kDone : Outcome::kOther;
+  Ref bits, node_of_bits;
+  const Outcome outcome = FindBits(node, old, nodes, met, &bits, &node_of_bits);
+  return outcome != Outcome::kDone || met->IsNew(node_of_bits.get()) ? outcome : Outcome::kOther;
 }
 
 bool PutValue(PyObject* node, PyObject* held, PyObject* name, const Nodes& nodes) {
@@ -779,8 +778,8 @@ bool PutValue(PyObject* node, PyObject* held, PyObject* name, const Nodes& nodes
   const Ref old = Share(PyDict_GetItemWithError(held, name));
   if (IsOf(node, nodes.space)) return PyObject_SetAttr(old.get(), random_name, Py_None) == 0;
   const Ref bits = Get(old.get(), bit_generator_name), node_of_bits = Get(node, bits_name);
-  const Ref state = node_of_bits ? Get(node_of_bits.get(), state_name) : Ref();
-  return bits && state && PyObject_SetAttr(bits.get(), state_name, state.get()) == 0;
+  if (!bits || !node_of_bits) return false;
+  return Ref(PyObject_CallMethodObjArgs(node_of_bits.get(), give_name, bits.get(), nullptr)) != nullptr;
 }
 
 // Says whether a layer has the same attributes as these fields, and of the kinds that `PutLayer` can put; `same`
@@ -871,7 +870,9 @@ PyMODINIT_FUNC PyInit_compiled() {
       {&state_name, "state"},
       {&sequence_name, "sequence"},
       {&children_name, "children"},
+      {&give_name, "give"},
       {&space_name, "space"},
+      {&alike_name, "alike"},
       {&generators_name, "generators"},
       {&random_name, "_np_random"},
       {&bit_generator_name, "bit_generator"},

@@ -48,6 +48,11 @@ class BitGenerator(Node):
     def put(self, putter: Putter, old: Any) -> Any:
         if type(old) is not self.kind or not putter.reuse(old):
             old = self.kind()
+        self.give(old)
+        return old
+
+    def give(self, old: Any) -> None:
+        """Gives one of this kind its state."""
         there, sequence = old.seed_seq, self.sequence
         if sequence is None or (
             (there is sequence or _seed(there) == _seed(sequence))
@@ -60,7 +65,6 @@ class BitGenerator(Node):
                 entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
             )
             old.__setstate__((self.state, sequence))
-        return old
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.kind, other.kind
