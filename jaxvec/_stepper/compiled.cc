@@ -517,15 +517,16 @@ PyType_Spec stepper_spec = {"jaxvec._stepper.compiled.Stepper", sizeof(Stepper),
 
 // The classes of nodes that this file knows, borrowed: see _slices/_snapshots.
 struct Nodes {
-  PyObject *atoms;      // set of classes, whose values stand for themselves
-  PyObject *node;       // Node: of all of them
-  PyObject *array;      // Array: an ndarray that has its memory
-  PyObject *generator;  // Generator: a numpy.random.Generator, and a node of its bits
-  PyObject *bits;       // BitGenerator
-  PyObject *space;      // Space
+  PyObject* atoms;      // set of classes, whose values stand for themselves
+  PyObject* node;       // Node: of all of them
+  PyObject* array;      // Array: an ndarray that has its memory
+  PyObject* generator;  // Generator: a numpy.random.Generator, and a node of its bits
+  PyObject* bits;       // BitGenerator
+  PyObject* space;      // Space
 };
 PyObject *attributes_name, *array_name, *kind_name, *bits_name, *state_name, *sequence_name, *children_name,
-    *give_name, *space_name, *alike_name, *generators_name, *random_name, *bit_generator_name, *seed_name, *spawned_name;
+    *give_name, *space_name, *alike_name, *generators_name, *random_name, *bit_generator_name, *seed_name,
+    *spawned_name;
 
 // What was met: two attributes may be one object, and then Python keeps them so.
 class Met {
@@ -584,7 +585,8 @@ bool IsPlainArray(PyObject* value) {
 Ref CopyArray(PyObject* array) { return Ref(PyArray_NewCopy(AsArray(array), NPY_KEEPORDER)); }
 
 // Finds the bits of a generator, and those of a node, if both are of the same kinds and were not met yet.
-Outcome FindBits(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, Ref* bits, Ref* node_of_bits) {
+Outcome FindBits(PyObject* node, PyObject* value, const Nodes& nodes, Met* met, Ref* bits,
+                 Ref* node_of_bits) {
   const Ref kind = Get(node, kind_name);
   *node_of_bits = Get(node, bits_name);
   if (!kind || !*node_of_bits) return Outcome::kError;
@@ -669,13 +671,15 @@ bool Change(Ref* dict, PyObject* before, PyObject* name, PyObject* value) {
   return *dict && PyDict_SetItem(dict->get(), name, value) == 0;
 }
 
-// Reads what was taken of a layer: the attributes that are atoms, the nodes of others, and how many there are.
+// Reads what was taken of a layer: the attributes that are atoms, the nodes of others, and how many there
+// are.
 bool ReadFields(PyObject* fields, PyObject** atoms, PyObject** nodes, Py_ssize_t* count) {
   return PyArg_ParseTuple(fields, "O!O!n:fields", &PyDict_Type, atoms, &PyDict_Type, nodes, count) != 0;
 }
 
 // Takes the attributes of a layer, whose `before` these are.
-Outcome TakeLayer(PyObject* layer, PyObject* before, PyObject* told, const Nodes& nodes, Met* met, Ref* taken) {
+Outcome TakeLayer(PyObject* layer, PyObject* before, PyObject* told, const Nodes& nodes, Met* met,
+                  Ref* taken) {
   PyObject *atoms_before, *nodes_before, *name, *value;
   Py_ssize_t count, place = 0, num_known = 0;
   if (!ReadFields(before, &atoms_before, &nodes_before, &count)) return Outcome::kError;
@@ -696,8 +700,8 @@ Outcome TakeLayer(PyObject* layer, PyObject* before, PyObject* told, const Nodes
     if (is_atom == Outcome::kDone) {  // which may be among the nodes, where once there was one
       const bool is_node = was == nullptr && PyDict_Contains(nodes_before, name) == 1;
       if (was == nullptr && !is_node) return PyErr_Occurred() == nullptr ? Outcome::kOther : Outcome::kError;
-      const bool changed = is_node ? Change(&others, nodes_before, name, value)
-                                   : Change(&atoms, atoms_before, name, value);
+      const bool changed =
+          is_node ? Change(&others, nodes_before, name, value) : Change(&atoms, atoms_before, name, value);
       if (!changed) return Outcome::kError;
       continue;
     }
@@ -782,8 +786,8 @@ bool PutValue(PyObject* node, PyObject* held, PyObject* name, const Nodes& nodes
   return Ref(PyObject_CallMethodObjArgs(node_of_bits.get(), give_name, bits.get(), nullptr)) != nullptr;
 }
 
-// Says whether a layer has the same attributes as these fields, and of the kinds that `PutLayer` can put; `same`
-// becomes whether those that are atoms are the very same.
+// Says whether a layer has the same attributes as these fields, and of the kinds that `PutLayer` can put;
+// `same` becomes whether those that are atoms are the very same.
 Outcome FitsLayer(PyObject* held, PyObject* fields, const Nodes& nodes, Met* met, bool* same) {
   PyObject *atoms, *others, *name, *value;
   Py_ssize_t count, place = 0;
