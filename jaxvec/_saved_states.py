@@ -262,7 +262,6 @@ class SavedStates:
         Raises:
             StaleStateError: states went with a worker.
         """
-
         oldest = (self.table.oldest,) if forgets else ()
 
         def each(first: int, stop: int) -> tuple[Any, ...] | None:

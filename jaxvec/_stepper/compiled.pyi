@@ -1,4 +1,4 @@
-"""What compiled.cc has; it says more."""
+"""What compiled.cc and states.cc have; they say more."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, final
