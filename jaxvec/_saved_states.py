@@ -78,8 +78,7 @@ class SavedStates:
             ask,
             "save_states",
             workers,
-            lambda mine: (slots[mine].tolist(), numbers[mine].tolist()),
-            lambda mine: (packed,),
+            lambda mine: (slots[mine].tolist(), numbers[mine].tolist(), self.table.oldest, packed),
         )
         if told is not None and packed:
             for worker, answer in enumerate(answers):
@@ -119,8 +118,12 @@ class SavedStates:
             ask,
             "restore_states",
             self._worker_of[slots],
-            lambda mine: (slots[mine].tolist(), list(compress(sources, mine))),
-            lambda mine: (None if far is None else [row[mine] for row in far],),
+            lambda mine: (
+                slots[mine].tolist(),
+                list(compress(sources, mine)),
+                self.table.oldest,
+                None if far is None else [row[mine] for row in far],
+            ),
         )
 
     def simulate(
@@ -147,6 +150,7 @@ class SavedStates:
                 sources[mine].tolist(),
                 numbers[mine].tolist(),
                 [action[mine] for action in actions],
+                self.table.oldest,
             ),
         )
         nothing = np.zeros(len(numbers), np.bool_)
@@ -183,6 +187,7 @@ class SavedStates:
                 slots[mine].tolist(),
                 numbers[mine].tolist(),
                 list(compress(packed.data, mine)),
+                self.table.oldest,
             ),
         )
         places = self.table.fill(numbers, workers, self._lives[workers], packed.needs_reset)
@@ -230,9 +235,7 @@ class SavedStates:
     def _export(self, ask: Ask, numbers: NDArray[np.int64]) -> list[bytes]:
         """Returns the bytes of states, from whoever has them."""
         workers = self.table.worker[self.table.places(numbers)]
-        answers = self._ask_states(
-            ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),), forgets=False
-        )
+        answers = self._ask_states(ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),))
         packed: list[bytes] = [b""] * len(numbers)
         for worker, answer in enumerate(answers):
             for place, data in zip(np.flatnonzero(workers == worker).tolist(), answer or (), strict=True):
@@ -245,9 +248,6 @@ class SavedStates:
         name: Asked,
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
-        more: Callable[[NDArray[np.bool_]], tuple[Any, ...]] = lambda mine: (),
-        *,
-        forgets: bool = True,
     ) -> list[Any]:
         """Makes a request of those workers that have to do with some states.
 
@@ -256,19 +256,14 @@ class SavedStates:
             name: of a method of `EnvSlice`.
             workers: `[n]`, for each state or env whose affair it is.
             arguments: of the worker's part of these, `[n]` bool.
-            more: likewise, for after the number of the oldest state that they keep.
-            forgets: whether the method takes that.
 
         Raises:
             StaleStateError: states went with a worker.
         """
-        oldest = (self.table.oldest,) if forgets else ()
 
         def each(first: int, stop: int) -> tuple[Any, ...] | None:
             mine = workers == self._worker_of[first]
-            if not mine.any():
-                return None
-            return *arguments(mine), *oldest, *more(mine)
+            return arguments(mine) if mine.any() else None
 
         answers = ask(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
