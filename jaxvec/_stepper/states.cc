@@ -1,14 +1,15 @@
-// Takes the state of an env, and puts it back, where only what is ordinary has changed since it was last taken.
+// Takes the state of an env and puts it back, where only what is ordinary has changed since it was last
+// taken.
 //
 // _slices/_snapshots/_again.py says what these functions do, and has the rest of the rules.
 
 #define NO_IMPORT_ARRAY
 #include "states.h"
 
-#include "api.h"
-
 #include <utility>
 #include <vector>
+
+#include "api.h"
 
 namespace {
 
