@@ -1,4 +1,4 @@
-"""What is compiled, where it was built: the ordinary step, the rows that it writes, ordinary states of envs."""
+"""What is compiled, where it was built: ordinary steps, the rows that they write, and states of envs."""
 
 from __future__ import annotations
 
