@@ -1,5 +1,4 @@
 // Takes the state of an env and puts it back, where only what is ordinary has changed since the last one.
-// taken.
 //
 // _slices/_snapshots/_again.py says what these functions do, and has the rest of the rules.
 
