@@ -6,6 +6,7 @@ is of a pool of 64 CartPoles in two workers, with all messages.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import pickle
@@ -111,7 +112,7 @@ def _of_a_pool() -> str:
 def _costs(env: Any) -> list[str]:
     stateful = StatefulEnv(env)
     env.reset(seed=0)
-    actions = env.action_space
+    actions = copy.deepcopy(env.action_space)  # as of a worker, from whose own nobody samples
     actions.seed(0)
     for _ in range(20):
         env.step(actions.sample())

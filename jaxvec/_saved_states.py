@@ -53,7 +53,7 @@ class SavedStates:
             pool_id: by which states name their pool.
             resets_required: whether envs refuse to step whose episode is over.
         """
-        self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id, num_workers=len(slices))
+        self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id)
         self._spec = spec
         self._workers = workers
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - first for first, stop in slices])
@@ -73,14 +73,13 @@ class SavedStates:
         """
         workers, told = self._worker_of[slots], self._workers.told
         packed = told is not None and told.keeps_states
-        with self.table.allocated(workers) as numbers:
-            answers = self._ask_states(
-                ask,
-                "save_states",
-                workers,
-                lambda mine: (slots[mine].tolist(), numbers[mine].tolist()),
-                lambda mine: (packed,),
-            )
+        numbers = self.table.allocate(len(slots))
+        answers = self._ask_states(
+            ask,
+            "save_states",
+            workers,
+            lambda mine: (slots[mine].tolist(), numbers[mine].tolist(), self.table.oldest, packed),
+        )
         if told is not None and packed:
             for worker, answer in enumerate(answers):
                 told.save(slots[workers == worker], answer or ())
@@ -119,8 +118,12 @@ class SavedStates:
             ask,
             "restore_states",
             self._worker_of[slots],
-            lambda mine: (slots[mine].tolist(), list(compress(sources, mine))),
-            lambda mine: (None if far is None else [row[mine] for row in far],),
+            lambda mine: (
+                slots[mine].tolist(),
+                list(compress(sources, mine)),
+                self.table.oldest,
+                None if far is None else [row[mine] for row in far],
+            ),
         )
 
     def simulate(
@@ -138,17 +141,18 @@ class SavedStates:
                 "episodic=True or with autoreset"
             )
         idle = self._idle_rows(before)
-        with self.table.allocated(workers) as numbers:
-            answers = self._ask_states(
-                ask,
-                "simulate_states",
-                workers,
-                lambda mine: (
-                    sources[mine].tolist(),
-                    numbers[mine].tolist(),
-                    [action[mine] for action in actions],
-                ),
-            )
+        numbers = self.table.allocate(len(workers))
+        answers = self._ask_states(
+            ask,
+            "simulate_states",
+            workers,
+            lambda mine: (
+                sources[mine].tolist(),
+                numbers[mine].tolist(),
+                [action[mine] for action in actions],
+                self.table.oldest,
+            ),
+        )
         nothing = np.zeros(len(numbers), np.bool_)
         after = self.table.fill(numbers, workers, self._lives[workers], nothing)
         for worker, answer in enumerate(answers):
@@ -174,17 +178,18 @@ class SavedStates:
         """Keeps states of another pool; returns their names, `[n, 3]`."""
         slots = np.arange(len(packed.data)) % self._spec.num_envs
         workers = self._worker_of[slots]
-        with self.table.allocated(workers) as numbers:
-            self._ask_states(
-                ask,
-                "import_states",
-                workers,
-                lambda mine: (
-                    slots[mine].tolist(),
-                    numbers[mine].tolist(),
-                    list(compress(packed.data, mine)),
-                ),
-            )
+        numbers = self.table.allocate(len(workers))
+        self._ask_states(
+            ask,
+            "import_states",
+            workers,
+            lambda mine: (
+                slots[mine].tolist(),
+                numbers[mine].tolist(),
+                list(compress(packed.data, mine)),
+                self.table.oldest,
+            ),
+        )
         places = self.table.fill(numbers, workers, self._lives[workers], packed.needs_reset)
         for row, part in zip(self.table.rows, packed.rows, strict=True):
             row[places] = part
@@ -230,9 +235,7 @@ class SavedStates:
     def _export(self, ask: Ask, numbers: NDArray[np.int64]) -> list[bytes]:
         """Returns the bytes of states, from whoever has them."""
         workers = self.table.worker[self.table.places(numbers)]
-        answers = self._ask_states(
-            ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),), drops=False
-        )
+        answers = self._ask_states(ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),))
         packed: list[bytes] = [b""] * len(numbers)
         for worker, answer in enumerate(answers):
             for place, data in zip(np.flatnonzero(workers == worker).tolist(), answer or (), strict=True):
@@ -245,9 +248,6 @@ class SavedStates:
         name: Asked,
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
-        more: Callable[[NDArray[np.bool_]], tuple[Any, ...]] = lambda mine: (),
-        *,
-        drops: bool = True,
     ) -> list[Any]:
         """Makes a request of those workers that have to do with some states.
 
@@ -256,20 +256,14 @@ class SavedStates:
             name: of a method of `EnvSlice`.
             workers: `[n]`, for each state or env whose affair it is.
             arguments: of the worker's part of these, `[n]` bool.
-            more: likewise, for after the numbers that are to be forgotten.
-            drops: whether the method takes these.
 
         Raises:
             StaleStateError: states went with a worker.
         """
 
         def each(first: int, stop: int) -> tuple[Any, ...] | None:
-            worker = int(self._worker_of[first])
-            mine = workers == worker
-            if not mine.any():
-                return None
-            dropped = (self.table.take_dropped(worker),) if drops else ()
-            return *arguments(mine), *dropped, *more(mine)
+            mine = workers == self._worker_of[first]
+            return arguments(mine) if mine.any() else None
 
         answers = ask(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]

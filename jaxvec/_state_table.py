@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +42,13 @@ class StateTable:
         needs_reset: `[capacity]` bool, of its env.
     """
 
-    def __init__(self, spec: PoolSpec, capacity: int, *, pool_id: int, num_workers: int) -> None:
+    def __init__(self, spec: PoolSpec, capacity: int, *, pool_id: int) -> None:
         """Begins without states.
 
         Args:
             spec: of the pool.
             capacity: how many are kept.
             pool_id: by which the states name their pool.
-            num_workers: that have them.
         """
         self._pool_id, self._capacity = pool_id, capacity
         # Memory that nobody touches yet is none.
@@ -63,7 +61,6 @@ class StateTable:
         self._life = np.zeros(capacity, np.int64)
         self._numbers = np.zeros(capacity, np.int64)
         self._next = 1
-        self._dropped: list[list[int]] = [[] for _ in range(num_workers)]
 
     @property
     def count(self) -> int:
@@ -90,8 +87,13 @@ class StateTable:
             )
         numbers = np.arange(self._next, self._next + count)
         self._next += count
-        self.forget(self._numbers[self.places(numbers)])
+        self.worker[self.places(numbers)] = _NOBODY
         return numbers
+
+    @property
+    def oldest(self) -> int:
+        """The number before which workers are to forget all states."""
+        return self._next - self._capacity
 
     def fill(
         self,
@@ -168,27 +170,3 @@ class StateTable:
             f"{len(numbers)} of these states are gone: the worker that had them was replaced after a fault; "
             "reset its envs, and save states anew"
         )
-
-    def forget(self, numbers: NDArray[np.int64]) -> None:
-        """Forgets states; their workers are told when they are next asked for something."""
-        places = self.places(numbers)
-        kept = (self._numbers[places] == numbers) & (self.worker[places] >= 0)
-        for number, worker in zip(numbers[kept].tolist(), self.worker[places][kept].tolist(), strict=True):
-            self._dropped[worker].append(number)
-        self.worker[places[kept]] = _NOBODY
-
-    @contextmanager
-    def allocated(self, workers: NDArray[np.int_]) -> Generator[NDArray[np.int64]]:
-        """Yields numbers for new states, which these workers forget if the block fails."""
-        numbers = self.allocate(len(workers))
-        try:
-            yield numbers
-        except BaseException:
-            for number, worker in zip(numbers.tolist(), workers.tolist(), strict=True):
-                self._dropped[worker].append(number)
-            raise
-
-    def take_dropped(self, worker: int) -> list[int]:
-        """Returns the numbers that a worker is to forget, once."""
-        dropped, self._dropped[worker] = self._dropped[worker], []
-        return dropped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import io
 import itertools
 import mmap
@@ -23,6 +24,8 @@ from gymnasium import spaces, wrappers
 from gymnasium.utils import EzPickle
 
 import jaxvec
+from jaxvec import _stepper
+from jaxvec._slices._differences import difference
 from jaxvec._slices._env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
@@ -352,6 +355,105 @@ class Packed(gymnasium.Env):
 def test_memory_that_was_several_arrays_and_is_one():
     """A reset fills the frames with one array."""
     assert_goes_on(lambda: wrappers.FrameStackObservation(Packed(), 4), ends=30)
+
+
+class Odd(gymnasium.Env):
+    """Changes its attributes in each step, mostly as envs do, else in all ways that are not ordinary."""
+
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    random = random.Random(0)  # of the class, so it is no part of the state
+
+    def __init__(self, seed):
+        self.kept, self.dtype, self.space = Kept.MEMBER, np.dtype(float), spaces.Box(-1, 1, (2,))
+        self.generator, self.another = np.random.default_rng(seed), np.random.default_rng(seed)
+        self.change()
+
+    def change(self):
+        self.number, self.name = self.random.random(), "a"
+        self.pair = (1, self.number)
+        self.array, self.frame = np.full(3, self.number), np.zeros((2, 2), np.uint8)
+
+    def step(self, action):
+        self.frame[0] = self.generator.integers(9)
+        if self.random.random() < 0.6:
+            self.change()
+        if self.random.random() < 0.4:
+            name, make = self.random.choice(ODDITIES)
+            vars(self)[name] = make(self)
+        if self.random.random() < 0.05:
+            vars(self).pop(self.random.choice(["name", "pair", "number", "more"]), None)
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+class Kept(enum.Enum):
+    MEMBER = 1
+
+
+ODDITIES = [
+    *(("number", lambda env, one=one: one) for one in (1, True, 1.0, -0.0, np.float64(1), None, "1", [1])),
+    *(("pair", lambda env, one=one: one) for one in ((), (1, (2, 3)), ([1],), [1, 2], None)),
+    ("array", lambda env: env.frame[:1]),
+    ("array", lambda env: env.frame.reshape(-1)),
+    ("array", lambda env: locked()),
+    ("array", lambda env: np.array([[1], None], object)),
+    ("array", lambda env: np.frombuffer(bytearray(16))),
+    ("array", lambda env: np.zeros(2, "f4,i4")),
+    ("array", lambda env: np.asfortranarray(np.ones((2, 3), ">f4"))),
+    ("array", lambda env: np.float32(1)),
+    ("array", lambda env: env.frame),
+    ("generator", lambda env: env.another),
+    ("generator", lambda env: np.random.Generator(env.another.bit_generator)),
+    ("generator", lambda env: np.random.Generator(np.random.Philox(3))),
+    ("generator", lambda env: np.random.default_rng(7)),
+    ("name", lambda env: str(len(env.generator.spawn(2)))),
+    ("generator", lambda env: env.generator.spawn(1)[0]),
+    ("generator", lambda env: np.random.Generator(env.generator.spawn(1)[0].bit_generator)),
+    ("another", lambda env: env.np_random),
+    ("another", lambda env: np.random.default_rng(9)),
+    ("name", lambda env: env.space.sample() is None),
+    ("space", lambda env: spaces.Box(-1, 1, (2,))),
+    ("space", lambda env: spaces.Box(-2, 1, (2,))),
+    ("metadata", lambda env: {}),
+    ("dtype", lambda env: np.dtype(np.int8)),
+    ("more", lambda env: env.frame),
+]
+
+
+def assert_same_state(one, other):
+    """Compares what was taken; atoms may be among the nodes, and the counts include what is not taken."""
+    assert difference(*([fields[0] | fields[1] for fields in state.layers] for state in (one, other))) is None
+
+
+@pytest.mark.skipif(_stepper.compiled is None, reason="not compiled")
+def test_what_is_taken_again_is_what_a_walk_takes():
+    """C++ takes and puts what it can; what it leaves and what it does are both as if there were none."""
+    counts = Counter()
+    for seed in range(40):
+        Odd.random.seed(seed)
+        env = wrappers.OrderEnforcing(wrappers.TimeLimit(Odd(seed), 99))
+        again, walk = StatefulEnv(env), StatefulEnv(env)
+        walk._again = None
+        env.unwrapped.reset(seed=seed)
+        kept = []
+        for _ in range(40):
+            env.unwrapped.step(0)
+            counts["taken", again._again.take() is not None] += 1
+            states = [again.take(), walk.take()]
+            assert_same_state(*states)
+            kept = [*kept, states[seed % 2]][-3:]
+            if Odd.random.random() < 0.4:
+                state = Odd.random.choice(kept)
+                done = again._again.put(state.layers)
+                counts["put", done] += 1
+                if not done:
+                    assert_same_state(walk.take(), states[1])  # nothing was done
+                    again.put(state)
+                assert_same_state(walk.take(), state)
+                walk.put(state)
+                assert_same_state(again.take(), state)
+    assert min(counts[key] for key in itertools.product(("taken", "put"), (True, False))) > 50, counts
 
 
 class Constructed(EzPickle, gymnasium.Wrapper):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +97,11 @@ class Reply:
 
     result: bytes = b""
     failure: Report | None = None
+
+
+def pack(message: Request | Reply) -> bytes:
+    """Pickles a message that has nothing of the user's but bytes: it takes a third of cloudpickle's time."""
+    return pickle.dumps(message)
 
 
 def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:

@@ -26,6 +26,7 @@ from jaxvec._backends._messages import (
     Replacement,
     Reply,
     Request,
+    pack,
     pickle_given,
 )
 from jaxvec._backends._recipe import WorkerRecipe
@@ -141,7 +142,9 @@ class Supervisor:
         """Calls a method of each slice; see `Workers.request`."""
         each = [arguments(*slots) for slots in self._recipe.slices]
         requests = {
-            worker: Request(name, _pickle(name, mine)) for worker, mine in enumerate(each) if mine is not None
+            worker: pack(Request(name, _pickle(name, mine)))
+            for worker, mine in enumerate(each)
+            if mine is not None
         }
         patience = self._patience(name, timeout)
         while starting := sorted(self.starting.keys() & requests.keys()):  # who serves can be asked

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxvec import _pickling
 from jaxvec._backends import _handoffs, _process_name
-from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Reply, Request, Setup
+from jaxvec._backends._messages import Attach, Closed, Ready, Recover, Reply, Request, Setup, pack
 from jaxvec._backends._run_limit import RunLimit
 from jaxvec._handoff import _channel
 from jaxvec._handoff._handoff import Work, WorkerHandoff
@@ -145,7 +145,7 @@ def _work(
         if not isinstance(message, Work):
             runs = turn if message.name == "simulate_states" else nullcontext()
             with span(recorder, f"answer {message.name}"), runs:
-                channel.send(_answer(env_slice, message))
+                channel.send(pack(_answer(env_slice, message)))
             continue
         move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
         try:
@@ -171,7 +171,7 @@ def _recover(
         channel.send(_failures.report(failure))
         end.notify_parent()
         while not isinstance(message := end.receive_message(), Recover):  # a request was under way to us
-            channel.send(_answer(env_slice, message))
+            channel.send(pack(_answer(env_slice, message)))
         try:
             parameters = _unpack(failure.env_id, message.parameters)
             with turn:

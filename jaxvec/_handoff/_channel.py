@@ -103,10 +103,10 @@ class Channel:
         descriptors: Sequence[int] = (),
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sends a message by cloudpickle.
+        """Sends a message.
 
         Args:
-            message: what to send.
+            message: what to send, by cloudpickle; bytes are its pickle, which others have made.
             deadline: `time.monotonic()` seconds.
             descriptors: that go with it.
             notify: tells a peer that does not look at its socket that a message is coming.
@@ -115,7 +115,7 @@ class Channel:
             TimeoutError: the peer didn't take it by `deadline`.
             EOFError: the peer is dead.
         """
-        payload = _pickling.dumps(message)
+        payload = message if isinstance(message, bytes) else _pickling.dumps(message)
         notify()  # before: a long message needs its reader, who finds a short one when it is awake
         try:
             self._socket.settimeout(_remaining(deadline))
@@ -150,8 +150,8 @@ class Channel:
         if kind == _WAKE_BYTE:
             self._skip_wakes()
             return WAKE
-        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline))
-        return pickle.loads(self._read(length, deadline))
+        (length,) = _HEADER.unpack(self._read(_HEADER.size, deadline, self._receive_header))
+        return pickle.loads(self._read(length, deadline, self._socket.recv))
 
     def receive_message(self) -> Any:
         """Waits for a message, past wakes; raises `EOFError` as `receive`."""
@@ -189,29 +189,27 @@ class Channel:
             if wakes:
                 self._socket.recv(wakes)
 
-    def _read(self, count: int, deadline: float | None) -> bytes:
+    def _read(self, count: int, deadline: float | None, receive: Callable[[int, int], bytes]) -> bytes:
         parts: list[bytes] = []
         flags = 0 if deadline is None else socket.MSG_DONTWAIT
         while count:
-            part = self._read_some(min(count, _CHUNK), flags)
-            if part is None:
+            try:
+                part = receive(min(count, _CHUNK), flags)
+            except BlockingIOError:
                 if not _readable(self._socket, deadline):
-                    raise TimeoutError
+                    raise TimeoutError from None
                 continue
+            except ConnectionResetError as error:
+                raise EOFError from error
+            if not part:
+                raise EOFError
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
 
-    def _read_some(self, count: int, flags: int) -> bytes | None:
-        """Returns at most so many bytes; `None` if there are none yet and the flags say not to wait."""
-        try:
-            part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1, flags)
-        except BlockingIOError:
-            return None
-        except ConnectionResetError as error:
-            raise EOFError from error
-        if not part:
-            raise EOFError
+    def _receive_header(self, count: int, flags: int) -> bytes:
+        """Receives bytes of a header, and the descriptors that come with it."""
+        part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1, flags)
         self.descriptors += descriptors
         return part
 

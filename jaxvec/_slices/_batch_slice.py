@@ -155,7 +155,7 @@ class BatchSlice:
         raise NotImplementedError
 
     def save_states(
-        self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int], packed: bool
+        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:
         """Is not asked for: a pool of batched envs keeps no states."""
         raise NotImplementedError
@@ -164,7 +164,7 @@ class BatchSlice:
         self,
         slots: Sequence[int],
         sources: Sequence[int | bytes],
-        dropped: Iterable[int],
+        oldest: int,
         rows: Sequence[NDArray[Any]] | None,
     ) -> Gone | None:
         """Is not asked for, as `save_states`."""
@@ -175,7 +175,7 @@ class BatchSlice:
         sources: Sequence[int],
         numbers: Sequence[int],
         actions: Sequence[NDArray[Any]],
-        dropped: Iterable[int],
+        oldest: int,
     ) -> list[NDArray[Any]] | Gone:
         """Is not asked for, as `save_states`."""
         raise NotImplementedError
@@ -185,7 +185,7 @@ class BatchSlice:
         raise NotImplementedError
 
     def import_states(
-        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
     ) -> None:
         """Is not asked for, as `save_states`."""
         raise NotImplementedError

@@ -312,9 +312,9 @@ class EnvSlice:
         self._ask(slots, [(value,) for value in values], put)
 
     def save_states(
-        self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int], packed: bool
+        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:
-        """Keeps the states of envs under these numbers, and forgets those that were `dropped`.
+        """Keeps the states of envs under these numbers, and none whose number is before `oldest`.
 
         Envs whose states are saved for the first time have to prove that they can be put back.
 
@@ -326,7 +326,7 @@ class EnvSlice:
         """
         states: list[SlotState] = []
         slot = slots[0]
-        with self._states.dropping(dropped):
+        with self._states.keeping(oldest):
             try:
                 for slot in slots:
                     index = slot - self.first
@@ -345,7 +345,7 @@ class EnvSlice:
         self,
         slots: Sequence[int],
         sources: Sequence[int | bytes],
-        dropped: Iterable[int],
+        oldest: int,
         rows: Sequence[NDArray[Any]] | None,
     ) -> Gone | None:
         """Has envs go on from states.
@@ -353,13 +353,13 @@ class EnvSlice:
         Args:
             slots: `[n]`, whose envs.
             sources: `[n]`, the number of a state, or its bytes.
-            dropped: as of `save_states`.
+            oldest: as of `save_states`.
             rows: the time steps that were current then, `[n, ...]`, if the parent can't write them here.
 
         Raises:
             EnvFailure: a state could not be put back; envs before it have theirs.
         """
-        with self._states.dropping(dropped):
+        with self._states.keeping(oldest):
             missing = self._states.missing(source for source in sources if isinstance(source, int))
             if missing:
                 return Gone(missing)
@@ -379,7 +379,7 @@ class EnvSlice:
         sources: Sequence[int],
         numbers: Sequence[int],
         actions: Sequence[NDArray[Any]],
-        dropped: Iterable[int],
+        oldest: int,
     ) -> list[NDArray[Any]] | Gone:
         """Steps copies of envs from their states, and keeps the states after that.
 
@@ -387,7 +387,7 @@ class EnvSlice:
             sources: `[k]` numbers of the states before.
             numbers: `[k]` of those after.
             actions: a leaf each, `[k, ...]`.
-            dropped: as of `save_states`; may be among the sources.
+            oldest: as of `save_states`; sources may be before it.
 
         Returns:
             A leaf of the time step each, `[k, ...]`; but for `env_id`.
@@ -395,7 +395,7 @@ class EnvSlice:
         Raises:
             EnvFailure: an env raised; it is called by the slot whose state was the first of this line.
         """
-        with self._states.dropping(dropped):
+        with self._states.keeping(oldest):
             missing = self._states.missing(sources)
             if missing:
                 return Gone(missing)
@@ -417,10 +417,10 @@ class EnvSlice:
             return pack(states)
 
     def import_states(
-        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
     ) -> None:
         """Keeps states that come as bytes, as those of the envs of `slots`."""
-        with self._states.dropping(dropped):
+        with self._states.keeping(oldest):
             for slot, number, one in zip(slots, numbers, packed, strict=True):
                 with Failing(slot, "import"):
                     self._states.keep([number], [unpack(one)._replace(slot=slot)])

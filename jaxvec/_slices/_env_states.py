@@ -18,6 +18,7 @@ from jaxvec._slices._differences import difference
 from jaxvec._slices._envs import Env
 from jaxvec._slices._snapshots import (
     NOTHING,
+    Again,
     CannotCopy,
     Fields,
     Node,
@@ -95,6 +96,9 @@ class StatefulEnv:
             EnvStateError: something is no value; names the attribute, and says what to do.
         """
         self._look_again()
+        again = self._again
+        if again is not None and (fields := again.take()) is not None:
+            return EnvState(self._kinds, fields, None)
         if len(self._shared) > _MOST:
             self._shared.clear()
         base, functions, methods = self._layers[-1], self._functions, self._methods
@@ -129,6 +133,8 @@ class StatefulEnv:
                 f"the state of {type(base).__name__} can't be taken: of {path}, {error.what}. "
                 + (error.advice or _ADVICE)
             ) from error
+        if again is not None:
+            again.note(taken)
         return EnvState(self._kinds, taken, own)
 
     def put(self, state: EnvState) -> None:
@@ -150,6 +156,8 @@ class StatefulEnv:
                 f"a state of {' of '.join(state.kinds)} can't be put into {' of '.join(self._kinds)}; "
                 "restore states into envs that the same function made"
             )
+        if self._again is not None and self._again.put(state.layers):
+            return
         base = layers[-1]
         putter = Putter(layers)
         try:
@@ -212,6 +220,8 @@ class StatefulEnv:
         self._pairs = tuple(itertools.pairwise(self._layers))
         self._kinds = tuple(map(_kind, self._layers))
         self._methods = None if self._functions is not None else _own_methods(type(self._layers[-1]))
+        # Of those whose attributes say all.
+        self._again = Again(self._layers) if self._functions is None and self._methods is None else None
         self._nodes: dict[int, Any] = dict(
             zip(map(id, self._layers), layer_nodes(len(self._layers)), strict=True)
         )

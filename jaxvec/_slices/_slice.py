@@ -117,16 +117,16 @@ class Slice(Protocol):
         ...
 
     def save_states(
-        self, slots: Sequence[int], numbers: Sequence[int], dropped: Iterable[int], packed: bool
+        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:
-        """Keeps the states of envs under these numbers, and forgets those that were dropped."""
+        """Keeps the states of envs under these numbers, and no states before the oldest."""
         ...
 
     def restore_states(
         self,
         slots: Sequence[int],
         sources: Sequence[int | bytes],
-        dropped: Iterable[int],
+        oldest: int,
         rows: Sequence[NDArray[Any]] | None,
     ) -> Gone | None:
         """Has envs go on from states."""
@@ -137,7 +137,7 @@ class Slice(Protocol):
         sources: Sequence[int],
         numbers: Sequence[int],
         actions: Sequence[NDArray[Any]],
-        dropped: Iterable[int],
+        oldest: int,
     ) -> list[NDArray[Any]] | Gone:
         """Steps copies of envs from their states, and keeps the states after that."""
         ...
@@ -147,7 +147,7 @@ class Slice(Protocol):
         ...
 
     def import_states(
-        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], dropped: Iterable[int]
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
     ) -> None:
         """Keeps states that come as bytes."""
         ...

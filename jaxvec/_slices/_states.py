@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class States:
     def __init__(self, stats: memoryview) -> None:
         """Begins with none; `stats` is the worker's row, which tells of their bytes."""
         self._states: dict[int, SlotState] = {}
+        self._in_order: deque[int] = deque()  # their numbers
         self._stats = stats
         self._size, self._until_measured, self._between = 0, 0, 1
 
@@ -68,19 +70,21 @@ class States:
     def keep(self, numbers: Sequence[int], states: Sequence[SlotState]) -> None:
         """Keeps states. Now and then one is measured, which costs more than to keep it."""
         self._states.update(zip(numbers, states, strict=True))
+        self._in_order.extend(numbers)
         self._until_measured -= len(states)
         if self._until_measured < 0:
             self._size = _size_of(states[-1])
             self._until_measured = self._between = min(2 * self._between, _MOST)
 
     @contextmanager
-    def dropping(self, numbers: Iterable[int]) -> Generator[None]:
-        """Forgets states after the block, however it ends, and counts the bytes of those that are left."""
+    def keeping(self, oldest: int) -> Generator[None]:
+        """Keeps states from this number on after the block, however it ends, and counts their bytes."""
         try:
             yield
         finally:
-            for number in numbers:
-                self._states.pop(number, None)
+            numbers = self._in_order
+            while numbers and numbers[0] < oldest:
+                del self._states[numbers.popleft()]
             self._stats[_stats.STATE_BYTES] = len(self._states) * self._size
 
 

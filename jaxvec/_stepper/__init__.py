@@ -1,4 +1,4 @@
-"""The stepping loop, compiled, where it was built: ordinary steps, and the rows that they write."""
+"""What is compiled, where it was built: ordinary steps, the rows that they write, and states of envs."""
 
 from __future__ import annotations
 

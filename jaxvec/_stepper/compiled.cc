@@ -3,38 +3,18 @@
 // It knows one case each, and leaves every other to Python, where all the rules are: `Stepper.run` returns
 // to its caller with what `env.step` has returned, a `Writer` calls the function that it stands for. So what
 // is here only has to be right about when a case is ordinary. Both are made in Python, which says what is
-// what: `Stepper` in _slices/_env_slice.py, `Writer` in _memory/_rows.py.
-//
-// The limited API makes one file serve every Python from 3.11 on. The GIL is held throughout.
-
-#define Py_LIMITED_API 0x030B0000
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
-#include <numpy/arrayobject.h>
+// what: `Stepper` in _slices/_env_slice.py, `Writer` in _memory/_rows.py. States of envs are in states.cc.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
 #include <limits>
-#include <memory>
+
+#include "api.h"
+#include "states.h"
 
 namespace {
-
-struct Release {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Ref = std::unique_ptr<PyObject, Release>;
-
-Ref Share(PyObject* object) { return Ref(Py_NewRef(object)); }
-
-enum class Outcome {
-  kDone,
-  kOther,  // not a case for this file; no error is set
-  kError,  // a Python error is set
-};
 
 // --- Rows ---
 
@@ -47,8 +27,6 @@ struct Writer {
 };
 
 PyTypeObject* writer_type;
-
-PyArrayObject* AsArray(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
 
 // Casts a row as NumPy would, if that loses nothing but a float's precision.
 template <typename From, typename To>
@@ -227,13 +205,6 @@ PyType_Slot writer_slots[] = {
 };
 PyType_Spec writer_spec = {"jaxvec._stepper.compiled.Writer", sizeof(Writer), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, writer_slots};
-
-// Returns a zeroed object of a type of ours.
-template <typename T>
-T* Allocate(PyTypeObject* type) {
-  auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-  return reinterpret_cast<T*>(allocate(type, 0));
-}
 
 PyObject* LeafWriter(PyObject*, PyObject* args) {
   PyObject *write, *rows;
@@ -513,8 +484,10 @@ PyType_Spec stepper_spec = {"jaxvec._stepper.compiled.Stepper", sizeof(Stepper),
 PyMethodDef functions[] = {
     {"leaf_writer", LeafWriter, METH_VARARGS, nullptr},
     {"nested_writer", NestedWriter, METH_VARARGS, nullptr},
+    {"put_again", PutAgain, METH_VARARGS, nullptr},
     {"stepper", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(MakeStepper)),
      METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"take_again", TakeAgain, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {
@@ -529,6 +502,7 @@ PyMODINIT_FUNC PyInit_compiled() {
   most_name = PyUnicode_InternFromString("_max_episode_steps");
   writer_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&writer_spec));
   stepper_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&stepper_spec));
-  if (most_name == nullptr || writer_type == nullptr || stepper_type == nullptr) return nullptr;
+  if (most_name == nullptr || !InitStates() || writer_type == nullptr || stepper_type == nullptr)
+    return nullptr;
   return PyModule_Create(&definition);
 }

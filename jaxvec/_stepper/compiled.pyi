@@ -1,9 +1,12 @@
-"""What compiled.cc has; it says more."""
+"""What compiled.cc and states.cc have; they say more."""
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from numpy.typing import NDArray
+
+Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
+Nodes: TypeAlias = tuple[set[type], type, type, type, type, type]
 
 def leaf_writer(write: Callable[[int, Any], None], rows: NDArray[Any], /) -> Callable[[int, Any], None]:
     """Returns what writes a row as `write` does, and calls it with values that need care."""
@@ -15,6 +18,16 @@ def nested_writer(
     /,
 ) -> Callable[[int, Any], None]:
     """Returns what writes a dict of these keys, or a tuple, as `write` does; see `leaf_writer`."""
+
+def put_again(
+    layers: list[Any], told: list[frozenset[str] | None], fields: list[Fields], nodes: Nodes, /
+) -> bool:
+    """Puts a snapshot back, as `_slices/_snapshots/_again.py` says."""
+
+def take_again(
+    layers: list[Any], told: list[frozenset[str] | None], before: list[Fields], nodes: Nodes, /
+) -> list[Fields] | None:
+    """Takes a snapshot, as `_slices/_snapshots/_again.py` says."""
 
 def stepper(
     *,

@@ -4,6 +4,7 @@
 and memory outside of Python may refer to them: only what they hold is put back.
 """
 
+from jaxvec._slices._snapshots._again import Again
 from jaxvec._slices._snapshots._ale import watch_ale
 from jaxvec._slices._snapshots._core import KEPT, CannotCopy, Node, Putter, Shared
 from jaxvec._slices._snapshots._fields import NOTHING, Fields, compare_fields
@@ -13,6 +14,7 @@ from jaxvec._slices._snapshots._taker import Taker
 __all__ = [
     "KEPT",
     "NOTHING",
+    "Again",
     "CannotCopy",
     "Fields",
     "Node",

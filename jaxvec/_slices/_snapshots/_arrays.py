@@ -9,7 +9,9 @@ import numpy as np
 from jaxvec._slices._snapshots._core import CannotCopy, Node, Putter, TakesParts
 
 
-class _Array(Node):
+class Array(Node):
+    """An array that has its memory."""
+
     __slots__ = ("array",)
 
     def __init__(self, array: Any) -> None:
@@ -36,7 +38,7 @@ class _View(Node):
 
     __slots__ = ("dtype", "offset", "shape", "strides", "whole")
 
-    whole: _Array
+    whole: Array
     dtype: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -92,7 +94,8 @@ def _owner(array: Any) -> Any:
 def _copy(array: Any) -> Any:
     """Returns a copy that is as writeable; an env may lock its own array and unlock it for a change."""
     copy = array.copy("K")
-    copy.flags.writeable = array.flags.writeable
+    if not array.flags.writeable:
+        copy.flags.writeable = False
     return copy
 
 
@@ -117,7 +120,7 @@ def take_array(taker: TakesParts, value: Any) -> Any:
         return node
     base = value.base
     if base is None:
-        node = _Array(_copy(value))
+        node = Array(_copy(value))
     elif _is_constant(value):
         node = _Constant(value)
     elif _is_elsewhere(value):
@@ -136,7 +139,7 @@ def _take_view(taker: TakesParts, value: Any, owner: Any) -> Any:
         or owner.nbytes > 64 * max(value.nbytes, 64)
         or owner.dtype.hasobject
     ):
-        return _Array(value.copy("K"))  # such as one number of a table
+        return Array(value.copy("K"))  # such as one number of a table
     node = _View()
     node.whole = taker.value(owner)
     node.dtype, node.shape, node.strides = value.dtype, value.shape, value.strides

@@ -10,7 +10,9 @@ import numpy as np
 from jaxvec._slices._snapshots._core import Node, Putter, TakesParts
 
 
-class _Generator(Node):
+class Generator(Node):
+    """NumPy's generator, and the node of its `bits`."""
+
     __slots__ = ("bits", "kind")
 
     def __init__(self, kind: type, bits: Any) -> None:
@@ -27,12 +29,12 @@ class _Generator(Node):
 
 def take_generator(taker: TakesParts, value: Any) -> Any:
     bits = value.bit_generator
-    node = _Generator(type(value), taker.memo.get(id(bits)) or take_bits(taker, bits))
+    node = Generator(type(value), taker.memo.get(id(bits)) or take_bits(taker, bits))
     taker.memo[id(value)] = node
     return node
 
 
-class _BitGenerator(Node):
+class BitGenerator(Node):
     """Has the sequence of seeds itself, of which nothing changes but how many children it has."""
 
     __slots__ = ("children", "kind", "sequence", "state")
@@ -46,6 +48,11 @@ class _BitGenerator(Node):
     def put(self, putter: Putter, old: Any) -> Any:
         if type(old) is not self.kind or not putter.reuse(old):
             old = self.kind()
+        self.give(old)
+        return old
+
+    def give(self, old: Any) -> None:
+        """Gives one of this kind its state."""
         there, sequence = old.seed_seq, self.sequence
         if sequence is None or (
             (there is sequence or _seed(there) == _seed(sequence))
@@ -58,7 +65,6 @@ class _BitGenerator(Node):
                 entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
             )
             old.__setstate__((self.state, sequence))
-        return old
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.kind, other.kind
@@ -76,9 +82,9 @@ def _seed(sequence: Any) -> Any:
 def take_bits(taker: TakesParts, value: Any) -> Any:
     sequence = value.seed_seq
     if type(sequence) is np.random.SeedSequence:
-        node = _BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
+        node = BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
     else:
-        node = _BitGenerator(type(value), value.state, None, 0)
+        node = BitGenerator(type(value), value.state, None, 0)
     taker.memo[id(value)] = node
     return node
 

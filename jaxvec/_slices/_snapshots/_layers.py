@@ -35,12 +35,18 @@ def layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: 
     return known[:count]
 
 
-def take_layer(taker: TakesParts, layer: Any) -> Fields:
-    """Takes the attributes of an env or a wrapper."""
+def told(layer: Any) -> frozenset[str] | None:
+    """Returns the attributes of an env or a wrapper that are not taken; `None` if none is."""
     kind = type(layer)
     if kind is PassiveEnvChecker:
-        return NOTHING  # it warns once, and changes nothing
-    return taker.fields(layer, _TOLD_WRAPPERS if issubclass(kind, Wrapper) else _TOLD)
+        return None  # it warns once, and changes nothing
+    return _TOLD_WRAPPERS if issubclass(kind, Wrapper) else _TOLD
+
+
+def take_layer(taker: TakesParts, layer: Any) -> Fields:
+    """Takes the attributes of an env or a wrapper."""
+    without = told(layer)
+    return NOTHING if without is None else taker.fields(layer, without)
 
 
 def put_layer(putter: Putter, layer: Any, fields: Fields) -> None:
