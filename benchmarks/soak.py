@@ -321,7 +321,7 @@ def main() -> None:
     if options.ray:
         import ray
 
-        ray.init(num_cpus=2 * NUM_WORKERS, log_to_driver=False)
+        ray.init(address="local", num_cpus=2 * NUM_WORKERS, log_to_driver=False)  # whatever clusters there are
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
