@@ -45,6 +45,7 @@ class Threads:
     def __init__(self, kind, slices):
         self._kind, self._slices = kind, slices
         self._threads = []
+        self._looking = threading.Lock()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -74,7 +75,8 @@ class Threads:
 
     def wait(self, slots, count, patience):
         while not self._end.wait(slots, count, LOOK_AROUND):
-            with self._end.listening(slots, count, LOOK_AROUND) as seconds:
+            with self._looking:
+                seconds = self._end.begin_look(slots, count, LOOK_AROUND)
                 patience.check()
                 if patience.give_up is not None and time.monotonic() >= patience.give_up:
                     raise jaxvec.NotReadyError("not ready")
