@@ -436,10 +436,10 @@ def test_a_thread_does_not_wait_for_what_it_keeps_itself(kind):
 
     try:
         with pool._engine.shared():
-            pool._engine.keep_shared()
+            pool._engine.hold(pool.all)
         enter("mine")
         within(partial(enter, "another"))
-        pool._engine.release_shared()
+        pool._engine.release()
         within(partial(enter, "a later one"))
     finally:
         pool.close()

@@ -113,7 +113,7 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
   for (uint32_t step = 1;; ++step) {
     const std::shared_ptr<Pool> pool = find(1);
     if (pool == nullptr) return;
-    while (!pool->enter(false, 1'000'000)) {
+    while (!pool->enter(slots.data(), 0, false, 1'000'000)) {
     }
     const bool open = pool->state.open;
     pool->leave();
@@ -132,8 +132,8 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
         end_step(shared, slots);
         for (int64_t i = 0; i < count; ++i) result[i] = shared.rows.result[slots[i]];
         for (const int64_t slot : slots) shared.renew(slot, shared.generation[slot]);
-        pool->release_shared();
-        pool->release_shared();  // does nothing
+        pool->release();
+        pool->release();  // does nothing
         break;
       case Status::kDone:
         if (step % 3 != 0) std::this_thread::yield();
@@ -165,7 +165,7 @@ void run_host(Shared& shared, uint32_t steps) {
     for (const uint32_t before = shared.by_programs; step % 100 == 0 && shared.by_programs == before;) {
       std::this_thread::yield();
     }
-    while (!pool.enter(true, 1'000'000)) {
+    while (!pool.enter(nullptr, 0, true, 1'000'000)) {
     }
     pool.wait_for_copies();  // no handle says that all rows were read
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
@@ -182,7 +182,7 @@ void run_host(Shared& shared, uint32_t steps) {
     pool.leave();
     pool.leave();  // does nothing
   }
-  while (!pool.enter(true, 1'000'000)) {
+  while (!pool.enter(nullptr, 0, true, 1'000'000)) {
   }
   pool.state.open = 0;
   withdraw(1);
@@ -266,7 +266,7 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
   std::atomic<bool> stop{false};
   std::thread host([&] {
     while (!stop) {
-      if (pool.enter(true, 1'000'000)) pool.leave();
+      if (pool.enter(nullptr, 0, true, 1'000'000)) pool.leave();
       std::this_thread::yield();
     }
   });
