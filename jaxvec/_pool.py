@@ -372,10 +372,9 @@ class Pool:
             told = np.sort(slots[self._views.has_info[slots]])
             if not told.size:
                 return [{} for _ in slots]
-            asked = self._ask(
-                "infos_of", lambda first, stop: (told[(first <= told) & (told < stop)].tolist(),)
-            )
-            infos = dict(zip(told.tolist(), itertools.chain.from_iterable(asked), strict=True))
+            asked = self._ask("infos_of", partial(_those_within, told))
+            answers = itertools.chain.from_iterable(each for each in asked if each is not None)
+            infos = dict(zip(told.tolist(), answers, strict=True))
             return [infos.get(slot, {}) for slot in slots.tolist()]
 
     def call(
@@ -878,3 +877,9 @@ class Pool:
             self._broken_by = error
             self.closing.hurry = True
             self._engine.bar()
+
+
+def _those_within(slots: NDArray[Any], first: int, stop: int) -> tuple[list[int]] | None:
+    """Returns a worker's part of `slots` as the arguments of a request; `None` if it has none of them."""
+    mine = slots[(first <= slots) & (slots < stop)].tolist()
+    return (mine,) if mine else None
