@@ -223,6 +223,22 @@ def test_other_envs_are_moved_while_a_call_is_under_way(pool_of):
     assert envs.recv(at_least=1).obs[:, 3].tolist() == [6]
 
 
+def test_an_env_that_is_stepped_is_not_sent_before_its_step_is_done(pool_of, monkeypatch):
+    pool = pool_of()
+    envs, engine = pool.envs, pool.envs.pool._engine
+    envs.reset()
+    stepping = Background(lambda: envs.step([1, 1, 1, HELD]).obs[:, 1:].tolist())
+    pool.wait_until_inside(3)
+    exclusive, waits = engine.exclusive, threading.Event()
+    monkeypatch.setattr(engine, "exclusive", lambda slots: waits.set() or exclusive(slots))
+    sending = Background(lambda: envs.send([5], [3]))
+    wait_until(lambda: waits.is_set() or not sending._thread.is_alive())
+    pool.open()
+    sending.result()
+    assert stepping.result() == [[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 7]]
+    assert envs.recv(at_least=1).obs[:, 1:].tolist() == [[2, 2, 5]]
+
+
 def test_a_handle_that_a_call_has_is_stale_for_others_at_once(pool_of):
     """Not only when the call is done: what the others do needs none of its envs."""
     pool = pool_of(batch_size=2)
