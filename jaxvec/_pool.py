@@ -561,7 +561,7 @@ class Pool:
             self._engine.release()
 
     def _locked(self, move: Move, slots: NDArray[Any]) -> AbstractContextManager[None]:
-        """Gets inside to move `slots`. Who has a handle need not wait for who moves them: it is stale then."""
+        """Gets inside to move `slots`. Who has a handle need not wait for others' moves: it is stale then."""
         return self._engine.exclusive(slots) if move.generation is None else self._engine.shared(slots)
 
     def _of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:

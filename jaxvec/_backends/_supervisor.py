@@ -2,15 +2,15 @@
 
 Several threads may ask, and wait for envs, at a time.
 
-- Of each worker one thread asks at a time (`_askers`), who alone reads its control socket until it has the answer.
-  What comes on the others' sockets concerns all, and is read by whoever looks.
-- One thread looks at a time (`listening`). All that becomes of a worker is decided by who looks: that it answers, goes on
-  after a failure, is replaced, or ends the pool. So no two threads replace a worker, or miss that another did.
-- Who asks sleeps beforehand, at its workers' sockets, which nobody else reads; so it holds nobody up, and nothing
+- Of each worker one thread asks at a time (`_askers`), which alone reads that control socket until it has the
+  answer. What comes on the other sockets concerns all, and is read by whoever looks.
+- One thread looks at a time (`listening`). All that becomes of a worker is decided by who looks: that it goes
+  on after a failure, is replaced, or ends the pool. So no two threads replace a worker.
+- Who asks sleeps before it looks, at the sockets that nobody else reads. So it holds nobody up, and nothing
   that it waits for is taken from it.
-- A worker may be replaced by another thread before it has its request: whoever replaces it strikes it from `_asked`, and
-  who asks looks there before it sends. Both hold the channel's `sending`, so the request is for the worker that was asked,
-  or is not sent; and an answer can't come to anybody else's question.
+- A worker may be replaced by another thread before it gets its request. Whoever replaces it strikes it from
+  `_asked`; who asks looks there before it sends. Both have the channel's `sending` meanwhile. So a request is
+  for the worker that was asked, or is not sent, and its answer can't pass for another question's.
 """
 
 from __future__ import annotations
@@ -461,7 +461,7 @@ class Supervisor:
         return {worker: messages[worker] for worker in workers}
 
     def _sleep(self, workers: Collection[int], patience: Patience) -> None:
-        """Waits until one of these workers says something, for a short time and no longer than the operation."""
+        """Waits until one of these workers says something; for a short time, within that of the operation."""
         poll = select.poll()
         for worker in workers:
             poll.register(self.channels[worker], select.POLLIN)

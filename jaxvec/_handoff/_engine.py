@@ -1,16 +1,17 @@
 """Decides which calls may move which envs, lets one thread at a time do so, and counts the moves.
 
-Its lock is a readers-writer lock on each slot, and on the queue of those in flight. Threads get in one after the
-other, and stay for a short while: a step is inside while it checks its handle and sends its envs; then it leaves,
-holds their slots, and waits for them. So calls for different envs, of several devices or threads, overlap.
+Its lock is a readers-writer lock on each slot, and on the queue of those in flight. Threads get in one after
+the other, and stay for a short while: a step is inside while it checks its handle and sends its envs; then it
+leaves, holds their slots, and waits for them. So calls for different envs, of several devices or threads,
+overlap.
 
-- A move by handle gets in `shared`: it need not wait for another of the same envs, as one of the two handles is
-  stale. It waits for a call that holds them alone.
+- A move by handle gets in `shared`: it need not wait for another of the same envs, as one of the two handles
+  is stale. It waits for a call that holds them alone.
 - Who has no handle gets in `exclusive`: it waits until nobody else holds its slots.
-- A call that asks workers holds all slots of these alone, until they have answered. So a worker that is asked is not
-  sent anything new, which might keep it from the question for ever; what it was sent before comes first.
-- A `recv` holds the queue: there is one at a time. Others may send meanwhile, and ask. What it has received it
-  holds until it has read the rows.
+- A call that asks workers holds all slots of these alone, until they have answered. So a worker that is asked
+  is not sent anything new, which might keep it from the question for ever. What it was sent comes first.
+- A `recv` holds the queue, so there is one at a time. Others may send meanwhile, and ask. What it has received
+  it holds until it has read the rows.
 
 An engine answers with a `Status`; what error that is, and what it says, is the pool's affair. There are two:
 `PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`.

@@ -514,8 +514,8 @@ void Pool::release() {
   const uintptr_t me = this_thread();
   {
     const std::lock_guard lock(lock_);
-    const auto mine = std::remove_if(holds_.begin(), holds_.end(),
-                                     [me](const Hold& hold) { return hold.thread == me; });
+    const auto mine =
+        std::remove_if(holds_.begin(), holds_.end(), [me](const Hold& hold) { return hold.thread == me; });
     if (mine == holds_.end()) return;
     holds_.erase(mine, holds_.end());
   }

@@ -1,9 +1,9 @@
 // A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
 //
 // Whoever changes the pool has its lock, a readers-writer lock on each slot, and on the queue of those in
-// flight; see _engine.py, which says who takes it how. Threads are inside one at a time, and for a short while
-// only: a step is inside when it sends its envs, then it leaves, holds their slots, and waits for them. So
-// programs on several devices, or in several threads, step envs of their own at the same time.
+// flight; see _engine.py, which says who takes it how. Threads are inside one at a time, and for a short
+// while only: a step is inside when it sends its envs, then it leaves, holds their slots, and waits for them.
+// So programs on several devices, or in several threads, step envs of their own at the same time.
 //
 // Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
 // fails or is slow) is Python's business: a move says what it is and has changed nothing, or it hands over
@@ -179,10 +179,10 @@ class Pool {
   // everybody else has to before envs write to it again. The caller is inside.
   void wait_for_copies();
 
-  // Lets this thread in once nobody else is inside, or holds some of these slots: alone or, if the thread is to
-  // be in exclusively, at all. Null is for all slots, and the queue. Returns whether it is in, after at most so
-  // long. A thread that is inside already has been interrupted, and has left without saying so; or it is asked
-  // from a signal handler.
+  // Lets this thread in once nobody else is inside, or holds some of these slots: alone or, if the thread is
+  // to be in exclusively, at all. Null is for all slots, and the queue. Returns whether it is in, after at
+  // most so long. A thread that is inside already has been interrupted, and has left without saying so; or it
+  // is asked from a signal handler.
   bool enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t timeout_ns);
   // Lets the next one in; does nothing if this thread is not the one inside. So an interrupt just
   // after `enter` does no harm where `leave` is called in any case.
