@@ -112,9 +112,8 @@ class Pool:
         self._workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
-        self._starts: NDArray[np.int_] = np.array(
-            [first for first, _ in slices[1:]]
-        )  # of all workers but the first
+        starts = [first for first, _ in slices]
+        self._starts: NDArray[np.int_] = np.array(starts)  # of each worker's slots
         layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
@@ -290,7 +289,8 @@ class Pool:
                 if made.status in _MADE:
                     return self._finish(pending, made)
             with self._recording(move):
-                with self._locked(move, move.slots):
+                alone = move.generation is None
+                with self._engine.exclusive() if alone else self._engine.shared(move.slots):
                     self._enter(move)
                     self._send_step(move.slots, actions)
                     self._advance(move)
@@ -324,7 +324,11 @@ class Pool:
             if not as_they_are and self._engine.move(move, actions, env_ids).status is Status.DONE:
                 return
             taken = self._of_workers(env_ids) if as_they_are else env_ids  # the workers are asked, too
-            with self._recording(move), self._locked(move, taken):
+            alone = as_they_are or move.generation is None
+            with (
+                self._recording(move),
+                self._engine.exclusive(taken) if alone else self._engine.shared(taken),
+            ):
                 self._enter(move)
                 self._send_step(env_ids, actions, as_they_are=as_they_are)
                 self._admission.note_sent(env_ids, self._timeouts.step)
@@ -560,14 +564,10 @@ class Pool:
         finally:
             self._engine.release()
 
-    def _locked(self, move: Move, slots: NDArray[Any]) -> AbstractContextManager[None]:
-        """Gets inside to move `slots`. Who has a handle need not wait for others' moves: it is stale then."""
-        return self._engine.exclusive(slots) if move.generation is None else self._engine.shared(slots)
-
     def _of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:
         """Returns all slots of the workers that have some of `slots`, which nobody has checked yet."""
-        workers = self._starts.searchsorted(slots, side="right")
-        return self.all[np.isin(self._starts.searchsorted(self.all, side="right"), workers)]
+        worker_of = partial(self._starts.searchsorted, side="right")
+        return self.all[np.isin(worker_of(self.all), worker_of(slots))]
 
     @contextmanager
     def _asking(self, move: Move, begun: Callable[[], None] | None = None) -> Generator[None]:

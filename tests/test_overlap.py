@@ -1,4 +1,4 @@
-"""Calls of several threads overlap, also with steps, if their envs are of different workers; else they wait."""
+"""Calls of several threads overlap, also with steps, if their envs are of different workers, or else wait."""
 
 from __future__ import annotations
 

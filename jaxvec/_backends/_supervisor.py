@@ -108,12 +108,8 @@ class Supervisor:
         self._by_fd: dict[int, int] = {}
         self._askers = Turns()  # at workers
         self._lookers = Turns()
-        self._asked: dict[
-            int, str
-        ] = {}  # workers that have yet to answer, and what; else only who looks writes
-        self._replaced: dict[
-            int, JaxvecError
-        ] = {}  # and the errors that are the answers of those that are gone
+        self._asked: dict[int, str] = {}  # the workers that have yet to answer, and what
+        self._replaced: dict[int, JaxvecError] = {}  # the errors that are the answers of those that are gone
         self._grace = -math.inf  # until when nobody is late, in time.monotonic() seconds
         self._attach: Attach | None = None  # to a worker's place; None until the workers serve
         self._description: Description | None = None

@@ -10,8 +10,8 @@ overlap.
 - Who has no handle gets in `exclusive`: it waits until nobody else holds its slots.
 - A call that asks workers holds all slots of these alone, until they have answered. So a worker that is asked
   is not sent anything new, which might keep it from the question for ever. What it was sent comes first.
-- A `recv` holds the queue, so there is one at a time. Others may send meanwhile, and ask. What it has received
-  it holds until it has read the rows.
+- A `recv` holds the queue, so there is one at a time. Others may send meanwhile, and ask. What it has
+  received it holds until it has read the rows.
 
 An engine answers with a `Status`; what error that is, and what it says, is the pool's affair. There are two:
 `PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`.

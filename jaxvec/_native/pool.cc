@@ -211,11 +211,7 @@ Status Pool::move(Request& request, Target& target) {
 }
 
 Status Pool::step(Request& request, Target& target) {
-  const bool all = request.slots == nullptr;
-  if (!enter(all ? all_.data() : request.slots, all ? static_cast<uint32_t>(all_.size()) : request.num_slots,
-             all, 0)) {
-    return Status::kBusy;
-  }
+  if (!enter(request.slots, request.num_slots, request.slots == nullptr, 0)) return Status::kBusy;
   std::vector<int64_t> slots;
   Status status = admit(request, &slots);
   if (status == Status::kDone) status = check_envs(slots.data(), static_cast<uint32_t>(slots.size()), true);
