@@ -549,8 +549,8 @@ class Pool:
     def _pending(self, move: Move) -> Generator[_Pending]:
         """Releases what its block holds when the move that it makes has ended.
 
-        Once envs are moved, Ctrl-C breaks the pool wherever it comes, also between the parts that break it
-        by themselves: envs may be on their way of which nobody knows any more.
+        Once envs are moved or asked, Ctrl-C breaks the pool wherever it comes, also between the parts that
+        break it by themselves: envs may be on their way of which nobody knows any more.
         """
         pending = _Pending(move, interrupts.since_now())  # before an env can hang
         try:
