@@ -113,7 +113,9 @@ class Pool:
         self._in_order = in_order
         self._timeouts = timeouts
         starts = [first for first, _ in slices]
-        self._starts: NDArray[np.int_] = np.array(starts)  # of each worker's slots
+        # Of each worker the first slot; and of each slot the worker, counted from 1.
+        self._starts: NDArray[np.int_] = np.array(starts)
+        self._worker_of = np.repeat(np.arange(1, len(slices) + 1), np.diff([*starts, spec.num_envs]))
         layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
@@ -566,8 +568,9 @@ class Pool:
 
     def _of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:
         """Returns all slots of the workers that have some of `slots`, which nobody has checked yet."""
-        worker_of = partial(self._starts.searchsorted, side="right")
-        return self.all[np.isin(worker_of(self.all), worker_of(slots))]
+        asked = np.zeros(len(self._starts) + 1, np.bool_)
+        asked[self._starts.searchsorted(slots, side="right")] = True
+        return self.all[asked[self._worker_of]]
 
     @contextmanager
     def _asking(self, move: Move, begun: Callable[[], None] | None = None) -> Generator[None]:

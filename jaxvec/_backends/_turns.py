@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Generator, Hashable
 from contextlib import contextmanager
@@ -29,15 +28,22 @@ class Turns:
         entry = me, frozenset(things)
 
         def is_next() -> bool:
-            earlier = itertools.takewhile(lambda each: each is not entry, self._queue)
-            return all(thread == me or others.isdisjoint(entry[1]) for thread, others in earlier)
+            for each in self._queue:
+                if each is entry:
+                    break
+                thread, others = each
+                if thread != me and not others.isdisjoint(entry[1]):
+                    return False
+            return True
 
         try:  # first: an interrupt may come between entering and our knowing of it
             with self._changed:
                 self._queue.append(entry)
-                self._changed.wait_for(is_next)
+                while not is_next():
+                    self._changed.wait()
             yield
         finally:
             with self._changed:
                 self._queue = [each for each in self._queue if each is not entry]
-                self._changed.notify_all()
+                if self._queue:
+                    self._changed.notify_all()
