@@ -113,6 +113,10 @@ class Pool:
         self._workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
+        starts = [first for first, _ in slices]
+        # Of each worker the first slot; and of each slot the worker, counted from 1.
+        self._starts: NDArray[np.int_] = np.array(starts)
+        self._worker_of = np.repeat(np.arange(1, len(slices) + 1), np.diff([*starts, spec.num_envs]))
         layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
@@ -247,8 +251,9 @@ class Pool:
         options = _options.expand(options, move.slots, self.spec.num_envs)
         first_ready = self.spec.first_ready  # then it ends by a recv, and there is one at a time
         alone = move.generation is None or first_ready or self._sets_options(options, move.slots)
+        moved = move.slots if mask is None else move.slots[mask]
         with self._pending(move) as pending, self._recording(move):
-            with self._locked(exclusive=alone):
+            with self._engine.exclusive() if alone else self._engine.shared(moved):
                 self._enter(move)
                 chosen = self._choose(pending, mask)
                 if first_ready and mask is not None:
@@ -282,7 +287,8 @@ class Pool:
                 if made.status in _MADE:
                     return self._finish(pending, made)
             with self._recording(move):
-                with self._locked(exclusive=move.generation is None):
+                alone = move.generation is None
+                with self._engine.exclusive() if alone else self._engine.shared(move.slots):
                     self._enter(move)
                     self._send_step(move.slots, actions)
                     self._advance(move)
@@ -290,7 +296,7 @@ class Pool:
                 return self._end_step(move.slots, deliver)
 
     def end(self, move: Move, *, waited: float, interrupt: Callable[[], None], out: Rows) -> None:
-        """Waits for a step or a `recv` that was begun, and ends it. The caller keeps the lock shared.
+        """Waits for a step or a `recv` that was begun, and ends it. The caller holds its slots.
 
         A compiled program's call that was begun without Python comes here when its wait meets with
         anything unusual.
@@ -315,7 +321,12 @@ class Pool:
         with self._pending(move):
             if not as_they_are and self._engine.move(move, actions, env_ids).status is Status.DONE:
                 return
-            with self._recording(move), self._locked(exclusive=as_they_are):
+            taken = self._of_workers(env_ids) if as_they_are else env_ids  # the workers are asked, too
+            alone = as_they_are or move.generation is None
+            with (
+                self._recording(move),
+                self._engine.exclusive(taken) if alone else self._engine.shared(taken),
+            ):
                 self._enter(move)
                 self._send_step(env_ids, actions, as_they_are=as_they_are)
                 self._admission.note_sent(env_ids, self._timeouts.step)
@@ -347,11 +358,11 @@ class Pool:
                 if made.status in _MADE:
                     return self._finish(pending, made)
             with self._recording(move):
-                with self._engine.exclusive():  # one recv at a time
+                with self._engine.exclusive(self._admission.queue):  # one recv at a time
                     self._enter(move)
                     if not everything:
                         self._check_enough(at_least=at_least)
-                    self._engine.keep_shared()
+                    self._engine.hold(self._admission.queue)
                     self._advance(move)
                 return self._receive(
                     pending, deliver, give_up=give_up, at_least=at_least, everything=everything
@@ -359,17 +370,14 @@ class Pool:
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks only for those that we can't know."""
-        with self._engine.exclusive():
-            self._check_usable()
-            self._check_status(self._engine.check_handle(Move(Verb.CALL, slots)), slots)
+        with self._asking(Move(Verb.CALL, slots)):
             kinds = self._views.raw_info[slots]
             infos = dict(zip(slots.tolist(), known(kinds.tobytes()), strict=True))
             full = np.sort(slots[kinds == RawInfo.FULL])
             if full.size:
-                asked = self._ask(
-                    "infos_of", lambda first, stop: (full[(first <= full) & (full < stop)].tolist(),)
-                )
-                infos.update(zip(full.tolist(), itertools.chain.from_iterable(asked), strict=True))
+                asked = self._ask("infos_of", partial(_those_within, full))
+                answers = itertools.chain.from_iterable(each for each in asked if each is not None)
+                infos.update(zip(full.tolist(), answers, strict=True))
             return list(infos.values())
 
     def known_infos(self) -> list[dict[str, Any]] | None:
@@ -390,6 +398,8 @@ class Pool:
         begun: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls a method of envs, or reads an attribute; an env's error doesn't break us.
+
+        Other calls go on meanwhile, but those for envs of the same workers.
 
         Args:
             move: whose envs.
@@ -413,9 +423,7 @@ class Pool:
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
-        with span(self.recorder, "set_attr"), self._engine.exclusive():
-            self._check_usable()
-            self._check_status(self._engine.check_handle(Move(Verb.CALL, slots)), slots)
+        with span(self.recorder, "set_attr"), self._asking(Move(Verb.CALL, slots)):
             self._ask_each("set_attr", slots, values, name)
             if self._workers.told is not None:
                 self._workers.told.set_attr(slots, values, name)
@@ -542,14 +550,14 @@ class Pool:
                 for name in ("_views", "_segment"):  # and with them the memory: nobody else has views of it
                     vars(self).pop(name, None)
 
-    # --- what the calls are made of; only who has the engine's lock changes anything --------------
+    # --- what the calls are made of; only who is inside the engine, or holds slots there, changes anything --
 
     @contextmanager
     def _pending(self, move: Move) -> Generator[_Pending]:
-        """Releases the lock when the move that its block makes has ended.
+        """Releases what its block holds when the move that it makes has ended.
 
-        Once envs are moved, Ctrl-C breaks the pool wherever it comes, also between the parts that break it
-        by themselves: envs may be on their way of which nobody knows any more.
+        Once envs are moved or asked, Ctrl-C breaks the pool wherever it comes, also between the parts that
+        break it by themselves: envs may be on their way of which nobody knows any more.
         """
         pending = _Pending(move, interrupts.since_now())  # before an env can hang
         try:
@@ -557,15 +565,41 @@ class Pool:
         except (Exception, GeneratorExit):
             raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
         except BaseException as error:
-            if self._engine.keeps_shared():
+            if self._engine.holds():
                 self._break(error)
             raise
         finally:
-            self._engine.release_shared()
+            self._engine.release()
 
-    def _locked(self, *, exclusive: bool) -> AbstractContextManager[None]:
-        """See `Engine.shared` and `Engine.exclusive`."""
-        return self._engine.exclusive() if exclusive else self._engine.shared()
+    def _of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:
+        """Returns all slots of the workers that have some of `slots`, which nobody has checked yet."""
+        asked = np.zeros(len(self._starts) + 1, np.bool_)
+        asked[self._starts.searchsorted(slots, side="right")] = True
+        return self.all[asked[self._worker_of]]
+
+    @contextmanager
+    def _asking(self, move: Move, begun: Callable[[], None] | None = None) -> Generator[None]:
+        """Holds the move's envs, and all others of their workers, for a block that asks these.
+
+        The handle is stale from the beginning on, lest another call gets in with it: a `send` or `recv` names
+        all envs by its handle, and needs other ones alone. If the block fails, it is fresh again.
+        """
+        held = self._of_workers(move.slots)
+        with self._pending(move):
+            with self._engine.exclusive(held):
+                if begun is not None:
+                    begun()
+                self._enter(move)
+                self._engine.hold(held, alone=True)
+                last_caller = self._engine.last_caller
+                self._advance(move)
+            try:
+                yield
+            except Exception:
+                if move.caller is not None:
+                    with self._engine.shared():
+                        self._engine.retract(move, last_caller)
+                raise
 
     def _enter(self, move: Move) -> None:
         """Checks a move before it changes anything."""
@@ -632,7 +666,7 @@ class Pool:
             self._options = held
         if self._workers.told is not None:
             self._workers.told.reset(chosen, options)
-        self._hand_over(Verb.RESET, chosen)
+        self._hand_over(Verb.RESET, chosen, held=self._admission.queue if in_flight else chosen)
         self._admission.needs_reset[chosen] = False
         if in_flight:
             self._admission.note_sent(chosen, self._timeouts.reset)
@@ -645,17 +679,19 @@ class Pool:
         else:
             with span(self.recorder, "write actions"):
                 self._views.write_actions(slots, actions)
-        self._hand_over(Verb.STEP, slots)
+        self._hand_over(Verb.STEP, slots, held=slots)
 
-    def _hand_over(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._engine.keep_shared()
+    def _hand_over(self, verb: Verb, slots: NDArray[Any], *, held: NDArray[Any]) -> None:
+        self._engine.hold(held)
         with span(self.recorder, "hand over"), self._breaking():
             self._workers.send(verb, slots)
 
     def _ask(self, name: Asked, arguments: Arguments) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
         with self._breaking():
-            answers = self._workers.request(name, arguments, timeout=self._timeouts.step)
+            answers = self._workers.request(
+                name, arguments, timeout=self._timeouts.step, check=self._check_usable
+            )
         return check_all(answers)
 
     def _question(
@@ -668,14 +704,10 @@ class Pool:
     ) -> list[Any]:
         """Asks envs, and returns an answer of each; see `call` and `_ask_each`."""
         slots = move.slots
-        with self._recording(move), self._engine.exclusive():
-            if begun is not None:
-                begun()
-            self._enter(move)
+        with self._recording(move), self._asking(move, begun):
             if move.verb is Verb.CALL and name != "get_attr" and self._workers.told is not None:
                 self._workers.told.call(slots)
             slices = self._ask_each(name, slots, args, *more)
-            self._advance(move)
         answers = itertools.chain.from_iterable(each for each in slices if each is not None)
         results = dict(zip(np.sort(slots).tolist(), answers, strict=True))
         return [results[slot] for slot in slots.tolist()]
@@ -741,7 +773,7 @@ class Pool:
             return self._read(slots, deliver)
 
     def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
-        """Delivers the rows of `slots`. The caller has the lock, so nobody has them stepped meanwhile."""
+        """Delivers the rows of `slots`. The caller holds them, so nobody has them stepped meanwhile."""
         return self._views.read(slots, deliver)
 
     def _receive(
@@ -772,6 +804,7 @@ class Pool:
             slots = self.all if everything or not self.spec.first_ready else slots
         with self._engine.shared():
             self._admission.note_received(slots)
+            self._engine.hold(slots)  # until their rows are read
         return self._end_step(slots, deliver)
 
     def _wait_for_some(
@@ -852,3 +885,9 @@ class Pool:
             self._broken_by = error
             self.closing.hurry = True
             self._engine.bar()
+
+
+def _those_within(slots: NDArray[Any], first: int, stop: int) -> tuple[list[int]] | None:
+    """Returns a worker's part of `slots` as the arguments of a request; `None` if it has none of them."""
+    mine = slots[(first <= slots) & (slots < stop)].tolist()
+    return (mine,) if mine else None

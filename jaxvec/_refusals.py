@@ -22,7 +22,7 @@ def refusal(
     admission: Admission,
     pool_id: int,
 ) -> JaxvecError:
-    """Returns the error of a call that the engine refused. The caller has its lock, so nothing changes.
+    """Returns the error of a call that the engine refused. The caller is inside, so nothing changes.
 
     Args:
         status: that the engine answered with.

@@ -548,7 +548,8 @@ class VectorEnv:
     ) -> Future[tuple[Any, ...]]:
         """Begins a `call`, and does not wait for it.
 
-        Whatever else is asked of the pool meanwhile waits until the call is done.
+        Whatever needs workers that have some of these envs waits until the call is done, such as another call
+        for these or a step; so it is later in order. For others, calls are made at the same time.
 
         Args:
             name: of the method.

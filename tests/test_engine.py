@@ -45,6 +45,7 @@ class Threads:
     def __init__(self, kind, slices):
         self._kind, self._slices = kind, slices
         self._threads = []
+        self._looking = threading.Lock()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -74,7 +75,8 @@ class Threads:
 
     def wait(self, slots, count, patience):
         while not self._end.wait(slots, count, LOOK_AROUND):
-            with self._end.listening(slots, count, LOOK_AROUND) as seconds:
+            with self._looking:
+                seconds = self._end.begin_look(slots, count, LOOK_AROUND)
                 patience.check()
                 if patience.give_up is not None and time.monotonic() >= patience.give_up:
                     raise jaxvec.NotReadyError("not ready")
@@ -432,14 +434,52 @@ def test_a_thread_does_not_wait_for_what_it_keeps_itself(kind):
 
     try:
         with pool._engine.shared():
-            pool._engine.keep_shared()
+            pool._engine.hold(pool.all)
         enter("mine")
         within(partial(enter, "another"))
-        pool._engine.release_shared()
+        pool._engine.release()
         within(partial(enter, "a later one"))
     finally:
         pool.close()
     assert waited == ["another"]
+
+
+QUEUE = 3  # of three envs
+ENTRIES = {  # who waits for whom holds env 1, env 1 alone, or the queue
+    "shared, none": (False, [], ""),
+    "shared, the same": (False, [2, 1], "alone"),
+    "shared, another": (False, [0, 2], ""),
+    "exclusive, the same": (True, [0, 1], "shared alone"),
+    "exclusive, others": (True, [2, 0], ""),
+    "exclusive, the queue": (True, [QUEUE], "queue"),
+    "exclusive, all": (True, None, "shared alone queue"),
+    "no such envs": (True, [-1, 7, 2**40], ""),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_needs_slots_waits_for_those_who_hold_them(kind):
+    pool = open_pool(kind, 3, num_workers=1, batch_size=3, in_order=False)
+    engine, busy = pool._engine, []
+
+    def enter(name, exclusive, slots):
+        slots = None if slots is None else np.array(slots, int)
+        with engine._locked(slots, exclusive=exclusive, if_busy=lambda: busy.append(name), patience=0):
+            pass
+
+    try:
+        for held, slots in {"shared": [1], "alone": [1], "queue": [QUEUE]}.items():
+            with engine.shared():
+                engine.hold(np.array(slots), alone=held == "alone")
+            assert engine.holds()
+            for name, (exclusive, needed, _) in ENTRIES.items():
+                within(partial(enter, name, exclusive, needed))
+            assert busy == [name for name, (_, _, waits) in ENTRIES.items() if held in waits.split()]
+            busy.clear()
+            engine.release()
+            assert not engine.holds()
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("in_order", [False, True])

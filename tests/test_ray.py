@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -225,8 +226,9 @@ def test_batched_envs_are_stepped_as_by_local_workers(make, make_on_ray):
     assert_equal(on_ray, local)
 
 
-def test_envs_can_be_asked_and_set(make_on_ray):
-    envs = make_on_ray(CountingEnv, 4)
+@pytest.mark.parametrize("workers_per_actor", [1, 2])
+def test_envs_can_be_asked_and_set(make_on_ray, tmp_path, workers_per_actor):
+    envs = make_on_ray(CountingEnv, 4, backend=jaxvec.Ray(workers_per_actor=workers_per_actor))
     handle, _ = jaxvec.reset(envs, seed=1)
     handle, _ = jax.jit(jaxvec.step)(handle, jnp.zeros(4, int))
     assert [*envs.get_attr("steps")] == [1, 1, 1, 1]
@@ -239,6 +241,16 @@ def test_envs_can_be_asked_and_set(make_on_ray):
     assert envs.env_is_wrapped(gymnasium.Wrapper) == (False,) * 4
     with pytest.raises(jaxvec.EnvAttributeError, match="env 2 .*nothing.*on node"):
         envs.get_attr("nothing", indices=2)
+
+    def meet(_, mine, other):
+        (tmp_path / mine).touch()
+        while not (tmp_path / other).exists():
+            threading.Event().wait(0.001)
+        return mine
+
+    with ThreadPoolExecutor(2) as threads:  # of different workers: both calls are under way at once
+        calls = [threads.submit(envs.map, meet, *who, indices=i) for who, i in (("ab", 0), ("ba", 3))]
+        assert [call.result(200) for call in calls] == [("a",), ("b",)]
 
 
 def test_a_replaced_worker_is_told_what_its_envs_were_and_their_last_states(make_on_ray):

@@ -49,7 +49,10 @@ class Patience:
 
 
 class Workers(Protocol):
-    """The envs, wherever they live. One call at a time, but for `wait`, `close` and `kill`."""
+    """The envs, wherever they live.
+
+    One call at a time, but for `wait`, `close`, `kill`, and requests of slices whose slots the caller holds.
+    """
 
     description: Description
 
@@ -118,13 +121,21 @@ class Workers(Protocol):
         """Sets what every `reset` from now on passes to its envs; raises as `wait` and `request`."""
         ...
 
-    def request(self, name: Asked, arguments: Arguments, *, timeout: float | None) -> list[Any]:
+    def request(
+        self,
+        name: Asked,
+        arguments: Arguments,
+        *,
+        timeout: float | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
         """Calls the method `name` of each `Slice`.
 
         Args:
             name: of the method.
             arguments: of the slice of envs `first` to `stop - 1`; `None` where it is not to be asked.
             timeout: seconds, `None` for ever.
+            check: as of `Patience`.
 
         Returns:
             A result of each slice, `None` of one that was not asked, or the error that took its place: an env

@@ -102,7 +102,14 @@ class SerialWorkers:
     def set_options(self, options: Options, timeout: float | None) -> None:
         self._slice.set_options(options)
 
-    def request(self, name: Asked, arguments: Arguments, *, timeout: float | None) -> list[Any]:
+    def request(
+        self,
+        name: Asked,
+        arguments: Arguments,
+        *,
+        timeout: float | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
         mine = arguments(0, self._num_envs)
         if mine is None:
             return [None]

@@ -1,4 +1,18 @@
-"""Starts, asks, watches, replaces and ends worker processes; whatever fails there is a typed error."""
+"""Starts, asks, watches, replaces and ends worker processes; whatever fails there is a typed error.
+
+Several threads may ask, and wait for envs, at a time.
+
+- Of each worker one thread asks at a time (`_askers`), which alone reads that control socket until it has the
+  answer. What comes on the other sockets concerns all, and is read by whoever looks.
+- One thread looks at a time (`listening`). All that becomes of a worker is decided by who looks: that it goes
+  on after a failure, is replaced, or ends the pool. So no two threads replace a worker.
+- Who asks sleeps before it looks, at the sockets that nobody else reads. So it holds nobody up, and nothing
+  that it waits for is taken from it. Remote workers share a descriptor: there it also wakes for what others
+  have yet to read, who have woken, too.
+- A worker may be replaced by another thread before it gets its request. Whoever replaces it strikes it from
+  `_asked`; who asks looks there before it sends. Both have the channel's `sending` meanwhile. So a request is
+  for the worker that was asked, or is not sent, and its answer can't pass for another question's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,7 @@ import pickle
 import select
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +45,7 @@ from jaxvec._backends._messages import (
 )
 from jaxvec._backends._recipe import WorkerRecipe
 from jaxvec._backends._setup import make_setup
+from jaxvec._backends._turns import Turns
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -93,12 +108,14 @@ class Supervisor:
         self.notify_worker: Callable[[int], None] = _no_notice
         self._poll = select.poll()
         self._by_fd: dict[int, list[int]] = {}  # the workers whose channels have a descriptor
-        self._news: list[tuple[int, JaxvecError]] = []  # of replaced workers, for `look`
+        self._askers = Turns()  # at workers
+        self._lookers = Turns()
+        self._asked: dict[int, str] = {}  # the workers that have yet to answer, and what
+        self._replaced: dict[int, JaxvecError] = {}  # the errors that are the answers of those that are gone
         self._grace = -math.inf  # until when nobody is late, in time.monotonic() seconds
         self._attach: Attach | None = None  # to a worker's place; None until the workers serve
         self._description: Description | None = None
         self._diagnosis = Diagnosis(recipe.slices)
-        self._asked: dict[int, str] = {}  # by worker: the method that it has been asked for
         self._segment = -1
         try:
             for worker in range(len(recipe.slices)):
@@ -114,10 +131,9 @@ class Supervisor:
     def build(self, *, learn_info: bool) -> Description:
         """Lets the workers build their envs, and returns what all of them say of these; raises as `look`."""
         patience = self._patience("constructor", self._recipe.start_timeout)
-        for worker in range(len(self._processes)):
-            self._send(worker, make_setup(self._recipe, worker, learn_info=learn_info), patience)
-        everybody = range(len(self._processes))
-        descriptions = [pickle.loads(said.description) for said in self._gather(patience, everybody).values()]
+        setup = partial(make_setup, self._recipe, learn_info=learn_info)
+        said = self._exchange(range(len(self._processes)), setup, patience)
+        descriptions = [pickle.loads(ready.description) for ready in said.values()]
         self._description = descriptions[0]
         for worker, description in enumerate(descriptions):
             self._check_equal(worker, description)
@@ -134,11 +150,17 @@ class Supervisor:
         patience = self._patience("attach", self._recipe.start_timeout)
         self._segment, self._attach = segment, message
         self._diagnosis.attach(message.spec, arrays)
-        for worker, slots in enumerate(self._recipe.slices):
-            self._send(worker, replace(message, worker=worker, slots=slots), patience, [segment])
-        self._gather(patience, range(len(self._processes)))
+        slices = self._recipe.slices
+        self._exchange(
+            range(len(slices)),
+            lambda worker: replace(message, worker=worker, slots=slices[worker]),
+            patience,
+            descriptors=[segment],
+        )
 
-    def ask(self, name: Asked, arguments: Arguments, timeout: float | None) -> list[Any]:
+    def ask(
+        self, name: Asked, arguments: Arguments, timeout: float | None, check: Callable[[], None]
+    ) -> list[Any]:
         """Calls a method of each slice; see `Workers.request`."""
         each = [arguments(*slots) for slots in self._recipe.slices]
         requests = {
@@ -146,18 +168,11 @@ class Supervisor:
             for worker, mine in enumerate(each)
             if mine is not None
         }
-        patience = self._patience(name, timeout)
-        while starting := sorted(self.starting.keys() & requests.keys()):  # who serves can be asked
-            self.look(LOOK_AROUND, patience)
-            if self.time_left(patience) <= 0:
-                self.expire(patience, starting)
-        self._asked = dict.fromkeys(requests, name.removesuffix("_states"))  # as users call it
-        try:
-            for worker, request in requests.items():
-                self._send(worker, request, patience)
-            replies = self._gather(patience, requests)
-        finally:
-            self._asked = {}
+        with self._askers.at(*requests):
+            patience = self._patience(name, timeout, check)
+            replies = self._exchange(
+                requests, requests.__getitem__, patience, question=name.removesuffix("_states")
+            )
         return [
             self._open(worker, name, replies[worker]) if worker in replies else None
             for worker in range(len(each))
@@ -199,12 +214,20 @@ class Supervisor:
         """Returns the seconds until an operation is late, or its caller has waited long enough."""
         return min(time_left(patience.late(self._grace)), time_left(patience.give_up))
 
-    def look(self, seconds: float, patience: Patience) -> list[tuple[int, Any]]:
+    def listening(self) -> AbstractContextManager[None]:
+        """Waits until nobody looks who came before; then this thread may `look`, `expire` and `replace`."""
+        return self._lookers.at(None)
+
+    def look(self, seconds: float, patience: Patience, asking: Collection[int] = ()) -> list[tuple[int, Any]]:
         """Waits for wakes and messages, for at most `seconds`, and returns them with their workers.
 
         Every wait of the parent comes by here, so a worker's death or an env's failure ends it, or is
-        recovered from; the error stands for the message of a worker that was replaced. It sleeps in
-        `poll`, without the GIL, and lets signal handlers run.
+        recovered from. It sleeps in `poll`, without the GIL, and lets signal handlers run.
+
+        Args:
+            seconds: how long it may sleep; a message to another thread ends that, too, which looks next.
+            patience: of the operation.
+            asking: workers whose answers are the caller's.
 
         Raises:
             EnvError, WorkerDiedError: it can't be recovered from.
@@ -212,7 +235,10 @@ class Supervisor:
         patience.check()
         deadline = patience.late(self._grace)
         heard: list[tuple[int, Any]] = []
-        for worker in self._readable(self._poll, 0 if self._news else seconds):
+        others = self._asked.keys() - asking
+        for worker in self._readable(self._poll, seconds):
+            if worker in others:
+                continue
             try:
                 message = self.channels[worker].receive(deadline)
                 if isinstance(message, _failures.Report):
@@ -225,14 +251,13 @@ class Supervisor:
                 self.replace(worker, self._died(worker))
             except TimeoutError:  # it came in part: the caller sees that no time is left
                 return []
-        if not heard and not self._news:
+        if not heard:
             # An env may have forked a process that keeps a dead worker's socket open.
             for worker, process in enumerate(self._processes):
-                if process.ended():
+                if worker not in others and process.ended():
                     self.replace(worker, self._died(worker))
         self._replace_late_starters()
-        news, self._news = self._news, []
-        return news + heard
+        return heard
 
     def hear_others(
         self, error: EnvError | WorkerDiedError, late: Callable[[], Iterable[int]], patience: Patience
@@ -292,11 +317,14 @@ class Supervisor:
         if self._diagnosis.arrays is None:
             raise error
         self._budget.spend(worker, error, tell_lost(self.told, range(*self._recipe.slices[worker])))
-        self._news.append((worker, error))
         self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
         self.lives[worker] += 1
         old = self._processes[worker]
         old.end()
+        self.channels[worker].break_off()  # whoever is still sending to it stops
+        with self.channels[worker].sending:
+            if self._asked.pop(worker, None) is not None:
+                self._replaced[worker] = error
         old.wait(timeout=1)  # if it is stuck in the kernel, it goes when it can
         try:
             self._processes[worker], channel = self._launch(worker)
@@ -365,30 +393,96 @@ class Supervisor:
         """Returns the worker that holds a slot."""
         return self._diagnosis.worker_of(slot)
 
-    def _patience(self, name: str, timeout: float | None) -> Patience:
-        return Patience(name, timeout, interrupts.since_now())
+    def _patience(
+        self, name: str, timeout: float | None, check: Callable[[], None] = lambda: None
+    ) -> Patience:
+        interrupt = interrupts.since_now()
 
-    def _send(self, worker: int, message: Any, patience: Patience, descriptors: Sequence[int] = ()) -> None:
+        def check_all() -> None:
+            interrupt()
+            check()
+
+        return Patience(name, timeout, check_all)
+
+    def _exchange(
+        self,
+        workers: Collection[int],
+        message: Callable[[int], Any],
+        patience: Patience,
+        *,
+        question: str = "",
+        descriptors: Sequence[int] = (),
+    ) -> dict[int, Any]:
+        """Sends a message to each of these workers, and waits for what it says to it; raises as `look`.
+
+        Args:
+            workers: whom nobody else asks meanwhile.
+            message: for a worker.
+            patience: of the operation.
+            question: what is asked, as users call it, if a user asks.
+            descriptors: that go with each message.
+
+        Returns:
+            The answers; of a worker that was replaced, the error that took its place.
+        """
         try:
-            self._tell(worker, message, patience.late(self._grace), descriptors)
-        except EOFError:
-            self.replace(worker, self._died(worker))
-        except TimeoutError:  # its buffer is full: it does not read
-            self.expire(patience, [worker])
+            self._note_asked(workers, question, patience)
+            for worker in workers:
+                self._send(worker, message(worker), patience, descriptors)
+            return self._gather(workers, patience)
+        finally:
+            for worker in workers:
+                self._asked.pop(worker, None)
+                self._replaced.pop(worker, None)
 
-    def _gather(self, patience: Patience, workers: Collection[int]) -> dict[int, Any]:
+    def _note_asked(self, workers: Collection[int], question: str, patience: Patience) -> None:
+        """Waits until all of these workers serve, and keeps others from reading what they say."""
+        while True:
+            with self.listening():
+                starting = sorted(self.starting.keys() & workers)
+                if not starting:
+                    self._asked.update(dict.fromkeys(workers, question))
+                    return
+                self.look(0, patience)
+                if self.time_left(patience) <= 0:
+                    self.expire(patience, starting)
+            self._sleep(starting, patience)
+
+    def _send(self, worker: int, message: Any, patience: Patience, descriptors: Sequence[int]) -> None:
+        try:
+            with self.channels[worker].sending:
+                if worker in self._asked:
+                    self._tell(worker, message, patience.late(self._grace), descriptors)
+        except EOFError:
+            pass  # the next look will tell
+        except TimeoutError:  # its buffer is full: it does not read
+            with self.listening():
+                if worker in self._asked:
+                    self.expire(patience, [worker])
+
+    def _gather(self, workers: Collection[int], patience: Patience) -> dict[int, Any]:
         """Waits for one message from each of these workers, or the error of one that was replaced instead."""
         messages: dict[int, Any] = {}
         while missing := [worker for worker in workers if worker not in messages]:
-            heard = self.look(min(self.time_left(patience), LOOK_AROUND), patience)
-            # Who waits for envs in flight looks at their slots before it listens for wakes.
-            for worker, message in heard:
-                if message is not WAKE:
-                    messages[worker] = message
-                    self._asked.pop(worker, None)
-            if not heard and self.time_left(patience) <= 0:  # what was seen may have moved it
-                self.expire(patience, missing)
+            if not self._replaced.keys() & missing:
+                self._sleep(missing, patience)
+            with self.listening():
+                heard = self.look(0, patience, missing)
+                # Who waits for envs in flight looks at their slots before it listens for wakes.
+                messages |= {worker: said for worker, said in heard if said is not WAKE and worker in missing}
+                for worker in missing:
+                    if worker in self._replaced:
+                        messages[worker] = self._replaced.pop(worker)
+                    elif worker in messages:
+                        del self._asked[worker]
+                late = [worker for worker in missing if worker in self._asked]
+                if late and not heard and self.time_left(patience) <= 0:  # what was seen may have moved it
+                    self.expire(patience, late)
         return {worker: messages[worker] for worker in workers}
+
+    def _sleep(self, workers: Collection[int], patience: Patience) -> None:
+        """Waits until one of these workers says something; for a short time, within that of the operation."""
+        self._poll_of(workers).poll(min(self.time_left(patience), LOOK_AROUND) * 1000)
 
     def _open(self, worker: int, name: str, reply: Reply | JaxvecError) -> Any:
         if isinstance(reply, JaxvecError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,9 +131,9 @@ class ProcessWorkers:
             seconds = min(supervisor.time_left(patience), LOOK_AROUND)
             if handoff.wait(slots, count, seconds):
                 break
-            with handoff.listening(slots, count, seconds) as sleep:
+            with supervisor.listening():
                 try:
-                    heard = supervisor.look(sleep, patience)
+                    heard = supervisor.look(handoff.begin_look(slots, count, seconds), patience)
                 except (EnvError, WorkerDiedError) as error:
                     supervisor.hear_others(error, lambda: self._late(slots)[0], patience)
                     raise
@@ -162,8 +162,15 @@ class ProcessWorkers:
             self.supervisor.options = before
             raise
 
-    def request(self, name: Asked, arguments: Arguments, *, timeout: float | None) -> list[Any]:
-        return self.supervisor.ask(name, arguments, timeout)
+    def request(
+        self,
+        name: Asked,
+        arguments: Arguments,
+        *,
+        timeout: float | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        return self.supervisor.ask(name, arguments, timeout, check)
 
     def start_trace(self, capacity: int) -> None:
         self.supervisor.losses.clear()

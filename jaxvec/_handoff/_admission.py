@@ -21,6 +21,7 @@ class Admission:
     Attributes:
         all: `[num_envs]` the ids of all envs. A call for all of them names them by this very array: then
             there is nothing to check of them, and their rows are whole arrays.
+        queue: `[1]` what stands for the queue of those in flight among the slots that a thread holds.
         needs_reset: `[num_envs]` bool: never reset or, without autoreset, at the end of an episode.
         in_flight: `[num_envs]` bool: sent by `send`, and not yet returned by `recv`.
         sent_words, num_sent: `[num_envs]` int64, of which the first `num_sent`, `[1]` uint32, are those in
@@ -35,6 +36,7 @@ class Admission:
     def __init__(self, num_envs: int, batch_size: int, together: int) -> None:
         self.all: NDArray[np.int_] = np.arange(num_envs)
         self.all.flags.writeable = False
+        self.queue: NDArray[np.int_] = np.array([num_envs])
         self.needs_reset: NDArray[np.bool_] = np.ones(num_envs, np.bool_)
         self.in_flight: NDArray[np.bool_] = np.zeros(num_envs, np.bool_)
         self.sent_words: NDArray[np.int64] = np.zeros(num_envs, np.int64)

@@ -13,9 +13,11 @@ import pickle
 import select
 import socket
 import struct
+import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, Protocol
 
 from jaxvec import _pickling
@@ -50,7 +52,12 @@ class WorkerChannel(Protocol):
 
 
 class ParentChannel(WorkerChannel, Protocol):
-    """The pool's end, to one worker. Not thread-safe; the pool's lock guards it."""
+    """The pool's end, to one worker. One thread at a time may receive, and any number send."""
+
+    @property
+    def sending(self) -> AbstractContextManager[Any]:
+        """Is held by who sends; and by who has to keep others from it."""
+        ...
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when `receive` finds something; several can share one."""
@@ -71,6 +78,10 @@ class ParentChannel(WorkerChannel, Protocol):
         """Tells the worker that nothing more will come."""
         ...
 
+    def break_off(self) -> None:
+        """Ends whatever is being sent; from any thread."""
+        ...
+
     def replace(self, other: Any) -> ParentChannel:
         """Returns what is to another's worker, under our own descriptor's number, which others go by."""
         ...
@@ -81,18 +92,24 @@ class ParentChannel(WorkerChannel, Protocol):
 
 
 class Channel:
-    """One end of a control socket."""
+    """One end of a control socket. One thread at a time may receive, and any number send.
+
+    Attributes:
+        sending: see `ParentChannel`; so frames come whole.
+        descriptors: that came with frames; the receiver takes them from here.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self.descriptors: list[int] = []  # that came with frames; the receiver takes them from here
+        self.sending = threading.RLock()  # a signal handler may send, too
+        self.descriptors: list[int] = []
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def wake(self) -> None:
         """Sends a wake byte. A dead peer is not an error here: the next `receive` will tell."""
-        with suppress(BrokenPipeError, ConnectionResetError):
+        with suppress(BrokenPipeError, ConnectionResetError), self.sending:
             self._socket.send(_WAKE_BYTE)
 
     def send(
@@ -117,22 +134,17 @@ class Channel:
         """
         payload = message if isinstance(message, bytes) else _pickling.dumps(message)
         notify()  # before: a long message needs its reader, who finds a short one when it is awake
-        try:
-            self._socket.settimeout(_remaining(deadline))
-            frame = _FRAME_BYTE + _HEADER.pack(len(payload))
+        frame = _FRAME_BYTE + _HEADER.pack(len(payload))
+        with self.sending:
             if descriptors:  # they ride on the header: they would be lost on a byte that is read by recv()
-                self._socket.sendall(frame[:1])
-                socket.send_fds(self._socket, [frame[1:]], descriptors)
+                self._send_all(frame[:1], deadline)
+                self._send_all(frame[1:], deadline, descriptors)
                 frame = b""
-            self._socket.sendall(frame + payload)  # in one piece, or the peer would wake for each
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise EOFError from error
-        finally:
-            self._socket.settimeout(None)
+            self._send_all(frame + payload, deadline)  # in one piece, or the peer would wake for each
 
     def readable(self, deadline: float | None = 0) -> bool:
         """Says whether `receive` finds something by `deadline`, `time.monotonic()` seconds; `None` waits."""
-        return _readable(self._socket, deadline)
+        return _ready(self._socket, select.POLLIN, deadline)
 
     def receive(self, deadline: float | None = None) -> Any:
         """Waits for `WAKE` or a message; who must not wait polls the channel first.
@@ -178,10 +190,25 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
+    def _send_all(self, data: bytes, deadline: float | None, descriptors: Sequence[int] = ()) -> None:
+        """Sends `data`, without a timeout of the socket, which would be that of who receives, too."""
+        left = memoryview(data)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+        while left:
+            try:
+                sent = self._socket.sendmsg([left], rights, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if not _ready(self._socket, select.POLLOUT, deadline):
+                    raise TimeoutError from None
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise EOFError from error
+            else:
+                left, rights = left[sent:], []
+
     def _skip_wakes(self) -> None:
         """Takes the wakes that have come by now for one, lest they pile up before a message."""
         # Asked before: an error caught here would stand in the traceback of a Ctrl-C that comes meanwhile.
-        if not _readable(self._socket, 0.0):
+        if not _ready(self._socket, select.POLLIN, 0.0):
             return
         with suppress(ConnectionResetError):
             come = self._socket.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -193,16 +220,11 @@ class Channel:
         parts: list[bytes] = []
         flags = 0 if deadline is None else socket.MSG_DONTWAIT
         while count:
-            try:
-                part = receive(min(count, _CHUNK), flags)
-            except BlockingIOError:
-                if not _readable(self._socket, deadline):
-                    raise TimeoutError from None
+            part = _come(receive, min(count, _CHUNK), flags)
+            if part is None:
+                if not _ready(self._socket, select.POLLIN, deadline):
+                    raise TimeoutError
                 continue
-            except ConnectionResetError as error:
-                raise EOFError from error
-            if not part:
-                raise EOFError
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
@@ -233,11 +255,20 @@ def adopt(descriptor: int) -> Channel:
     return Channel(socket.socket(fileno=descriptor))
 
 
-def _remaining(deadline: float | None) -> float | None:
-    return None if deadline is None else max(deadline - time.monotonic(), 0.001)
+def _come(receive: Callable[[int, int], bytes], count: int, flags: int) -> bytes | None:
+    """Receives at most so many bytes; `None` if there are none yet and the flags say not to wait."""
+    try:
+        part = receive(count, flags)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError as error:
+        raise EOFError from error
+    if not part:
+        raise EOFError
+    return part
 
 
-def _readable(sock: socket.socket, deadline: float | None) -> bool:
+def _ready(sock: socket.socket, event: int, deadline: float | None) -> bool:
     poll = select.poll()
-    poll.register(sock, select.POLLIN)
+    poll.register(sock, event)
     return bool(poll.poll(None if deadline is None else max(deadline - time.monotonic(), 0) * 1000))

@@ -1,9 +1,17 @@
 """Decides which calls may move which envs, lets one thread at a time do so, and counts the moves.
 
-Its lock is a readers-writer lock. A call for envs of its own holds it `shared`, one that needs the whole pool
-`exclusive`. Those who share it get in one after the other: a call is inside while it checks its handle and
-sends its envs; then it leaves, keeps the lock shared, and waits for them. So calls for different envs, of
-several devices or threads, overlap.
+Its lock is a readers-writer lock on each slot, and on the queue of those in flight. Threads get in one after
+the other, and stay for a short while: a step is inside while it checks its handle and sends its envs; then it
+leaves, holds their slots, and waits for them. So calls for different envs, of several devices or threads,
+overlap.
+
+- A move by handle gets in `shared`: it need not wait for another of the same envs, as one of the two handles
+  is stale. It waits for a call that holds them alone.
+- Who has no handle gets in `exclusive`: it waits until nobody else holds its slots.
+- A call that asks workers holds all slots of these alone, until they have answered. So a worker that is asked
+  is not sent anything new, which might keep it from the question for ever. What it was sent comes first.
+- A `recv` holds the queue, so there is one at a time. Others may send meanwhile, and ask. What it has
+  received it holds until it has read the rows.
 
 An engine answers with a `Status`; what error that is, and what it says, is the pool's affair. There are two:
 `PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`.
@@ -30,10 +38,10 @@ class Status(IntEnum):
     """What came of a move, or would; pool.h has the same. But for the first two, nothing was done."""
 
     DONE = 0
-    UNDER_WAY = 1  # begun, not finished; the caller keeps the lock shared
+    UNDER_WAY = 1  # begun, not finished; the caller holds its slots
     ELSEWHERE = 2  # not a move that the engine makes as a whole
     BARRED = 3  # the pool is closed or broken
-    BUSY = 4  # others are inside, or keep the lock shared where the caller needs it exclusive
+    BUSY = 4  # others are inside, or hold slots that the caller needs
     COPYING = 5  # a GPU copies from the segment yet
     NO_SUCH_ENV = 6
     NAMED_TWICE = 7
@@ -79,7 +87,10 @@ class Made:
     waited: float = 0
 
 
-_NOTHING = Made(Status.ELSEWHERE)
+_ELSEWHERE = Made(Status.ELSEWHERE)
+
+
+NOTHING: NDArray[np.int_] = np.zeros(0, np.int_)  # slots: who needs none of them waits for those inside
 
 
 class Engine(Protocol):
@@ -97,8 +108,8 @@ class Engine(Protocol):
         """Calls of compiled programs that succeeded, modulo 2**32."""
         ...
 
-    def shared(self) -> AbstractContextManager[None]:
-        """Waits until nobody else is inside; whoever keeps the lock shared goes on waiting for envs.
+    def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
+        """Waits until nobody else is inside or holds some of `slots` alone; of none, if they are left out.
 
         A thread does not wait for itself: it was interrupted, and has left without saying so, or is asked
         from a signal handler.
@@ -106,11 +117,16 @@ class Engine(Protocol):
         ...
 
     def exclusive(
-        self, *, if_busy: Callable[[], None] | None = None, patience: float | None = None
+        self,
+        slots: NDArray[Any] | None = None,
+        *,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
     ) -> AbstractContextManager[None]:
-        """Waits until nobody else is inside or keeps the lock shared; else as `shared`.
+        """Waits until nobody else is inside or holds some of `slots`; else as `shared`.
 
         Args:
+            slots: which may have the queue among them; `None` for all, and the queue.
             if_busy: is called first if there is somebody to wait for.
             patience: seconds after which to go in all the same; `None` for never.
         """
@@ -134,20 +150,24 @@ class Engine(Protocol):
         """Says whether these envs can be moved, and stepped if they are to be; inside, too."""
         ...
 
-    def keep_shared(self) -> None:
-        """Lets this thread, which is inside and about to move envs, keep the lock shared when it leaves."""
+    def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
+        """Lets this thread, which is inside, hold `slots`, too, when it leaves; others share them or not."""
         ...
 
-    def keeps_shared(self) -> bool:
-        """Says whether this thread has kept the lock, and not released it."""
+    def holds(self) -> bool:
+        """Says whether this thread holds slots."""
         ...
 
-    def release_shared(self) -> None:
-        """Releases what this thread has kept; nothing, if it has kept nothing."""
+    def release(self) -> None:
+        """Releases all that this thread holds; nothing, if it holds nothing."""
         ...
 
     def advance(self, move: Move) -> None:
         """Makes the handles to the move's envs stale: they have a new generation. The caller is inside."""
+        ...
+
+    def retract(self, move: Move, last_caller: int) -> None:
+        """Undoes `advance` of a call that came to nothing, before which `last_caller` moved envs; inside."""
         ...
 
     def serve(self) -> None:
@@ -179,6 +199,15 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """What a thread holds: slots, `[n]`, of which one may be the queue."""
+
+    thread: int
+    slots: NDArray[Any]
+    alone: bool
+
+
 class PyEngine:
     """See `Engine`."""
 
@@ -190,24 +219,38 @@ class PyEngine:
         self._lock = threading.Lock()  # of what follows; no interrupt can leave it locked
         self._changed = threading.Condition(self._lock)
         self._inside: int | None = None  # the thread
-        self._sharing: set[int] = set()  # the threads that keep the lock shared
+        self._holds: list[_Hold] = []
 
-    def shared(self) -> AbstractContextManager[None]:
-        return self._locked(exclusive=False)
+    def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
+        return self._locked(slots, exclusive=False)
 
     def exclusive(
-        self, *, if_busy: Callable[[], None] | None = None, patience: float | None = None
+        self,
+        slots: NDArray[Any] | None = None,
+        *,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
     ) -> AbstractContextManager[None]:
-        return self._locked(exclusive=True, if_busy=if_busy, patience=patience)
+        return self._locked(slots, exclusive=True, if_busy=if_busy, patience=patience)
 
     @contextmanager
     def _locked(
-        self, *, exclusive: bool, if_busy: Callable[[], None] | None = None, patience: float | None = None
+        self,
+        slots: NDArray[Any] | None,
+        *,
+        exclusive: bool,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
     ) -> Generator[None]:
         me = threading.get_ident()
 
         def vacant() -> bool:
-            return self._inside in (None, me) and not (exclusive and self._sharing - {me})
+            return self._inside in (None, me) and not any(
+                hold.thread != me
+                and (exclusive or hold.alone)
+                and (slots is None or bool(np.isin(hold.slots, slots).any()))
+                for hold in self._holds
+            )
 
         try:  # first: an interrupt may come between entering and our knowing of it
             if if_busy is not None and not vacant():
@@ -223,7 +266,7 @@ class PyEngine:
                     self._changed.notify_all()
 
     def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
-        return _NOTHING  # the pool makes it, step by step
+        return _ELSEWHERE  # the pool makes it, step by step
 
     def check_handle(self, move: Move) -> Status:
         met = self._meet(move.slots)
@@ -251,21 +294,26 @@ class PyEngine:
             return Status.NO_SUCH_ENV
         return Status.NAMED_TWICE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
 
-    def keep_shared(self) -> None:
+    def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
         with self._lock:
-            self._sharing.add(threading.get_ident())
+            self._holds.append(_Hold(threading.get_ident(), slots, alone))
 
-    def keeps_shared(self) -> bool:
-        return threading.get_ident() in self._sharing
+    def holds(self) -> bool:
+        return any(hold.thread == threading.get_ident() for hold in self._holds)
 
-    def release_shared(self) -> None:
+    def release(self) -> None:
         with self._lock:
-            self._sharing.discard(threading.get_ident())
+            self._holds = [hold for hold in self._holds if hold.thread != threading.get_ident()]
             self._changed.notify_all()
 
     def advance(self, move: Move) -> None:
         self.generation[self._admission.rows(move.slots)] += np.uint32(1)
         self.last_caller = move.caller_code
+
+    def retract(self, move: Move, last_caller: int) -> None:
+        self.generation[self._admission.rows(move.slots)] -= np.uint32(1)
+        if self.last_caller == move.caller_code:
+            self.last_caller = last_caller
 
     def serve(self) -> None:
         self.served = (self.served + 1) % 2**32

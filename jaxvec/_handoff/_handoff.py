@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -64,15 +62,15 @@ class ParentHandoff(Protocol):
 
         Returns:
             Whether they are the parent's, and nothing else is to be seen to. If not, the caller looks at
-            the control sockets, while it is `listening`, and waits again.
+            the control sockets, as only one thread does at a time, and waits again.
         """
         ...
 
-    def listening(self, slots: NDArray[Any], count: int, seconds: float) -> AbstractContextManager[float]:
-        """Lets one thread at a time look at the control sockets.
+    def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
+        """Is told that a thread is about to look at the control sockets, which waits for `count` of `slots`.
 
         Returns:
-            How long it may sleep there for `count` of `slots`, of `seconds`.
+            How long it may sleep there, of `seconds`.
         """
         ...
 
@@ -240,7 +238,6 @@ class ParentEnd:
         self._slots = Slots(marks)
         self._partition = Partition(slices)
         self._channels = channels
-        self._listening = threading.Lock()
         self._looked = -math.inf
         self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
         self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
@@ -261,10 +258,9 @@ class ParentEnd:
             return False
         return self.enough_completed(slots, count)
 
-    @contextmanager
-    def listening(self, slots: NDArray[Any], count: int, seconds: float) -> Generator[float]:
-        with self._listening:  # who listens takes the wakes of all, so the others look again after it
-            yield 0 if self.enough_completed(slots, count) else seconds
+    def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
+        # Who looks takes the wakes of all, so the others look at their slots again after it.
+        return 0 if self.enough_completed(slots, count) else seconds
 
     def notify_worker(self, worker: int) -> None:
         pass  # the worker waits at its socket

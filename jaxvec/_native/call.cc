@@ -66,7 +66,7 @@ std::string ask_python(Call& call, Status status, Pool* pool) {
   } else {
     ask(*answering, call);
   }
-  if (status == Status::kUnderWay) pool->release_shared();
+  if (status == Status::kUnderWay) pool->release();
   return error;
 }
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._admission import FOREVER
-from jaxvec._handoff._engine import Made, Rules, Status
+from jaxvec._handoff._engine import NOTHING, Made, Rules, Status
 from jaxvec._handoff._handoff import ParentHandoff
 from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_caller
 from jaxvec._native import library
@@ -209,26 +209,36 @@ class CEngine:
     def served(self) -> int:
         return self._state.served
 
-    def shared(self) -> AbstractContextManager[None]:
-        return self._locked(exclusive=False)
+    def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
+        return self._locked(slots, exclusive=False)
 
     def exclusive(
-        self, *, if_busy: Callable[[], None] | None = None, patience: float | None = None
+        self,
+        slots: NDArray[Any] | None = None,
+        *,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
     ) -> AbstractContextManager[None]:
-        return self._locked(exclusive=True, if_busy=if_busy, patience=patience)
+        return self._locked(slots, exclusive=True, if_busy=if_busy, patience=patience)
 
     @contextmanager
     def _locked(
-        self, *, exclusive: bool, if_busy: Callable[[], None] | None = None, patience: float | None = None
+        self,
+        slots: NDArray[Any] | None,
+        *,
+        exclusive: bool,
+        if_busy: Callable[[], None] | None = None,
+        patience: float | None = None,
     ) -> Generator[None]:
+        words = None if slots is None else _words(slots, np.int64)
+        named = (None, 0) if words is None else (_address(words), len(words))
+        enter = partial(self._library.jaxvec_pool_enter, self._pool, *named, exclusive)
         try:  # first: an interrupt may come between entering and our knowing of it
-            if not self._library.jaxvec_pool_enter(self._pool, exclusive, 0):
+            if not enter(0):
                 if if_busy is not None:
                     if_busy()
                 deadline = None if patience is None else time.monotonic() + patience
-                while not self._library.jaxvec_pool_enter(
-                    self._pool, exclusive, _WAIT
-                ):  # signal handlers run
+                while not enter(_WAIT):  # signal handlers run
                     if deadline is not None and time.monotonic() > deadline:
                         break
             yield
@@ -271,18 +281,24 @@ class CEngine:
             self._library.jaxvec_pool_check_envs(self._pool, _address(slots), len(slots), stepped)
         ]
 
-    def keep_shared(self) -> None:
-        self._library.jaxvec_pool_keep_shared(self._pool)
+    def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
+        slots = _words(slots, np.int64)
+        self._library.jaxvec_pool_hold(self._pool, _address(slots), len(slots), alone)
 
-    def keeps_shared(self) -> bool:
-        return bool(self._library.jaxvec_pool_keeps_shared(self._pool))
+    def holds(self) -> bool:
+        return bool(self._library.jaxvec_pool_holds(self._pool))
 
-    def release_shared(self) -> None:
-        self._library.jaxvec_pool_release_shared(self._pool)
+    def release(self) -> None:
+        self._library.jaxvec_pool_release(self._pool)
 
     def advance(self, move: Move) -> None:
         self.generation[move.slots] += np.uint32(1)
         self._state.last_caller = move.caller_code
+
+    def retract(self, move: Move, last_caller: int) -> None:
+        self.generation[move.slots] -= np.uint32(1)
+        if self._state.last_caller == move.caller_code:
+            self._state.last_caller = last_caller
 
     def serve(self) -> None:
         self._state.served += 1
@@ -336,11 +352,11 @@ def _declared() -> ctypes.CDLL:
         jaxvec_pool_withdraw=(None, [u32]),
         jaxvec_pool_free=(None, [pointer]),
         jaxvec_pool_state=(pointer, [pointer]),
-        jaxvec_pool_enter=(i32, [pointer, i32, i64]),
+        jaxvec_pool_enter=(i32, [pointer, pointer, u32, i32, i64]),
         jaxvec_pool_leave=(None, [pointer]),
-        jaxvec_pool_keep_shared=(None, [pointer]),
-        jaxvec_pool_keeps_shared=(i32, [pointer]),
-        jaxvec_pool_release_shared=(None, [pointer]),
+        jaxvec_pool_hold=(None, [pointer, pointer, u32, i32]),
+        jaxvec_pool_holds=(i32, [pointer]),
+        jaxvec_pool_release=(None, [pointer]),
         jaxvec_pool_wait_for_copies=(None, [pointer]),
         jaxvec_pool_move=(u32, [pointer, pointer]),
         jaxvec_pool_check_handle=(u32, [pointer, pointer, pointer, u32]),

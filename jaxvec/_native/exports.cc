@@ -51,13 +51,16 @@ EXPORT SharedPool* jaxvec_pool_open(const jaxvec::Plan* plan) {
 EXPORT void jaxvec_pool_withdraw(uint32_t id) { jaxvec::withdraw(id); }
 EXPORT void jaxvec_pool_free(SharedPool* pool) { delete pool; }
 EXPORT jaxvec::State* jaxvec_pool_state(SharedPool* pool) { return &(*pool)->state; }
-EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, int32_t exclusive, int64_t timeout_ns) {
-  return (*pool)->enter(exclusive, timeout_ns);
+EXPORT int32_t jaxvec_pool_enter(SharedPool* pool, const int64_t* slots, uint32_t count, int32_t exclusive,
+                                 int64_t timeout_ns) {
+  return (*pool)->enter(slots, count, exclusive, timeout_ns);
 }
 EXPORT void jaxvec_pool_leave(SharedPool* pool) { (*pool)->leave(); }
-EXPORT void jaxvec_pool_keep_shared(SharedPool* pool) { (*pool)->keep_shared(); }
-EXPORT int32_t jaxvec_pool_keeps_shared(SharedPool* pool) { return (*pool)->keeps_shared(); }
-EXPORT void jaxvec_pool_release_shared(SharedPool* pool) { (*pool)->release_shared(); }
+EXPORT void jaxvec_pool_hold(SharedPool* pool, const int64_t* slots, uint32_t count, int32_t alone) {
+  (*pool)->hold(slots, count, alone);
+}
+EXPORT int32_t jaxvec_pool_holds(SharedPool* pool) { return (*pool)->holds(); }
+EXPORT void jaxvec_pool_release(SharedPool* pool) { (*pool)->release(); }
 EXPORT uint32_t jaxvec_pool_move(SharedPool* pool, jaxvec::Request* request) {
   jaxvec::HostTarget target;
   return static_cast<uint32_t>((*pool)->move(*request, target));

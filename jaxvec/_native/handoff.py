@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -95,7 +93,6 @@ class NativeParentEnd:
         self._parent = _Parent(self._board, self._sockets, len(sockets))
         self._reference = ctypes.byref(self._parent)
         self._partition = Partition(slices)
-        self._listening = threading.Lock()
         self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
         self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
 
@@ -124,12 +121,10 @@ class NativeParentEnd:
         )
         return outcome == _DONE
 
-    @contextmanager
-    def listening(self, slots: NDArray[Any], count: int, seconds: float) -> Generator[float]:
+    def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
         """See `ParentHandoff`."""
-        with self._listening:
-            self._library.jaxvec_mark_notices_seen(self._reference)  # first: another may come meanwhile
-            yield 0  # it sleeps in `wait`
+        self._library.jaxvec_mark_notices_seen(self._reference)  # before: another may come meanwhile
+        return 0  # it sleeps in `wait`
 
     def notify_worker(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""

@@ -122,6 +122,7 @@ void HostTarget::put(void* to, const std::vector<Run>& runs) {
 Pool::Pool(const Plan& plan)
     : plan_(plan),
       process_(getpid()),
+      queue_(plan.parent->board.num_slots),
       actions_(leaves(plan.actions, plan.num_actions)),
       results_(leaves(plan.results, plan.num_results)),
       all_(plan.parent->board.num_slots),
@@ -210,8 +211,7 @@ Status Pool::move(Request& request, Target& target) {
 }
 
 Status Pool::step(Request& request, Target& target) {
-  const bool exclusive = request.slots == nullptr;
-  if (!enter(exclusive, 0)) return Status::kBusy;
+  if (!enter(request.slots, request.num_slots, request.slots == nullptr, 0)) return Status::kBusy;
   std::vector<int64_t> slots;
   Status status = admit(request, &slots);
   if (status == Status::kDone) status = check_envs(slots.data(), static_cast<uint32_t>(slots.size()), true);
@@ -222,19 +222,19 @@ Status Pool::step(Request& request, Target& target) {
   const Recording recording(trace, request.caller_code);
   hand_over(slots, request.actions);
   advance(slots, request);
-  keep_shared();
+  hold(slots.data(), static_cast<uint32_t>(slots.size()), false);
   leave();
   if (await(slots, static_cast<uint32_t>(slots.size()), &request.waited_ns) == Status::kUnderWay) {
     return Status::kUnderWay;
   }
   finish(slots, request.results, target);
-  release_shared();
+  release();
   return Status::kDone;
 }
 
 Status Pool::send(Request& request, Target& target) {
   if (request.num_sent == 0) return Status::kElsewhere;
-  if (!enter(false, 0)) return Status::kBusy;
+  if (!enter(request.sent, request.num_sent, request.slots == nullptr, 0)) return Status::kBusy;
   std::vector<int64_t> all;
   Status status = admit(request, &all);
   if (status == Status::kDone) status = check_envs(request.sent, request.num_sent, true);
@@ -258,7 +258,7 @@ Status Pool::send(Request& request, Target& target) {
 }
 
 Status Pool::recv(Request& request, Target& target) {
-  if (!enter(true, 0)) return Status::kBusy;  // one recv at a time
+  if (!enter(&queue_, 1, true, 0)) return Status::kBusy;  // one recv at a time
   std::vector<int64_t> all;
   Status status = admit(request, &all);
   if (status == Status::kDone && *plan_.num_sent < plan_.batch_size) status = Status::kTooFew;
@@ -271,19 +271,20 @@ Status Pool::recv(Request& request, Target& target) {
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
   const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
   advance(all, request);
-  keep_shared();
+  hold(&queue_, 1, false);
   leave();
   // Of batched envs Python takes whole ones: here a part of one might be done, or sent, before others.
   const bool parts = plan_.together > 1 && plan_.batch_size < all_.size();
   if (parts || await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) {
     return Status::kUnderWay;
   }
-  while (!enter(false, kPatienceNs)) {  // others are inside for short only
+  while (!enter(&queue_, 0, false, kPatienceNs)) {  // others are inside for short only
   }
   const std::vector<int64_t> slots = receive_batch(sent);
+  hold(slots.data(), static_cast<uint32_t>(slots.size()), false);  // until their rows are read
   leave();
   finish(slots, request.results, target);
-  release_shared();
+  release();
   return Status::kDone;
 }
 
@@ -435,7 +436,7 @@ void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Targe
   deliver(target);
 }
 
-// The caller has the lock, shared or exclusive, so whoever waits for it exclusively will know of the copies.
+// The caller is inside or holds the slots, so whoever waits for these exclusively will know of the copies.
 void Pool::deliver(Target& target) {
   std::shared_ptr<Copies> copies = target.finish();
   if (copies == nullptr) return;
@@ -460,17 +461,29 @@ bool Pool::copying() {
   return !std::all_of(copies_.begin(), copies_.end(), [](const auto& each) { return each->done(); });
 }
 
-bool Pool::enter(bool exclusive, int64_t timeout_ns) {
+bool Pool::enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t timeout_ns) {
   std::unique_lock lock(lock_);
   const uintptr_t me = this_thread();
   const auto vacant = [&] {
     return (inside_ == 0 || inside_ == me) &&
-           (!exclusive ||
-            std::all_of(sharing_.begin(), sharing_.end(), [me](uintptr_t thread) { return thread == me; }));
+           std::none_of(holds_.begin(), holds_.end(), [&](const Hold& hold) {
+             return hold.thread != me && bars(hold, slots, count, exclusive);
+           });
   };
   if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), vacant)) return false;
   inside_ = me;
   return true;
+}
+
+// Whether others' hold keeps out who needs these slots.
+bool Pool::bars(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const {
+  if (!exclusive && !hold.alone) return false;
+  if (slots == nullptr) return true;
+  std::vector<bool> held(queue_ + 1);
+  for (const int64_t slot : hold.slots) held[slot] = true;
+  return std::any_of(slots, slots + count, [&](int64_t slot) {  // which nobody has checked yet
+    return slot >= 0 && slot <= queue_ && held[slot];
+  });
 }
 
 void Pool::leave() {
@@ -482,26 +495,27 @@ void Pool::leave() {
   changed_.notify_all();
 }
 
-void Pool::keep_shared() {
+void Pool::hold(const int64_t* slots, uint32_t count, bool alone) {
   const std::lock_guard lock(lock_);
-  if (std::find(sharing_.begin(), sharing_.end(), this_thread()) == sharing_.end()) {
-    sharing_.push_back(this_thread());
-  }
+  holds_.push_back({this_thread(), alone, std::vector<int64_t>(slots, slots + count)});
 }
 
-void Pool::release_shared() {
+bool Pool::holds() {
+  const std::lock_guard lock(lock_);
+  const uintptr_t me = this_thread();
+  return std::any_of(holds_.begin(), holds_.end(), [me](const Hold& hold) { return hold.thread == me; });
+}
+
+void Pool::release() {
+  const uintptr_t me = this_thread();
   {
     const std::lock_guard lock(lock_);
-    const auto mine = std::find(sharing_.begin(), sharing_.end(), this_thread());
-    if (mine == sharing_.end()) return;
-    sharing_.erase(mine);
+    const auto mine =
+        std::remove_if(holds_.begin(), holds_.end(), [me](const Hold& hold) { return hold.thread == me; });
+    if (mine == holds_.end()) return;
+    holds_.erase(mine, holds_.end());
   }
   changed_.notify_all();
-}
-
-bool Pool::keeps_shared() {
-  const std::lock_guard lock(lock_);
-  return std::find(sharing_.begin(), sharing_.end(), this_thread()) != sharing_.end();
 }
 
 void publish(uint32_t id, std::shared_ptr<Pool> pool) {

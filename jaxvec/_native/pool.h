@@ -1,9 +1,9 @@
 // A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
 //
-// Whoever changes the pool holds its lock, a readers-writer lock: shared for envs of one's own, exclusive for
-// the whole pool. Those who share it are inside one at a time, and for a short while only: a step is inside
-// when it sends its envs, then it leaves, keeps the lock shared, and waits for them. So programs on several
-// devices, or in several threads, step envs of their own at the same time.
+// Whoever changes the pool has its lock, a readers-writer lock on each slot, and on the queue of those in
+// flight; see _engine.py, which says who takes it how. Threads are inside one at a time, and for a short
+// while only: a step is inside when it sends its envs, then it leaves, holds their slots, and waits for them.
+// So programs on several devices, or in several threads, step envs of their own at the same time.
 //
 // Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
 // fails or is slow) is Python's business: a move says what it is and has changed nothing, or it hands over
@@ -127,10 +127,10 @@ struct Leaf {
 // What came of a move, or would: `Status` of _engine.py. But for the first two, nothing was done.
 enum class Status : uint32_t {
   kDone = 0,
-  kUnderWay,   // begun, not finished: for Python to end. The caller keeps the lock shared, to be released.
+  kUnderWay,   // begun, not finished: for Python to end. The caller holds its slots, to be released.
   kElsewhere,  // not for this code: another verb, a program made for other envs, the child of a fork
   kBarred,     // the pool is closed or broken
-  kBusy,       // others are inside, or keep the lock shared where the caller needs it exclusive
+  kBusy,       // others are inside, or hold slots that the caller needs
   kCopying,    // a GPU copies from the segment yet
   kNoSuchEnv,
   kNamedTwice,
@@ -179,23 +179,32 @@ class Pool {
   // everybody else has to before envs write to it again. The caller is inside.
   void wait_for_copies();
 
-  // Lets this thread in once nobody else is inside and, if that is to be exclusive, nobody else keeps the
-  // lock shared. Returns whether it is in, after at most so long. A thread that is inside already has been
-  // interrupted, and has left without saying so; or it is asked from a signal handler.
-  bool enter(bool exclusive, int64_t timeout_ns);
+  // Lets this thread in once nobody else is inside, or holds some of these slots: alone or, if the thread is
+  // to be in exclusively, at all. Null is for all slots, and the queue. Returns whether it is in, after at
+  // most so long. A thread that is inside already has been interrupted, and has left without saying so; or it
+  // is asked from a signal handler.
+  bool enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t timeout_ns);
   // Lets the next one in; does nothing if this thread is not the one inside. So an interrupt just
   // after `enter` does no harm where `leave` is called in any case.
   void leave();
-  // This thread, which is inside, keeps the lock shared when it leaves: it waits for envs, and releases the
-  // lock when it has them. Releasing does nothing in a thread that keeps nothing.
-  void keep_shared();
-  bool keeps_shared();
-  void release_shared();
+  // This thread, which is inside, holds these slots, too, when it leaves: it waits for envs, and releases all
+  // that it holds when it has them. Releasing does nothing in a thread that holds nothing.
+  void hold(const int64_t* slots, uint32_t count, bool alone);
+  bool holds();
+  void release();
 
   State state{};
   Trace trace;
 
  private:
+  // What a thread holds: slots, of which one may be the queue.
+  struct Hold {
+    uintptr_t thread;
+    bool alone;
+    std::vector<int64_t> slots;
+  };
+
+  bool bars(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const;
   Status step(Request& request, Target& target);
   Status send(Request& request, Target& target);
   Status recv(Request& request, Target& target);
@@ -214,6 +223,7 @@ class Pool {
 
   const Plan plan_;
   const int32_t process_;
+  const int64_t queue_;  // stands for the queue of those in flight, among slots
   const std::vector<Leaf> actions_;
   const std::vector<Leaf> results_;
   std::vector<int64_t> all_;    // slots
@@ -221,8 +231,8 @@ class Pool {
   uint32_t looks_ = 0;
   std::mutex lock_;  // of what follows
   std::condition_variable changed_;
-  uintptr_t inside_ = 0;            // the thread, or 0
-  std::vector<uintptr_t> sharing_;  // the threads that keep the lock shared
+  uintptr_t inside_ = 0;  // the thread, or 0
+  std::vector<Hold> holds_;
   std::vector<std::shared_ptr<Copies>> copies_;
 };
 

@@ -429,7 +429,7 @@ void all_at_once(Setup& setup) {
     kill(getpid(), SIGINT);
     while (running > 0 && told == before) std::this_thread::yield();
     // As Python's own verbs, which hold no handle.
-    if (setup.pool->enter(true, 1'000'000)) setup.pool->wait_for_copies();
+    if (setup.pool->enter(nullptr, 0, true, 1'000'000)) setup.pool->wait_for_copies();
     setup.pool->leave();
   }
   for (std::thread& program : programs) program.join();

@@ -91,7 +91,7 @@ struct Shared {
   bool tried() const { return by_programs > 0 && handed_over > 0 && refused > 0; }
 };
 
-// Waits as Python does for a step that was sent; the thread has the lock, shared or exclusive.
+// Waits as Python does for a step that was sent; the thread is inside, or holds the slots.
 void end_step(Shared& shared, const std::vector<int64_t>& slots) {
   const auto count = uint32_t(slots.size());
   Outcome outcome;
@@ -113,7 +113,7 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
   for (uint32_t step = 1;; ++step) {
     const std::shared_ptr<Pool> pool = find(1);
     if (pool == nullptr) return;
-    while (!pool->enter(false, 1'000'000)) {
+    while (!pool->enter(slots.data(), 0, false, 1'000'000)) {
     }
     const bool open = pool->state.open;
     pool->leave();
@@ -132,8 +132,8 @@ void run_program(Shared& shared, uint32_t seed, std::vector<int64_t> slots) {
         end_step(shared, slots);
         for (int64_t i = 0; i < count; ++i) result[i] = shared.rows.result[slots[i]];
         for (const int64_t slot : slots) shared.renew(slot, shared.generation[slot]);
-        pool->release_shared();
-        pool->release_shared();  // does nothing
+        pool->release();
+        pool->release();  // does nothing
         break;
       case Status::kDone:
         if (step % 3 != 0) std::this_thread::yield();
@@ -165,7 +165,7 @@ void run_host(Shared& shared, uint32_t steps) {
     for (const uint32_t before = shared.by_programs; step % 100 == 0 && shared.by_programs == before;) {
       std::this_thread::yield();
     }
-    while (!pool.enter(true, 1'000'000)) {
+    while (!pool.enter(nullptr, 0, true, 1'000'000)) {
     }
     pool.wait_for_copies();  // no handle says that all rows were read
     for (uint32_t slot = 0; slot < kSlots; ++slot) {
@@ -182,11 +182,29 @@ void run_host(Shared& shared, uint32_t steps) {
     pool.leave();
     pool.leave();  // does nothing
   }
-  while (!pool.enter(true, 1'000'000)) {
+  while (!pool.enter(nullptr, 0, true, 1'000'000)) {
   }
   pool.state.open = 0;
   withdraw(1);
   pool.leave();
+}
+
+// Holds a worker's slots alone again and again, as Python does who asks it: nobody sends them meanwhile.
+void run_caller(Shared& shared, int64_t first) {
+  const int64_t slots[] = {first, first + 1};
+  const Board& board = shared.parent.board;
+  while (find(1) != nullptr) {
+    if (!shared.pool->enter(slots, 2, true, 1'000'000)) continue;
+    shared.pool->hold(slots, 2, true);
+    const int64_t before[] = {board.requested[first], board.requested[first + 1]};
+    shared.pool->leave();
+    std::this_thread::yield();
+    check(before[0] == board.requested[first] && before[1] == board.requested[first + 1],
+          "a step of an env that a call holds");
+    check(shared.pool->holds(), "a hold that is lost");
+    shared.pool->release();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 // The pool of `Shared`, ready to be used; what it points to lives as long as this.
@@ -246,7 +264,8 @@ void steps() {
   for (uint32_t p = 0; p < handles.size(); ++p) {
     programs.emplace_back(run_program, std::ref(shared), p + 1, handles[p]);
   }
-  std::thread host(run_host, std::ref(shared), 3000);
+  programs.emplace_back(run_caller, std::ref(shared), 4);
+  std::thread host(run_host, std::ref(shared), 2000);
   host.join();
   for (std::thread& program : programs) program.join();
   uint32_t taken = 0;
@@ -265,10 +284,11 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
   std::atomic<bool> stop{false};
   std::thread host([&] {
     while (!stop) {
-      if (pool.enter(true, 1'000'000)) pool.leave();
+      if (pool.enter(nullptr, 0, true, 1'000'000)) pool.leave();
       std::this_thread::yield();
     }
   });
+  std::thread caller(run_caller, std::ref(shared), 2);
   const int64_t token_dims[] = {kSlots, 3}, batch_dims[] = {batch_size};
   std::vector<TokenRow> token(kSlots), next_token(kSlots);
   for (uint32_t slot = 0; slot < kSlots; ++slot) token[slot] = {1, slot, 0};
@@ -282,11 +302,11 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
     Status status;
     HostTarget target;
     do status = pool.answer(verb, kFingerprint, operands, results, target, &waited_ns);
-    while (status == Status::kBusy);  // the host is inside
+    while (status == Status::kBusy);  // the host is inside, or the caller holds some
     check(status == Status::kDone, "a wait that did not end");
     token = next_token;
   };
-  for (uint32_t turn = 1; turn < 3000; ++turn) {
+  for (uint32_t turn = 1; turn < 2000; ++turn) {
     if (!received.empty() && (random() % 2 == 0 || order.size() < batch_size)) {
       std::shuffle(received.begin(), received.end(), random);
       std::vector<int32_t> ids(received.begin(), received.begin() + 1 + random() % received.size());
@@ -315,6 +335,7 @@ void first_ready(uint32_t batch_size, uint32_t in_order) {
   stop = true;
   host.join();
   withdraw(1);
+  caller.join();
 }
 
 }  // namespace

@@ -195,8 +195,7 @@ class ActorHost:
         count = missing.size if len(requests) == 1 and not self._first_ready else 1
         deadline = time.monotonic() + _WHOLE
         while not self._handoff.wait(missing, count, time_left(deadline)):
-            with self._handoff.listening(missing, count, time_left(deadline)) as seconds:
-                self._look(seconds)
+            self._look(self._handoff.begin_look(missing, count, time_left(deadline)))
             if time_left(deadline) <= 0 and not self._handoff.enough_completed(missing, count):
                 raise TimeoutError
 

@@ -75,6 +75,7 @@ class RemoteWorker:
         self.incarnation = incarnation
         self._link = link
         self._wake_pipe = wake_pipe
+        self.sending = threading.RLock()
         self._said: deque[Any] = deque()  # what the pool has not heard; `None` is the end of file
         self._gone = threading.Event()
         self._ended = ProcessEnd(None, "ended")
@@ -119,7 +120,8 @@ class RemoteWorker:
         descriptors: Sequence[int] = (),
         notify: Callable[[], None] = lambda: None,
     ) -> None:
-        self._link.tell(self, message, descriptors)
+        with self.sending:
+            self._link.tell(self, message, descriptors)
 
     def readable(self) -> bool:
         return bool(self._said)
@@ -136,6 +138,9 @@ class RemoteWorker:
     def shut(self) -> None:
         with suppress(EOFError):
             self._link.tell(self, None, ())
+
+    def break_off(self) -> None:
+        pass  # who sends does not wait
 
     def replace(self, other: RemoteWorker) -> RemoteWorker:
         while self._said:  # nobody hears it any more
