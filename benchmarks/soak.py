@@ -321,7 +321,8 @@ def main() -> None:
     if options.ray:
         import ray
 
-        ray.init(address="local", num_cpus=2 * NUM_WORKERS, log_to_driver=False)  # whatever clusters there are
+        # "local" is a cluster of its own, though there be others on the machine.
+        ray.init(address="local", num_cpus=2 * NUM_WORKERS, log_to_driver=False)
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(

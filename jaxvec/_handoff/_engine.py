@@ -87,7 +87,7 @@ class Made:
     waited: float = 0
 
 
-_ELSEWHERE = Made(Status.ELSEWHERE)
+ELSEWHERE = Made(Status.ELSEWHERE)
 
 
 NOTHING: NDArray[np.int_] = np.zeros(0, np.int_)  # slots: who needs none of them waits for those inside
@@ -260,13 +260,16 @@ class PyEngine:
                 self._inside = me
             yield
         finally:
-            with self._lock:
-                if self._inside == me:
-                    self._inside = None
-                    self._changed.notify_all()
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._inside == threading.get_ident():
+                self._inside = None
+                self._changed.notify_all()
 
     def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
-        return _ELSEWHERE  # the pool makes it, step by step
+        return ELSEWHERE  # the pool makes it, step by step
 
     def check_handle(self, move: Move) -> Status:
         met = self._meet(move.slots)
