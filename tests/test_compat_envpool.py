@@ -389,9 +389,10 @@ def test_frames(make):
 # --- in compiled programs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["process", "serial"])
 @pytest.mark.parametrize("env_type", ENV_TYPES)
-def test_a_handle_from_before_the_reset_steps(env_type):
-    with envpool.make(counting(4), env_type, num_envs=3) as env:
+def test_a_handle_from_before_the_reset_steps(env_type, backend):
+    with envpool.make(counting(4), env_type, num_envs=3, backend=backend) as env:
         handle, _, _, step = env.xla()
         env.reset()
         env.step(np.zeros(3, int))  # on the host

@@ -50,7 +50,8 @@ class SerialEngine(PyEngine):
             for stored, action in zip(self._actions, actions, strict=True):
                 stored[...] = action
             self.hold(move.slots)  # Ctrl-C breaks the pool from here on
-            self.advance(move)
+            if move.caller is not None:
+                self.advance(move)
             done = self._step(move.slots)
             if self._over is not None and done:
                 np.logical_or(*self._over, out=self._admission.needs_reset)

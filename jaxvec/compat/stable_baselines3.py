@@ -249,22 +249,17 @@ class _PooledVecEnv(_VecEnv):
         rewards, terminated, truncated = rows[self._num_obs : self._num_obs + 3]
         dones = terminated | truncated
         infos = self._infos()
-        if not dones.any():  # the ordinary step
-            for info in infos:
-                info["TimeLimit.truncated"] = False
-            return self._batch(rows), rewards, dones, infos
-        ends = spec.build_timestep(rows).info
-        for env_id, over, cut in zip(
-            range(self.num_envs), dones.tolist(), (truncated & ~terminated).tolist(), strict=True
-        ):
-            if over:
-                self.reset_infos[env_id] = infos[env_id]
-                infos[env_id] = infos[env_id].pop("final_info")
+        ended = dones.nonzero()[0].tolist()
+        ends = spec.build_timestep(rows).info if ended else {}
+        for env_id in ended:
+            self.reset_infos[env_id] = infos[env_id]
+            infos[env_id] = infos[env_id].pop("final_info")
             if spec.has_fault and ends["fault"][env_id]:
                 infos[env_id]["fault"] = True
-            infos[env_id]["TimeLimit.truncated"] = cut
-            if over:
-                infos[env_id]["terminal_observation"] = _row(spec.obs, ends["final_obs"], env_id)
+        for info, cut in zip(infos, (truncated & ~terminated).tolist(), strict=True):
+            info["TimeLimit.truncated"] = cut
+        for env_id in ended:
+            infos[env_id]["terminal_observation"] = _row(spec.obs, ends["final_obs"], env_id)
         return self._batch(rows), rewards, dones, infos
 
     def _batch(self, rows: Rows) -> Any:
