@@ -14,7 +14,8 @@ overlap.
   received it holds until it has read the rows.
 
 An engine answers with a `Status`; what error that is, and what it says, is the pool's affair. There are two:
-`PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`.
+`PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`. The serial backend's
+(`_backends/_serial_engine.py`) is a `PyEngine` that makes ordinary steps itself.
 """
 
 from __future__ import annotations
