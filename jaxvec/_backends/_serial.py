@@ -144,6 +144,7 @@ class SerialWorkers:
     def _step(self, slots: NDArray[Any]) -> bool:
         """Steps envs; returns whether no failure is left to `wait`, which can break the pool by it."""
         self._note_requested(slots)
+        self._left = None
         try:
             self._slice.step(slots)
         except Exception as failure:
