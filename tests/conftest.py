@@ -211,7 +211,7 @@ def _workers_save_coverage() -> None:
         dismiss = _supervisor.Supervisor._dismiss
 
         def dismiss_and_wait(self: _supervisor.Supervisor, timeout: float | None, *, tell: bool) -> None:
-            deadline = time.monotonic() + (disasters.PATIENCE if timeout is None else timeout)
+            deadline = time.monotonic() + (5 if timeout is None else min(timeout, 5))
             dismiss(self, timeout, tell=tell)
             for process in self._processes:
                 process.wait(max(0, deadline - time.monotonic()))

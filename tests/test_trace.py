@@ -229,6 +229,19 @@ def test_a_worker_that_died_unnoticed_is_noticed_at_the_end(drive, tmp_path):
         driver.step()
 
 
+@pytest.mark.parametrize("options", [{}, {"envs_per_instance": 2}], ids=["envs", "batched"])
+def test_a_record_is_not_lost_to_whoever_asks_again(make, options):
+    fn = (lambda: SyncVectorEnv([CountingEnv] * 2)) if options else CountingEnv
+    envs = make(fn, 2, backend="serial", **options)
+    envs.reset(seed=0)
+    envs.pool.start_trace(100)
+    envs.step([0, 0])
+    first = envs.pool._workers._slice.stop_trace()
+    envs.step([0, 0])
+    assert len(first.spans) in (1, 2)
+    assert envs.pool._workers._slice.stop_trace() == first
+
+
 def test_the_worker_in_anothers_place_is_traced(drive, tmp_path):
     driver, path = drive(CountingEnv, on_fault=FREE), tmp_path / "pool.json"
     driver.reset()

@@ -52,6 +52,7 @@ class BatchSlice:
         self._instances = instances
         self._targets: list[Any] = instances  # or what records their steps and resets
         self.recorder: Recorder | None = None
+        self._record: Record | None = None  # of the last trace
         self._size = size
         self.first = first
         self._spec = spec
@@ -196,6 +197,7 @@ class BatchSlice:
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
         recorder = self.recorder = Recorder(capacity)
+        self._record = None
         starts = [self.first + which * self._size for which in range(len(self._instances))]
         self._targets = [
             RecordedEnv(self._instances, which, f"envs {start}-{start + self._size - 1}", recorder)
@@ -203,9 +205,11 @@ class BatchSlice:
         ]
 
     def stop_trace(self) -> Record | None:
-        """Records no more, and returns what was."""
+        """Records no more, and returns what was; again, if it is asked again."""
         recorder, self.recorder, self._targets = self.recorder, None, self._instances
-        return None if recorder is None else recorder.take()
+        if recorder is not None:
+            self._record = recorder.take()
+        return self._record
 
     def set_options(self, options: Options) -> None:
         """Sets the options that resets from outside pass on from now on."""

@@ -82,6 +82,7 @@ class EnvSlice:
         rows = {path: array[first : first + len(envs)] for path, array in arrays.items()}
         self.first = first
         self.recorder: Recorder | None = None
+        self._record: Record | None = None  # of the last trace
         running = Marks.of(arrays).running[worker]
         self._running = memoryview(running)
         self._running[0] = 0
@@ -243,14 +244,16 @@ class EnvSlice:
 
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
-        self.recorder = Recorder(capacity)
+        self.recorder, self._record = Recorder(capacity), None
         self._slots.record(self.recorder)
 
     def stop_trace(self) -> Record | None:
-        """Records no more, and returns what was."""
+        """Records no more, and returns what was; again, if it is asked again."""
         recorder, self.recorder = self.recorder, None
         self._slots.record(None)
-        return None if recorder is None else recorder.take()
+        if recorder is not None:
+            self._record = recorder.take()
+        return self._record
 
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last call."""

@@ -85,7 +85,10 @@ class Slice(Protocol):
         ...
 
     def stop_trace(self) -> Record | None:
-        """Records no more, and returns what was."""
+        """Records no more, and returns what was; again, if it is asked again.
+
+        Who asked first may have been cut off by the end of another worker.
+        """
         ...
 
     def set_options(self, options: Options) -> None:
