@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -113,14 +113,13 @@ class Pool:
         self._workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
-        starts = [first for first, _ in slices]
-        # Of each worker the first slot; and of each slot the worker, counted from 1.
-        self._starts: NDArray[np.int_] = np.array(starts)
-        self._worker_of = np.repeat(np.arange(1, len(slices) + 1), np.diff([*starts, spec.num_envs]))
         layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
         self.all: NDArray[np.int_] = self._admission.all
+        # Of each worker the first slot; and of each slot the worker, counted from 1.
+        self._starts: NDArray[np.int_] = np.array([first for first, _ in slices])
+        self._worker_of: NDArray[np.int_] = self._starts.searchsorted(self.all, side="right")
         self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # of all envs
         self._views = Views(spec, arrays, self._admission.rows)
         self._segment = _segment.whole(arrays, layout)
@@ -376,8 +375,7 @@ class Pool:
             full = np.sort(slots[kinds == RawInfo.FULL])
             if full.size:
                 asked = self._ask("infos_of", partial(_those_within, full))
-                answers = itertools.chain.from_iterable(each for each in asked if each is not None)
-                infos.update(zip(full.tolist(), answers, strict=True))
+                infos.update(zip(full.tolist(), _joined(asked), strict=True))
             return list(infos.values())
 
     def known_infos(self) -> list[dict[str, Any]] | None:
@@ -708,8 +706,7 @@ class Pool:
             if move.verb is Verb.CALL and name != "get_attr" and self._workers.told is not None:
                 self._workers.told.call(slots)
             slices = self._ask_each(name, slots, args, *more)
-        answers = itertools.chain.from_iterable(each for each in slices if each is not None)
-        results = dict(zip(np.sort(slots).tolist(), answers, strict=True))
+        results = dict(zip(np.sort(slots).tolist(), _joined(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]
 
     def _ask_each(self, name: Asked, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
@@ -885,6 +882,11 @@ class Pool:
             self._broken_by = error
             self.closing.hurry = True
             self._engine.bar()
+
+
+def _joined(answers: list[Any]) -> Iterator[Any]:
+    """Yields what the slices that were asked have answered of each of their envs."""
+    return itertools.chain.from_iterable(each for each in answers if each is not None)
 
 
 def _those_within(slots: NDArray[Any], first: int, stop: int) -> tuple[list[int]] | None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jaxvec._handoff._engine import ELSEWHERE, Made, PyEngine, Rules, Status
 from jaxvec._handoff._move import Move, Verb
+from jaxvec._tracing._recorder import Record
 
 
 class SerialEngine(PyEngine):
@@ -42,6 +43,7 @@ class SerialEngine(PyEngine):
         self._traced = False
 
     def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
+        # Also what a signal handler asks of a thread that is inside: leaving here, it would end that, too.
         if move.verb is not Verb.STEP or move.generation is not None or self._inside is not None:
             return ELSEWHERE
         try:  # first: an interrupt may come between entering and our knowing of it
@@ -69,7 +71,7 @@ class SerialEngine(PyEngine):
     def start_trace(self, capacity: int) -> None:
         self._traced = True
 
-    def stop_trace(self) -> Any:
+    def stop_trace(self) -> Record:
         self._traced = False
         return super().stop_trace()
 
