@@ -436,10 +436,11 @@ class Pool:
             `[n, 3]`, what names each state.
         """
         slots = move.slots
-        with self._recording(move), self._engine.exclusive():
+        with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
             self._enter(move)
             self._check_status(self._engine.check_envs(slots, stepped=False), slots)
-            ids = self._saved.save(self._ask, slots, self._admission.needs_reset[slots], self._views)
+            needs_reset = self._admission.needs_reset[slots]
+            ids = self._saved.save(self._ask, partial(self._do, pending), slots, needs_reset, self._views)
             self._advance(move)
             return ids
 
@@ -463,14 +464,13 @@ class Pool:
             What `deliver` made of the time steps that were current when the states were saved.
         """
         slots = move.slots
-        with self._recording(move), self._engine.exclusive():
+        with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
             self._enter(move)
             self._check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
             sources, rows, needs_reset = self._saved.find(self._ask, slots, states, packed)
             with self._breaking():
-                self._saved.put(self._ask, slots, sources, rows)
-            self._views.write(slots, rows)
+                self._saved.put(self._ask, partial(self._do, pending), slots, sources, rows, self._views)
             self._admission.needs_reset[slots] = needs_reset
             self._advance(move)
             return self._read(slots, deliver)
@@ -678,6 +678,11 @@ class Pool:
             with span(self.recorder, "write actions"):
                 self._views.write_actions(slots, actions)
         self._hand_over(Verb.STEP, slots, held=slots)
+
+    def _do(self, pending: _Pending, verb: Verb, slots: NDArray[Any]) -> None:
+        """Has workers do what they are asked for in the segment, and waits for them."""
+        self._hand_over(verb, slots, held=slots)
+        self._wait(pending, slots, len(slots), verb)
 
     def _hand_over(self, verb: Verb, slots: NDArray[Any], *, held: NDArray[Any]) -> None:
         self._engine.hold(held)

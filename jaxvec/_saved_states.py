@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec._backends._backend import Workers
 from jaxvec._errors import ResetNeededError
+from jaxvec._handoff._move import Verb
 from jaxvec._memory._views import Deliver, Index, Rows, Views, index_of
 from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._slices._states import Gone
@@ -22,6 +23,8 @@ from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._state_table import PackedStates, StateTable
 
 Ask: TypeAlias = Callable[[Asked, Arguments], list[Any]]  # makes a request of the workers
+Send: TypeAlias = Callable[[Verb, NDArray[Any]], None]  # hands slots to the workers, and waits for them
+Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of states, or bytes that are some
 
 
 class SavedStates:
@@ -61,12 +64,12 @@ class SavedStates:
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
 
     def save(
-        self, ask: Ask, slots: NDArray[Any], needs_reset: NDArray[np.bool_], views: Views
+        self, ask: Ask, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_], views: Views
     ) -> NDArray[np.uint32]:
         """Has the workers keep the states of envs, and keeps their time steps; returns their names, `[n, 3]`.
 
         Args:
-            ask: makes a request of the workers.
+            ask, send: of the workers.
             slots: `[n]`, whose.
             needs_reset: `[n]`, whether each has to be reset before it is stepped.
             views: of the time steps.
@@ -74,11 +77,17 @@ class SavedStates:
         workers, told = self._worker_of[slots], self._workers.told
         packed = told is not None and told.keeps_states
         numbers = self.table.allocate(len(slots))
+        rest = np.arange(len(slots)) if packed else self._try(send, Verb.SAVE, slots, numbers, views)
         answers = self._ask_states(
             ask,
             "save_states",
-            workers,
-            lambda mine: (slots[mine].tolist(), numbers[mine].tolist(), self.table.oldest, packed),
+            workers[rest],
+            lambda mine: (
+                slots[rest[mine]].tolist(),
+                numbers[rest[mine]].tolist(),
+                self.table.oldest,
+                packed,
+            ),
         )
         if told is not None and packed:
             for worker, answer in enumerate(answers):
@@ -89,7 +98,7 @@ class SavedStates:
 
     def find(
         self, ask: Ask, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
-    ) -> tuple[Sequence[int | bytes], list[NDArray[Any]], NDArray[np.bool_]]:
+    ) -> tuple[Sources, list[NDArray[Any]], NDArray[np.bool_]]:
         """Returns what envs are to go on from: by what their workers find it, time steps, and `needs_reset`.
 
         Args:
@@ -101,7 +110,7 @@ class SavedStates:
         Raises:
             StaleStateError: a state is gone.
         """
-        sources: Sequence[int | bytes]
+        sources: Sources
         if packed is None:
             numbers = self.table.find(ids, self._lives)
             places, sources = self.table.places(numbers), self._fetch(ask, numbers, self._worker_of[slots])
@@ -111,20 +120,27 @@ class SavedStates:
         rows[self._env_id_leaf] = slots.astype(np.int32)
         return sources, rows, needs_reset
 
-    def put(self, ask: Ask, slots: NDArray[Any], sources: Sequence[int | bytes], rows: Rows) -> None:
-        """Has envs go on from what `find` returned."""
+    def put(
+        self, ask: Ask, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows, views: Views
+    ) -> None:
+        """Has envs go on from what `find` returned, whose rows it writes."""
+        rest = np.arange(len(slots))
+        if isinstance(sources, np.ndarray):
+            rest = self._try(send, Verb.RESTORE, slots, sources, views)
+            sources = sources.tolist()
         far = None if self._workers.maps_segment else rows
         self._ask_states(
             ask,
             "restore_states",
-            self._worker_of[slots],
+            self._worker_of[slots[rest]],
             lambda mine: (
-                slots[mine].tolist(),
-                list(compress(sources, mine)),
+                slots[rest[mine]].tolist(),
+                [sources[place] for place in rest[mine]],
                 self.table.oldest,
-                None if far is None else [row[mine] for row in far],
+                None if far is None else [row[rest[mine]] for row in far],
             ),
         )
+        views.write(slots, rows)
 
     def simulate(
         self, ask: Ask, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
@@ -223,13 +239,27 @@ class SavedStates:
         """Returns the number of a leaf among those of the time step."""
         return [leaf.path for leaf in self._spec.timestep_leaves].index(path)
 
-    def _fetch(self, ask: Ask, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> list[int | bytes]:
+    def _try(
+        self, send: Send, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64], views: Views
+    ) -> NDArray[np.int_]:
+        """Has the workers save or restore, by the segment, what they can; returns what is left of `slots`.
+
+        That has to be asked for: which is slower, but knows all cases, and the errors.
+        """
+        if not self._workers.moves_states:
+            return np.arange(len(slots))
+        views.states[slots], views.oldest_state[0] = numbers, self.table.oldest
+        send(verb, slots)
+        return np.flatnonzero(views.states[slots])
+
+    def _fetch(self, ask: Ask, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> Sources:
         """Returns by what these workers find states: by the number, or another's by its bytes."""
-        sources: list[int | bytes] = numbers.tolist()
         far = np.flatnonzero(self.table.worker[self.table.places(numbers)] != workers)
-        if far.size:
-            for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
-                sources[place] = data
+        if not far.size:
+            return numbers
+        sources: list[int | bytes] = numbers.tolist()
+        for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
+            sources[place] = data
         return sources
 
     def _export(self, ask: Ask, numbers: NDArray[np.int64]) -> list[bytes]:
@@ -265,6 +295,8 @@ class SavedStates:
             mine = workers == self._worker_of[first]
             return arguments(mine) if mine.any() else None
 
+        if not workers.size:
+            return []
         answers = ask(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
         if gone:

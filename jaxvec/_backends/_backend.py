@@ -72,6 +72,11 @@ class Workers(Protocol):
         ...
 
     @property
+    def moves_states(self) -> bool:
+        """Whether `send` can be asked for saves and restores, of states whose numbers are in the segment."""
+        ...
+
+    @property
     def told(self) -> Told | None:
         """Takes note of what envs are told, if the pool goes on after faults."""
         ...

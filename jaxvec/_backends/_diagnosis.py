@@ -11,7 +11,7 @@ import numpy as np
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._launcher import Process, Slices
 from jaxvec._errors import EnvTimeoutError, JaxvecError, WorkerDiedError
-from jaxvec._handoff._move import Verb
+from jaxvec._handoff._move import Verb, verbs_of
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._rows import reader
 from jaxvec._memory._segment import Arrays
@@ -57,11 +57,11 @@ class Diagnosis:
         inside = marks.running[:, 0].tolist()
         running = np.array([slot for slot in slots if slot + 1 in inside], np.intp)
         actions = reader(self._action, self.arrays)(running)
-        resetting = marks.requested[running] % 2 == int(Verb.RESET)
+        stepping = verbs_of(marks.requested[running]) == int(Verb.STEP)
         return ", ".join(
             f"env {slot} (worker {self.worker_of(slot)}) is running"
-            + ("" if resets else f", last action {_failures.describe_action(action)}")
-            for slot, action, resets in zip(running.tolist(), actions, resetting, strict=True)
+            + (f", last action {_failures.describe_action(action)}" if steps else "")
+            for slot, action, steps in zip(running.tolist(), actions, stepping, strict=True)
         )
 
     def died(self, worker: int, process: Process, *, asked: str | None) -> WorkerDiedError:

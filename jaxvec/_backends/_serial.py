@@ -68,6 +68,10 @@ class SerialWorkers:
     def maps_segment(self) -> bool:
         return True
 
+    @property
+    def moves_states(self) -> bool:
+        return False  # a request is a call
+
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = _segment.private(layout)
         self._num_envs = spec.num_envs

@@ -79,6 +79,10 @@ class ProcessWorkers:
         return not self._launcher.at_sockets
 
     @property
+    def moves_states(self) -> bool:
+        return self.maps_segment and not self._objects_in
+
+    @property
     def told(self) -> Told | None:
         return self.supervisor.told
 
