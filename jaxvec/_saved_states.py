@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._backends._backend import Workers
+from jaxvec._backends._diagnosis import check_all
 from jaxvec._errors import ResetNeededError
 from jaxvec._handoff._move import Verb
 from jaxvec._memory._views import Deliver, Index, Rows, Views, index_of
@@ -244,13 +245,20 @@ class SavedStates:
     ) -> NDArray[np.int_]:
         """Has the workers save or restore, by the segment, what they can; returns what is left of `slots`.
 
-        That has to be asked for: which is slower, but knows all cases, and the errors.
+        That has to be asked for, which is slower, but knows all cases, and the errors.
+
+        Raises:
+            JaxvecError: a worker was replaced before it was done; says why.
         """
         if not self._workers.moves_states:
             return np.arange(len(slots))
+        ends = [*self._workers.ends]
         views.states[slots], views.oldest_state[0] = numbers, self.table.oldest
         send(verb, slots)
-        return np.flatnonzero(views.states[slots])
+        rest = np.flatnonzero(views.states[slots])
+        late = set(self._worker_of[slots[rest]].tolist())
+        check_all([self._workers.ends[each] for each in late if self._workers.ends[each] is not ends[each]])
+        return rest
 
     def _fetch(self, ask: Ask, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> Sources:
         """Returns by what these workers find states: by the number, or another's by its bytes."""

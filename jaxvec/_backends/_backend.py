@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from jaxvec._errors import JaxvecError
 from jaxvec._handoff._engine import Engine, Rules
 from jaxvec._handoff._move import Verb
 from jaxvec._memory._layout import Layout
@@ -64,6 +65,11 @@ class Workers(Protocol):
     @property
     def lives(self) -> Sequence[int]:
         """How often each worker was replaced by another."""
+        ...
+
+    @property
+    def ends(self) -> Sequence[JaxvecError | None]:
+        """By what error each worker was replaced last."""
         ...
 
     @property

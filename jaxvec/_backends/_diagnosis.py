@@ -21,6 +21,8 @@ from jaxvec._spec import PoolSpec
 
 _logger = logging.getLogger("jaxvec")
 
+_DOING: dict[int, str] = {Verb.SAVE: "being saved", Verb.RESTORE: "being restored"}
+
 
 class Diagnosis:
     """Looks at the segment to say what workers are at.
@@ -50,18 +52,18 @@ class Diagnosis:
         return next(w for w, (first, stop) in enumerate(self._slices) if first <= slot < stop)
 
     def running(self, slots: Iterable[int]) -> str:
-        """Says which of `slots` are inside their env's code now, and with what action."""
+        """Says which of `slots` are inside their env's code now, and what for."""
         if self.arrays is None:
             return ""
         marks = Marks.of(self.arrays)
         inside = marks.running[:, 0].tolist()
         running = np.array([slot for slot in slots if slot + 1 in inside], np.intp)
         actions = reader(self._action, self.arrays)(running)
-        stepping = verbs_of(marks.requested[running]) == int(Verb.STEP)
+        verbs = verbs_of(marks.requested[running]).tolist()
         return ", ".join(
-            f"env {slot} (worker {self.worker_of(slot)}) is running"
-            + (f", last action {_failures.describe_action(action)}" if steps else "")
-            for slot, action, steps in zip(running.tolist(), actions, stepping, strict=True)
+            f"env {slot} (worker {self.worker_of(slot)}) is {_DOING.get(verb, 'running')}"
+            + (f", last action {_failures.describe_action(action)}" if verb == Verb.STEP else "")
+            for slot, action, verb in zip(running.tolist(), actions, verbs, strict=True)
         )
 
     def died(self, worker: int, process: Process, *, asked: str | None) -> WorkerDiedError:

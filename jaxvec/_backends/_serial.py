@@ -65,6 +65,10 @@ class SerialWorkers:
         return [0]
 
     @property
+    def ends(self) -> Sequence[None]:
+        return [None]
+
+    @property
     def maps_segment(self) -> bool:
         return True
 

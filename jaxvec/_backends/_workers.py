@@ -75,6 +75,10 @@ class ProcessWorkers:
         return self.supervisor.lives
 
     @property
+    def ends(self) -> Sequence[JaxvecError | None]:
+        return self.supervisor.ends
+
+    @property
     def maps_segment(self) -> bool:
         return not self._launcher.at_sockets
 
