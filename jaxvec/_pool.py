@@ -440,7 +440,8 @@ class Pool:
             self._enter(move)
             self._check_status(self._engine.check_envs(slots, stepped=False), slots)
             needs_reset = self._admission.needs_reset[slots]
-            ids = self._saved.save(self._ask, partial(self._do, pending), slots, needs_reset, self._views)
+            send = partial(self._send_states, pending)
+            ids = self._saved.save(self._ask, send, slots, needs_reset, self._read)
             self._advance(move)
             return ids
 
@@ -470,7 +471,8 @@ class Pool:
             self._engine.wait_for_copies()
             sources, rows, needs_reset = self._saved.find(self._ask, slots, states, packed)
             with self._breaking():
-                self._saved.put(self._ask, partial(self._do, pending), slots, sources, rows, self._views)
+                self._saved.put(self._ask, partial(self._send_states, pending), slots, sources, rows)
+            self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
             self._advance(move)
             return self._read(slots, deliver)
@@ -679,10 +681,15 @@ class Pool:
                 self._views.write_actions(slots, actions)
         self._hand_over(Verb.STEP, slots, held=slots)
 
-    def _do(self, pending: _Pending, verb: Verb, slots: NDArray[Any]) -> None:
-        """Has workers do what they are asked for in the segment, and waits for them."""
+    def _send_states(
+        self, pending: _Pending, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
+    ) -> NDArray[np.int_]:
+        """Has envs saved, or restored, by states of these numbers; returns the places of those that are left."""
+        self._views.states[slots] = numbers
+        self._views.oldest_state[0] = self._saved.table.oldest
         self._hand_over(verb, slots, held=slots)
         self._wait(pending, slots, len(slots), verb)
+        return np.flatnonzero(self._views.states[slots])
 
     def _hand_over(self, verb: Verb, slots: NDArray[Any], *, held: NDArray[Any]) -> None:
         self._engine.hold(held)

@@ -17,14 +17,16 @@ from jaxvec._backends._backend import Workers
 from jaxvec._backends._diagnosis import check_all
 from jaxvec._errors import ResetNeededError
 from jaxvec._handoff._move import Verb
-from jaxvec._memory._views import Deliver, Index, Rows, Views, index_of
+from jaxvec._memory._views import Deliver, Index, Rows, index_of
 from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._slices._states import Gone
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._state_table import PackedStates, StateTable
 
 Ask: TypeAlias = Callable[[Asked, Arguments], list[Any]]  # makes a request of the workers
-Send: TypeAlias = Callable[[Verb, NDArray[Any]], None]  # hands slots to the workers, and waits for them
+# Has envs saved, or restored, by states of these numbers; returns the places of those that are left.
+Send: TypeAlias = Callable[[Verb, NDArray[Any], NDArray[np.int64]], NDArray[np.int_]]
+Read: TypeAlias = Callable[[NDArray[Any], Deliver], Any]
 Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of states, or bytes that are some
 
 
@@ -65,7 +67,7 @@ class SavedStates:
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
 
     def save(
-        self, ask: Ask, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_], views: Views
+        self, ask: Ask, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_], read: Read
     ) -> NDArray[np.uint32]:
         """Has the workers keep the states of envs, and keeps their time steps; returns their names, `[n, 3]`.
 
@@ -73,12 +75,12 @@ class SavedStates:
             ask, send: of the workers.
             slots: `[n]`, whose.
             needs_reset: `[n]`, whether each has to be reset before it is stepped.
-            views: of the time steps.
+            read: delivers the time steps of slots.
         """
         workers, told = self._worker_of[slots], self._workers.told
         packed = told is not None and told.keeps_states
         numbers = self.table.allocate(len(slots))
-        rest = np.arange(len(slots)) if packed else self._try(send, Verb.SAVE, slots, numbers, views)
+        rest = np.arange(len(slots)) if packed else self._try(send, Verb.SAVE, slots, numbers)
         answers = self._ask_states(
             ask,
             "save_states",
@@ -94,7 +96,7 @@ class SavedStates:
             for worker, answer in enumerate(answers):
                 told.save(slots[workers == worker], answer or ())
         places = self.table.fill(numbers, workers, self._lives[workers], needs_reset)
-        views.read(slots, _onto(self.table.rows, places))
+        read(slots, _onto(self.table.rows, places))
         return self.table.ids(numbers)
 
     def find(
@@ -121,13 +123,11 @@ class SavedStates:
         rows[self._env_id_leaf] = slots.astype(np.int32)
         return sources, rows, needs_reset
 
-    def put(
-        self, ask: Ask, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows, views: Views
-    ) -> None:
-        """Has envs go on from what `find` returned, whose rows it writes."""
+    def put(self, ask: Ask, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows) -> None:
+        """Has envs go on from what `find` returned."""
         rest = np.arange(len(slots))
         if isinstance(sources, np.ndarray):
-            rest = self._try(send, Verb.RESTORE, slots, sources, views)
+            rest = self._try(send, Verb.RESTORE, slots, sources)
             sources = sources.tolist()
         far = None if self._workers.maps_segment else rows
         self._ask_states(
@@ -141,7 +141,6 @@ class SavedStates:
                 None if far is None else [row[rest[mine]] for row in far],
             ),
         )
-        views.write(slots, rows)
 
     def simulate(
         self, ask: Ask, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
@@ -241,9 +240,9 @@ class SavedStates:
         return [leaf.path for leaf in self._spec.timestep_leaves].index(path)
 
     def _try(
-        self, send: Send, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64], views: Views
+        self, send: Send, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
     ) -> NDArray[np.int_]:
-        """Has the workers save or restore, by the segment, what they can; returns what is left of `slots`.
+        """Has the workers save or restore what they can without being asked; returns what is left of `slots`.
 
         That has to be asked for, which is slower, but knows all cases, and the errors.
 
@@ -253,9 +252,7 @@ class SavedStates:
         if not self._workers.moves_states:
             return np.arange(len(slots))
         ends = [*self._workers.ends]
-        views.states[slots], views.oldest_state[0] = numbers, self.table.oldest
-        send(verb, slots)
-        rest = np.flatnonzero(views.states[slots])
+        rest = send(verb, slots, numbers)
         late = set(self._worker_of[slots[rest]].tolist())
         check_all([self._workers.ends[each] for each in late if self._workers.ends[each] is not ends[each]])
         return rest

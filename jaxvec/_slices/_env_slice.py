@@ -503,8 +503,7 @@ class EnvSlice:
     def _put_env(self, index: int, state: SlotState) -> None:
         self._resumed.pop(index, None)  # what the program restores counts more
         self._slots.make_ready(index)
-        self._slots.stateful[index].put(state.env)
-        self._slots.restore(index, state.seed, state.new_seed, state.options)
+        self._slots.restore(index, state.env, state.seed, state.new_seed, state.options)
 
     def close(self) -> None:
         """Closes the envs that were built to simulate."""
