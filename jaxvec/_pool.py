@@ -684,7 +684,7 @@ class Pool:
     def _send_states(
         self, pending: _Pending, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
     ) -> NDArray[np.int_]:
-        """Has envs saved, or restored, by states of these numbers; returns the places of those that are left."""
+        """Has states of these numbers saved, or restored; returns the places of those that are left."""
         self._views.states[slots] = numbers
         self._views.oldest_state[0] = self._saved.table.oldest
         self._hand_over(verb, slots, held=slots)

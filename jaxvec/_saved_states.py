@@ -24,7 +24,7 @@ from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._state_table import PackedStates, StateTable
 
 Ask: TypeAlias = Callable[[Asked, Arguments], list[Any]]  # makes a request of the workers
-# Has envs saved, or restored, by states of these numbers; returns the places of those that are left.
+# Has states of these numbers saved, or restored; returns the places of those that are left.
 Send: TypeAlias = Callable[[Verb, NDArray[Any], NDArray[np.int64]], NDArray[np.int_]]
 Read: TypeAlias = Callable[[NDArray[Any], Deliver], Any]
 Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of states, or bytes that are some

@@ -110,7 +110,13 @@ def test_a_worker_takes_what_is_asked_for_by_other_verbs_apart(kind):
     channel = LoopbackChannel()
     parent = _handoffs.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
     worker = _handoffs.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
-    sent = [(Verb.RESET, [3, 1]), (Verb.STEP, [0]), (Verb.SAVE, [4]), (Verb.RESTORE, [2, 5]), (Verb.RESET, [6])]
+    sent = [
+        (Verb.RESET, [3, 1]),
+        (Verb.STEP, [0]),
+        (Verb.SAVE, [4]),
+        (Verb.RESTORE, [2, 5]),
+        (Verb.RESET, [6]),
+    ]
     for operation, slots in sent:
         parent.send(operation, np.array(slots))
     taken = []

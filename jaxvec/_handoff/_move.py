@@ -35,17 +35,17 @@ class Verb(IntEnum):
 
 
 VERBS = tuple(Verb)
-_NUM_REQUESTED = 8  # verbs that a worker may be asked for: those before this one
+_END = 8  # of the verbs that workers are asked for
 
 
 def requests(numbers: NDArray[np.int64], verb: Verb) -> NDArray[np.int64]:
     """Returns the marks by which workers are asked for a verb; handoff.cc makes the same."""
-    return _NUM_REQUESTED * numbers + int(verb)  # NumPy swallows Ctrl-C as it looks at an enum
+    return _END * numbers + int(verb)  # NumPy swallows Ctrl-C as it looks at an enum
 
 
-def verbs_of(requests: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns what workers are asked for by marks, as numbers."""
-    return requests % _NUM_REQUESTED
+def verbs_of(marks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the verbs of what `requests` has returned, as numbers."""
+    return marks % _END
 
 
 class Caller(IntEnum):

@@ -343,7 +343,7 @@ class EnvSlice:
 
     @contextmanager
     def _trying(self) -> Generator[None]:
-        """Ends a block at whatever an env raises, who is asked again, and then may say it."""
+        """Ends the block at what an env raises: its number is left, so it is asked, and then says that."""
         with suppress(BaseException):
             yield
         self._running[0] = 0
