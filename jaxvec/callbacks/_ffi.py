@@ -244,10 +244,10 @@ def _serve(theirs: _Call) -> None:
     with (
         _profile.annotate(VERBS[theirs.verb].function, "FFI by Python"),
         _pools.serving(pool_id, theirs.fingerprint, fresh) as pool,
-        span(pool.recorder, "FFI by Python"),
+        span(pool.condition.recorder, "FFI by Python"),
     ):
         if theirs.on_device:
-            pool.errors_late = True
+            pool.condition.errors_late = True
             pool.pin()
         extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
         unread = frozenset(i for i, each in enumerate(out) if not len(each))
