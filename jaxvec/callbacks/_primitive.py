@@ -145,7 +145,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
             "XLA shards this program over the devices of several processes, but each process has its own "
             "pools; use jax.shard_map, in which each device steps its own envs"
         )
-    transport = "io_callback" if call.verb is Verb.GET_ATTR else call.transport
+    transport = call.transport
     if transport == "auto":
         transport = "ffi" if platform in _FFI_PLATFORMS and shards == 1 else "io_callback"
     if transport == "ffi" and platform not in _FFI_PLATFORMS:

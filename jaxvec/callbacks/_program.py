@@ -152,7 +152,8 @@ def answer(
         return list(out)
     move = move_of(call, pool, token)
     if call.verb is Verb.GET_ATTR:
-        return ask_envs(call, pool, move, [])
+        given = ask_envs(call, pool, move, [])
+        return given if out is None else [*into(out)(given, slice(None))]
     deliver = _copies_for(call) if out is None else into(out[1:])
     match call.verb:
         case Verb.RESET:
