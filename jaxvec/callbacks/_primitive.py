@@ -168,6 +168,8 @@ def _copies(devices: Any) -> int:
     return devices.mesh.size if hasattr(devices, "mesh") else devices.axis_env.nreps
 
 
+# Not cacheable: a TPU wants channels of its own for each callback of a program, also where two are equal.
+_register = partial(mlir.register_lowering, _call_p, cacheable=False)
 for _platform in _FFI_PLATFORMS:
-    mlir.register_lowering(_call_p, partial(_lower, platform=_platform), platform=_platform)
-mlir.register_lowering(_call_p, partial(_lower, platform=None))
+    _register(partial(_lower, platform=_platform), platform=_platform)
+_register(partial(_lower, platform=None))
