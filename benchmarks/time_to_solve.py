@@ -3,8 +3,8 @@
     python -m benchmarks.time_to_solve --cleanrl ppo.py --python PYTHON
 
 takes turns, a seed each. Solved is a mean return of the last 100 episodes of at least 475. Each turn is a
-program of its own and is timed from its start, so importing, starting envs and compiling count. CleanRL pins
-its packages (gymnasium 0.29), so it takes an interpreter of its own, and a checkout of it.
+program of its own and is timed from its start until it says so, so importing, starting envs and compiling
+count. CleanRL pins its packages (gymnasium 0.29), so it takes an interpreter of its own, and a checkout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SOLVED = 475.0
@@ -25,37 +26,45 @@ _RETURN = re.compile(r"episodic_return=\[?([\d.]+)")
 
 
 def jaxvec_seconds(seed: int) -> float:
-    """Returns the seconds of a run of ours; infinite if it did not solve it."""
+    """Returns the seconds until our program solved it; infinite if it ended before."""
+
+    def solved(line: str) -> bool:
+        reached = re.match(r"mean return ([\d.]+)", line)
+        return reached is not None and float(reached[1]) >= SOLVED
+
     module = "jaxvec.examples.ppo"
-    command = [sys.executable, "-m", module, "--stop-at", str(SOLVED), "--seed", str(seed)]
-    with tempfile.TemporaryDirectory() as folder:  # for its picture
-        start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True, cwd=folder)
-        seconds = time.perf_counter() - start
-    reached = re.search(r"mean return ([\d.]+)", done.stdout)
-    assert reached is not None, done.stdout
-    return seconds if float(reached[1]) >= SOLVED else float("inf")
+    command = [sys.executable, "-u", "-m", module, "--stop-at", str(SOLVED), "--seed", str(seed)]
+    return _seconds_until(solved, command)
 
 
 def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
     """Returns the seconds until CleanRL's program solved it; infinite if it ended before."""
     returns: deque[float] = deque(maxlen=100)
-    with tempfile.TemporaryDirectory() as folder:
+
+    def solved(line: str) -> bool:
+        returns.extend(map(float, _RETURN.findall(line)))
+        return len(returns) == 100 and statistics.mean(returns) >= SOLVED
+
+    seconds = _seconds_until(solved, [python, "-u", str(script.resolve()), "--seed", str(seed)])
+    if not returns:
+        raise RuntimeError("CleanRL's program told no return; its standard error says why")
+    return seconds
+
+
+def _seconds_until(solved: Callable[[str], bool], command: Sequence[str]) -> float:
+    """Returns the seconds from a program's start until a line of its output says that it is solved."""
+    with tempfile.TemporaryDirectory() as folder:  # for what it writes
         start = time.perf_counter()
-        command = [python, "-u", str(script.resolve()), "--seed", str(seed)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as program:
             assert program.stdout is not None
             try:
                 for line in program.stdout:
-                    returns.extend(map(float, _RETURN.findall(line)))
-                    if len(returns) == 100 and statistics.mean(returns) >= SOLVED:
+                    if solved(line):
                         return time.perf_counter() - start
                     if time.perf_counter() - start > _LIMIT:
                         break
             finally:
                 program.kill()
-        if not returns:
-            raise RuntimeError("CleanRL's program told no return; its standard error says why")
     return float("inf")
 
 

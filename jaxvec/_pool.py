@@ -1,7 +1,7 @@
-"""The one state machine of a pool: OPEN, then BROKEN by a cause, or CLOSED.
+"""A pool of envs: decides who may move which envs now, and keeps rows whole.
 
-Decides who may move which envs now, and keeps rows whole. Which processes do the work is its workers'
-affair, and what the data means is its callers'.
+Whether it can be used at all is its `Condition`'s affair, which processes do the work its workers', and what
+the data means its callers'.
 
 A caller says by a `Move` what it asks for, and of which envs. Where there is C++ for it, the engine makes the
 whole move at once; what is here is for all that is not ordinary, and for where there is none.
@@ -12,10 +12,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,29 +23,20 @@ from numpy.typing import NDArray
 
 from jaxvec import _options, _stats
 from jaxvec._backends._backend import Patience, Workers
-from jaxvec._backends._diagnosis import check_all
 from jaxvec._closing import Closing
-from jaxvec._errors import (
-    JaxvecError,
-    NotPicklableError,
-    NotReadyError,
-    PoolBrokenError,
-    PoolClosedError,
-    StaleHandleError,
-)
+from jaxvec._condition import Condition, Pending
+from jaxvec._errors import JaxvecError, PoolClosedError, StaleHandleError
 from jaxvec._handoff._admission import Admission, whole
 from jaxvec._handoff._engine import Made, Rules, Status
-from jaxvec._handoff._move import Caller, Move, Verb, name_caller
+from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory import _pinned, _segment
 from jaxvec._memory._layout import make_layout
-from jaxvec._memory._raw_info import RawInfo, known
 from jaxvec._memory._views import Deliver, Rows, Views, copies, into
-from jaxvec._native import interrupts
 from jaxvec._options import Options
-from jaxvec._refusals import refusal, too_few
+from jaxvec._questions import Questions
+from jaxvec._refusals import too_few
 from jaxvec._saved_states import SavedStates
 from jaxvec._seeds import NONE
-from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._state_table import PackedStates
 from jaxvec._stats import Stats
@@ -69,19 +58,16 @@ class Timeouts:
     step: float | None
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A move under way; `interrupt` raises if Ctrl-C came since it began."""
-
-    move: Move
-    interrupt: Callable[[], None]
-
-
 class Pool:
     """The envs, their memory, and who may step them now.
 
     Attributes:
-        errors_late: whether a program's error may be one that its caller never hears.
+        spec: of the envs.
+        all: `[num_envs]`, their ids.
+        id: by which handles name the pool.
+        condition: whether it is open, broken or closed.
+        questions: by which envs are asked, and not moved.
+        closing: its end.
     """
 
     def __init__(
@@ -117,9 +103,6 @@ class Pool:
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
         self.all: NDArray[np.int_] = self._admission.all
-        # Of each worker the first slot; and of each slot the worker, counted from 1.
-        self._starts: NDArray[np.int_] = np.array([first for first, _ in slices])
-        self._worker_of: NDArray[np.int_] = self._starts.searchsorted(self.all, side="right")
         self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # of all envs
         self._views = Views(spec, arrays, self._admission.rows)
         self._segment = _segment.whole(arrays, layout)
@@ -137,23 +120,23 @@ class Pool:
         if not resets_required:
             self._admission.needs_reset[:] = False
 
-        self.recorder: Recorder | None = None  # of hand-offs, while they are recorded
-        self._broken_by: BaseException | None = None
-        self._program_error: tuple[int, BaseException] | None = None  # and what the engine had served
-        self.errors_late: bool = False
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         over = self._views.over if self._ends_need_reset else None
         self._engine = workers.open_engine(Rules(self.id, self._admission, in_order, over, timeouts.step))
         self.closing: Closing = Closing(workers, self._engine)
+        self.condition: Condition = Condition(self.id, self._engine, self._admission, self.closing)
+        self.questions: Questions = Questions(
+            workers,
+            self.condition,
+            self._engine,
+            slices=slices,
+            raw_info=self._views.raw_info,
+            timeout=timeouts.step,
+        )
 
     @property
     def closed(self) -> bool:
         return self.closing.closed
-
-    @property
-    def broken_by(self) -> BaseException | None:
-        """What broke the pool, if anything did."""
-        return self._broken_by
 
     def stats(self) -> Stats:
         """Returns what the workers have done so far; also of a broken pool."""
@@ -203,27 +186,9 @@ class Pool:
                 _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
             self._engine.admit_devices()
 
-    def keep(self, error: BaseException, *, under_way: bool) -> None:
-        """Keeps the error of a program's call for `take_program_error`.
-
-        Args:
-            error: which ended the call.
-            under_way: whether its envs had been moved, so that the error breaks the pool.
-        """
-        if under_way and not self.closed:
-            self._break(error)
-        self._program_error = self._engine.served, error
-
     def served(self) -> None:
         """Counts a program's call that succeeded; it makes an earlier error old news."""
         self._engine.serve()
-
-    def take_program_error(self) -> BaseException | None:
-        """Returns the error of the last program that failed in this pool, once."""
-        failure, self._program_error = self._program_error, None
-        if failure is None or failure[0] != self._engine.served:  # another has succeeded since
-            return None
-        return failure[1]
 
     def reset(
         self,
@@ -251,9 +216,9 @@ class Pool:
         first_ready = self.spec.first_ready  # then it ends by a recv, and there is one at a time
         alone = move.generation is None or first_ready or self._sets_options(options, move.slots)
         moved = move.slots if mask is None else move.slots[mask]
-        with self._pending(move) as pending, self._recording(move):
+        with self.condition.pending(move) as pending, self.condition.recording(move):
             with self._engine.exclusive() if alone else self._engine.shared(moved):
-                self._enter(move)
+                self.condition.enter(move)
                 chosen = self._choose(pending, mask)
                 if first_ready and mask is not None:
                     self._check_enough(resetting=len(chosen))
@@ -268,8 +233,12 @@ class Pool:
     ) -> None:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
         options = _options.expand(options, move.slots, self.spec.num_envs)
-        with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
-            self._enter(move)
+        with (
+            self.condition.pending(move) as pending,
+            self.condition.recording(move),
+            self._engine.exclusive(),
+        ):
+            self.condition.enter(move)
             self._send_reset(pending, self._choose(pending, mask), seeds, options, in_flight=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
@@ -280,17 +249,17 @@ class Pool:
             actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
             deliver: as in `reset`.
         """
-        with self._pending(move) as pending:
+        with self.condition.pending(move) as pending:
             if deliver is copies:
                 made = self._engine.move(move, actions)
                 if made.status in _MADE:
                     return self._finish(pending, made)
-            with self._recording(move):
+            with self.condition.recording(move):
                 alone = move.generation is None
                 with self._engine.exclusive() if alone else self._engine.shared(move.slots):
-                    self._enter(move)
+                    self.condition.enter(move)
                     self._send_step(move.slots, actions)
-                    self._advance(move)
+                    self.condition.advance(move)
                 self._wait(pending, move.slots, len(move.slots), Verb.STEP)
                 return self._end_step(move.slots, deliver)
 
@@ -306,7 +275,7 @@ class Pool:
             interrupt: raises if Ctrl-C came since the call began.
             out: where to copy the leaves of the time step.
         """
-        self._end(_Pending(move, interrupt), out, waited)
+        self._end(Pending(move, interrupt), out, waited)
 
     def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
@@ -317,19 +286,20 @@ class Pool:
             actions: `[k, ...]`, as of `step`.
             as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
-        with self._pending(move):
+        with self.condition.pending(move):
             if not as_they_are and self._engine.move(move, actions, env_ids).status is Status.DONE:
                 return
-            taken = self._of_workers(env_ids) if as_they_are else env_ids  # the workers are asked, too
+            # The workers are asked for what is as it is.
+            taken = self.questions.of_workers(env_ids) if as_they_are else env_ids
             alone = as_they_are or move.generation is None
             with (
-                self._recording(move),
+                self.condition.recording(move),
                 self._engine.exclusive(taken) if alone else self._engine.shared(taken),
             ):
-                self._enter(move)
+                self.condition.enter(move)
                 self._send_step(env_ids, actions, as_they_are=as_they_are)
                 self._admission.note_sent(env_ids, self._timeouts.step)
-                self._advance(move)
+                self.condition.advance(move)
 
     def recv(
         self,
@@ -351,80 +321,21 @@ class Pool:
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        with self._pending(move) as pending:
+        with self.condition.pending(move) as pending:
             if deliver is copies and timeout is None and at_least is None and not everything:
                 made = self._engine.move(move, ())
                 if made.status in _MADE:
                     return self._finish(pending, made)
-            with self._recording(move):
+            with self.condition.recording(move):
                 with self._engine.exclusive(self._admission.queue):  # one recv at a time
-                    self._enter(move)
+                    self.condition.enter(move)
                     if not everything:
                         self._check_enough(at_least=at_least)
                     self._engine.hold(self._admission.queue)
-                    self._advance(move)
+                    self.condition.advance(move)
                 return self._receive(
                     pending, deliver, give_up=give_up, at_least=at_least, everything=everything
                 )
-
-    def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last reset or step; asks only for those that we can't know."""
-        with self._asking(Move(Verb.CALL, slots)):
-            kinds = self._views.raw_info[slots]
-            infos = dict(zip(slots.tolist(), known(kinds.tobytes()), strict=True))
-            full = np.sort(slots[kinds == RawInfo.FULL])
-            if full.size:
-                asked = self._ask("infos_of", partial(_those_within, full))
-                infos.update(zip(full.tolist(), _joined(asked), strict=True))
-            return list(infos.values())
-
-    def known_infos(self) -> list[dict[str, Any]] | None:
-        """Returns `infos` of all envs, new ones, to whom alone moves them; `None` if we have to ask."""
-        views: Views | None = vars(self).get("_views")
-        if views is None:  # another thread has closed us since they were moved
-            return None
-        kinds = views.raw_info.tobytes()
-        return None if RawInfo.FULL in kinds else known(kinds)
-
-    def call(
-        self,
-        move: Move,
-        name: str,
-        args: Sequence[Sequence[Any]],
-        kwargs: Mapping[str, Any],
-        *,
-        begun: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Calls a method of envs, or reads an attribute; an env's error doesn't break us.
-
-        Other calls go on meanwhile, but those for envs of the same workers.
-
-        Args:
-            move: whose envs.
-            name: of the method; wrappers are looked through.
-            args: for each of them.
-            kwargs: for all.
-            begun: is called when nobody can overtake the call any more.
-
-        Returns:
-            One result for each env.
-        """
-        return self._question(move, "call", args, name, kwargs, begun=begun)
-
-    def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
-        """Returns an attribute of envs, `slots` `[n]`, which is not called; otherwise as `call`."""
-        return self._question(Move(Verb.CALL, slots), "get_attr", [()] * len(slots), name)
-
-    def map(self, slots: NDArray[Any], function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-        """Returns what `function` returns of envs, `slots` `[n]`, and `args`; otherwise as `call`."""
-        return self._question(Move(Verb.CALL, slots), "map", [args] * len(slots), function)
-
-    def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
-        """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
-        with span(self.recorder, "set_attr"), self._asking(Move(Verb.CALL, slots)):
-            self._ask_each("set_attr", slots, values, name)
-            if self._workers.told is not None:
-                self._workers.told.set_attr(slots, values, name)
 
     def save(self, move: Move) -> NDArray[np.uint32]:
         """Saves the states of envs; one that can't be saved doesn't break us.
@@ -436,13 +347,16 @@ class Pool:
             `[n, 3]`, what names each state.
         """
         slots = move.slots
-        with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
-            self._enter(move)
-            self._check_status(self._engine.check_envs(slots, stepped=False), slots)
-            needs_reset = self._admission.needs_reset[slots]
-            send = partial(self._send_states, pending)
-            ids = self._saved.save(self._ask, send, slots, needs_reset, self._read)
-            self._advance(move)
+        with (
+            self.condition.pending(move) as pending,
+            self.condition.recording(move),
+            self._engine.exclusive(),
+        ):
+            self.condition.enter(move)
+            self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
+            needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, pending)
+            ids = self._saved.save(self.questions.ask, send, slots, needs_reset, self._read)
+            self.condition.advance(move)
             return ids
 
     def restore(
@@ -465,16 +379,21 @@ class Pool:
             What `deliver` made of the time steps that were current when the states were saved.
         """
         slots = move.slots
-        with self._pending(move) as pending, self._recording(move), self._engine.exclusive():
-            self._enter(move)
-            self._check_status(self._engine.check_envs(slots, stepped=False), slots)
+        with (
+            self.condition.pending(move) as pending,
+            self.condition.recording(move),
+            self._engine.exclusive(),
+        ):
+            self.condition.enter(move)
+            self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
-            sources, rows, needs_reset = self._saved.find(self._ask, slots, states, packed)
-            with self._breaking():
-                self._saved.put(self._ask, partial(self._send_states, pending), slots, sources, rows)
+            sources, rows, needs_reset = self._saved.find(self.questions.ask, slots, states, packed)
+            with self.condition.breaking():
+                send = partial(self._send_states, pending)
+                self._saved.put(self.questions.ask, send, slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
-            self._advance(move)
+            self.condition.advance(move)
             return self._read(slots, deliver)
 
     def simulate(
@@ -490,32 +409,32 @@ class Pool:
         Returns:
             `[n, 3]`, what names the states after the steps; and what `deliver` made of the time steps.
         """
-        with self._recording(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
-            self._check_usable()
-            return self._saved.simulate(self._ask, states, actions, deliver)
+        with self.condition.recording(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
+            self.condition.check()
+            return self._saved.simulate(self.questions.ask, states, actions, deliver)
 
     def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
         """Returns states by which envs of other pools can go on, `[n]`."""
         with self._engine.exclusive():
-            self._check_usable()
-            return self._saved.pack(self._ask, states)
+            self.condition.check()
+            return self._saved.pack(self.questions.ask, states)
 
     def import_states(self, packed: PackedStates) -> NDArray[np.uint32]:
         """Keeps states of another pool; returns what names them, `[n, 3]`."""
         with self._engine.exclusive():
-            self._check_usable()
-            return self._saved.unpack(self._ask, packed)
+            self.condition.check()
+            return self._saved.unpack(self.questions.ask, packed)
 
     def start_trace(self, capacity: int) -> None:
         """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
         with self._engine.exclusive():
-            self._check_usable()
-            if self.recorder is not None:
+            self.condition.check()
+            if self.condition.recorder is not None:
                 raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
-            with self._breaking():
+            with self.condition.breaking():
                 self._workers.start_trace(capacity)
             self._engine.start_trace(capacity)
-            self.recorder = Recorder(capacity)
+            self.condition.recorder = Recorder(capacity)
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
         """Records no more; also if the pool is broken or closed by now.
@@ -524,16 +443,16 @@ class Pool:
             The records of the programs, by Python and without it, and those of the workers; of a closed
             pool, none.
         """
-        assert self.recorder is not None
-        hurry = self.closed or self._broken_by is not None
+        assert self.condition.recorder is not None
+        hurry = self.closed or self.condition.broken_by is not None
         with self._engine.exclusive(patience=1.0 if hurry else None):
-            programs = [self.recorder.take(), self._engine.stop_trace()]
-            self.recorder = None
+            programs = [self.condition.recorder.take(), self._engine.stop_trace()]
+            self.condition.recorder = None
             if self.closed:
                 return programs, []
             try:
-                with self._breaking():
-                    return programs, self._workers.stop_trace(hurry=self._broken_by is not None)
+                with self.condition.breaking():
+                    return programs, self._workers.stop_trace(hurry=self.condition.broken_by is not None)
             except JaxvecError:  # the pool is broken by now, and the next call says so; or another closed it
                 return programs, [] if self.closed else self._workers.stop_trace(hurry=True)
 
@@ -549,86 +468,21 @@ class Pool:
             if self.closing.ended:
                 for name in ("_views", "_segment"):  # and with them the memory: nobody else has views of it
                     vars(self).pop(name, None)
+                self.questions.forget()
 
     # --- what the calls are made of; only who is inside the engine, or holds slots there, changes anything --
 
-    @contextmanager
-    def _pending(self, move: Move) -> Generator[_Pending]:
-        """Releases what its block holds when the move that it makes has ended.
-
-        Once envs are moved or asked, Ctrl-C breaks the pool wherever it comes, also between the parts that
-        break it by themselves: envs may be on their way of which nobody knows any more.
-        """
-        pending = _Pending(move, interrupts.since_now())  # before an env can hang
-        try:
-            yield pending
-        except (Exception, GeneratorExit):
-            raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
-        except BaseException as error:
-            if self._engine.holds():
-                self._break(error)
-            raise
-        finally:
-            self._engine.release()
-
-    def _of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:
-        """Returns all slots of the workers that have some of `slots`, which nobody has checked yet."""
-        asked = np.zeros(len(self._starts) + 1, np.bool_)
-        asked[self._starts.searchsorted(slots, side="right")] = True
-        return self.all[asked[self._worker_of]]
-
-    @contextmanager
-    def _asking(self, move: Move, begun: Callable[[], None] | None = None) -> Generator[None]:
-        """Holds the move's envs, and all others of their workers, for a block that asks these.
-
-        The handle is stale from the beginning on, lest another call gets in with it: a `send` or `recv` names
-        all envs by its handle, and needs other ones alone. If the block fails, it is fresh again.
-        """
-        held = self._of_workers(move.slots)
-        with self._pending(move):
-            with self._engine.exclusive(held):
-                if begun is not None:
-                    begun()
-                self._enter(move)
-                self._engine.hold(held, alone=True)
-                last_caller = self._engine.last_caller
-                self._advance(move)
-            try:
-                yield
-            except Exception:
-                if move.caller is not None:
-                    with self._engine.shared():
-                        self._engine.retract(move, last_caller)
-                raise
-
-    def _enter(self, move: Move) -> None:
-        """Checks a move before it changes anything."""
-        self._check_usable()
-        self._check_status(self._engine.check_handle(move), move.slots, move.generation)
-        if move.generation is None:
-            self._engine.wait_for_copies()  # who has a fresh handle has waited for the rows before it
-
-    def _check(self, pending: _Pending) -> None:
+    def _check(self, pending: Pending) -> None:
         """Raises what has to end a wait early."""
         pending.interrupt()
-        self._check_usable()  # another thread may have closed or broken us
-
-    def _recording(self, move: Move) -> AbstractContextManager[None]:
-        """Records the move under the name by which it was called or, of faces that count none, the verb's."""
-        if self.recorder is None:
-            return nullcontext()
-        return self.recorder.span(move.verb.word if move.caller is None else name_caller(move.caller_code))
-
-    def _advance(self, move: Move) -> None:
-        if move.caller is not None:
-            self._engine.advance(move)
+        self.condition.check()  # another thread may have closed or broken us
 
     def _sets_options(self, options: Options, slots: NDArray[Any]) -> bool:
         """Says whether the workers hold other options than these for some of `slots`."""
         held = self._options
         return options is not None or (held is not None and any(held[slot] is not None for slot in slots))
 
-    def _choose(self, pending: _Pending, mask: NDArray[Any] | None) -> NDArray[Any]:
+    def _choose(self, pending: Pending, mask: NDArray[Any] | None) -> NDArray[Any]:
         """Returns those of the move's envs that a reset is for, in the order in which it sends them.
 
         With a mask, `[n]`, none may be in flight. A reset of all waits for those that are, and drops what
@@ -639,7 +493,7 @@ class Pool:
             self._wait(pending, sent, len(sent), self._doing(sent))
             self._admission.note_received(sent)
         chosen = slots if mask is None else slots[mask]
-        self._check_status(self._engine.check_envs(chosen, stepped=False), chosen)
+        self.condition.check_status(self._engine.check_envs(chosen, stepped=False), chosen)
         if not self.spec.first_ready:
             return chosen
         spread = self._admission.spread
@@ -647,7 +501,7 @@ class Pool:
 
     def _send_reset(
         self,
-        pending: _Pending,
+        pending: Pending,
         chosen: NDArray[Any],
         seeds: NDArray[Any] | None,
         options: Options,
@@ -661,7 +515,7 @@ class Pool:
         self._views.seeds[slots[idle]] = NONE if seeds is None else seeds[idle]
         if self._sets_options(options, chosen):
             held = _options.merge(self._options, options, chosen, self.spec.num_envs)
-            with self._breaking():
+            with self.condition.breaking():
                 self._workers.set_options(held, self._timeouts.step)
             self._options = held
         if self._workers.told is not None:
@@ -670,19 +524,19 @@ class Pool:
         self._admission.needs_reset[chosen] = False
         if in_flight:
             self._admission.note_sent(chosen, self._timeouts.reset)
-        self._advance(pending.move)
+        self.condition.advance(pending.move)
 
     def _send_step(self, slots: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
-        self._check_status(self._engine.check_envs(slots, stepped=True), slots)
+        self.condition.check_status(self._engine.check_envs(slots, stepped=True), slots)
         if as_they_are:
-            self._ask_each("give_actions", slots, actions)
+            self.questions.ask_each("give_actions", slots, actions)
         else:
-            with span(self.recorder, "write actions"):
+            with span(self.condition.recorder, "write actions"):
                 self._views.write_actions(slots, actions)
         self._hand_over(Verb.STEP, slots, held=slots)
 
     def _send_states(
-        self, pending: _Pending, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
+        self, pending: Pending, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
     ) -> NDArray[np.int_]:
         """Has states of these numbers saved, or restored; returns the places of those that are left."""
         self._views.states[slots] = numbers
@@ -693,54 +547,12 @@ class Pool:
 
     def _hand_over(self, verb: Verb, slots: NDArray[Any], *, held: NDArray[Any]) -> None:
         self._engine.hold(held)
-        with span(self.recorder, "hand over"), self._breaking():
+        with span(self.condition.recorder, "hand over"), self.condition.breaking():
             self._workers.send(verb, slots)
-
-    def _ask(self, name: Asked, arguments: Arguments) -> list[Any]:
-        """Makes a request; an env that fails in it, unlike one that fails in flight, does not break us."""
-        with self._breaking():
-            answers = self._workers.request(
-                name, arguments, timeout=self._timeouts.step, check=self._check_usable
-            )
-        return check_all(answers)
-
-    def _question(
-        self,
-        move: Move,
-        name: Asked,
-        args: Sequence[Sequence[Any]],
-        *more: Any,
-        begun: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """Asks envs, and returns an answer of each; see `call` and `_ask_each`."""
-        slots = move.slots
-        with self._recording(move), self._asking(move, begun):
-            if move.verb is Verb.CALL and name != "get_attr" and self._workers.told is not None:
-                self._workers.told.call(slots)
-            slices = self._ask_each(name, slots, args, *more)
-        results = dict(zip(np.sort(slots).tolist(), _joined(slices), strict=True))
-        return [results[slot] for slot in slots.tolist()]
-
-    def _ask_each(self, name: Asked, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
-        """Makes a request of some envs; workers that have none of them go on with what they do.
-
-        Args:
-            name: of a method of `Slice` that takes slots, a value for each of them, and `more`.
-            slots: `[n]`, distinct.
-            values: for each of `slots`.
-            *more: for all.
-        """
-        by_slot = dict(zip(slots.tolist(), values, strict=True))
-
-        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
-            mine = [slot for slot in range(first, stop) if slot in by_slot]
-            return (mine, [by_slot[slot] for slot in mine], *more) if mine else None
-
-        return self._ask(name, arguments)
 
     def _wait(
         self,
-        pending: _Pending,
+        pending: Pending,
         slots: NDArray[Any],
         count: int,
         verb: Verb,
@@ -749,7 +561,7 @@ class Pool:
         give_up: float | None = None,
     ) -> None:
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
-        with span(self.recorder, "wait for workers"), self._breaking():
+        with span(self.condition.recorder, "wait for workers"), self.condition.breaking():
             check = partial(self._check, pending)
             check()
             self._workers.wait(slots, count, Patience(verb.word, timeout, check, waited, give_up))
@@ -758,17 +570,17 @@ class Pool:
         """Says what those in flight are at: the rest of a reset has a reset's time."""
         return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
 
-    def _finish(self, pending: _Pending, made: Made) -> Rows:
+    def _finish(self, pending: Pending, made: Made) -> Rows:
         """Ends what the engine has made, if that took longer, and returns the rows."""
         if made.status is Status.UNDER_WAY:
             return self._end(pending, made.rows, made.waited)
         pending.interrupt()  # the steps of a program may all be so quick that no wait hears of it
         return made.rows
 
-    def _end(self, pending: _Pending, out: Rows, waited: float) -> Rows:
+    def _end(self, pending: Pending, out: Rows, waited: float) -> Rows:
         """See `end`."""
         slots = pending.move.slots
-        with span(self.recorder, "go on"):
+        with span(self.condition.recorder, "go on"):
             if pending.move.verb is Verb.RECV:
                 return self._receive(pending, into(out), waited=waited)
             self._wait(pending, slots, len(slots), Verb.STEP, waited=waited)
@@ -778,7 +590,7 @@ class Pool:
         if self._ends_need_reset:
             terminated, truncated = self._views.over
             self._admission.needs_reset[slots] = terminated[slots] | truncated[slots]
-        with span(self.recorder, "copy results"):
+        with span(self.condition.recorder, "copy results"):
             return self._read(slots, deliver)
 
     def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
@@ -787,7 +599,7 @@ class Pool:
 
     def _receive(
         self,
-        pending: _Pending,
+        pending: Pending,
         deliver: Deliver,
         *,
         waited: float = 0,
@@ -817,7 +629,7 @@ class Pool:
         return self._end_step(slots, deliver)
 
     def _wait_for_some(
-        self, pending: _Pending, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
+        self, pending: Pending, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
     ) -> NDArray[Any]:
         """Waits for `at_least` of `sent`, and returns all that are completed then, in the order of `recv`.
 
@@ -847,61 +659,3 @@ class Pool:
         if in_flight + (resetting or 0) < count:
             returned = str(count) if at_least is None else f"at least {count}"
             raise too_few(returned, in_flight, resetting=resetting)
-
-    def _check_status(
-        self, status: Status, env_ids: NDArray[Any], generation: NDArray[np.uint32] | None = None
-    ) -> None:
-        """Raises the error of what the engine refuses, asked about these envs, or a handle to them."""
-        if status is not Status.DONE:
-            raise refusal(
-                status,
-                env_ids,
-                generation,
-                engine=self._engine,
-                admission=self._admission,
-                pool_id=self.id,
-            )
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self.closing.process:
-            raise PoolClosedError(
-                f"pool {self.id} belongs to process {self.closing.process}; this process is a fork of it and "
-                "can't use the pool. Make another one here"
-            )
-        if self.closed:
-            raise PoolClosedError(f"pool {self.id} is closed; make another")
-        if self._broken_by is not None:
-            raise PoolBrokenError(
-                f"pool {self.id} is broken since an earlier failure; close it and make another. It "
-                f"failed with {type(self._broken_by).__name__}: {self._broken_by}"
-            ) from self._broken_by
-
-    @contextmanager
-    def _breaking(self) -> Generator[None]:
-        """Whatever else ends the block, also Ctrl-C, leaves rows in doubt: the pool is broken by it."""
-        try:
-            yield
-        except (NotReadyError, NotPicklableError, GeneratorExit):
-            raise  # the envs are as they were; or the block ended, and then came Ctrl-C
-        except BaseException as error:
-            if self.closed:
-                raise PoolClosedError(f"pool {self.id} was closed during a call") from error
-            self._break(error)
-            raise
-
-    def _break(self, error: BaseException) -> None:
-        if self._broken_by is None:
-            self._broken_by = error
-            self.closing.hurry = True
-            self._engine.bar()
-
-
-def _joined(answers: list[Any]) -> Iterator[Any]:
-    """Yields what the slices that were asked have answered of each of their envs."""
-    return itertools.chain.from_iterable(each for each in answers if each is not None)
-
-
-def _those_within(slots: NDArray[Any], first: int, stop: int) -> tuple[list[int]] | None:
-    """Returns a worker's part of `slots` as the arguments of a request; `None` if it has none of them."""
-    mine = slots[(first <= slots) & (slots < stop)].tolist()
-    return (mine,) if mine else None

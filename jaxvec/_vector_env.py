@@ -515,7 +515,7 @@ class VectorEnv:
             ```
         """
         slots = self._pool.all if indices is None else _actions.check_indices(indices, self.num_envs)
-        return tuple(self._pool.infos(slots))
+        return tuple(self._pool.questions.infos(slots))
 
     def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of every env, or reads an attribute; wrappers are looked through.
@@ -599,7 +599,7 @@ class VectorEnv:
         """
         if not callable(fn):
             raise TypeError(f"fn must be a function of an env, not {fn!r}")
-        return tuple(self._pool.map(_actions.check_indices(indices, self.num_envs), fn, args))
+        return tuple(self._pool.questions.map(_actions.check_indices(indices, self.num_envs), fn, args))
 
     def env_is_wrapped(self, wrapper_class: type[Any], *, indices: Any = None) -> tuple[bool, ...]:
         """Says of each env whether one of the wrappers around it is a `wrapper_class`.
@@ -645,7 +645,7 @@ class VectorEnv:
         """
         if call:
             return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
-        return tuple(self._pool.get_attr(_actions.check_indices(indices, self.num_envs), name))
+        return tuple(self._pool.questions.get_attr(_actions.check_indices(indices, self.num_envs), name))
 
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
         """Sets an attribute of every env, or of those of `indices`; raises as `call`.
@@ -678,7 +678,7 @@ class VectorEnv:
                 f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one for each "
                 f"env; a list as one value is put in a list: [{values!r}] * {len(slots)}"
             )
-        self._pool.set_attr(slots, name, each)
+        self._pool.questions.set_attr(slots, name, each)
 
     def render(self) -> Any:
         """Returns each env's `render()`: frames of one shape as an array `[num_envs, H, W, 3]`, else a tuple.
@@ -758,7 +758,7 @@ class VectorEnv:
                         print(type(error).__name__)  # StaleHandleError
             ```
         """
-        error = self._pool.take_program_error() or self._pool.broken_by
+        error = self._pool.condition.take_error() or self._pool.condition.broken_by
         if error is not None:
             raise error
 
@@ -801,17 +801,17 @@ class VectorEnv:
 
         Also where nothing else is raised, if the program's device may not have said so yet.
         """
-        cause = self._pool.take_program_error()
+        cause = self._pool.condition.take_error()
         self.close()
         if cause is None:
             return
-        if kind is None and self._pool.errors_late:
+        if kind is None and self._pool.condition.errors_late:
             raise cause
         if kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
             raise cause from error
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "broken" if self._pool.broken_by else "open"
+        state = "closed" if self.closed else "broken" if self._pool.condition.broken_by else "open"
         return (
             f"VectorEnv(num_envs={self.num_envs}, num_workers={self.num_workers}, "
             f"autoreset_mode={self.autoreset_mode.name}, {state})"
@@ -837,7 +837,7 @@ class VectorEnv:
     ) -> tuple[Any, ...]:
         slots = _actions.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
-        return tuple(self._pool.call(Move(verb, slots), name, each, kwargs, begun=begun))
+        return tuple(self._pool.questions.call(Move(verb, slots), name, each, kwargs, begun=begun))
 
 
 def _check_at_least(at_least: Any, num_envs: int) -> int:

@@ -55,6 +55,53 @@ def call(handle, action):
     return jaxvec.call(handle, "multiply", action, result=int)
 
 
+def save(handle, action):
+    return jaxvec.save(handle)
+
+
+def restore(handle, action):
+    handle, state = jaxvec.save(handle)
+    return jaxvec.restore(handle, state[action])
+
+
+def simulate(handle, action):
+    handle, state = jaxvec.save(handle)
+    return handle, jaxvec.simulate(handle, state, action)
+
+
+def simulate_unread(handle, action):
+    handle, state = jaxvec.save(handle)
+    jaxvec.simulate(handle, state, action)
+    return handle
+
+
+def search(handle, action):
+    """Looks from each env as far ahead as that one's reward tells, and steps."""
+
+    def look_ahead(state, action):
+        def go_on(carry):
+            return carry[1].reward[0] < 3
+
+        def turn(carry):
+            return jaxvec.simulate(handle, carry[0], action[None])
+
+        return jax.lax.while_loop(go_on, turn, jaxvec.simulate(handle, state[None], action[None]))
+
+    handle, state = jaxvec.save(handle)
+    _, ahead = jax.vmap(look_ahead)(state, action)
+    return jaxvec.step(handle, ahead.obs[:, 0, 3])
+
+
+def restore_within_scan(handle, action):
+    handle, state = jaxvec.save(handle)
+
+    def body(handle, action):
+        handle, timestep = jaxvec.step(handle, action)
+        return jaxvec.restore(handle, state)[0], timestep.reward
+
+    return jax.lax.scan(body, handle, jnp.stack([action] * LENGTH))
+
+
 def scan(handle, action):
     return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=LENGTH)
 
@@ -127,6 +174,12 @@ PROGRAMS: dict[Callable[..., Any], int] = {
     reset_some: 1,
     reset_by_key: 1,
     call: 1,
+    save: 1,
+    restore: 2,
+    simulate: 2,
+    simulate_unread: 1,
+    search: 4,
+    restore_within_scan: 3,
     scan: 1,
     fori_loop: 1,
     while_loop: 2,
@@ -154,6 +207,12 @@ def play_halves(handle, timestep):
         return jaxvec.recv(handle), timestep.reward
 
     return jax.lax.scan(body, (handle, timestep), length=LENGTH)
+
+
+def forget(handle, action):
+    """Steps, and returns nothing of that."""
+    jaxvec.step(handle, action)
+    return action
 
 
 def carry_more(carry, action):

@@ -213,7 +213,7 @@ def assert_broken(driver: Driver, cause: BaseException) -> None:
     with pytest.raises(type(cause)) as first:
         envs.raise_if_failed()
     assert first.value is cause
-    assert envs.pool.broken_by is cause
+    assert envs.pool.condition.broken_by is cause
     assert "broken" in repr(envs)
     assert_closes(driver)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from ahead_of_time import (
     NUM_ENVS,
+    PROGRAMS,
     SHARD,
     Devices,
     ImageEnv,
@@ -19,8 +20,11 @@ from ahead_of_time import (
     copies,
     describe,
     each_program,
+    forget,
     play_halves,
+    restore,
     scan,
+    search,
     skip_without,
     with_much_to_compute,
     without_fusions,
@@ -110,9 +114,24 @@ def test_send_and_recv(gpus, make, free_choice):
     assert [f"u32[{TOKEN}]"] in calls
 
 
+def test_a_step_of_which_nothing_is_used(gpus, envs):
+    assert gpus.compile(forget, *arguments(envs)).calls == [[f"u32[{TOKEN}]"]]
+
+
+def test_a_read(gpus, envs):
+    handle, _ = arguments(envs)
+    compiled = gpus.compile(lambda h: jaxvec.get_attr(h, "steps", int), handle)
+    assert compiled.calls == [[f"u32[{NUM_ENVS}]"]]
+
+
 def test_each_device_has_a_call_of_its_own(gpus, envs):
     compiled = gpus.compile_sharded(scan, (SHARD, PartitionSpec(None, "envs")), *arguments(envs))
     assert compiled.calls == [[f"u32[{(TOKEN + RESULTS - 3) // 2 + 3}]"]]
+
+
+@pytest.mark.parametrize("program", [restore, search])
+def test_each_device_has_states_of_its_own(gpus, envs, program):
+    assert len(gpus.compile_sharded(program, SHARD, *arguments(envs)).calls) == PROGRAMS[program]
 
 
 def test_a_collective_beside_it(gpus, envs):

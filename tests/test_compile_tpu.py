@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from ahead_of_time import (
     NUM_ENVS,
+    PROGRAMS,
     SHARD,
     Devices,
     arguments,
@@ -16,8 +17,11 @@ from ahead_of_time import (
     copies,
     describe,
     each_program,
+    forget,
     play_halves,
+    restore,
     scan,
+    search,
     skip_without,
 )
 from jax.sharding import PartitionSpec
@@ -25,14 +29,7 @@ from jax.sharding import PartitionSpec
 import jaxvec
 from jaxvec.testing import CountingEnv
 
-pytestmark = [
-    pytest.mark.jax_version,
-    skip_without("libtpu"),
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 8),
-        reason="jax 0.7 ends the process when it compiles callbacks ahead of time",
-    ),
-]
+pytestmark = [pytest.mark.jax_version, skip_without("libtpu")]
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +69,10 @@ def test_send_and_recv(tpus, make, free_choice):
     assert transfers(tpus.compile(play_halves, *jaxvec.reset(envs)))[0] == 2
 
 
+def test_a_step_of_which_nothing_is_used(tpus, envs):
+    assert transfers(tpus.compile(forget, *arguments(envs))) == (1, 0)
+
+
 def test_a_read(tpus, envs):
     handle, _ = arguments(envs)
     assert transfers(tpus.compile(lambda h: jaxvec.get_attr(h, "steps", int), handle)) == (1, 1)
@@ -99,6 +100,12 @@ def test_nothing_large_that_is_donated_is_copied(tpus, envs):
 def test_each_device_has_a_call_of_its_own(tpus, envs):
     hlo = tpus.compile_sharded(scan, (SHARD, PartitionSpec(None, "envs")), *arguments(envs))
     assert transfers(hlo)[0] == 1
+
+
+@pytest.mark.parametrize("program", [restore, search])
+def test_each_device_has_states_of_its_own(tpus, envs, program):
+    hlo = tpus.compile_sharded(program, SHARD, *arguments(envs))
+    assert transfers(hlo) == (PROGRAMS[program],) * 2
 
 
 def test_pmap(tpus, envs):

@@ -598,6 +598,17 @@ def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(driver, request,
     assert driver.take_calls().count("cuStreamSynchronize") >= 3  # reset and steps
 
 
+def test_a_read_moves_nothing(cpu_as_cuda, make):
+    envs = make(CountingEnv, 4, num_workers=2, transport="ffi")
+    handle, _ = jaxvec.reset(envs)
+
+    handle, _ = jax.jit(lambda h: jaxvec.step(h, jnp.zeros(4, int)))(handle)
+    read = jax.jit(lambda h: jaxvec.get_attr(h, "steps", int))
+    for _ in range(2):
+        assert read(handle).tolist() == [1] * 4
+    assert cpu_as_cuda.take_calls().count("cuStreamSynchronize") == 3
+
+
 def test_devices_of_one_program_step_envs_of_their_own(cpu_as_cuda, make):
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("envs",))
     envs = make(CountingEnv, 8, num_workers=2, transport="ffi")

@@ -457,7 +457,7 @@ def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport
     handle = jaxvec.send(handle, jnp.zeros(4, int))
     _, timestep = jaxvec.recv(handle)
     assert (timestep.obs[:, 1] <= 2).all()
-    assert envs.pool.broken_by is None
+    assert envs.pool.condition.broken_by is None
 
 
 def test_a_handle_in_another_order_is_the_same_handle(make, transport):

@@ -933,7 +933,7 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     assert envs.infos_of([4, 2]) == ({"said": 3}, {"final_info": {}})
     assert envs.infos_of([0, 2]) == ({}, {"final_info": {}})
     assert asked == [[1, 4], [4]]
-    assert envs.pool.known_infos() is None
+    assert envs.pool.questions.known_infos() is None
     envs.step([7, 9, 10, 8, 0])
     assert envs.infos == (
         {"final_info": {"said": 7}},
@@ -944,5 +944,5 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     )
     assert asked[2:] == [[0, 1, 2]]
     envs.step([2, 8, 2, 8, 2])
-    assert envs.pool.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
+    assert envs.pool.questions.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
     assert asked[3:] == []

@@ -551,7 +551,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_whole(self):
         if self.envs is not None and not self.closed:
-            assert self.envs.pool.broken_by is None
+            assert self.envs.pool.condition.broken_by is None
             delivered = sum(worker.faults for worker in self.workers)
             under_way = sum(row.fault for row in self.sent.values())
             assert self.envs.stats().total.faults >= delivered - under_way

@@ -159,7 +159,7 @@ def test_a_failed_call_is_an_error_and_the_pool_stays_usable(envs, jit, case):
     if not isinstance(caught.value, error):
         with pytest.raises(error, match=f"(?s){match}"):
             envs.raise_if_failed()
-    assert envs.pool.broken_by is None
+    assert envs.pool.condition.broken_by is None
     handle = handle if error is jaxvec.EnvError else jaxvec.reset(envs)[0]
     jaxvec.step(handle, jnp.zeros(4, int))
 

@@ -135,7 +135,7 @@ def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, handof
     assert envs.stats().total.faults == hit.sum()
     assert envs.stats().total.restarts == 1
     assert envs.stats().total.steps == 6 * 4 - hit.sum()
-    assert envs.pool.broken_by is None
+    assert envs.pool.condition.broken_by is None
 
 
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL", "hang"])
@@ -180,7 +180,7 @@ def test_a_first_ready_pool_goes_on(make, handoff, face, fault):
     assert all((np.asarray(t.info["fault"]) == np.asarray(t.truncated)).all() for t in seen)
     # The last two that were sent may not be done.
     assert 49 * 2 - faults <= envs.stats().total.steps <= 50 * 2 - faults
-    assert envs.pool.broken_by is None
+    assert envs.pool.condition.broken_by is None
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
@@ -547,7 +547,7 @@ def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, handoff, en
     kind = jaxvec.WorkerDiedError if end == "kill" else jaxvec.EnvTimeoutError
     with pytest.raises(kind):
         envs.call("end", end)
-    assert envs.pool.broken_by is None
+    assert envs.pool.condition.broken_by is None
     assert envs.call("end", "") == (None, None)
     assert envs.step([1, 1]).info["fault"].all()
     assert not envs.step([1, 1]).info["fault"].any()

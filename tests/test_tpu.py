@@ -7,6 +7,7 @@ receiving are not.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,19 @@ def test_a_large_result_goes_by_itself(make, tpu):
     handle, _ = jaxvec.reset(make(ImageEnv, 2, final_obs=False))
     lower(jaxvec.step, handle, jnp.zeros(2, int))
     assert tpu.channels == [(1, 2)]
+
+
+def test_equal_calls_have_channels_of_their_own(make, tpu):
+    handle, _ = jaxvec.reset(make(CountingEnv, 2))
+
+    def program(handle):
+        handle, first = jaxvec.step(handle, jnp.zeros(2, int))
+        handle, second = jaxvec.step(handle, jnp.zeros(2, int))
+        return handle, first, second
+
+    channels = re.findall(r"channel_handle<handle = (\d+)", lower(program, handle))
+    assert len(tpu.callbacks) == 2
+    assert len(channels) == len({*channels}) == 4
 
 
 def test_the_other_verbs_are_lowered_too(make, tpu):

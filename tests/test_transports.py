@@ -326,7 +326,7 @@ def test_a_programs_error_is_nobodys_once_it_was_taken(make):
     step(handle, [0])
     with pytest.raises(jax.errors.JaxRuntimeError, match="StaleHandleError"):
         jax.block_until_ready(step(handle, [0]))
-    error = weakref.ref(envs.pool.take_program_error())
+    error = weakref.ref(envs.pool.condition.take_error())
     gc.collect()
     assert error() is None
 

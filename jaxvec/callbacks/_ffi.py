@@ -30,6 +30,7 @@ from jaxvec._native import interrupts, library
 from jaxvec._native.engine import Array
 from jaxvec._tracing._recorder import span
 from jaxvec.callbacks import _profile, _program
+from jaxvec.callbacks._effect import PURE
 from jaxvec.callbacks._packing import WORD, Packing
 from jaxvec.callbacks._program import Call
 
@@ -57,9 +58,9 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
     }
     types = call.results(operands[0].shape[0])
     if platform not in _PACKED:
-        return call.read(_bind(types, operands, attributes))
+        return call.read(_bind(call, types, operands, attributes))
     packing = Packing.of(types)
-    arrays = _bind(packing.transfers, operands, {**attributes, "layout": _layout(packing)})
+    arrays = _bind(call, packing.transfers, operands, {**attributes, "layout": _layout(packing)})
     return call.read(packing.split(arrays))
 
 
@@ -91,9 +92,13 @@ def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies
 
 
 def _bind(
-    types: Sequence[jax.ShapeDtypeStruct], operands: Sequence[jax.Array], attributes: dict[str, Any]
+    call: Call,
+    types: Sequence[jax.ShapeDtypeStruct],
+    operands: Sequence[jax.Array],
+    attributes: dict[str, Any],
 ) -> Sequence[jax.Array]:
-    return jax.ffi.ffi_call(_TARGET, types, has_side_effect=True)(*operands, **attributes)
+    has_side_effect = call.verb not in PURE
+    return jax.ffi.ffi_call(_TARGET, types, has_side_effect=has_side_effect)(*operands, **attributes)
 
 
 def _layout(packing: Packing) -> NDArray[np.int64]:
@@ -244,10 +249,10 @@ def _serve(theirs: _Call) -> None:
     with (
         _profile.annotate(VERBS[theirs.verb].function, "FFI by Python"),
         _pools.serving(pool_id, theirs.fingerprint, fresh) as pool,
-        span(pool.recorder, "FFI by Python"),
+        span(pool.condition.recorder, "FFI by Python"),
     ):
         if theirs.on_device:
-            pool.errors_late = True
+            pool.condition.errors_late = True
             pool.pin()
         extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
         unread = frozenset(i for i, each in enumerate(out) if not len(each))

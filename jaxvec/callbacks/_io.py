@@ -60,10 +60,10 @@ class _Answer:
         with (
             _profile.annotate(self.call.verb.function, "io_callback"),
             _pools.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
-            span(pool.recorder, "io_callback"),
+            span(pool.condition.recorder, "io_callback"),
         ):
             if self.on_device:
-                pool.errors_late = True
+                pool.condition.errors_late = True
             return self.packing.pack(self.call.read(_program.answer(self.call, pool, operands)))
 
 

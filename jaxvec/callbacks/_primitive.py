@@ -145,7 +145,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
             "XLA shards this program over the devices of several processes, but each process has its own "
             "pools; use jax.shard_map, in which each device steps its own envs"
         )
-    transport = "io_callback" if call.verb is Verb.GET_ATTR else call.transport
+    transport = call.transport
     if transport == "auto":
         transport = "ffi" if platform in _FFI_PLATFORMS and shards == 1 else "io_callback"
     if transport == "ffi" and platform not in _FFI_PLATFORMS:
@@ -168,6 +168,8 @@ def _copies(devices: Any) -> int:
     return devices.mesh.size if hasattr(devices, "mesh") else devices.axis_env.nreps
 
 
+# Not cacheable: a TPU wants channels of its own for each callback of a program, also where two are equal.
+_register = partial(mlir.register_lowering, _call_p, cacheable=False)
 for _platform in _FFI_PLATFORMS:
-    mlir.register_lowering(_call_p, partial(_lower, platform=_platform), platform=_platform)
-mlir.register_lowering(_call_p, partial(_lower, platform=None))
+    _register(partial(_lower, platform=_platform), platform=_platform)
+_register(partial(_lower, platform=None))

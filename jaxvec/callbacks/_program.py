@@ -152,7 +152,8 @@ def answer(
         return list(out)
     move = move_of(call, pool, token)
     if call.verb is Verb.GET_ATTR:
-        return ask_envs(call, pool, move, [])
+        given = ask_envs(call, pool, move, [])
+        return given if out is None else [*into(out)(given, slice(None))]
     deliver = _copies_for(call) if out is None else into(out[1:])
     match call.verb:
         case Verb.RESET:
@@ -222,7 +223,7 @@ def ask_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> l
         return operands[leaf.index][row] if isinstance(leaf, Operand) else leaf
 
     each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(move.slots))]
-    values = pool.call(move, name, each, {})
+    values = pool.questions.call(move, name, each, {})
     columns: list[list[Array]] = [[] for _ in call.answers]
     for slot, value in zip(move.slots.tolist(), values, strict=True):
         if not columns:

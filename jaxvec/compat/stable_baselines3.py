@@ -211,7 +211,9 @@ class _PooledVecEnv(_VecEnv):
             return [result for (result,) in calls]
         move = Move(Verb.CALL, np.array(places))
         with _as_raised():
-            return self.pool.pool.call(move, method_name, [method_args] * len(places), method_kwargs)
+            return self.pool.pool.questions.call(
+                move, method_name, [method_args] * len(places), method_kwargs
+            )
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
         """Says of each env whether it is wrapped in a wrapper of this class; `indices` as of `get_attr`."""
@@ -270,7 +272,7 @@ class _PooledVecEnv(_VecEnv):
 
     def _infos(self) -> list[dict[str, Any]]:
         """Returns each env's last info, which the caller may change."""
-        return self.pool.pool.known_infos() or self._ask_infos()
+        return self.pool.pool.questions.known_infos() or self._ask_infos()
 
     def _ask_infos(self) -> list[dict[str, Any]]:
         return list(self.pool.infos)

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -256,6 +255,8 @@ def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
 
 def plot(options: Options, algorithm: str, result: Result, path: str) -> None:
     """Saves a picture of the learning curve."""
+    from matplotlib.figure import Figure  # slow to import, so not before the training
+
     figure = Figure(figsize=(7, 4), layout="constrained")  # draws with Agg; pyplot might open a window
     axes = figure.subplots()
     axes.plot(np.arange(1, result.curve.size + 1) * options.steps_per_update, result.curve)

@@ -138,9 +138,12 @@ class Agent:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Returns Adam with a learning rate that falls to 0, and shortened gradients."""
+    """Returns Adam with a learning rate that falls to 0, and shortened gradients.
+
+    It sees all parameters as one vector, so there are fewer operations to compile and to run.
+    """
     lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr))
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr)))
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
@@ -281,8 +284,7 @@ def descend(agent: Agent, params: Any, opt_state: Any, batch: Batch, key: jax.Ar
         change, opt_state = agent.optimizer.update(gradient, opt_state, params)
         return (optax.apply_updates(params, change), opt_state), None
 
-    keys = jax.random.split(key, config.num_epochs)
-    order = jax.vmap(jax.random.permutation, (0, None))(keys, config.steps_per_update)
+    order = jnp.argsort(jax.random.uniform(key, (config.num_epochs, config.steps_per_update)))
     chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
     return jax.lax.scan(step, (params, opt_state), chosen)[0]
 

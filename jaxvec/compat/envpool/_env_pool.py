@@ -214,7 +214,7 @@ class EnvPool(ABC):
             EnvError: an env raised.
         """
         ids = self._check_ids(env_ids)
-        frames = self._pool.call(Move(Verb.CALL, ids), "render", [()] * len(ids), {})
+        frames = self._pool.questions.call(Move(Verb.CALL, ids), "render", [()] * len(ids), {})
         if any(frame is None for frame in frames):
             raise RuntimeError('there are no frames; make the pool with render_mode="rgb_array"')
         return np.stack(frames)

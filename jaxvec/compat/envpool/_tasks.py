@@ -76,7 +76,7 @@ class Task:
             return asdict(self.atari)
         threshold, limit = None, None
         if isinstance(self.env, str | EnvSpec):  # gymnasium.make made it, and knows all that was asked of it
-            (spec,) = envs.pool.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
+            (spec,) = envs.pool.questions.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
         return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
 
