@@ -104,7 +104,7 @@ class VectorEnv:
 
         Raises:
             EnvError: it can't be pickled; the pool stays usable.
-            PoolBrokenError, PoolClosedError: the pool is.
+            PoolBrokenError, PoolClosedError: the pool is broken, or closed.
 
         Example:
             ```python
@@ -147,7 +147,7 @@ class VectorEnv:
             InFlightError: an env of `mask` is pending; or, with `batch_size`, fewer envs than that would
                 be. Nothing was reset.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-            PoolBrokenError, PoolClosedError: it was already.
+            PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
             ValueError, TypeError: a bad argument; nothing was reset.
 
         Example:
@@ -182,7 +182,7 @@ class VectorEnv:
             ActionError: wrong structure, shape or dtype; nothing was stepped.
             ResetNeededError: an env was never reset or, without autoreset, has ended its episode.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-            PoolBrokenError, PoolClosedError: it was already.
+            PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
 
         Example:
             ```python
@@ -207,7 +207,7 @@ class VectorEnv:
             ActionError: wrong structure, shape or dtype; nothing was sent.
             EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
             InFlightError: an env is pending already; nothing was sent.
-            PoolBrokenError, PoolClosedError: the pool is.
+            PoolBrokenError, PoolClosedError: the pool is broken, or closed.
 
         Example:
             ```python
@@ -231,7 +231,8 @@ class VectorEnv:
 
         Raises:
             InFlightError: an env of `mask` is pending; nothing was reset.
-            PoolBrokenError, PoolClosedError: the pool is. What the resets raise, `recv` does.
+            PoolBrokenError, PoolClosedError: the pool is broken, or closed. What the resets raise,
+                `recv` raises.
             ValueError, TypeError: a bad argument; nothing was reset.
 
         Example:
@@ -274,7 +275,7 @@ class VectorEnv:
             InFlightError: fewer envs than that are pending; the pool is as it was.
             NotReadyError: they were not done in time; the pool is as it was.
             EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-            PoolBrokenError, PoolClosedError: it was already.
+            PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
 
         Example:
             ```python
@@ -724,8 +725,8 @@ class VectorEnv:
             FileNotFoundError, IsADirectoryError: the path can't be a file's; nothing was run.
             RuntimeError: the pool is being traced already.
             ValueError: `max_events` is not at least 1.
-            PoolBrokenError, PoolClosedError: the pool is. If that happens within the block, the file has
-                what could still be had.
+            PoolBrokenError, PoolClosedError: the pool is broken, or closed. If that happens within the
+                block, the file has what was recorded before.
 
         Example:
             ```python

@@ -76,6 +76,10 @@ class Lacking(Env):
     def __init__(self):
         import no_such_simulator
 
+class Uninstalled(Env):
+    def __init__(self):
+        raise gymnasium.error.DependencyNotInstalled("pip install no-such-simulator")
+
 class Unseeded(Env):
     def step(self, action):
         obs, *rest = super().step(action)
@@ -540,6 +544,7 @@ def test_what_is_outside_its_space_is_told_with_its_dtype(run):
         (["my_package.envs:nothing"], "module 'my_package.envs' has no 'nothing'"),
         (["my_package.envs:three"], "is a int, not a callable"),
         (["my_package.envs:Lacking"], "the env lacks a package: No module named 'no_such_simulator'"),
+        (["my_package.envs:Uninstalled"], "the env lacks a package: pip install no-such-simulator"),
         (["CartPole-v1", "--kwargs", "{x"], "--kwargs is not valid JSON"),
         (["CartPole-v1", "--kwargs", "[1]"], "--kwargs must be a JSON object"),
         (["CartPole-v1", "--kwargs", '{"num_envs": 1}'], "jaxvec.make has an argument 'num_envs', too"),

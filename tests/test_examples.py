@@ -526,7 +526,7 @@ def test_search_finds_what_the_policy_alone_does_not(register, capsys):
     assert result.alone.mean() < 1
     printed = capsys.readouterr().out
     assert "mean return 1 with search, from 1 to 1, of 6 episodes" in printed
-    assert f"mean return {result.alone.mean():.6g} the policy alone" in printed
+    assert f"mean return {result.alone.mean():.6g} with the policy alone" in printed
 
 
 @pytest.mark.parametrize(

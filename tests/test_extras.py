@@ -39,7 +39,7 @@ def test_an_example_says_what_it_needs(example):
     script = f"import sys, runpy; sys.modules['optax'] = None; runpy.run_module('jaxvec.examples.{example}')"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert said.returncode != 0
-    assert "ImportError: jaxvec's examples need optax: pip install " in said.stderr
+    assert "ImportError: jaxvec's examples need optax, of the extra [demo]: pip install " in said.stderr
     assert '"optax>=' in said.stderr
 
 

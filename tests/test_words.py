@@ -1,4 +1,4 @@
-"""The pages for users are written in the field's words, not in ours.
+"""The pages and notebooks for users are written in the field's words, not in ours.
 
 Design and glossary are for developers, who need our words. Elsewhere code may say what it likes, in blocks
 and in `spans`, as may what a link points to: these are names. `PRIVATE` says what to write instead.
@@ -6,6 +6,7 @@ and in `spans`, as may what a link points to: these are names. `PRIVATE` says wh
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,8 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOR_DEVELOPERS = {"design.md", "glossary.md"}
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if page.name not in FOR_DEVELOPERS}
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "notebooks").glob("*.ipynb")),
+]
+
+
+def _read(page: Path) -> str:
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+TEXTS = {str(page.relative_to(ROOT)): _read(page) for page in PAGES if page.name not in FOR_DEVELOPERS}
 
 PRIVATE = {  # a pattern of words, in any case: what to write instead
     r"hand-?offs?|hands? over|handed over": "dispatch; synchronisation with the workers",

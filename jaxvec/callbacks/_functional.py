@@ -51,7 +51,7 @@ def reset(
             Nothing was reset.
         EnvIdError: the sizes don't fit: `num_envs` times the instances is not what the pool has.
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-        PoolBrokenError, PoolClosedError: it was already.
+        PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
         ValueError, TypeError: a bad argument; nothing was reset.
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
@@ -112,7 +112,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         EnvIdError: the handle names an env twice, as two vmapped instances with the same handle do.
         InFlightError: an env was sent, and not received.
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-        PoolBrokenError, PoolClosedError: it was already.
+        PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text; inside
     `with envs:`, or by `envs.raise_if_failed()`, they come typed.

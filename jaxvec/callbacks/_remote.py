@@ -33,7 +33,7 @@ def get_attr(handle: Handle, name: str, struct: Any) -> Any:
         StaleHandleError: envs have been moved since; let the next step depend on the result.
         EnvAttributeError: an env has no such attribute; the pool stays usable.
         EnvDataError: it is not what `struct` says; the pool stays usable.
-        PoolBrokenError, PoolClosedError: the pool is.
+        PoolBrokenError, PoolClosedError: the pool is broken, or closed.
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text, like `step`.
 

@@ -15,7 +15,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 from jaxvec import testing
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec.cli import _target
-from jaxvec.cli._command import FAILED, FINE, Command, Outcome
+from jaxvec.cli._command import FAILED, FINE, Command, Outcome, lacks_package
 from jaxvec.cli._progress import Progress, progress
 from jaxvec.cli._target import Target
 
@@ -97,9 +97,9 @@ def _our_contract(target: Target) -> Iterator[Check]:
     except UnsupportedSpaceError as error:
         stage, reason = _SPACES, str(error)
     except EnvError as error:
+        if lacks_package(error):
+            raise  # not the env's fault
         if error.operation == "constructor":
-            if isinstance(error.__cause__, ImportError):
-                raise  # a package is missing: not the env's fault
             stage, reason = _BUILDS, str(error)
         else:
             stage, reason = _DATA, str(error)

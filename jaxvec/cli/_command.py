@@ -7,6 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium
+
+from jaxvec._errors import EnvError
+
 FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 EXIT_CODES = """\
@@ -19,6 +23,12 @@ exit codes:
 
 class UsageError(Exception):
     """The command can't be done as it was given; the text says why, and what to do."""
+
+
+def lacks_package(error: EnvError) -> bool:
+    """Says whether an env can't be made for want of a package. Gymnasium has an error of its own for this."""
+    missing = (ImportError, gymnasium.error.DependencyNotInstalled)
+    return error.operation == "constructor" and isinstance(error.__cause__, missing)
 
 
 def positive(text: str) -> int:

@@ -9,12 +9,10 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
-import gymnasium
-
 from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._native.library import NativeUnavailableError
 from jaxvec.cli import _bench, _check, _doctor, _trace
-from jaxvec.cli._command import EXIT_CODES, FAILED, INTERRUPTED, USAGE, Command, UsageError
+from jaxvec.cli._command import EXIT_CODES, FAILED, INTERRUPTED, USAGE, Command, UsageError, lacks_package
 
 # A new command is a module with a `Command`, and its place here.
 COMMANDS: tuple[Command, ...] = (_doctor.COMMAND, _bench.COMMAND, _check.COMMAND, _trace.COMMAND)
@@ -37,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, NativeUnavailableError) as error:
         return _fail(command, error, USAGE)
     except EnvError as error:
-        if error.operation == "constructor" and isinstance(
-            error.__cause__, (ImportError, gymnasium.error.DependencyNotInstalled)
-        ):
+        if lacks_package(error):
             return _fail(command, f"the env lacks a package: {error.__cause__}", USAGE)
         return _fail(command, error, FAILED)
     except JaxvecError as error:

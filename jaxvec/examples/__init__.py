@@ -6,4 +6,6 @@ from jaxvec import _extras
 
 _missing = [package for package in ("flax", "optax", "tqdm", "matplotlib") if find_spec(package) is None]
 if _missing:
-    raise ImportError(f"jaxvec's examples need {', '.join(_missing)}: {_extras.command('demo')}")
+    raise ImportError(
+        f"jaxvec's examples need {', '.join(_missing)}, of the extra [demo]: {_extras.command('demo')}"
+    )

@@ -32,8 +32,8 @@ class ReplayOptions(Options):
     num_steps: int = option(32, "steps of each env between two reports")
     buffer_size: int = option(100_000, "transitions that are kept, rounded up to a multiple of num-envs")
     learn_after: int = option(1_000, "transitions before the first gradient step")
-    gradient_steps: int = option(4, "after each step of the envs")
-    batch_size: int = option(128, "transitions in a gradient step")
+    gradient_steps: int = option(4, "gradient steps after each step of the envs")
+    batch_size: int = option(128, "transitions of a gradient step")
     gamma: float = option(0.99, "discount per step")
 
     def __post_init__(self) -> None:

@@ -145,17 +145,23 @@ def launch(argv: Sequence[str], num_processes: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Takes part in the training as `argv` or the command line says, or starts all who do."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--env", default="CartPole-v1", help="with vectors to observe, and discrete actions")
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxvec.examples.data_parallel",
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--env", default="CartPole-v1", help="Gymnasium id; vectors to observe, actions Discrete"
+    )
     parser.add_argument("--num-envs", type=int, default=16, help="envs of each process")
-    parser.add_argument("--num-workers", type=int, help="of each process, to share its envs")
-    parser.add_argument("--backend", default="process", help="where they are: process, ray")
+    parser.add_argument("--num-workers", type=int, help="worker processes of each process")
+    parser.add_argument("--backend", default="process", help="where the workers are: process, ray")
     parser.add_argument("--num-steps", type=int, default=32, help="steps of each env between updates")
     parser.add_argument("--num-updates", type=int, default=300, help="gradient steps")
     parser.add_argument("--seed", type=int, default=0, help="of envs, weights and actions")
-    parser.add_argument("--num-processes", type=int, default=2, help="how many take part")
-    parser.add_argument("--coordinator", help="HOST:PORT of process 0; without it, all are started here")
-    parser.add_argument("--process-id", type=int, help="which of them this one is")
+    parser.add_argument("--num-processes", type=int, default=2, help="processes that train together")
+    parser.add_argument("--coordinator", help="HOST:PORT of process 0; None to start all processes here")
+    parser.add_argument("--process-id", type=int, help="number of this process, from 0")
     args = parser.parse_args(argv)
     if args.coordinator is None:
         return launch(sys.argv[1:] if argv is None else argv, args.num_processes)

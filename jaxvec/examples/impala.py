@@ -54,7 +54,7 @@ class Config(Options):
     mean_delay: float = option(0.0, "mean seconds that each step of an env takes longer")
     lr: float = option(1e-3, "learning rate, falling linearly to 0")
     gamma: float = option(0.99, "discount per step")
-    trace_decay: float = option(0.95, "decay per step of what later surprises tell")
+    trace_decay: float = option(0.95, "V-trace's lambda: decay per step of later temporal differences")
     entropy_weight: float = option(0.005, "weight of the entropy bonus")
     value_weight: float = option(0.5, "weight of the value loss")
 

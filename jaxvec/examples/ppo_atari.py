@@ -44,7 +44,7 @@ class Config(ppo.Config):
     num_epochs: int = option(2, "passes over the steps of an update")
     num_minibatches: int = option(4, "gradient steps in a pass")
     lr: float = option(5e-4, "learning rate, falling linearly to 0")
-    clip: float = option(0.1, "how far from 1 a probability ratio still pays")
+    clip: float = option(0.1, "PPO clip range")
     entropy_weight: float = option(0.01, "weight of the entropy bonus")
     sticky: float = option(0.25, "probability that a frame repeats the last action")
 

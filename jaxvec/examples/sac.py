@@ -35,7 +35,7 @@ class Config(ReplayOptions):
     num_steps: int = option(200, "steps of each env between two reports")
     total_steps: int = option(24_000, "env steps, rounded up to whole reports")
     lr: float = option(1e-3, "learning rate")
-    follow: float = option(0.01, "how much of the way the target critics go in a gradient step")
+    follow: float = option(0.01, "tau: step size of the target critics' update, in each gradient step")
 
 
 class Mlp(nn.Module):

@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     """Plays as `argv` or the command line says, and prints the mean returns."""
     config, env_options = parse(argv)
     result = run(config, env_options)
-    for name, returns in ("the policy alone", result.alone), ("with search", result.searched):
+    for name, returns in ("with the policy alone", result.alone), ("with search", result.searched):
         spread = f"from {returns.min():.6g} to {returns.max():.6g}"
         print(f"mean return {returns.mean():.6g} {name}, {spread}, of {config.num_envs} episodes")
     print(f"{config.num_simulations} simulations a step; {result.seconds:.1f} s with compilation")

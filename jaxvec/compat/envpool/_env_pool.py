@@ -166,7 +166,7 @@ class EnvPool(ABC):
             EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
             InFlightError: an env is in flight already; nothing was sent.
             ResetNeededError: an env was never reset; nothing was sent.
-            PoolBrokenError, PoolClosedError: the pool is.
+            PoolBrokenError, PoolClosedError: the pool is broken, or closed.
         """
         action, env_id = split(action, env_id)
         ids = self._check_ids(env_id)
