@@ -347,10 +347,15 @@ class Pool:
             `[n, 3]`, what names each state.
         """
         slots = move.slots
-        with self.condition.recording(move), self._engine.exclusive():
+        with (
+            self.condition.pending(move) as pending,
+            self.condition.recording(move),
+            self._engine.exclusive(),
+        ):
             self.condition.enter(move)
             self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
-            ids = self._saved.save(self.questions.ask, slots, self._admission.needs_reset[slots], self._views)
+            needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, pending)
+            ids = self._saved.save(self.questions.ask, send, slots, needs_reset, self._read)
             self.condition.advance(move)
             return ids
 
@@ -374,13 +379,18 @@ class Pool:
             What `deliver` made of the time steps that were current when the states were saved.
         """
         slots = move.slots
-        with self.condition.recording(move), self._engine.exclusive():
+        with (
+            self.condition.pending(move) as pending,
+            self.condition.recording(move),
+            self._engine.exclusive(),
+        ):
             self.condition.enter(move)
             self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
             sources, rows, needs_reset = self._saved.find(self.questions.ask, slots, states, packed)
             with self.condition.breaking():
-                self._saved.put(self.questions.ask, slots, sources, rows)
+                send = partial(self._send_states, pending)
+                self._saved.put(self.questions.ask, send, slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
             self.condition.advance(move)
@@ -524,6 +534,16 @@ class Pool:
             with span(self.condition.recorder, "write actions"):
                 self._views.write_actions(slots, actions)
         self._hand_over(Verb.STEP, slots, held=slots)
+
+    def _send_states(
+        self, pending: Pending, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
+    ) -> NDArray[np.int_]:
+        """Has states of these numbers saved, or restored; returns the places of those that are left."""
+        self._views.states[slots] = numbers
+        self._views.oldest_state[0] = self._saved.table.oldest
+        self._hand_over(verb, slots, held=slots)
+        self._wait(pending, slots, len(slots), verb)
+        return np.flatnonzero(self._views.states[slots])
 
     def _hand_over(self, verb: Verb, slots: NDArray[Any], *, held: NDArray[Any]) -> None:
         self._engine.hold(held)

@@ -78,13 +78,12 @@ def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deli
     Raises:
         StaleStateError: there is no such pool any more, or it has another spec.
     """
-    others = np.unique(states[:, 0])
-    if not len(others) or (others == pool.id).all():
+    if (states[:, 0] == pool.id).all():
         return pool.restore(move, states, deliver=deliver)
     data: list[bytes] = [b""] * len(states)
     rows = [np.empty((len(states), *leaf.shape), leaf.stored) for leaf in pool.spec.timestep_leaves]
     needs_reset = np.empty(len(states), np.bool_)
-    for pool_id in others.tolist():
+    for pool_id in np.unique(states[:, 0]).tolist():
         places = np.flatnonzero(states[:, 0] == pool_id)
         packed = _find_other(pool_id, pool).export_states(states[places])
         for place, one in zip(places.tolist(), packed.data, strict=True):

@@ -14,14 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._backends._backend import Workers
+from jaxvec._backends._diagnosis import check_all
 from jaxvec._errors import ResetNeededError
-from jaxvec._memory._views import Deliver, Index, Rows, Views, index_of
+from jaxvec._handoff._move import Verb
+from jaxvec._memory._views import Deliver, Index, Rows, index_of
 from jaxvec._slices._slice import Arguments, Asked
 from jaxvec._slices._states import Gone
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._state_table import PackedStates, StateTable
 
 Ask: TypeAlias = Callable[[Asked, Arguments], list[Any]]  # makes a request of the workers
+# Has states of these numbers saved, or restored; returns the places of those that are left.
+Send: TypeAlias = Callable[[Verb, NDArray[Any], NDArray[np.int64]], NDArray[np.int_]]
+Read: TypeAlias = Callable[[NDArray[Any], Deliver], Any]
+Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of states, or bytes that are some
 
 
 class SavedStates:
@@ -61,35 +67,41 @@ class SavedStates:
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
 
     def save(
-        self, ask: Ask, slots: NDArray[Any], needs_reset: NDArray[np.bool_], views: Views
+        self, ask: Ask, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_], read: Read
     ) -> NDArray[np.uint32]:
         """Has the workers keep the states of envs, and keeps their time steps; returns their names, `[n, 3]`.
 
         Args:
-            ask: makes a request of the workers.
+            ask, send: of the workers.
             slots: `[n]`, whose.
             needs_reset: `[n]`, whether each has to be reset before it is stepped.
-            views: of the time steps.
+            read: delivers the time steps of slots.
         """
         workers, told = self._worker_of[slots], self._workers.told
         packed = told is not None and told.keeps_states
         numbers = self.table.allocate(len(slots))
+        rest = np.arange(len(slots)) if packed else self._try(send, Verb.SAVE, slots, numbers)
         answers = self._ask_states(
             ask,
             "save_states",
-            workers,
-            lambda mine: (slots[mine].tolist(), numbers[mine].tolist(), self.table.oldest, packed),
+            workers[rest],
+            lambda mine: (
+                slots[rest[mine]].tolist(),
+                numbers[rest[mine]].tolist(),
+                self.table.oldest,
+                packed,
+            ),
         )
         if told is not None and packed:
             for worker, answer in enumerate(answers):
                 told.save(slots[workers == worker], answer or ())
         places = self.table.fill(numbers, workers, self._lives[workers], needs_reset)
-        views.read(slots, _onto(self.table.rows, places))
+        read(slots, _onto(self.table.rows, places))
         return self.table.ids(numbers)
 
     def find(
         self, ask: Ask, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
-    ) -> tuple[Sequence[int | bytes], list[NDArray[Any]], NDArray[np.bool_]]:
+    ) -> tuple[Sources, list[NDArray[Any]], NDArray[np.bool_]]:
         """Returns what envs are to go on from: by what their workers find it, time steps, and `needs_reset`.
 
         Args:
@@ -101,7 +113,7 @@ class SavedStates:
         Raises:
             StaleStateError: a state is gone.
         """
-        sources: Sequence[int | bytes]
+        sources: Sources
         if packed is None:
             numbers = self.table.find(ids, self._lives)
             places, sources = self.table.places(numbers), self._fetch(ask, numbers, self._worker_of[slots])
@@ -111,18 +123,22 @@ class SavedStates:
         rows[self._env_id_leaf] = slots.astype(np.int32)
         return sources, rows, needs_reset
 
-    def put(self, ask: Ask, slots: NDArray[Any], sources: Sequence[int | bytes], rows: Rows) -> None:
+    def put(self, ask: Ask, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows) -> None:
         """Has envs go on from what `find` returned."""
+        rest = np.arange(len(slots))
+        if isinstance(sources, np.ndarray):
+            rest = self._try(send, Verb.RESTORE, slots, sources)
+            sources = sources.tolist()
         far = None if self._workers.maps_segment else rows
         self._ask_states(
             ask,
             "restore_states",
-            self._worker_of[slots],
+            self._worker_of[slots[rest]],
             lambda mine: (
-                slots[mine].tolist(),
-                list(compress(sources, mine)),
+                slots[rest[mine]].tolist(),
+                [sources[place] for place in rest[mine]],
                 self.table.oldest,
-                None if far is None else [row[mine] for row in far],
+                None if far is None else [row[rest[mine]] for row in far],
             ),
         )
 
@@ -223,13 +239,32 @@ class SavedStates:
         """Returns the number of a leaf among those of the time step."""
         return [leaf.path for leaf in self._spec.timestep_leaves].index(path)
 
-    def _fetch(self, ask: Ask, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> list[int | bytes]:
+    def _try(
+        self, send: Send, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
+    ) -> NDArray[np.int_]:
+        """Has the workers save or restore what they can without being asked; returns what is left of `slots`.
+
+        That has to be asked for, which is slower, but knows all cases, and the errors.
+
+        Raises:
+            JaxvecError: a worker was replaced before it was done; says why.
+        """
+        if not self._workers.moves_states:
+            return np.arange(len(slots))
+        ends = [*self._workers.ends]
+        rest = send(verb, slots, numbers)
+        late = set(self._worker_of[slots[rest]].tolist())
+        check_all([self._workers.ends[each] for each in late if self._workers.ends[each] is not ends[each]])
+        return rest
+
+    def _fetch(self, ask: Ask, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> Sources:
         """Returns by what these workers find states: by the number, or another's by its bytes."""
-        sources: list[int | bytes] = numbers.tolist()
         far = np.flatnonzero(self.table.worker[self.table.places(numbers)] != workers)
-        if far.size:
-            for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
-                sources[place] = data
+        if not far.size:
+            return numbers
+        sources: list[int | bytes] = numbers.tolist()
+        for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
+            sources[place] = data
         return sources
 
     def _export(self, ask: Ask, numbers: NDArray[np.int64]) -> list[bytes]:
@@ -265,6 +300,8 @@ class SavedStates:
             mine = workers == self._worker_of[first]
             return arguments(mine) if mine.any() else None
 
+        if not workers.size:
+            return []
         answers = ask(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
         if gone:

@@ -22,6 +22,7 @@ from jaxvec._spaces import as_jax
 from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 from jaxvec.testing import CountingEnv, NestedEnv
 
+REQUESTED = [Verb.RESET, Verb.STEP, Verb.SAVE, Verb.RESTORE]
 KINDS = [
     "portable",
     pytest.param(
@@ -81,7 +82,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     ]
     del down
     for _ in range(rounds):
-        operation = data.draw(st.sampled_from([Verb.RESET, Verb.STEP]))
+        operation = data.draw(st.sampled_from(REQUESTED))
         slots = np.array(data.draw(st.lists(st.integers(0, num_envs - 1), min_size=1, unique=True)))
         parent.send(operation, slots)
         assert parent.unfinished().tolist() == sorted(slots)
@@ -104,16 +105,25 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_takes_what_is_to_be_reset_and_what_is_to_be_stepped_apart(kind):
-    marks, slices = board(5, 1)
+def test_a_worker_takes_what_is_asked_for_by_other_verbs_apart(kind):
+    marks, slices = board(7, 1)
     channel = LoopbackChannel()
     parent = _handoffs.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
     worker = _handoffs.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
-    sent = [(Verb.RESET, [3, 1]), (Verb.STEP, [0]), (Verb.RESET, [4, 2])]
+    sent = [
+        (Verb.RESET, [3, 1]),
+        (Verb.STEP, [0]),
+        (Verb.SAVE, [4]),
+        (Verb.RESTORE, [2, 5]),
+        (Verb.RESET, [6]),
+    ]
     for operation, slots in sent:
         parent.send(operation, np.array(slots))
     taken = []
     while not worker.idle():
+        for slot in range(7):
+            resets = slot in (1, 3, 6) and slot in parent.unfinished()
+            assert parent.any_resetting(np.array([slot])) == resets
         work = worker.receive()
         taken.append((work.verb, work.slots.tolist()))
         worker.post(work.slots.copy())
@@ -135,7 +145,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
     cut = data.draw(st.integers(0, num_envs))
     for part in (slots[:cut], slots[cut:]):
         if part.size:
-            ends[0].send(data.draw(st.sampled_from([Verb.RESET, Verb.STEP])), part)
+            ends[0].send(data.draw(st.sampled_from(REQUESTED)), part)
     ends[1].pass_on(here.requested, np.arange(num_envs))
     for worker, own in enumerate(slices):
         told = [

@@ -695,6 +695,77 @@ def test_a_worker_that_dies_in_simulate_is_a_worker_that_died(make, on_fault):
     assert after.obs[:2, 1].tolist() == [2, 2]
 
 
+class Frail(CountingEnv):
+    """Fails as it was told, as often, when its state is taken or put back."""
+
+    fails = "", "", 0
+
+    def tell(self, *how):
+        self.fails = how
+
+    def get_state(self):
+        self._fail("save")
+
+    def set_state(self, state):
+        self._fail("restore")
+
+    def _fail(self, verb):
+        when, how, times = self.fails
+        if when != verb or not times:
+            return
+        self.fails = when, how, times - 1
+        if how == "dies":
+            import os
+
+            os._exit(3)
+        raise ValueError("frail")
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+@pytest.mark.parametrize("verb", ["save", "restore"])
+def test_a_worker_that_dies_as_it_takes_a_state_or_puts_it_is_a_worker_that_died(make, verb, on_fault):
+    envs = make(Frail, 4, num_workers=2, states=20, on_fault=on_fault)
+    envs.reset()
+    state = envs.save()
+    envs.step(np.zeros(4, int))
+    envs.call("tell", verb, "dies", 1, indices=3)
+    doing = {"save": "saved", "restore": "restored"}[verb]
+    what = rf"\(envs 2, 3\) exited with code 3 while env 3 \(worker 1\) is being {doing};"
+    with pytest.raises(jaxvec.WorkerDiedError, match=what):
+        envs.save() if verb == "save" else envs.restore(state)
+    if on_fault == "raise" or verb == "restore":
+        with pytest.raises(jaxvec.PoolBrokenError, match=what):
+            envs.step(np.zeros(4, int))
+        return
+    after = envs.step(np.zeros(4, int))
+    assert after.info["fault"].tolist() == [False, False, True, True]
+    assert after.obs[:, 1].tolist() == [2, 2, 0, 0]
+    envs.restore(envs.save())
+
+
+def test_an_env_that_fails_as_its_state_is_taken_or_put_is_asked_once_more(make):
+    envs = make(Frail, 4, num_workers=2, states=20)
+    envs.reset()
+    states = [envs.save()]
+    envs.step(np.zeros(4, int))
+    envs.call("tell", "save", "raises", 1, indices=2)
+    states.append(envs.save())
+    envs.call("tell", "save", "raises", 2, indices=2)
+    with pytest.raises(jaxvec.EnvError, match="env 2 .*raised ValueError in save: frail"):
+        envs.save()
+    states.append(envs.save())
+    envs.step(np.zeros(4, int))
+    for state, steps in zip(states, (0, 1, 1), strict=True):
+        envs.call("tell", "restore", "raises", 1, indices=3)
+        assert envs.restore(state).obs[:, 1].tolist() == [steps] * 4
+        assert envs.step(np.zeros(4, int)).obs[:, 1].tolist() == [steps + 1] * 4
+    envs.call("tell", "restore", "raises", 2, indices=2)
+    with pytest.raises(jaxvec.EnvError, match="env 2 .*raised ValueError in restore: frail"):
+        envs.restore(states[0])
+    with pytest.raises(jaxvec.PoolBrokenError, match="raised ValueError in restore"):
+        envs.save()
+
+
 class Forgetful(CountingEnv):
     """Has random numbers of Python's one generator, which is not the env's."""
 

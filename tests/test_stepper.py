@@ -355,6 +355,48 @@ def test_first_steps_go_through_all_wrappers():
     assert targets.limits == [(vars(env),)]
 
 
+def test_an_env_that_goes_on_from_a_state_is_passed_by_as_before():
+    env = wrapped(gymnasium.make("CartPole-v1").unwrapped, 500)
+    targets = Targets([env], see_through=True)
+    env.reset(seed=0)
+    for _ in range(2):
+        env.step(0)
+    targets.look()
+    targets.put_back(0, env)
+    assert targets.envs == [env.unwrapped]
+    for wrapper, name, value in ((env, "_elapsed_steps", None), (env.env, "_has_reset", False)):
+        before = getattr(wrapper, name)
+        setattr(wrapper, name, value)  # as it was before the first reset
+        targets.put_back(0, env)
+        targets.look()
+        assert targets.envs == [env]
+        setattr(wrapper, name, before)
+        targets.look()
+        assert targets.envs == [env.unwrapped]
+
+
+def test_wrappers_count_on_from_states_as_if_they_had_been_called(make):
+    pools = [
+        make(lambda: wrapped(Counting(), 9), 2, num_workers=1, states=99, see_through=see_through)
+        for see_through in (True, False)
+    ]
+    told: list[list[Any]] = [[], []]
+    for envs, mine in zip(pools, told, strict=True):
+        states = [envs.save()]  # of envs that were never reset
+        mine.append(envs.reset(seed=1))
+        for number in range(60):
+            if number % 7 == 3:
+                states.append(envs.save())
+            if number % 4 == 2:
+                chosen = number % len(states)
+                mine.append(envs.restore(states[chosen]))
+                mine.append([envs.get_attr(name) for name in ("has_reset", "_elapsed_steps")])
+                if not chosen:
+                    mine.append(envs.reset(seed=number))
+            mine += [envs.step(np.ones(2, int)), envs.get_attr("_elapsed_steps"), envs.get_attr("has_reset")]
+    np.testing.assert_equal(*told)
+
+
 def test_the_warnings_of_a_checker_are_given(make):
     class Outside(Counting):
         observation_space = spaces.Box(0, 1, (2,), np.float64)

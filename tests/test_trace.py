@@ -161,6 +161,27 @@ def test_resets_in_advance_and_questions_are_there_too(make, tmp_path):
     assert timeline.program["VectorEnv.reset on the host"] == 1
 
 
+def test_only_what_is_not_ordinary_of_states_is_asked_for(make, tmp_path):
+    envs = make(CountingEnv, 4, num_workers=2, states=30)
+    envs.reset()
+    with envs.trace(tmp_path / "pool.json"):
+        state = envs.save()  # the first one has to be proved
+        envs.save()
+        envs.restore(state)
+        envs.restore(state[::-1])  # the workers have each other's
+    timeline = Timeline(tmp_path / "pool.json")
+    timeline.assert_sound()
+    for index in range(2):
+        answers = {what: count for what, count in timeline.worker(index).items() if what.startswith("answer")}
+        assert answers == {
+            "answer save": 2,
+            "answer save_states": 1,
+            "answer restore": 1,
+            "answer export_states": 1,
+            "answer restore_states": 1,
+        }
+
+
 def test_the_env_that_has_taken_a_slot_is_the_one_that_is_stepped_and_traced(make, tmp_path):
     envs = make(partial(CountingEnv, 2), 1, spare_envs=1)
     envs.reset()

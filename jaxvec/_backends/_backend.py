@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from jaxvec._errors import JaxvecError
 from jaxvec._handoff._engine import Engine, Rules
 from jaxvec._handoff._move import Verb
 from jaxvec._memory._layout import Layout
@@ -67,8 +68,18 @@ class Workers(Protocol):
         ...
 
     @property
+    def ends(self) -> Sequence[JaxvecError | None]:
+        """By what error each worker was replaced last."""
+        ...
+
+    @property
     def maps_segment(self) -> bool:
         """Whether the envs see what the pool writes into the segment."""
+        ...
+
+    @property
+    def moves_states(self) -> bool:
+        """Whether `send` can be asked for saves and restores, of states whose numbers are in the segment."""
         ...
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from jaxvec._backends._backend import Patience
 from jaxvec._backends._launcher import Process, Slices
 from jaxvec._errors import EnvTimeoutError, JaxvecError, WorkerDiedError
-from jaxvec._handoff._move import Verb
+from jaxvec._handoff._move import Verb, verbs_of
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._rows import reader
 from jaxvec._memory._segment import Arrays
@@ -20,6 +20,8 @@ from jaxvec._slices._parameters import Told
 from jaxvec._spec import PoolSpec
 
 _logger = logging.getLogger("jaxvec")
+
+_DOING: dict[int, str] = {Verb.SAVE: "being saved", Verb.RESTORE: "being restored"}
 
 
 class Diagnosis:
@@ -50,18 +52,18 @@ class Diagnosis:
         return next(w for w, (first, stop) in enumerate(self._slices) if first <= slot < stop)
 
     def running(self, slots: Iterable[int]) -> str:
-        """Says which of `slots` are inside their env's code now, and with what action."""
+        """Says which of `slots` are inside their env's code now, and what for."""
         if self.arrays is None:
             return ""
         marks = Marks.of(self.arrays)
         inside = marks.running[:, 0].tolist()
         running = np.array([slot for slot in slots if slot + 1 in inside], np.intp)
         actions = reader(self._action, self.arrays)(running)
-        resetting = marks.requested[running] % 2 == int(Verb.RESET)
+        verbs = verbs_of(marks.requested[running]).tolist()
         return ", ".join(
-            f"env {slot} (worker {self.worker_of(slot)}) is running"
-            + ("" if resets else f", last action {_failures.describe_action(action)}")
-            for slot, action, resets in zip(running.tolist(), actions, resetting, strict=True)
+            f"env {slot} (worker {self.worker_of(slot)}) is {_DOING.get(verb, 'running')}"
+            + (f", last action {_failures.describe_action(action)}" if verb == Verb.STEP else "")
+            for slot, action, verb in zip(running.tolist(), actions, verbs, strict=True)
         )
 
     def died(self, worker: int, process: Process, *, asked: str | None) -> WorkerDiedError:

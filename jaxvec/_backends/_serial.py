@@ -65,8 +65,16 @@ class SerialWorkers:
         return [0]
 
     @property
+    def ends(self) -> Sequence[None]:
+        return [None]
+
+    @property
     def maps_segment(self) -> bool:
         return True
+
+    @property
+    def moves_states(self) -> bool:
+        return False  # a request is a call
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = _segment.private(layout)

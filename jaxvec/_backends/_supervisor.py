@@ -88,6 +88,7 @@ class Supervisor:
         trace: how many spans each worker records, if any; for those, too.
         losses: what spans are lost with workers that were replaced since `trace` was set.
         lives: how often each worker was replaced.
+        ends: by what error it was last, if it was.
         notify_worker: tells a worker that serves that a message is on its socket.
     """
 
@@ -104,6 +105,7 @@ class Supervisor:
         self.told = Told(budget.policy, _pickling.dumps) if budget.policy else None
         self.trace: int | None = None
         self.lives = [0] * len(recipe.slices)
+        self.ends: list[JaxvecError | None] = [None] * len(recipe.slices)
         self.losses: list[tuple[int, Loss]] = []
         self.notify_worker: Callable[[int], None] = _no_notice
         self._poll = select.poll()
@@ -319,6 +321,7 @@ class Supervisor:
         self._budget.spend(worker, error, tell_lost(self.told, range(*self._recipe.slices[worker])))
         self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
         self.lives[worker] += 1
+        self.ends[worker] = error
         old = self._processes[worker]
         old.end()
         self.channels[worker].break_off()  # whoever is still sending to it stops

@@ -147,6 +147,12 @@ def _work(
             with span(recorder, f"answer {message.name}"), runs:
                 channel.send(pack(_answer(env_slice, message)))
             continue
+        if message.verb in (Verb.SAVE, Verb.RESTORE):
+            attempt = env_slice.try_save if message.verb is Verb.SAVE else env_slice.try_restore
+            with span(recorder, f"answer {message.verb.word}"):
+                attempt(message.slots)
+            end.post(message.slots)
+            continue
         move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
         try:
             with turn:

@@ -75,8 +75,16 @@ class ProcessWorkers:
         return self.supervisor.lives
 
     @property
+    def ends(self) -> Sequence[JaxvecError | None]:
+        return self.supervisor.ends
+
+    @property
     def maps_segment(self) -> bool:
         return not self._launcher.at_sockets
+
+    @property
+    def moves_states(self) -> bool:
+        return self.maps_segment and not self._objects_in
 
     @property
     def told(self) -> Told | None:

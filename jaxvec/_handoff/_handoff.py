@@ -2,13 +2,13 @@
 
 A slot (an env's row of the segment) has two marks: `requested`, its latest request, and `completed`, the
 request that its worker completed last. The slot belongs to the parent while they are equal: `send` sets
-`requested` to a new request number and the operation; the worker's `post` copies it to `completed`. So a
+`requested` to a new request number and the verb; the worker's `post` copies it to `completed`. So a
 row that answers an earlier request can't pass for new, several threads of the parent can each wait for
 slots of their own, and `completed_at` tells which were completed first.
 
 A worker looks for work among its own slots, and serves it in the order of its numbers. What is left to
 be done is in the marks alone: a worker that replaces a dead one finds it there, whoever sends meanwhile.
-Request numbers only grow; 62 bits don't run out.
+Request numbers only grow; 60 bits don't run out.
 
 The portable implementation is here: one byte over the control socket wakes. The native one, in
 `_native/handoff.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
@@ -28,14 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._handoff._channel import WAKE, ParentChannel, WorkerChannel
-from jaxvec._handoff._move import VERBS, Verb
+from jaxvec._handoff._move import VERBS, Verb, requests, verbs_of
 from jaxvec._memory._marks import Marks
 
 LOOK_AROUND = 0.05  # seconds between looks for workers that died, which wake nobody
 
 
 class Work(NamedTuple):
-    """Slots of one worker that want the same operation."""
+    """Slots of one worker that are asked for the same."""
 
     verb: Verb
     slots: NDArray[Any]
@@ -178,7 +178,7 @@ class Slots:
         """Makes a request to each of `slots`, which are the workers' from now on."""
         numbers = self._request_number + np.arange(1, len(slots) + 1)
         self._request_number += len(slots)
-        self.pass_on(2 * numbers + int(verb), slots)  # NumPy swallows Ctrl-C as it looks at an enum
+        self.pass_on(requests(numbers, verb), slots)
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """Makes these requests, `[n]`, to `slots`."""
@@ -191,9 +191,9 @@ class Slots:
         if not mine.size:
             return None
         mine = mine[requested[mine].argsort()]
-        operations = requested[mine] % 2
-        same = np.logical_and.accumulate(operations == operations[0])
-        return Work(VERBS[operations[0]], slots.start + mine[same])
+        verbs = verbs_of(requested[mine])
+        same = np.logical_and.accumulate(verbs == verbs[0])
+        return Work(VERBS[verbs[0]], slots.start + mine[same])
 
     def finish(self, slots: NDArray[Any]) -> None:
         """Gives `slots` back to the parent."""
@@ -220,7 +220,8 @@ class Slots:
     def any_resetting(self, slots: NDArray[Any]) -> bool:
         """See `ParentHandoff`."""
         requested = self._requested[slots]
-        return bool(((requested != self._completed[slots]) & (requested % 2 == int(Verb.RESET))).any())
+        unfinished = requested != self._completed[slots]
+        return bool((unfinished & (verbs_of(requested) == int(Verb.RESET))).any())
 
     def unfinished(self) -> NDArray[Any]:
         """See `ParentHandoff`."""

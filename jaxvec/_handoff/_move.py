@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Verb(IntEnum):
-    """What can be asked for. C++ and compiled programs go by the numbers; the first two are workers', too."""
+    """What can be asked for. C++ and compiled programs go by the numbers, and `requests` of workers, too."""
 
     RESET = 0
     STEP = 1
@@ -35,6 +35,17 @@ class Verb(IntEnum):
 
 
 VERBS = tuple(Verb)
+_END = 8  # of the verbs that workers are asked for
+
+
+def requests(numbers: NDArray[np.int64], verb: Verb) -> NDArray[np.int64]:
+    """Returns the marks by which workers are asked for a verb; handoff.cc makes the same."""
+    return _END * numbers + int(verb)  # NumPy swallows Ctrl-C as it looks at an enum
+
+
+def verbs_of(marks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the verbs of what `requests` has returned, as numbers."""
+    return marks % _END
 
 
 class Caller(IntEnum):

@@ -22,6 +22,8 @@ class Views:
 
     Attributes:
         seeds: of the next reset.
+        states: the numbers of those that are to be saved, or restored.
+        oldest_state: `[1]`, the number of the oldest that is kept.
         over: terminated and truncated.
         stats: what the workers count.
         raw_info: what the env's raw info says, a `RawInfo`.
@@ -30,6 +32,7 @@ class Views:
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
         """Takes the views that calls need; `rows` knows a slice for all envs, as `Admission.rows`."""
         self.seeds = arrays["seed",]
+        self.states, self.oldest_state = arrays["state",], arrays["oldest_state",]
         self.stats = arrays["stats",]
         self.raw_info = arrays["raw_info",]
         self.over = (arrays["terminated",], arrays["truncated",])

@@ -366,5 +366,5 @@ def _declared() -> ctypes.CDLL:
     )
     library.check_records(Array, _State, _Plan, _Request, _Span)
     library.check_values(Status)
-    library.check_values(Verb, "RESET", "STEP", "SEND", "RECV")
+    library.check_values(Verb, "RESET", "STEP", "SEND", "RECV", "SAVE", "RESTORE")
     return declared

@@ -126,8 +126,8 @@ uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
   };
   const auto earlier = [&requested](int64_t one, int64_t other) { return requested(one) < requested(other); };
   if (!std::is_sorted(slots, end, earlier)) std::sort(slots, end, earlier);
-  *operation = static_cast<uint32_t>(requested(slots[0]) % 2);
-  const auto differs = [&](int64_t slot) { return requested(slot) % 2 != *operation; };
+  *operation = static_cast<uint32_t>(requested(slots[0]) % kEnd);
+  const auto differs = [&](int64_t slot) { return requested(slot) % kEnd != *operation; };
   return static_cast<uint32_t>(std::find_if(slots, end, differs) - slots);
 }
 
@@ -135,7 +135,7 @@ uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
 
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
-    const int64_t request = 2 * ++parent.request_number + operation;
+    const int64_t request = kEnd * ++parent.request_number + operation;
     // Publishes actions and seeds.
     parent.board.requested[slots[i]].store(request, std::memory_order_release);
   }

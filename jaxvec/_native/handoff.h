@@ -22,10 +22,10 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free);
 struct Board {
   uint32_t num_slots;
   uint32_t num_workers;
-  uint32_t spin_ns;                 // how long to look again before sleeping; 0 where cores are scarce
-  uint32_t look_around_ns;          // how long the parent sleeps at most: a dead worker can't notify it
-  std::atomic<int64_t>* requested;  // [num_slots] parent writes: the latest request, 2 * number + operation
-  std::atomic<int64_t>* completed;  // [num_slots] worker writes: the request it completed last
+  uint32_t spin_ns;                    // how long to look again before sleeping; 0 where cores are scarce
+  uint32_t look_around_ns;             // how long the parent sleeps at most: a dead worker can't notify it
+  std::atomic<int64_t>* requested;     // [num_slots] parent writes: the latest request, its number and verb
+  std::atomic<int64_t>* completed;     // [num_slots] worker writes: the request it completed last
   std::atomic<int64_t>* completed_at;  // [num_slots] worker writes: when, in ns of the monotonic clock
   Line* doorbell;                      // [num_workers] parent adds: something new, look around
   Line* worker_notices;                // [num_workers] parent adds: a message is on the control socket
@@ -36,7 +36,8 @@ struct Board {
   Line* parent_notices;                // anyone adds: the parent should look at its control sockets
 };
 
-enum Operation : uint32_t { kReset = 0, kStep = 1 };
+// What workers are asked for: `Verb` of _move.py, below kEnd. A request is kEnd * number + operation.
+enum Operation : uint32_t { kReset = 0, kStep = 1, kSave = 6, kRestore = 7, kEnd = 8 };
 
 // What a wait ended with.
 enum Outcome : int32_t {

@@ -41,8 +41,8 @@ struct TokenRow {
 };
 bool is_token(const Array& array);
 
-// What a pool can be asked for without Python: `Verb` of _move.py. The first two are also what a worker is
-// asked for, `Operation`.
+// What a pool can be asked for without Python: the rest of `Verb` of _move.py that C++
+// knows, beside `Operation`.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
 // What Python reads and writes of a pool, being inside.

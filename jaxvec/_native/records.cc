@@ -58,7 +58,8 @@ std::string describe() {
   RECORD(Python)
     FIELD(answer) FIELD(ensure_gil) FIELD(release_gil) FIELD(run_signal_handlers) FIELD(take_exception)
     FIELD(make_exception) FIELD(make_int) FIELD(call) FIELD(release) END
-  VALUES(Verb) VALUE(RESET, kReset) VALUE(STEP, kStep) VALUE(SEND, kSend) VALUE(RECV, kRecv) END
+  VALUES(Verb) VALUE(RESET, kReset) VALUE(STEP, kStep) VALUE(SEND, kSend) VALUE(RECV, kRecv)
+    VALUE(SAVE, kSave) VALUE(RESTORE, kRestore) END
   VALUES(Status)
     VALUE(DONE, Status::kDone) VALUE(UNDER_WAY, Status::kUnderWay) VALUE(ELSEWHERE, Status::kElsewhere)
     VALUE(BARRED, Status::kBarred) VALUE(BUSY, Status::kBusy) VALUE(COPYING, Status::kCopying)

@@ -155,10 +155,18 @@ class BatchSlice:
         """Is not asked for, as `put_objects`."""
         raise NotImplementedError
 
+    def try_save(self, slots: NDArray[Any]) -> None:
+        """Is not asked for: a pool of batched envs keeps no states."""
+        raise NotImplementedError
+
+    def try_restore(self, slots: NDArray[Any]) -> None:
+        """Is not asked for, as `try_save`."""
+        raise NotImplementedError
+
     def save_states(
         self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:
-        """Is not asked for: a pool of batched envs keeps no states."""
+        """Is not asked for, as `try_save`."""
         raise NotImplementedError
 
     def restore_states(

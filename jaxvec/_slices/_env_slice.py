@@ -6,7 +6,8 @@ whole pool. A slot is its env's index in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from time import monotonic_ns
@@ -134,6 +135,7 @@ class EnvSlice:
         self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
         self._resumed: dict[int, SlotState] = {}  # of those that are LOST, or were, and go on from a state
         self._states = States(self._stats)
+        self._asked_states, self._oldest = rows["state",], arrays["oldest_state",]  # by the segment
         self._unproved = set(range(len(envs)))  # who may not go on exactly from their states
         self._simulator = Simulator(
             env_fns,
@@ -314,6 +316,38 @@ class EnvSlice:
 
         self._ask(slots, [(value,) for value in values], put)
 
+    def try_save(self, slots: NDArray[Any]) -> None:
+        """Saves states under the numbers in the segment, if they are ordinary ones; see `Slice`."""
+        indices = slots - self.first
+        if not self._unproved.isdisjoint(indices.tolist()):
+            return
+        with self._states.keeping(int(self._oldest[0])), self._trying():
+            states: list[SlotState] = []
+            for slot in slots.tolist():
+                self._running[0] = slot + 1
+                states.append(self.take_state(slot - self.first, slot))
+            self._states.keep(self._asked_states[indices].tolist(), states)
+            self._asked_states[indices] = 0
+
+    def try_restore(self, slots: NDArray[Any]) -> None:
+        """Has envs go on from the states of the numbers in the segment, if all are here; see `Slice`."""
+        indices = slots - self.first
+        numbers = self._asked_states[indices].tolist()
+        with self._states.keeping(int(self._oldest[0])), self._trying():
+            if self._states.missing(numbers):
+                return
+            for slot, number in zip(slots.tolist(), numbers, strict=True):
+                self._running[0] = slot + 1
+                self.put_state(slot - self.first, self._states[number])
+            self._asked_states[indices] = 0
+
+    @contextmanager
+    def _trying(self) -> Generator[None]:
+        """Ends the block at what an env raises: its number is left, so it is asked, and then says that."""
+        with suppress(BaseException):
+            yield
+        self._running[0] = 0
+
     def save_states(
         self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:
@@ -469,8 +503,7 @@ class EnvSlice:
     def _put_env(self, index: int, state: SlotState) -> None:
         self._resumed.pop(index, None)  # what the program restores counts more
         self._slots.make_ready(index)
-        self._slots.stateful[index].put(state.env)
-        self._slots.restore(index, state.seed, state.new_seed, state.options)
+        self._slots.restore(index, state.env, state.seed, state.new_seed, state.options)
 
     def close(self) -> None:
         """Closes the envs that were built to simulate."""

@@ -137,7 +137,7 @@ class StatefulEnv:
             again.note(taken)
         return EnvState(self._kinds, taken, own)
 
-    def put(self, state: EnvState) -> None:
+    def put(self, state: EnvState) -> bool:
         """Has the env go on from a state, as often as you like.
 
         The env and its wrappers stay the objects that they are, so windows, the memory that
@@ -145,6 +145,9 @@ class StatefulEnv:
 
         Args:
             state: of this env, or of another that the same function made.
+
+        Returns:
+            Whether env and wrappers have the same attributes as before, with other values.
 
         Raises:
             EnvStateError: the state is that of an env of another class, or with other wrappers.
@@ -157,7 +160,7 @@ class StatefulEnv:
                 "restore states into envs that the same function made"
             )
         if self._again is not None and self._again.put(state.layers):
-            return
+            return True
         base = layers[-1]
         putter = Putter(layers)
         try:
@@ -172,6 +175,7 @@ class StatefulEnv:
             raise EnvStateError(
                 f"a state of {type(base).__name__} can't be put back: {error.what}. {error.advice or _ADVICE}"
             ) from error
+        return False
 
     def prove(self, *, fresh: bool = False, num_steps: int = 40) -> None:
         """Raises unless the env goes on from a state as it did before, however far it went in between.

@@ -119,6 +119,20 @@ class Slice(Protocol):
         """Returns what a function returns of each env."""
         ...
 
+    def try_save(self, slots: NDArray[Any]) -> None:
+        """Saves the states of the envs of `slots` under the numbers in the segment, and writes 0 there.
+
+        Where a number is left, nothing was done, and `save_states` will do it, or say why it can't.
+        """
+        ...
+
+    def try_restore(self, slots: NDArray[Any]) -> None:
+        """Has the envs of `slots` go on from the states of these numbers in the segment; as `try_save`.
+
+        Where a number is left, the env may have its state all the same; `restore_states` gives it again.
+        """
+        ...
+
     def save_states(
         self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:

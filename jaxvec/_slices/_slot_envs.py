@@ -167,11 +167,16 @@ class SlotEnvs:
         """Returns the last seed of an env, and seed and options for its next reset."""
         return self._last_seeds[index], self._new_seeds.get(index), self._kept_options.get(index)
 
-    def restore(self, index: int, seed: int, new_seed: int | None, options: dict[str, Any] | None) -> None:
-        """Takes back what `save` returned: an env goes on from a saved state."""
+    def restore(
+        self, index: int, env: Any, seed: int, new_seed: int | None, options: dict[str, Any] | None
+    ) -> None:
+        """Has an env go on from a saved state: that of the env, and what `save` has returned."""
+        if self.stateful[index].put(env):
+            self.targets.put_back(index, self.called[index])
+        else:
+            self.changed(index)
         if index in self._borrowers:
             self._lend(index)
-        self.changed(index)
         self._last_seeds[index] = seed
         self._new_seeds.pop(index, None)
         if new_seed is not None:

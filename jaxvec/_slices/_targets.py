@@ -27,14 +27,20 @@ class Targets:
         """Begins with the envs themselves: their first steps go through all that is around them."""
         self.envs = list(envs)
         self.limits: list[tuple[dict[str, Any], ...]] = [() for _ in envs]
+        self._passed: list[tuple[Any, ...]] = [() for _ in envs]  # the wrappers
         self._see_through = see_through
         self._unseen = set(range(len(envs))) if see_through else set[int]()
 
     def put(self, index: int, env: Any) -> None:
         """Takes a new env, or one that somebody may have changed."""
-        self.envs[index], self.limits[index] = env, ()
+        self.envs[index], self.limits[index], self._passed[index] = env, (), ()
         if self._see_through:
             self._unseen.add(index)
+
+    def put_back(self, index: int, env: Any) -> None:
+        """Takes an env whose attributes have values again that they had before; see `StatefulEnv.put`."""
+        if not all(map(_is_done, self._passed[index])):
+            self.put(index, env)
 
     def restart(self, index: int) -> None:
         """Has those that are passed by count anew: the env is about to be reset."""
@@ -45,13 +51,13 @@ class Targets:
         """Looks through the wrappers of those that are new, as soon as these have nothing more to do."""
         for index in tuple(self._unseen):
             env: Any = self.envs[index]
-            limits: list[dict[str, Any]] = []
+            passed: list[Any] = []
             while _is_plain(env) and _is_done(env):
-                if isinstance(env, TimeLimit):
-                    limits.insert(0, vars(env))
+                passed.append(env)
                 env = env.env
             if not _is_plain(env):
-                self.envs[index], self.limits[index] = env, tuple(limits)
+                limits = [vars(wrapper) for wrapper in reversed(passed) if isinstance(wrapper, TimeLimit)]
+                self.envs[index], self.limits[index], self._passed[index] = env, tuple(limits), tuple(passed)
                 self._unseen.remove(index)
 
 

@@ -4,6 +4,7 @@
 // ordering is a data race that the sanitizer reports; and every value is checked besides.
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -16,6 +17,10 @@ using namespace jaxvec;
 namespace {
 
 constexpr uint32_t kStop = 0xffffffff;
+constexpr Operation kAll[] = {kReset, kStep, kSave, kRestore};
+
+// What a worker adds to a row for an operation.
+uint32_t part_of(uint32_t operation) { return 1 + 10 * operation; }
 
 // Now and then the worker is replaced in the middle of its work, by one that knows nothing of it.
 void work(Board board, uint32_t index, std::vector<uint32_t>& rows, const uint32_t& stop) {
@@ -32,7 +37,7 @@ void work(Board board, uint32_t index, std::vector<uint32_t>& rows, const uint32
     }
     uint32_t done = 0;
     for (const uint32_t part : {uint32_t(random() % (count + 1)), count}) {
-      for (uint32_t i = done; i < part; ++i) rows[slots[i]] += operation == kStep ? 1 : 1000;
+      for (uint32_t i = done; i < part; ++i) rows[slots[i]] += part_of(operation);
       if (random() % 4 == 0) std::this_thread::yield();
       if (done < part) post(worker, &slots[done], part - done);
       done = std::max(done, part);
@@ -52,20 +57,20 @@ void own(Parent& parent, std::mutex& sending, std::vector<int64_t> mine, uint32_
   for (uint32_t round = 0; round < rounds; ++round) {
     std::vector<int64_t> sent;
     for (uint32_t w = 0; w < num_workers; ++w) {
-      std::vector<int64_t> slots[2];  // for each operation
+      std::vector<int64_t> slots[std::size(kAll)];
       const int64_t first = first_slot(parent.board, w), stop = first_slot(parent.board, w + 1);
       for (const int64_t slot : mine) {
-        const uint32_t operation = random() % 3;
-        if (slot < first || slot >= stop || operation > kStep) continue;
-        slots[operation].push_back(slot);
+        const uint32_t which = random() % (std::size(kAll) + 1);
+        if (slot < first || slot >= stop || which == std::size(kAll)) continue;
+        slots[which].push_back(slot);
         rows[slot] += 7;
-        expected[slot] += 7 + (operation == kStep ? 1 : 1000);
+        expected[slot] += 7 + part_of(kAll[which]);
       }
       const std::lock_guard lock(sending);
-      for (uint32_t operation : {kReset, kStep}) {
-        const uint32_t count = uint32_t(slots[operation].size());
-        if (count > 0) send(parent, w, operation, slots[operation].data(), count);
-        sent.insert(sent.end(), slots[operation].begin(), slots[operation].end());
+      for (size_t which = 0; which < std::size(kAll); ++which) {
+        const uint32_t count = uint32_t(slots[which].size());
+        if (count > 0) send(parent, w, kAll[which], slots[which].data(), count);
+        sent.insert(sent.end(), slots[which].begin(), slots[which].end());
       }
     }
     while (!sent.empty()) {  // in batches, as a first-ready pool would

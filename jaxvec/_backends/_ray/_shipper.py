@@ -21,7 +21,7 @@ from jaxvec._backends._launcher import Slices
 from jaxvec._backends._messages import Attach
 from jaxvec._backends._ray._wire_format import Payload, WireFormat
 from jaxvec._handoff._channel import WAKE
-from jaxvec._handoff._move import Verb
+from jaxvec._handoff._move import Verb, verbs_of
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
 
@@ -130,7 +130,7 @@ class Shipper:
             self._shipped[due] = requested
             serving = self._serving[due]  # `serve` sees to the others
             for verb, wire in self._wire.requests.items():
-                slots = due[serving & (requested % 2 == int(verb))]
+                slots = due[serving & (verbs_of(requested) == int(verb))]
                 if slots.size:
                     self._move(verb, wire.pack(slots))
 
