@@ -108,14 +108,6 @@ class Pool:
         self._segment = _segment.whole(arrays, layout)
         self._pinning_tried = False
         self.id: int = next(_ids)
-        self._saved = SavedStates(
-            spec,
-            workers,
-            slices=slices,
-            capacity=states,
-            pool_id=self.id,
-            resets_required=resets_required,
-        )
         self._options: Options = None  # that the workers hold
         if not resets_required:
             self._admission.needs_reset[:] = False
@@ -132,6 +124,15 @@ class Pool:
             slices=slices,
             raw_info=self._views.raw_info,
             timeout=timeouts.step,
+        )
+        self._saved = SavedStates(
+            spec,
+            workers,
+            self.questions,
+            slices=slices,
+            capacity=states,
+            pool_id=self.id,
+            resets_required=resets_required,
         )
 
     @property
@@ -355,7 +356,7 @@ class Pool:
             self.condition.enter(move)
             self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
             needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, pending)
-            ids = self._saved.save(self.questions.ask, send, slots, needs_reset, self._read)
+            ids = self._saved.save(send, slots, needs_reset, self._read)
             self.condition.advance(move)
             return ids
 
@@ -387,10 +388,10 @@ class Pool:
             self.condition.enter(move)
             self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
-            sources, rows, needs_reset = self._saved.find(self.questions.ask, slots, states, packed)
+            sources, rows, needs_reset = self._saved.find(slots, states, packed)
             with self.condition.breaking():
                 send = partial(self._send_states, pending)
-                self._saved.put(self.questions.ask, send, slots, sources, rows)
+                self._saved.put(send, slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
             self.condition.advance(move)
@@ -411,19 +412,19 @@ class Pool:
         """
         with self.condition.recording(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
             self.condition.check()
-            return self._saved.simulate(self.questions.ask, states, actions, deliver)
+            return self._saved.simulate(states, actions, deliver)
 
     def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
         """Returns states by which envs of other pools can go on, `[n]`."""
         with self._engine.exclusive():
             self.condition.check()
-            return self._saved.pack(self.questions.ask, states)
+            return self._saved.pack(states)
 
     def import_states(self, packed: PackedStates) -> NDArray[np.uint32]:
         """Keeps states of another pool; returns what names them, `[n, 3]`."""
         with self._engine.exclusive():
             self.condition.check()
-            return self._saved.unpack(self.questions.ask, packed)
+            return self._saved.unpack(packed)
 
     def start_trace(self, capacity: int) -> None:
         """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""

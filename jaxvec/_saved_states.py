@@ -18,12 +18,12 @@ from jaxvec._backends._diagnosis import check_all
 from jaxvec._errors import ResetNeededError
 from jaxvec._handoff._move import Verb
 from jaxvec._memory._views import Deliver, Index, Rows, index_of
-from jaxvec._slices._slice import Arguments, Asked
+from jaxvec._questions import Questions
+from jaxvec._slices._slice import Asked
 from jaxvec._slices._states import Gone
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._state_table import PackedStates, StateTable
 
-Ask: TypeAlias = Callable[[Asked, Arguments], list[Any]]  # makes a request of the workers
 # Has states of these numbers saved, or restored; returns the places of those that are left.
 Send: TypeAlias = Callable[[Verb, NDArray[Any], NDArray[np.int64]], NDArray[np.int_]]
 Read: TypeAlias = Callable[[NDArray[Any], Deliver], Any]
@@ -33,8 +33,6 @@ Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of sta
 class SavedStates:
     """The states of a pool's envs that are kept.
 
-    Who asks the workers is an argument of each method: kept here, it would keep the pool alive.
-
     Attributes:
         table: which there are.
     """
@@ -43,6 +41,7 @@ class SavedStates:
         self,
         spec: PoolSpec,
         workers: Workers,
+        questions: Questions,
         *,
         slices: Sequence[tuple[int, int]],
         capacity: int,
@@ -54,6 +53,7 @@ class SavedStates:
         Args:
             spec: of the envs.
             workers: who keep the states.
+            questions: by which they are asked.
             slices: `(first, stop)` of each worker's envs.
             capacity: how many states are kept.
             pool_id: by which states name their pool.
@@ -62,17 +62,18 @@ class SavedStates:
         self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id)
         self._spec = spec
         self._workers = workers
+        self._questions = questions
         self._worker_of = np.repeat(np.arange(len(slices)), [stop - first for first, stop in slices])
         self._resets_required = resets_required
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
 
     def save(
-        self, ask: Ask, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_], read: Read
+        self, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_], read: Read
     ) -> NDArray[np.uint32]:
         """Has the workers keep the states of envs, and keeps their time steps; returns their names, `[n, 3]`.
 
         Args:
-            ask, send: of the workers.
+            send: of the pool. It would keep the pool alive, were it kept here.
             slots: `[n]`, whose.
             needs_reset: `[n]`, whether each has to be reset before it is stepped.
             read: delivers the time steps of slots.
@@ -82,7 +83,6 @@ class SavedStates:
         numbers = self.table.allocate(len(slots))
         rest = np.arange(len(slots)) if packed else self._try(send, Verb.SAVE, slots, numbers)
         answers = self._ask_states(
-            ask,
             "save_states",
             workers[rest],
             lambda mine: (
@@ -100,12 +100,11 @@ class SavedStates:
         return self.table.ids(numbers)
 
     def find(
-        self, ask: Ask, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
+        self, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
     ) -> tuple[Sources, list[NDArray[Any]], NDArray[np.bool_]]:
         """Returns what envs are to go on from: by what their workers find it, time steps, and `needs_reset`.
 
         Args:
-            ask: makes a request of the workers.
             slots: `[n]`, whose.
             ids: `[n, 3]`, the states' names.
             packed: the states themselves, if they are of another pool.
@@ -116,14 +115,14 @@ class SavedStates:
         sources: Sources
         if packed is None:
             numbers = self.table.find(ids, self._lives)
-            places, sources = self.table.places(numbers), self._fetch(ask, numbers, self._worker_of[slots])
+            places, sources = self.table.places(numbers), self._fetch(numbers, self._worker_of[slots])
             rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
         else:
             sources, rows, needs_reset = packed.data, list(packed.rows), packed.needs_reset
         rows[self._env_id_leaf] = slots.astype(np.int32)
         return sources, rows, needs_reset
 
-    def put(self, ask: Ask, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows) -> None:
+    def put(self, send: Send, slots: NDArray[Any], sources: Sources, rows: Rows) -> None:
         """Has envs go on from what `find` returned."""
         rest = np.arange(len(slots))
         if isinstance(sources, np.ndarray):
@@ -131,7 +130,6 @@ class SavedStates:
             sources = sources.tolist()
         far = None if self._workers.maps_segment else rows
         self._ask_states(
-            ask,
             "restore_states",
             self._worker_of[slots[rest]],
             lambda mine: (
@@ -143,7 +141,7 @@ class SavedStates:
         )
 
     def simulate(
-        self, ask: Ask, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
+        self, ids: NDArray[np.uint32], actions: Rows, deliver: Deliver
     ) -> tuple[NDArray[np.uint32], Rows]:
         """Steps copies of envs; see `Pool.simulate`."""
         sources = self.table.find(ids, self._lives)
@@ -159,7 +157,6 @@ class SavedStates:
         idle = self._idle_rows(before)
         numbers = self.table.allocate(len(workers))
         answers = self._ask_states(
-            ask,
             "simulate_states",
             workers,
             lambda mine: (
@@ -183,20 +180,19 @@ class SavedStates:
             self.table.needs_reset[after] = over
         return self.table.ids(numbers), deliver(self.table.rows, index_of(after))
 
-    def pack(self, ask: Ask, ids: NDArray[np.uint32]) -> PackedStates:
+    def pack(self, ids: NDArray[np.uint32]) -> PackedStates:
         """Returns states by which envs of other pools can go on, `[n]`."""
         numbers = self.table.find(ids, self._lives)
         places = self.table.places(numbers)
         rows, needs_reset = self.table.read(places), self.table.needs_reset[places]
-        return PackedStates(self._export(ask, numbers), rows, needs_reset)
+        return PackedStates(self._export(numbers), rows, needs_reset)
 
-    def unpack(self, ask: Ask, packed: PackedStates) -> NDArray[np.uint32]:
+    def unpack(self, packed: PackedStates) -> NDArray[np.uint32]:
         """Keeps states of another pool; returns their names, `[n, 3]`."""
         slots = np.arange(len(packed.data)) % self._spec.num_envs
         workers = self._worker_of[slots]
         numbers = self.table.allocate(len(workers))
         self._ask_states(
-            ask,
             "import_states",
             workers,
             lambda mine: (
@@ -257,20 +253,20 @@ class SavedStates:
         check_all([self._workers.ends[each] for each in late if self._workers.ends[each] is not ends[each]])
         return rest
 
-    def _fetch(self, ask: Ask, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> Sources:
+    def _fetch(self, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> Sources:
         """Returns by what these workers find states: by the number, or another's by its bytes."""
         far = np.flatnonzero(self.table.worker[self.table.places(numbers)] != workers)
         if not far.size:
             return numbers
         sources: list[int | bytes] = numbers.tolist()
-        for place, data in zip(far.tolist(), self._export(ask, numbers[far]), strict=True):
+        for place, data in zip(far.tolist(), self._export(numbers[far]), strict=True):
             sources[place] = data
         return sources
 
-    def _export(self, ask: Ask, numbers: NDArray[np.int64]) -> list[bytes]:
+    def _export(self, numbers: NDArray[np.int64]) -> list[bytes]:
         """Returns the bytes of states, from whoever has them."""
         workers = self.table.worker[self.table.places(numbers)]
-        answers = self._ask_states(ask, "export_states", workers, lambda mine: (numbers[mine].tolist(),))
+        answers = self._ask_states("export_states", workers, lambda mine: (numbers[mine].tolist(),))
         packed: list[bytes] = [b""] * len(numbers)
         for worker, answer in enumerate(answers):
             for place, data in zip(np.flatnonzero(workers == worker).tolist(), answer or (), strict=True):
@@ -279,7 +275,6 @@ class SavedStates:
 
     def _ask_states(
         self,
-        ask: Ask,
         name: Asked,
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
@@ -287,7 +282,6 @@ class SavedStates:
         """Makes a request of those workers that have to do with some states.
 
         Args:
-            ask: who makes it.
             name: of a method of `EnvSlice`.
             workers: `[n]`, for each state or env whose affair it is.
             arguments: of the worker's part of these, `[n]` bool.
@@ -302,7 +296,7 @@ class SavedStates:
 
         if not workers.size:
             return []
-        answers = ask(name, each)
+        answers = self._questions.ask(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
         if gone:
             raise self.table.lost(np.array(gone))

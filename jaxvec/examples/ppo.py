@@ -36,10 +36,10 @@ class Config(Options):
     lr: float = option(1e-3, "learning rate, falling linearly to 0")
     gamma: float = option(0.99, "discount per step")
     gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
-    clip: float = option(0.2, "how far from 1 a probability ratio still pays")
+    clip: float = option(0.2, "PPO clip range")
     entropy_weight: float = option(0.005, "weight of the entropy bonus")
     value_weight: float = option(0.5, "weight of the value loss")
-    max_grad_norm: float = option(0.5, "longer gradients are shortened to this norm")
+    max_grad_norm: float = option(0.5, "gradient-clipping norm")
 
     def __post_init__(self) -> None:
         """Raises `ValueError` if steps can't be divided as asked."""
@@ -138,7 +138,7 @@ class Agent:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Returns Adam with a learning rate that falls to 0, and shortened gradients.
+    """Returns Adam with a learning rate that falls to 0, and clipped gradients.
 
     It sees all parameters as one vector, so there are fewer operations to compile and to run.
     """
