@@ -30,7 +30,8 @@ class Config(ReplayOptions):
 
     total_steps: int = option(160_000, "env steps, rounded up to whole reports")
     buffer_size: int = option(200_000, "transitions to keep; with fewer, the policy forgets early failures")
-    lr: float = option(3e-4, "learning rate, falling linearly to 0")
+    gradient_steps: int = option(8, "gradient steps after each step of the envs")
+    lr: float = option(1e-4, "learning rate, falling linearly to 0")
     explore: float = option(0.1, "fraction of training in which the exploration rate falls from 1")
     epsilon: float = option(0.02, "exploration rate from then on")
     follow: float = option(0.01, "tau: step size of the target network's update, in each gradient step")
