@@ -13,7 +13,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -234,12 +235,7 @@ class Pool:
     ) -> None:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
         options = _options.expand(options, move.slots, self.spec.num_envs)
-        with (
-            self.condition.pending(move) as pending,
-            self.condition.recording(move),
-            self._engine.exclusive(),
-        ):
-            self.condition.enter(move)
+        with self._alone(move) as pending:
             self._send_reset(pending, self._choose(pending, mask), seeds, options, in_flight=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
@@ -348,12 +344,7 @@ class Pool:
             `[n, 3]`, what names each state.
         """
         slots = move.slots
-        with (
-            self.condition.pending(move) as pending,
-            self.condition.recording(move),
-            self._engine.exclusive(),
-        ):
-            self.condition.enter(move)
+        with self._alone(move) as pending:
             self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
             needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, pending)
             ids = self._saved.save(send, slots, needs_reset, self._read)
@@ -380,12 +371,7 @@ class Pool:
             What `deliver` made of the time steps that were current when the states were saved.
         """
         slots = move.slots
-        with (
-            self.condition.pending(move) as pending,
-            self.condition.recording(move),
-            self._engine.exclusive(),
-        ):
-            self.condition.enter(move)
+        with self._alone(move) as pending:
             self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
             sources, rows, needs_reset = self._saved.find(slots, states, packed)
@@ -472,6 +458,17 @@ class Pool:
                 self.questions.forget()
 
     # --- what the calls are made of; only who is inside the engine, or holds slots there, changes anything --
+
+    @contextmanager
+    def _alone(self, move: Move) -> Generator[Pending]:
+        """Makes a move in a block that is inside the engine, alone."""
+        with (
+            self.condition.pending(move) as pending,
+            self.condition.recording(move),
+            self._engine.exclusive(),
+        ):
+            self.condition.enter(move)
+            yield pending
 
     def _check(self, pending: Pending) -> None:
         """Raises what has to end a wait early."""
