@@ -773,6 +773,17 @@ def test_stdout_has_only_the_record_though_envs_print():
     assert "an env says hello" in done.stderr
 
 
+def test_a_reader_that_has_enough_is_no_error():
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `head` does once it has its lines
+    try:
+        words = [sys.executable, "-m", "jaxvec", "doctor"]
+        done = subprocess.run(words, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=200)
+    finally:
+        os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

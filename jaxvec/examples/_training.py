@@ -247,7 +247,7 @@ def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
     """Draws the curve as a line of text, between its lowest and highest values."""
     known = curve[np.isfinite(curve)]
     if not known.size:
-        return "No episode ended."
+        return "(no episode ended)"
     points = known[np.linspace(0, known.size - 1, min(width, known.size)).astype(int)]
     heights = np.interp(points, (known.min(), known.max()), (0, 7)).astype(int)
     return f"{known.min():.1f} {''.join('▁▂▃▄▅▆▇█'[height] for height in heights)} {known.max():.1f}"
