@@ -9,7 +9,7 @@ if __name__ == "__main__":
     try:
         from jaxvec.cli._command_line import main  # which imports jax, and takes its time
 
-        code = main()
+        code: int = main()
         sys.stdout.flush()
         sys.exit(code)
     except KeyboardInterrupt:
