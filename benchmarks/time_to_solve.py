@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,19 +53,26 @@ def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
 
 
 def _seconds_until(solved: Callable[[str], bool], command: Sequence[str]) -> float:
-    """Returns the seconds from a program's start until a line of its output says that it is solved."""
+    """Returns the seconds from a program's start until a line of its output says that it is solved.
+
+    Infinite if none does, within a limit. Raises `CalledProcessError` if the program failed.
+    """
     with tempfile.TemporaryDirectory() as folder:  # for what it writes
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as program:
             assert program.stdout is not None
+            limit = threading.Timer(_LIMIT, program.kill)  # it may be silent
+            limit.start()
             try:
                 for line in program.stdout:
                     if solved(line):
                         return time.perf_counter() - start
-                    if time.perf_counter() - start > _LIMIT:
-                        break
+                code = program.wait()
             finally:
+                limit.cancel()
                 program.kill()
+        if code > 0:  # not by the limit
+            raise subprocess.CalledProcessError(code, command)
     return float("inf")
 
 

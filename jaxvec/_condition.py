@@ -154,6 +154,10 @@ class Condition:
             self.break_by(error)
         self._program_error = self._engine.served, error
 
+    def served(self) -> None:
+        """Counts a program's call that succeeded; it makes an earlier error old news."""
+        self._engine.serve()
+
     def take_error(self) -> BaseException | None:
         """Returns the error of the last program that failed in this pool, once."""
         failure, self._program_error = self._program_error, None

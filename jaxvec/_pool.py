@@ -130,7 +130,6 @@ class Pool:
             spec,
             workers,
             self.questions,
-            slices=slices,
             capacity=states,
             pool_id=self.id,
             resets_required=resets_required,
@@ -187,10 +186,6 @@ class Pool:
             except _pinned.PinningError as error:
                 _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
             self._engine.admit_devices()
-
-    def served(self) -> None:
-        """Counts a program's call that succeeded; it makes an earlier error old news."""
-        self._engine.serve()
 
     def reset(
         self,

@@ -134,4 +134,4 @@ def serving(pool_id: int, fingerprint: int, fresh: int | None = None) -> Generat
         if pool is not None:
             pool.condition.keep_error(error, under_way=False)
         raise
-    pool.served()
+    pool.condition.served()

@@ -25,7 +25,11 @@ from jaxvec._tracing._recorder import span
 
 
 class Questions:
-    """Asks the workers of a pool."""
+    """Asks the workers of a pool.
+
+    Attributes:
+        worker_of: `[num_envs]`, which worker has each env.
+    """
 
     def __init__(
         self,
@@ -51,10 +55,9 @@ class Questions:
         self._engine = engine
         self._raw_info: NDArray[Any] | None = raw_info
         self._timeout = timeout
-        # Of each worker the first slot; and of each slot the worker, counted from 1.
         self._all = np.arange(slices[-1][1])
         self._starts: NDArray[np.int_] = np.array([first for first, _ in slices])
-        self._worker_of: NDArray[np.int_] = self._starts.searchsorted(self._all, side="right")
+        self.worker_of: NDArray[np.int_] = self._starts.searchsorted(self._all, side="right") - 1
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks only for those that we can't know."""
@@ -118,9 +121,9 @@ class Questions:
 
     def of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:
         """Returns all slots of the workers that have some of `slots`, which nobody has checked yet."""
-        asked = np.zeros(len(self._starts) + 1, np.bool_)
+        asked = np.zeros(len(self._starts) + 1, np.bool_)  # the first is for slots below 0
         asked[self._starts.searchsorted(slots, side="right")] = True
-        return self._all[asked[self._worker_of]]
+        return self._all[asked[1:][self.worker_of]]
 
     def ask(self, name: Asked, arguments: Arguments) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break the pool.

@@ -43,7 +43,6 @@ class SavedStates:
         workers: Workers,
         questions: Questions,
         *,
-        slices: Sequence[tuple[int, int]],
         capacity: int,
         pool_id: int,
         resets_required: bool,
@@ -54,7 +53,6 @@ class SavedStates:
             spec: of the envs.
             workers: who keep the states.
             questions: by which they are asked.
-            slices: `(first, stop)` of each worker's envs.
             capacity: how many states are kept.
             pool_id: by which states name their pool.
             resets_required: whether envs refuse to step whose episode is over.
@@ -63,7 +61,7 @@ class SavedStates:
         self._spec = spec
         self._workers = workers
         self._questions = questions
-        self._worker_of = np.repeat(np.arange(len(slices)), [stop - first for first, stop in slices])
+        self._worker_of = questions.worker_of
         self._resets_required = resets_required
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
 

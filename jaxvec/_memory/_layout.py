@@ -76,12 +76,9 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
             yield leaf.path, spec.batch_shape(leaf), leaf.stored
     yield ("raw_info",), (n,), np.dtype(np.uint8)  # worker writes: a RawInfo
     yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
-    yield (
-        ("state",),
-        (n,),
-        np.dtype(np.int64),
-    )  # parent writes its number, and the worker 0 when done
-    yield ("oldest_state",), (1,), np.dtype(np.int64)  # parent writes: the number of the oldest that is kept
+    # The parent writes which state is asked for, by number, and which is the oldest; the worker 0 when done.
+    yield ("state",), (n,), np.dtype(np.int64)
+    yield ("oldest_state",), (1,), np.dtype(np.int64)
     # What outlives a worker. It alone writes them, and the one that replaces it goes on from there.
     yield ("last_seed",), (n,), np.dtype(np.int64)  # that the env was given, see _seeds
     yield ("rebuilds",), (n,), np.dtype(np.uint32)  # how often the env was built anew

@@ -7,8 +7,7 @@
 //
 // Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
 // fails or is slow) is Python's business: a move says what it is and has changed nothing, or it hands over
-// in the middle of its wait. So all supervision, and every error's text, is in Python
-// (_pool.py).
+// in the middle of its wait. So all supervision, and every error's text, is in one language (_pool.py).
 #pragma once
 
 #include <atomic>
@@ -41,8 +40,7 @@ struct TokenRow {
 };
 bool is_token(const Array& array);
 
-// What a pool can be asked for without Python: the rest of `Verb` of _move.py that C++
-// knows, beside `Operation`.
+// What a pool can be asked for without Python, beside `Operation`; `Verb` of _move.py, too.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
 // What Python reads and writes of a pool, being inside.
