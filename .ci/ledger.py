@@ -4,10 +4,10 @@
     ...
     python .ci/ledger.py --compare before.json
 
-A definition is a function, method, class body or constant. It is identified by a hash of its syntax tree without
-docstrings and imports, and without the module in front of a name (`_seeds.check` is `check`), so that a definition
-which only moved to another file keeps its hash. `--wheel PATH` also lists the files of a wheel, and `--tests` the ids of
-all collected tests.
+A definition is a function, method, class body or constant. It is identified by a hash of its syntax tree
+without docstrings and imports, and without the module in front of a name (`_seeds.check` is `check`). So a
+definition which only moved to another file keeps its hash. `--wheel PATH` also lists the files of a wheel,
+and `--tests` the ids of all collected tests.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxvec
-from jaxvec.callbacks import _ffi, _program
+from jaxvec.callbacks import _call, _ffi
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -55,13 +55,13 @@ def envs(request, make):
 def hand_offs(monkeypatch):
     """The verbs of the calls that reach a pool."""
     calls = []
-    answer = _program.answer
+    answer = _call.answer
 
     def counting(call, *args, **kwargs):
         calls.append(call.verb.function)
         return answer(call, *args, **kwargs)
 
-    monkeypatch.setattr(_program, "answer", counting)
+    monkeypatch.setattr(_call, "answer", counting)
     return calls
 
 

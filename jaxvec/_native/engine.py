@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._admission import FOREVER
-from jaxvec._handoff._engine import NOTHING, Made, Rules, Status
-from jaxvec._handoff._handoff import ParentHandoff
-from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_caller
+from jaxvec._dispatch.dispatch import ParentHandoff
+from jaxvec._dispatch.engine import FOREVER, NOTHING, Made, Rules, Status
+from jaxvec._dispatch.move import VERBS, Caller, Move, Verb, name_caller
 from jaxvec._native import library
 from jaxvec._tracing._recorder import Record, Span
 
