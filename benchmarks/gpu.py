@@ -51,9 +51,10 @@ class StillEnv(gymnasium.Env[Any, Any]):
         return self._observation, 0.0, False, False, {}
 
 
-def make(size: int, **kwargs: Any) -> jaxvec.VectorEnv:
+def make(size: int, transport: str = "auto") -> jaxvec.VectorEnv:
     """Makes a pool whose steps have so many bytes."""
-    return jaxvec.make(lambda: StillEnv(size // NUM_ENVS), NUM_ENVS, final_obs=False, **kwargs)
+    with jaxvec.config.override(transport=transport):
+        return jaxvec.make(lambda: StillEnv(size // NUM_ENVS), NUM_ENVS, final_obs=False)
 
 
 def host(envs: jaxvec.VectorEnv, device: jax.Device) -> Turn:

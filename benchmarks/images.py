@@ -224,7 +224,8 @@ def report(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         programs = {"device alone": alone}
         for transport in options.transports:
-            make = partial(jaxvec.make, num_workers=workers, transport=transport, final_obs=False)
+            stack.enter_context(jaxvec.config.override(transport=transport))
+            make = partial(jaxvec.make, num_workers=workers, final_obs=False)
             envs = stack.enter_context(make(fns[:size]))
             programs[f"synchronous, {transport}"] = Program(shape(halves=1), together, *jaxvec.reset(envs))
             envs = stack.enter_context(make(fns, batch_size=size, recv_order="sent"))

@@ -243,20 +243,19 @@ def run(kind, seconds, mean, deaths):
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "faults")
         record.touch()
-        envs = jaxvec.make(
-            CursedEnv,
-            NUM_ENVS,
-            num_workers=NUM_WORKERS,
-            batch_size=None if kind.batch_size == NUM_ENVS else kind.batch_size,
-            handoff=kind.handoff,
-            transport=kind.transport,
-            backend=kind.backend,
-            spare_envs=kind.spare_envs,
-            on_fault=jaxvec.Restart(retry=kind.retry, max_restarts=None, rate=None),
-            step_timeout=1.0,
-            record=record,
-            mean=mean,
-        )
+        with jaxvec.config.override(dispatch=kind.handoff, transport=kind.transport):
+            envs = jaxvec.make(
+                CursedEnv,
+                NUM_ENVS,
+                num_workers=NUM_WORKERS,
+                batch_size=None if kind.batch_size == NUM_ENVS else kind.batch_size,
+                backend=kind.backend,
+                spare_envs=kind.spare_envs,
+                on_fault=jaxvec.Restart(retry=kind.retry, max_restarts=None, rate=None),
+                timeouts=jaxvec.Timeouts(step=1.0),
+                record=record,
+                mean=mean,
+            )
         stop = threading.Event()
 
         def kill_from_outside():

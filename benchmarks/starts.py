@@ -13,6 +13,9 @@ import jaxvec
 _IMPORTS = "import numpy, gymnasium"
 
 
+NO_LIMIT = jaxvec.Timeouts(start=None)
+
+
 def imports(modules: str = _IMPORTS) -> float:
     """Returns the seconds that a bare interpreter takes to import NumPy and Gymnasium, and to end."""
     began = time.perf_counter()
@@ -23,7 +26,7 @@ def imports(modules: str = _IMPORTS) -> float:
 def pool(num_workers: int, env: str = "CartPole-v1", **options: object) -> float:
     """Returns the seconds that `make` takes, with an env in each worker."""
     began = time.perf_counter()
-    with jaxvec.make(env, num_workers, num_workers=num_workers, start_timeout=None, **options):
+    with jaxvec.make(env, num_workers, num_workers=num_workers, timeouts=NO_LIMIT, **options):
         return time.perf_counter() - began
 
 
@@ -37,15 +40,15 @@ def ratio(num_workers: int, rounds: int) -> float:
 
 def memory(num_workers: int = 64) -> float:
     """Returns the megabytes of a worker, its proportional set size, with so many of them."""
-    with jaxvec.make("CartPole-v1", num_workers, num_workers=num_workers, start_timeout=None) as envs:
+    with jaxvec.make("CartPole-v1", num_workers, num_workers=num_workers, timeouts=NO_LIMIT) as envs:
         envs.reset(seed=0)
         return statistics.mean(pss(each.pid) for each in envs.pool._workers.supervisor._processes)
 
 
 def preload(env: str, modules: list[str], rounds: int) -> tuple[float, float]:
     """Returns the seconds of pools of two workers whose envs import `modules`, without and with `preload`."""
-    pool(2, env, preload=modules)
-    pairs = [(pool(2, env), pool(2, env, preload=modules)) for _ in range(rounds)]
+    pool(2, env, workers=jaxvec.Workers(preload=modules))
+    pairs = [(pool(2, env), pool(2, env, workers=jaxvec.Workers(preload=modules))) for _ in range(rounds)]
     without, preloaded = zip(*pairs, strict=True)
     return min(without), min(preloaded)
 

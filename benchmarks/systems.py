@@ -76,7 +76,9 @@ def jaxvec_scan(
 ) -> Generator[Run]:
     """Steps by `jaxvec.step` in a jitted scan."""
     fns = load.env_fns()
-    with jaxvec.make(fns, transport=transport, handoff=handoff, num_workers=num_workers) as envs:
+    with jaxvec.config.override(transport=transport, dispatch=handoff):
+        envs = jaxvec.make(fns, num_workers=num_workers)
+    with envs:
 
         def step(handle: jaxvec.Handle, action: Any) -> tuple[jaxvec.Handle, jax.Array]:
             handle, timestep = jaxvec.step(handle, action)

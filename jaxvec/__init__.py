@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxvec._config import Ray, Restart
+from jaxvec._config import Ray, Restart, States, Timeouts, Workers, config
 from jaxvec._errors import (
     ActionError,
     ActorDiedError,
@@ -31,11 +31,13 @@ from jaxvec._errors import (
     WorkerDiedError,
 )
 from jaxvec._spec import EnvState, TimeStep
-from jaxvec._stats import Stats, WorkerStats
+from jaxvec._stats import Stats
 
 if TYPE_CHECKING:
-    from jaxvec import adapters, normalize, testing
-    from jaxvec._rollouts import Rollout, Rollouts, RolloutStats
+    from jaxvec import adapters as adapters
+    from jaxvec import normalize as normalize
+    from jaxvec import testing as testing
+    from jaxvec._rollouts import Rollout, Rollouts
     from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._call import Handle
@@ -67,24 +69,24 @@ __all__ = [
     "Restart",
     "Rollout",
     "RolloutError",
-    "RolloutStats",
     "Rollouts",
     "SpaceMismatchError",
     "StaleHandleError",
     "StaleStateError",
     "StateFileError",
+    "States",
     "Stats",
     "TimeStep",
+    "Timeouts",
     "UnsupportedSpaceError",
     "VectorEnv",
     "WorkerDiedError",
-    "WorkerStats",
-    "adapters",
+    "Workers",
     "call",
+    "config",
     "get_attr",
     "make",
     "merge_traces",
-    "normalize",
     "recv",
     "reset",
     "restore",
@@ -92,7 +94,6 @@ __all__ = [
     "send",
     "simulate",
     "step",
-    "testing",
     "tile_images",
 ]
 
@@ -100,7 +101,6 @@ __all__ = [
 _LAZY = {
     "Handle": "jaxvec.callbacks._call",
     "Rollout": "jaxvec._rollouts",
-    "RolloutStats": "jaxvec._rollouts",
     "Rollouts": "jaxvec._rollouts",
     "VectorEnv": "jaxvec._vector_env",
     "call": "jaxvec.callbacks._functions",

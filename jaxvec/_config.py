@@ -7,14 +7,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._errors import JaxvecError
-from jaxvec._spec import Autoreset, parse_autoreset_mode, undeclared
+from jaxvec._spec import Autoreset, parse_autoreset, undeclared
 
 # ----------------------------------------------------------------------------------------------------------
 # Which failures end a pool, and which are gone on from: the policy, and what is left of it.
@@ -138,6 +139,7 @@ class Budget:
 
 _STEP = 0.0001
 DATA = ("auto", "tcp", "ray")
+START_METHODS = ("auto", "forkserver", "spawn")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -182,15 +184,13 @@ class Ray:
             )
         if self.data not in DATA:
             raise ValueError(f"data must be one of {', '.join(DATA)}, not {self.data!r}")
-        count = self.workers_per_actor
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"workers_per_actor must be an integer of at least 1, not {count!r}")
+        _check_count("workers_per_actor", self.workers_per_actor, 1)
         for name, amount in self._of_worker.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(
                     f"resources_per_worker[{name!r}] must be a number of at least 0, not {amount!r}"
                 )
-        self.check(count)
+        self.check(self.workers_per_actor)
 
     def check(self, num_workers: int) -> None:
         """Checks that Ray can count what an actor of so many workers holds; raises `ValueError`."""
@@ -217,58 +217,302 @@ class Ray:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# `PoolConfig`: what users say of a pool, checked; faces make it, with or without JAX.
+# The other parts of a pool's options: worker processes, saved states, time limits.
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+def _modules(preload: Iterable[str]) -> tuple[str, ...]:
+    modules = (preload,) if isinstance(preload, str) else tuple(preload)
+    for module in modules:
+        if not isinstance(module, str) or not module:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"Workers(preload=...) must be names of modules, as texts, not {module!r}")
+    return modules
+
+
+def _variables(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
+    """Returns changes to environment variables; raises on what no system takes."""
+    variables = dict(env or {})
+    for name, value in variables.items():
+        if not isinstance(name, str) or not isinstance(value, (str, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"Workers(env=...): {name!r} is {value!r}; names are texts, values texts or None")
+        if not name or "=" in name or "\0" in name + (value or ""):
+            raise ValueError(
+                f"Workers(env=...): {name!r} can't be an environment variable with the value {value!r}"
+            )
+    return variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Options of the worker processes, for `make(workers=...)`.
+
+    Attributes:
+        num: number of worker processes; by default as many as there are usable cores, or as a Ray cluster
+            has free CPUs for. `make(num_workers=n)` is short for `Workers(num=n)`.
+        start_method: `"forkserver"` forks workers from a helper process that has imported NumPy and
+            Gymnasium, but neither JAX nor your code; `"spawn"` starts each as a Python interpreter of its
+            own, which takes longer; `"auto"` is the first where it works.
+        env: environment variables of the workers; `None` as a value unsets one. By default workers
+            run numerical libraries on one thread, keep off the accelerator, and lack the variables by which
+            MPI knows its processes (`OMPI_*`, `PMI_*`, `PMIX_*`).
+        init: a function that each worker runs before it builds its envs, as do workers that replace
+            others. It prepares the process: registers envs, sets global options, opens what the envs
+            share. It gets the index of its worker if it has a parameter `worker_id`. `Timeouts(start=...)`
+            includes it.
+        preload: modules that the helper process imports before it forks, such as `("ale_py",)`: those that
+            are slow to import and that every env needs.
+        pin: bind each worker to a core of its own, one after the other, of those that this process
+            may use; needs Linux. Threads that an env starts are then on that core, too.
+        max_running: maximum number of workers that run envs at the same time; the others wait for their turn.
+            For simulators that need a process each and more of a core or of memory than there is for all at
+            once. The time that a worker waits counts for `Timeouts(step=..., reset=...)`. Needs Linux.
+
+    Example:
+        ```python
+        workers = jaxvec.Workers(num=2, env={"OMP_NUM_THREADS": "2"}, pin=True)
+        with jaxvec.make("CartPole-v1", 4, workers=workers) as envs:
+            print(envs.reset(seed=0).obs.shape)  # (4, 4)
+        ```
+    """
+
+    num: int | None = None
+    start_method: str = "auto"
+    env: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
+    init: Callable[..., Any] | None = None
+    preload: Iterable[str] = ()
+    pin: bool = False
+    max_running: int | None = None
+
+    def __post_init__(self) -> None:
+        # Kept as read, since an iterator can be read only once.
+        object.__setattr__(self, "preload", _modules(self.preload))
+        object.__setattr__(self, "env", _variables(self.env))
+        if self.num is not None:
+            _check_count("Workers(num=...)", self.num, 1)
+        if self.start_method not in START_METHODS:
+            raise ValueError(
+                f"Workers(start_method=...) must be one of {', '.join(START_METHODS)}, not "
+                f"{self.start_method!r}"
+            )
+        if self.init is not None and not callable(self.init):
+            raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
+        if self.preload and self.start_method == "spawn":
+            raise ValueError('Workers(preload=...) needs the fork server; start_method="spawn" has none')
+        if self.max_running is not None:
+            _check_count("Workers(max_running=...)", self.max_running, 1)
+            if sys.platform != "linux":
+                raise ValueError(
+                    "Workers(max_running=...) needs Linux, which can lock parts of shared memory"
+                )
+        if self.pin and not hasattr(os, "sched_setaffinity"):
+            raise ValueError("Workers(pin=True) needs a system that binds processes to cores, as Linux does")
+
+
+@dataclass(frozen=True)
+class States:
+    """Options of saved env states, for `make(states=...)`; a number `n` is short for `States(max=n)`.
+
+    Attributes:
+        max: number of states that the pool keeps for `jaxvec.save`, `restore` and `simulate`; a newer one
+            takes the place of the oldest. Not with `spare_envs` or batched envs.
+        functions: `(get_state, set_state)` for envs whose state jaxvec can't take by itself:
+            `get_state(env)` returns all of the state of an env and its wrappers, `set_state(env, state)` has
+            an env that was made by the same function continue from it.
+
+    Example:
+        ```python
+        def get_state(env):
+            return dict(vars(env.unwrapped))
+
+        def set_state(env, state):
+            vars(env.unwrapped).update(state)
+
+        states = jaxvec.States(max=10, functions=(get_state, set_state))
+        with jaxvec.make(jaxvec.testing.CountingEnv, 2, states=states) as envs:
+            envs.reset(seed=0)
+            saved = envs.save()
+            envs.step([1, 1])
+            envs.restore(saved)
+        ```
+    """
+
+    max: int = 0
+    functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("States(max=...)", self.max, 0)
+        functions: Any = self.functions
+        if functions is None:
+            return
+        if (
+            not isinstance(functions, (tuple, list))
+            or len(functions) != 2
+            or not all(map(callable, functions))
+        ):  # pyright: ignore[reportUnknownArgumentType]
+            raise TypeError(
+                "States(functions=...) must be two functions, get_state(env) and set_state(env, state), not "
+                f"{functions!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Time limits in seconds, for `make(timeouts=...)`; `None` waits without limit.
+
+    Attributes:
+        start: for workers to build their envs; also for each worker that replaces another later. Timeouts
+            need processes; the serial backend has none.
+        reset: for a reset.
+        step: for a step.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2, timeouts=jaxvec.Timeouts(start=300, step=5)) as envs:
+            print(envs.reset(seed=0).obs.shape)  # (2, 4)
+        ```
+    """
+
+    start: float | None = 60
+    reset: float | None = 60
+    step: float | None = 60
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"Timeouts({name}=...) must be above 0 seconds, or None, not {seconds!r}")
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `jaxvec.config`: settings of the process, for tests and bug reports.
 # ----------------------------------------------------------------------------------------------------------
 
 TRANSPORTS = ("auto", "ffi", "io_callback")
-
-_NAMES = {
-    "start_method": ("auto", "forkserver", "spawn"),
+_SETTINGS: dict[str, tuple[Any, ...]] = {
     "transport": TRANSPORTS,
-    "handoff": ("auto", "native", "portable"),
+    "dispatch": ("auto", "native", "portable"),
+    "wrapper_bypass": (True, False),
 }
+
+
+@dataclass
+class Config:
+    """Settings for tests and bug reports; `jaxvec.config` holds those of this process.
+
+    A pool reads them when it is made. Their first values are those of the environment variables
+    `JAXVEC_TRANSPORT`, `JAXVEC_DISPATCH` and `JAXVEC_WRAPPER_BYPASS` (`true` or `false`).
+
+    Attributes:
+        transport: path of compiled programs to the pool: `"ffi"`, on the CPU and on NVIDIA's GPUs,
+            without Python; `"io_callback"`, on every platform; or `"auto"` for the first that works
+            where the program runs. `VectorEnv.transport` says which one a pool uses.
+        dispatch: synchronisation between this process and the workers: `"native"` by futexes,
+            `"portable"` over sockets, or `"auto"` for the first that works here.
+        wrapper_bypass: step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and
+            `PassiveEnvChecker` as soon as a step through them gives the same, and count the limit's steps.
+            Data, errors and the wrappers' attributes are as without; `False` calls every wrapper.
+
+    Example:
+        ```python
+        with jaxvec.config.override(transport="io_callback"):
+            envs = jaxvec.make("CartPole-v1", 2)
+        print(envs.transport)  # io_callback
+        envs.close()
+        ```
+    """
+
+    transport: str = "auto"
+    dispatch: str = "auto"
+    wrapper_bypass: bool = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SETTINGS:
+            raise AttributeError(f"jaxvec.config has no setting {name!r}, only {', '.join(_SETTINGS)}")
+        if value not in _SETTINGS[name]:
+            raise ValueError(
+                f"jaxvec.config.{name} must be one of {', '.join(map(str, _SETTINGS[name]))}, not {value!r}"
+            )
+        super().__setattr__(name, value)
+
+    @contextmanager
+    def override(self, **settings: Any) -> Generator[None]:
+        """Changes settings of this process within a `with` block."""
+        before = dict(vars(self))
+        try:
+            for name, value in settings.items():
+                setattr(self, name, value)
+            yield
+        finally:
+            vars(self).update(before)
+
+
+def _from_environ() -> Config:
+    settings = Config()
+    for name, allowed in _SETTINGS.items():
+        variable = f"JAXVEC_{name.upper()}"
+        text = os.environ.get(variable)
+        if not text:
+            continue
+        values = {str(value).lower(): value for value in allowed}
+        if text.lower() not in values:
+            raise ValueError(f"{variable} must be one of {', '.join(values)}, not {text!r}")
+        setattr(settings, name, values[text.lower()])
+    return settings
+
+
+config = _from_environ()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `PoolConfig`: all options of a pool in one record; the APIs make it, with or without JAX.
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolConfig:
-    """The options of `jaxvec.make`, which tells what each means; all but those that are JAX's.
+    """The options of `jaxvec.make`, which documents them, without JAX's own.
 
-    What is wrong with them, whatever the env and the machine are, is said here: `ValueError` or `TypeError`.
+    Mistakes that show whatever the env and the machine are raise `ValueError` or `TypeError` here. The record
+    travels whole to where its options are used, workers included.
+
+    Attributes:
+        workers: options of the workers; `num_workers` is in `workers.num`, too.
+        states: options of the saved states, as a record.
+        settings: copy of `jaxvec.config` of the time when the pool was made.
     """
 
     num_workers: int | None = None
+    workers: Workers = Workers()
     batch_size: int | None = None
     recv_order: str = "ready"
     backend: str | Ray = "process"
     autoreset_mode: AutoresetMode | str | None = None
-    episodic: bool = False
     final_obs: bool = True
     info: Mapping[str, Any] | Iterable[str] | None = None
     env_configs: Sequence[Mapping[str, Any]] | None = None
     envs_per_instance: int | None = None
-    worker_env: Mapping[str, str | None] | None = None
-    worker_init: Callable[..., Any] | None = None
-    start_method: str = "auto"
-    preload: Iterable[str] = ()
-    pin_workers: bool = False
-    max_running: int | None = None
     on_fault: str | Restart = "raise"
     check: str = "structure"
-    see_through: bool = True
     spare_envs: int = 0
-    states: int = 0
-    state_functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None
-    start_timeout: float | None = 60
-    reset_timeout: float | None = 60
-    step_timeout: float | None = 60
-    transport: str = "auto"
-    handoff: str = "auto"
+    states: States = States()
+    timeouts: Timeouts = Timeouts()
+    settings: Config = field(default_factory=lambda: replace(config))
 
     def __post_init__(self) -> None:
+        for name, part in (("workers", Workers), ("timeouts", Timeouts)):
+            if not isinstance(getattr(self, name), part):
+                raise TypeError(f"{name} must be a jaxvec.{part.__name__}, not {getattr(self, name)!r}")
         # Kept as read, since an iterator can be read only once.
         declared, learnt = undeclared(self.info)
         object.__setattr__(self, "info", declared | dict.fromkeys(learnt))
-        object.__setattr__(self, "preload", _modules(self.preload))
+        object.__setattr__(self, "workers", self._merge_workers())
+        if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
+            _check_count("states", self.states, 0)
+            object.__setattr__(self, "states", States(self.states))
         if self.recv_order not in ("ready", "sent"):
             raise ValueError(f'recv_order must be "ready" or "sent", not {self.recv_order!r}')
         if self.check not in ("structure", "strict"):
@@ -277,131 +521,104 @@ class PoolConfig:
             raise ValueError(
                 f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {self.backend!r}'
             )
-        for name, known in _NAMES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
-        if self.worker_init is not None and not callable(self.worker_init):
-            raise TypeError(f"worker_init must be a function, or None, not {self.worker_init!r}")
-        for name in ("start_timeout", "reset_timeout", "step_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"{name} must be above 0 seconds, or None, not {seconds!r}")
-        size = self.envs_per_instance
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"envs_per_instance must be an integer of at least 1, not {size!r}")
-        autoreset, restart, count = self.autoreset, self.restart, self.spare_envs
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"spare_envs must be an integer of at least 0, not {count!r}")
-        if count and autoreset is not None and not autoreset.resets:
+        if self.envs_per_instance is not None:
+            _check_count("envs_per_instance", self.envs_per_instance, 1)
+        _check_count("spare_envs", self.spare_envs, 0)
+        autoreset, restart = self.autoreset, self.restart
+        if self.spare_envs and autoreset is not None and not autoreset.resets:
             raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")
-        _check_states(self.states, self.state_functions)
-        if self.states and count:
+        if self.states.max and self.spare_envs:
             raise ValueError(
                 "states don't go with spare_envs: which of these plays an env's next episode depends on when "
                 "the other envs' episodes end, so no state of one env can say it; leave out spare_envs"
             )
         if restart is not None and restart.retry == "restore":
-            _check_restores(self.states, autoreset)
-        if self.preload and self.start_method == "spawn":
-            raise ValueError('preload needs the fork server; start_method="spawn" has none')
-        if self.max_running is not None:
-            _check_max_running(self.max_running, self.backend)
-        if self.pin_workers and not hasattr(os, "sched_setaffinity"):
-            raise ValueError("pin_workers needs a system that binds processes to cores, as Linux does")
-        if size is not None:
+            self._check_restores(autoreset)
+        if self.workers.max_running is not None and (isinstance(self.backend, Ray) or self.backend == "ray"):
+            raise ValueError(
+                "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs for "
+                "each"
+            )
+        if self.envs_per_instance is not None:
             _refuse(
                 "does not go with a batched env",
-                on_fault=restart,
-                check=self.strict,
-                spare_envs=count,
-                episodic=self.episodic,
-                states=self.states,
-                state_functions=self.state_functions,
+                {
+                    "on_fault": restart,
+                    "check": self.strict,
+                    "spare_envs": self.spare_envs,
+                    "states": self.states.max or self.states.functions,
+                },
             )
         if self.backend == "serial":
-            if self.num_workers not in (None, 1):
-                raise ValueError(f'backend="serial" has one worker, this process, not {self.num_workers}')
+            if self.workers.num not in (None, 1):
+                raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
             _refuse(
                 'needs worker processes; backend="serial" has none',
-                worker_env=self.worker_env,
-                worker_init=self.worker_init is not None,
-                preload=self.preload,
-                pin_workers=self.pin_workers,
-                max_running=self.max_running,
-                spare_envs=count,
+                {
+                    **{
+                        f"Workers({name}=...)": getattr(self.workers, name)
+                        for name in ("env", "init", "preload", "pin", "max_running")
+                    },
+                    "spare_envs": self.spare_envs,
+                },
             )
 
     @property
     def autoreset(self) -> Autoreset | None:
-        """What happens when an episode ends; `None` for batched envs, which say it themselves."""
-        mode, batched = self.autoreset_mode, self.envs_per_instance is not None
-        if mode is None and not batched:
-            return Autoreset.EPISODIC if self.episodic else Autoreset.SAME_STEP
-        if mode is None:
-            return None
-        known = parse_autoreset_mode(mode)
-        if batched:
+        """Mode of the autoreset; `None` for batched envs, which have their own."""
+        if self.autoreset_mode is None:
+            return None if self.envs_per_instance is not None else Autoreset.SAME_STEP
+        known = parse_autoreset(self.autoreset_mode)
+        if self.envs_per_instance is not None:
             raise ValueError("autoreset_mode: a batched env resets its envs itself; leave it out")
-        if self.episodic and known is not AutoresetMode.DISABLED:
-            raise ValueError(
-                "episodic envs idle after their episode's end, so autoreset_mode can't be "
-                f"{known.name}; leave it out"
-            )
-        return Autoreset.EPISODIC if self.episodic else Autoreset(known)
+        return known
 
     @property
     def restart(self) -> Restart | None:
-        """How the pool goes on after a fault; `None` if it does not."""
+        """Policy after a fault; `None` if the pool ends with it."""
         return parse_restart(self.on_fault)
 
     @property
     def strict(self) -> bool:
-        """Whether observations have to be members of their space."""
+        """True if observations have to be members of their space."""
         return self.check == "strict"
 
-
-def _check_max_running(max_running: int, backend: str | Ray) -> None:
-    if isinstance(max_running, bool) or not isinstance(max_running, int) or max_running < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"max_running must be an integer of at least 1, or None, not {max_running!r}")
-    if isinstance(backend, Ray) or backend == "ray":
-        raise ValueError(
-            "max_running needs workers on this machine; on a cluster, reserve more CPUs for each"
-        )
-    if sys.platform != "linux":
-        raise ValueError("max_running needs Linux, which can lock parts of memory that processes share")
-
-
-def _check_restores(states: int, autoreset: Autoreset | None) -> None:
-    if not states:
-        raise ValueError('Restart(retry="restore") needs saved states: make(states=n) says how many are kept')
-    if autoreset is not None and not autoreset.resets:
-        raise ValueError(
-            'Restart(retry="restore") needs autoreset: without it, the program itself resets an env after a '
-            "fault, or restores it"
+    def for_workers(self) -> PoolConfig:
+        """Returns the record without the user's objects, which workers are sent apart or don't need."""
+        return replace(
+            self,
+            workers=replace(self.workers, init=None),
+            states=States(self.states.max),
+            backend="process",
+            info=None,
+            env_configs=None,
+            on_fault="raise",
         )
 
+    def _merge_workers(self) -> Workers:
+        """Returns `workers` with `num_workers` in it."""
+        if self.num_workers is None:
+            return self.workers
+        _check_count("num_workers", self.num_workers, 1)
+        if self.workers.num not in (None, self.num_workers):
+            raise ValueError(
+                f"num_workers={self.num_workers} and Workers(num={self.workers.num}) differ; pass one of them"
+            )
+        return replace(self.workers, num=self.num_workers)
 
-def _check_states(states: int, functions: Any) -> None:
-    if isinstance(states, bool) or not isinstance(states, int) or states < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"states must be an integer of at least 0, not {states!r}")
-    if functions is None:
-        return
-    if not isinstance(functions, (tuple, list)) or len(functions) != 2 or not all(map(callable, functions)):
-        raise TypeError(
-            "state_functions must be two functions, get_state(env) and set_state(env, state), not "
-            f"{functions!r}"
-        )
+    def _check_restores(self, autoreset: Autoreset | None) -> None:
+        if not self.states.max:
+            raise ValueError(
+                'Restart(retry="restore") needs saved states: make(states=n) says how many are kept'
+            )
+        if autoreset is not None and not autoreset.resets:
+            raise ValueError(
+                'Restart(retry="restore") needs autoreset: without it, the program itself resets an env '
+                "after a fault, or restores it"
+            )
 
 
-def _refuse(why: str, **values: Any) -> None:
+def _refuse(why: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if value:
             raise ValueError(f"{name} {why}")
-
-
-def _modules(preload: Iterable[str]) -> tuple[str, ...]:
-    modules = (preload,) if isinstance(preload, str) else tuple(preload)
-    for module in modules:
-        if not isinstance(module, str) or not module:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"preload: the name of a module is expected, as text, not {module!r}")
-    return modules

@@ -420,7 +420,7 @@ class EnvTimeoutError(JaxvecError, TimeoutError):
             def step(self, action):
                 time.sleep(3600)
 
-        with jaxvec.make(Hang, 2, num_workers=1, step_timeout=0.1) as envs:
+        with jaxvec.make(Hang, 2, num_workers=1, timeouts=jaxvec.Timeouts(step=0.1)) as envs:
             envs.reset(seed=0)
             try:
                 envs.step([5, 6])

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from jaxvec._arguments import derive_seeds
-from jaxvec._config import Budget, PoolConfig, Ray, Restart, parse_restart
+from jaxvec._config import Budget, PoolConfig, Ray, Restart, Timeouts, parse_restart
 from jaxvec._errors import (
     ActorDiedError,
     NotPicklableError,
@@ -423,7 +423,7 @@ class Actors:
             why = f"was not done with rollout {place.index} within rollout_timeout"
             self._lose(place, f"{why}, {self._terms.rollout_timeout} s")
             return
-        why = f"was not ready within start_timeout, {self._terms.start_timeout} s"
+        why = f"was not ready within Timeouts(start={self._terms.start_timeout})"
         if place.asked == "identify":
             needs, free = self._terms.options.of_actor(), self._ray.available_resources()
             why += f": Ray has not started it; it needs {needs}, and free are {free}"
@@ -527,7 +527,6 @@ _JOIN_TIMEOUT = 10.0  # seconds for actors to end
 _POOL_OPTIONS = {option.name for option in fields(PoolConfig)}
 _ELSEWHERE = {
     "num_workers": "Ray(workers_per_actor=) says how many workers each actor's pool has",
-    "sharding": "device takes it",
 }
 
 
@@ -620,9 +619,10 @@ class Rollouts:
             slow holds actors back so.
         on_fault: of the actors' pools, as of `jaxvec.make`. `"restart"`, or a `jaxvec.Restart`, also replaces
             actors that are lost, with limits of their own for each.
-        start_timeout: seconds that an actor may take until it has made and reset its pool, and of `make`.
+        timeouts: of the actors' pools, as of `jaxvec.make`; `start` is also for an actor to make and reset
+            its pool.
         rollout_timeout: seconds that a rollout may take, with compilation, before its actor counts as lost;
-            `None` for ever. Steps have their own, `step_timeout`.
+            `None` for ever. Steps have their own limit in `timeouts`.
         **options: other options of `jaxvec.make`, and arguments of the env.
 
     Raises:
@@ -666,7 +666,7 @@ class Rollouts:
         max_lag: int | None = None,
         in_flight: int = 1,
         on_fault: str | Restart = "raise",
-        start_timeout: float | None = 60,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
         rollout_timeout: float | None = None,
         **options: Any,
     ) -> None:
@@ -686,11 +686,11 @@ class Rollouts:
                 raise TypeError(f"Rollouts has no option {name!r}: {instead}")
         policy = parse_restart(on_fault)
         workers = ray_options.workers_per_actor
-        options |= {"num_workers": workers, "on_fault": on_fault, "start_timeout": start_timeout}
+        options |= {"num_workers": workers, "on_fault": on_fault, "timeouts": timeouts}
         PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # checks them
         program = Program(rollout, env, num_envs, seed, options, node_identity()["jaxvec"], jax_options())
         pickled = pickle_given(program, _refuse)
-        cluster.connect(ray_options, start_timeout)
+        cluster.connect(ray_options, timeouts.start)
         self._ray: Any = importlib.import_module("ray")
         check_place(self._ray, ray_options.of_actor())
         self._max_lag = max_lag
@@ -699,8 +699,8 @@ class Rollouts:
         self._closed = False
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = self._dropped = 0
-        terms = Terms(self._ray, ray_options, num_actors, start_timeout, rollout_timeout, in_flight, policy)
-        placement = Placement(self._ray, ray_options, [workers] * num_actors, start_timeout)
+        terms = Terms(self._ray, ray_options, num_actors, timeouts.start, rollout_timeout, in_flight, policy)
+        placement = Placement(self._ray, ray_options, [workers] * num_actors, timeouts.start)
         self._actors = Actors(terms, placement, pickled, (0, self._put(params)))
         weakref.finalize(self, self._actors.stop).atexit = False  # Ray ends them then
         try:

@@ -40,7 +40,7 @@ class TimeStep(NamedTuple):
             episode ended) and its mask `_final_obs`; and each declared key with its mask, under same-step
             autoreset once more in `final_info`, of the steps that ended an episode. `fault` `[num_envs]` bool
             with `on_fault="restart"`: which steps were cut short; `idle` `[num_envs]` bool with
-            `episodic=True`: which were not taken.
+            `autoreset_mode="EPISODIC"`: which were not taken.
 
     Example:
         ```python
@@ -396,16 +396,17 @@ class Autoreset(Enum):
         return self in (Autoreset.SAME_STEP, Autoreset.NEXT_STEP)
 
 
-def parse_autoreset_mode(mode: Any) -> AutoresetMode:
-    """Returns Gymnasium's mode for itself, its name (`"SAME_STEP"`) or its value (`"SameStep"`).
+def parse_autoreset(mode: Any) -> Autoreset:
+    """Returns the mode for Gymnasium's, for a name (`"SAME_STEP"`) or for a value (`"SameStep"`).
 
     Raises:
         ValueError: it is none of them.
     """
-    for known in AutoresetMode:
-        if mode in (known, known.name, known.value):
+    for known in Autoreset:
+        value = known.value.value if isinstance(known.value, AutoresetMode) else known.value
+        if mode in (known.value, known.name, value):
             return known
-    names = ", ".join(known.name for known in AutoresetMode)
+    names = ", ".join(known.name for known in Autoreset)
     raise ValueError(f"autoreset_mode must be one of {names}, not {mode!r}")
 
 

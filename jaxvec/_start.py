@@ -12,17 +12,17 @@ from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
 from jaxvec._config import Budget, PoolConfig, Ray
 from jaxvec._envs import constructors
-from jaxvec._envs.constructors import Description, SliceConfig
+from jaxvec._envs.constructors import Description
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._memory.segment import Place, split_evenly
 from jaxvec._pool import registry
-from jaxvec._pool.pool import Pool, Timeouts
+from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base
 from jaxvec._workers.base import Launcher, Workers
-from jaxvec._workers.process import LocalLauncher, ProcessWorkers, StartMethod
+from jaxvec._workers.process import LocalLauncher, ProcessWorkers
 from jaxvec._workers.serial import SerialWorkers
 from jaxvec._workers.worker import WorkerRecipe
 
@@ -63,26 +63,9 @@ def start(
     num_workers = _num_workers(config, num_envs // together, cluster)
     slices = split_evenly(num_envs, num_workers, together)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
-    slice_config = SliceConfig(
-        size,
-        config.spare_envs,
-        strict=config.strict,
-        see_through=config.see_through,
-        equal_spaces=equal_spaces,
-        keeps_states=config.states > 0,
-        state_functions=config.state_functions,
-    )
     declared, learnt = undeclared(config.info)
-    recipe = WorkerRecipe(
-        env_fns,
-        slices,
-        config.start_timeout,
-        slice_config,
-        pin_workers=config.pin_workers,
-        max_running=config.max_running,
-        worker_init=config.worker_init,
-    )
-    workers = _workers(recipe, config, cluster, learn_info=bool(learnt))
+    recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces)
+    workers = _workers(recipe, cluster, learn_info=bool(learnt))
     try:
         description = workers.description
         autoreset = config.autoreset or _autoreset_of(description)
@@ -103,12 +86,12 @@ def start(
             slices=slices,
             together=together,
             in_order=config.recv_order == "sent",
-            timeouts=Timeouts(config.start_timeout, config.reset_timeout, config.step_timeout),
+            timeouts=config.timeouts,
             resets_required=resets_required,
-            states=config.states,
+            states=config.states.max,
         )
         registry.publish(pool)
-        return VectorEnv(pool, description, slices=slices, transport=config.transport, place=place)
+        return VectorEnv(pool, description, slices=slices, transport=config.settings.transport, place=place)
     except BaseException:
         workers.close(timeout=1)
         raise
@@ -124,20 +107,15 @@ def _adopt(
     return [lambda: env], env.num_envs, replace(config, backend="serial", envs_per_instance=env.num_envs)
 
 
-def _workers(
-    recipe: WorkerRecipe, config: PoolConfig, cluster: RayCluster | None, *, learn_info: bool
-) -> Workers:
+def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bool) -> Workers:
     """Starts the workers of the backend that was asked for."""
-    num_workers = len(recipe.slices)
-    budget = Budget(config.restart, num_workers)
-    handoff = base.choose_dispatch(config.handoff)
+    config = recipe.config
+    budget = Budget(config.restart, len(recipe.slices))
+    dispatch = base.choose_dispatch(config.settings.dispatch)
     if config.backend == "serial":
         return SerialWorkers(recipe, budget=budget, learn_info=learn_info)
-    method = StartMethod(
-        config.start_method, dict(config.worker_env or {}), tuple(config.preload), config.start_timeout
-    )
-    launcher: Launcher = LocalLauncher(method) if cluster is None else cluster.launcher(recipe.slices, method)
-    return ProcessWorkers(recipe, launcher=launcher, handoff=handoff, budget=budget, learn_info=learn_info)
+    launcher: Launcher = LocalLauncher(config) if cluster is None else cluster.launcher(recipe.slices, config)
+    return ProcessWorkers(recipe, launcher=launcher, handoff=dispatch, budget=budget, learn_info=learn_info)
 
 
 def _autoreset_of(description: Description) -> Autoreset:
@@ -157,16 +135,16 @@ def _cluster(config: PoolConfig) -> RayCluster | None:
         return None
     from jaxvec._ray import cluster as _launcher  # for those who ask
 
-    return _launcher.connect(Ray() if isinstance(backend, str) else backend, config.start_timeout)
+    return _launcher.connect(Ray() if isinstance(backend, str) else backend, config.timeouts.start)
 
 
 def _num_workers(config: PoolConfig, num_envs: int, cluster: RayCluster | None) -> int:
-    num_workers = config.num_workers
+    num_workers = config.workers.num
     if config.backend == "serial":
         return 1
     if num_workers is None:
         return min(num_envs, usable_cores()) if cluster is None else cluster.num_workers(num_envs)
-    if isinstance(num_workers, bool) or not isinstance(num_workers, int) or not 1 <= num_workers <= num_envs:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if num_workers > num_envs:
         raise ValueError(
             f"num_workers must be an integer from 1 to num_envs ({num_envs}), not {num_workers!r}"
         )

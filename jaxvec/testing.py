@@ -213,7 +213,7 @@ def check_env(
         jaxvec.testing.check_env(lambda: gymnasium.make("CartPole-v1"), num_steps=20)
         ```
     """
-    first, second = (_trace(env_fn, num_steps, seed, PoolConfig(check=check).strict) for _ in range(2))
+    first, second = (_trace(env_fn, num_steps, seed, PoolConfig(check=check)) for _ in range(2))
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
         for path, array in a.items():
             if array.tobytes() != b[path].tobytes():
@@ -225,7 +225,7 @@ def check_env(
 
 
 def _trace(
-    env_fn: Callable[[], Any], num_steps: int, seed: int, strict: bool
+    env_fn: Callable[[], Any], num_steps: int, seed: int, config: PoolConfig
 ) -> list[dict[str, NDArray[Any]]]:
     """Returns copies of every leaf after the reset and each step."""
     envs: list[Any] = []
@@ -235,7 +235,7 @@ def _trace(
         mode = Autoreset.SAME_STEP
         spec = make_spec(spaces_, num_envs=1, autoreset=mode, final_obs=True, declared={}, policy=as_jax)
         arrays = segment.private_segment(make_layout(spec, 1))
-        env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, strict=strict)
+        env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, config=config)
         spaces_.action.seed(seed)
         write_action = rows.writer(spec.action, arrays)
         arrays["seed",][:] = seed

@@ -8,8 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -21,9 +20,7 @@ from hypothesis import HealthCheck, settings
 import jaxvec
 from jaxvec._native import engine
 from jaxvec._util import usable_cores
-from jaxvec._workers import base, fork, lifeline, supervisor
-from jaxvec._workers import process as _process
-from jaxvec.callbacks import _primitive
+from jaxvec._workers import fork, lifeline, process, supervisor
 
 pytest.register_assert_rewrite("disasters", "scripts")
 import disasters  # noqa: E402
@@ -41,8 +38,8 @@ jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--handoff", choices=["native", "portable"], help="what handoff='auto' means")
-    parser.addoption("--transport", choices=["ffi", "io_callback"], help="what transport='auto' means")
+    parser.addoption("--handoff", choices=["native", "portable"], help="jaxvec.config.dispatch")
+    parser.addoption("--transport", choices=["ffi", "io_callback"], help="jaxvec.config.transport")
     parser.addoption("--start-method", choices=["forkserver", "spawn"], help="what start_method='auto' means")
     parser.addoption(
         "--ways",
@@ -132,19 +129,15 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"there is no GPU: {error}"))
 
 
-_CHOICES = {
-    "--handoff": (base, "choose_dispatch"),
-    "--transport": (_primitive, "choose_transport"),
-    "--start-method": (_process, "choose_start_method"),
-}
-_FREE = {place: getattr(*place) for place in _CHOICES.values()}
+_choose_start_method = process.choose_start_method
 
 
 @pytest.fixture
-def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undoes `--handoff`, `--transport` and `--start-method` for one test."""
-    for (module, name), choose in _FREE.items():
-        monkeypatch.setattr(module, name, choose)
+    monkeypatch.setattr(process, "choose_start_method", _choose_start_method)
+    with jaxvec.config.override(dispatch="auto", transport="auto"):
+        yield
 
 
 @pytest.fixture
@@ -155,14 +148,11 @@ def patient_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _defaults(request: pytest.FixtureRequest) -> None:
-    for option, (module, function) in _CHOICES.items():
-        name = request.config.getoption(option)
-        if name is not None:
-            setattr(module, function, partial(_choose, getattr(module, function), name))
-
-
-def _choose(choose: Callable[[str], str], default: str, asked: str) -> str:
-    return choose(default if asked == "auto" else asked)
+    options = request.config.option
+    jaxvec.config.dispatch = options.handoff or jaxvec.config.dispatch
+    jaxvec.config.transport = options.transport or jaxvec.config.transport
+    if default := options.start_method:
+        process.choose_start_method = lambda name: _choose_start_method(default if name == "auto" else name)
 
 
 def leftovers() -> dict[str, int]:
@@ -237,11 +227,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
 
 @pytest.fixture
 def make() -> Iterator[object]:
-    """Yields `jaxvec.make`, and closes every pool made by it."""
+    """Yields `disasters.make`, and closes every pool made by it."""
     made: list[jaxvec.VectorEnv] = []
 
     def make(*args: object, **kwargs: object) -> jaxvec.VectorEnv:
-        made.append(jaxvec.make(*args, **{"start_timeout": disasters.PATIENCE} | kwargs))
+        made.append(disasters.make(*args, **{"start_timeout": disasters.PATIENCE} | kwargs))
         return made[-1]
 
     yield make

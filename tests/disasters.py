@@ -60,6 +60,17 @@ in_halves = pytest.mark.parametrize("way", [w for w in WAYS if w.first_ready], i
 in_two_ways = pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
 
 
+def make(*args: object, **options: object) -> jaxvec.VectorEnv:
+    """Makes a pool; limits of time may be given one by one here, and settings of `jaxvec.config`, too."""
+    settings = {name: options.pop(name) for name in vars(jaxvec.config) if name in options}
+    names = {"start_timeout": "start", "reset_timeout": "reset", "step_timeout": "step"}
+    limits = {name: options.pop(flat) for flat, name in names.items() if flat in options}
+    if limits:
+        options["timeouts"] = jaxvec.Timeouts(**{"start": PATIENCE} | limits)
+    with jaxvec.config.override(**settings):
+        return jaxvec.make(*args, **options)
+
+
 class Driver:
     """Drives one pool in one way. Whatever the way, errors come typed.
 
@@ -70,7 +81,7 @@ class Driver:
     def __init__(self, way: Way, env: object, num_envs: int = 4, **kwargs: object) -> None:
         options = {
             "num_workers": 2,
-            "handoff": way.handoff,
+            "dispatch": way.handoff,
             "start_timeout": PATIENCE,
             "reset_timeout": PATIENCE,
             "step_timeout": PATIENCE,
@@ -80,7 +91,7 @@ class Driver:
         if way.face != "python":
             options["transport"] = way.face
         self.way = way
-        self.envs = jaxvec.make(env, num_envs, **options | kwargs)
+        self.envs = make(env, num_envs, **options | kwargs)
         self.workers = [
             psutil.Process(process.pid) for process in self.envs.pool._workers.supervisor._processes
         ]

@@ -37,7 +37,8 @@ print(*envs.call("pid"), flush=True)
 """
 
 PLAIN = """
-envs = jaxvec.make(Env, num_envs=2, num_workers=2, handoff={handoff!r}, start_timeout={patience})
+jaxvec.config.dispatch = {handoff!r}
+envs = jaxvec.make(Env, num_envs=2, num_workers=2, timeouts=jaxvec.Timeouts(start={patience}))
 envs.reset()
 """
 

@@ -406,7 +406,7 @@ def test_dm_control_is_rendered(make):
     envs = make(
         lambda: DmEnv(load(), render_mode="rgb_array", render_kwargs=kwargs),
         3,
-        worker_env={"MUJOCO_GL": "egl"},
+        workers=jaxvec.Workers(env={"MUJOCO_GL": "egl"}),
     )
     assert envs.metadata["render_fps"] == 100
     envs.reset(seed=0)

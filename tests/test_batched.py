@@ -50,7 +50,7 @@ def test_several_in_workers(make):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_those_that_are_ready_first_come_as_a_whole(make, order, handoff):
     fn = partial(counting, AutoresetMode.SAME_STEP, (None, None, None))
-    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=3, recv_order=order, handoff=handoff)
+    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=3, recv_order=order, dispatch=handoff)
     timestep = envs.reset(seed=0)
     taken = np.zeros(12, int)
     while taken.sum() < 120 or not taken.all():  # on a busy machine one worker may take many turns first
@@ -191,7 +191,7 @@ def test_a_part_of_it_can_not_be_stepped_alone(make):
 @pytest.mark.parametrize("order", ["ready", "sent"])
 def test_its_envs_are_sent_in_any_order_but_not_a_part_of_them(make, order, handoff):
     fn = partial(counting, AutoresetMode.SAME_STEP)
-    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=6, recv_order=order, handoff=handoff)
+    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=6, recv_order=order, dispatch=handoff)
     received = [envs.reset(seed=0), envs.recv()]
     for _ in range(3):
         env_id = np.concatenate([timestep.info["env_id"] for timestep in received])

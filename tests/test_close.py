@@ -9,6 +9,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
+import disasters
 import jax.numpy as jnp
 import psutil
 import pytest
@@ -47,7 +48,7 @@ def death(driver):
 
 def timeout(driver):
     driver.workers[0].suspend()
-    driver.envs.pool._timeouts = jaxvec._pool.Timeouts(1, 1, 0.5)
+    driver.envs.pool._timeouts = jaxvec.Timeouts(1, 1, 0.5)
     with pytest.raises(jaxvec.EnvTimeoutError):
         driver.step()
 
@@ -103,8 +104,8 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
     class Dropped:
         def __init__(self):
             first_ready = {"batch_size": 2} if way.first_ready else {}
-            self.envs = jaxvec.make(
-                failing("step", bad_luck), 4, num_workers=2, handoff=way.handoff, **first_ready
+            self.envs = disasters.make(
+                failing("step", bad_luck), 4, num_workers=2, dispatch=way.handoff, **first_ready
             )
             self.workers = [
                 psutil.Process(each.pid) for each in self.envs.pool._workers.supervisor._processes
@@ -130,7 +131,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
 
 
 def test_a_pool_dropped_without_close_ends_its_workers(way):
-    envs = jaxvec.make(CountingEnv, 2, handoff=way.handoff, batch_size=1 if way.first_ready else None)
+    envs = disasters.make(CountingEnv, 2, dispatch=way.handoff, batch_size=1 if way.first_ready else None)
     handle, _ = jaxvec.reset(envs)
     before = [psutil.Process(process.pid) for process in envs.pool._workers.supervisor._processes]
     assert len(before) == 2

@@ -320,7 +320,9 @@ class FallingEnv(CountingEnv):
 
 def test_in_a_with_block_a_programs_error_comes_typed(no_jax_log, transport):
     with pytest.raises(jaxvec.EnvError, match="fell over"):
-        with face.make(FallingEnv, transport=transport)[0] as env:
+        with jaxvec.config.override(transport=transport):
+            env, _ = face.make(FallingEnv)
+        with env:
             jax.block_until_ready(jax.jit(lambda key: rollout(env, key, 2, 1))(KEY))
     assert all(pool.closed for pool in env.pools.values())
 

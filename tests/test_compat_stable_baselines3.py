@@ -21,11 +21,12 @@ with warnings.catch_warnings():
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
 
+import jaxvec
 from jaxvec.compat.stable_baselines3 import DummyVecEnv, SubprocVecEnv
 
 CLASSES = {
     "subproc": SubprocVecEnv,
-    "subproc, portable": partial(SubprocVecEnv, handoff="portable"),
+    "subproc, portable": jaxvec.config.override(dispatch="portable")(SubprocVecEnv),
     "dummy": DummyVecEnv,
 }
 
@@ -263,7 +264,7 @@ def test_ppo_trains(library):
         if library == "stable_baselines3"
         else pytest.importorskip("sbx", reason="SBX (sbx-rl) is not installed, beside stable-baselines3")
     )
-    options = {"num_workers": 2, "preload": ["stable_baselines3"]}
+    options = {"workers": jaxvec.Workers(num=2, preload=["stable_baselines3"])}
     envs = make_vec_env("CartPole-v1", 4, seed=0, vec_env_cls=SubprocVecEnv, vec_env_kwargs=options)
     kwargs = {"device": "cpu"} if library == "stable_baselines3" else {}
     model = algorithm.PPO("MlpPolicy", envs, n_steps=32, batch_size=64, n_epochs=1, seed=0, **kwargs)

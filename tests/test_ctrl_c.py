@@ -11,6 +11,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import disasters
 import jax
 import jax.numpy as jnp
 import psutil
@@ -92,7 +93,8 @@ def wait(self, slots, count, patience, wait=ProcessWorkers.wait):
         time.sleep(0.001)
     wait(self, slots, count, patience)
 ProcessWorkers.wait = wait
-envs = jaxvec.make(Env, 2, transport="{transport}", step_timeout=None)
+with jaxvec.config.override(transport="{transport}"):
+    envs = jaxvec.make(Env, 2, timeouts=jaxvec.Timeouts(step=None))
 @jax.jit
 def program(handle, x):
     def body(carry, _):
@@ -358,7 +360,8 @@ def going(carry):
 
 program, noted = os.getpid(), []
 signal.signal(signal.SIGTERM, handle)
-with jaxvec.make(Env, 1, transport=transport) as envs:  # two signals may raise in JAX, which aborts
+jaxvec.config.transport = transport
+with jaxvec.make(Env, 1) as envs:  # two signals may raise in JAX, which aborts
     start = jaxvec.reset(envs)[0], 0
     def step(carry):
         return jaxvec.step(carry[0], jnp.zeros(1, int))[0], carry[1] + 1
@@ -425,12 +428,12 @@ def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatc
     """A step is under way then, and the pool broken by it; a reset has not begun, or has ended."""
     monkeypatch.setattr("jaxvec._native.engine._WAIT", 1_000_000)  # ns, after which Python is asked
     program = jax.jit(verb)
-    with jaxvec.make(CountingEnv, 2, num_workers=1, transport="ffi", handoff="native") as envs:
+    with disasters.make(CountingEnv, 2, num_workers=1, transport="ffi", dispatch="native") as envs:
         handle, _ = jaxvec.reset(envs)
         operands = () if verb is jaxvec.reset else (jnp.zeros(2, int),)
         program(handle, *operands)  # compiles
     for line in itertools.count(1, 3):
-        with jaxvec.make(CountingEnv, 2, num_workers=1, transport="ffi", handoff="native") as envs:
+        with disasters.make(CountingEnv, 2, num_workers=1, transport="ffi", dispatch="native") as envs:
             handle, _ = jaxvec.reset(envs)
             worker = psutil.Process(envs.pool._workers.supervisor._processes[0].pid)
             error = None

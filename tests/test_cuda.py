@@ -54,7 +54,7 @@ def pool(make, driver):
     """Makes a pool with the native hand-off."""
 
     def pool(env, num_envs, **kwargs):
-        return make(env, num_envs, transport="ffi", handoff="native", **kwargs)
+        return make(env, num_envs, transport="ffi", dispatch="native", **kwargs)
 
     return pool
 
@@ -165,7 +165,7 @@ def test_first_ready_batches(driver, pool, monkeypatch, env, order):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_pools_of_every_kind_are_served(driver, make, handoff):
     for backend in ("process", "serial"):
-        envs = make(CountingEnv, 2, handoff=handoff, backend=backend)
+        envs = make(CountingEnv, 2, dispatch=handoff, backend=backend)
         gpu = Gpu(driver, envs)
         token, _ = gpu.reset(seed=1)
         token, rows = gpu.step(token, np.array([3, 4], np.int32))

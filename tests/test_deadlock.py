@@ -7,6 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import disasters
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ SCRIPT = """
     import jaxvec
     from test_deadlock import WIDTH, Wide
 
-    envs = jaxvec.make(Wide, 4, transport=sys.argv[1])
+    jaxvec.config.transport = sys.argv[1]
+    envs = jaxvec.make(Wide, 4)
     handle, timestep = jaxvec.reset(envs)
     matrix = jnp.ones((300, 300))
     busy = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y @ y / 300, x))
@@ -96,7 +98,7 @@ def test_no_input_of_a_callback_is_large_enough_to_hang(monkeypatch):
         return [jnp.zeros(each.shape, each.dtype) for each in results]
 
     monkeypatch.setattr(_io_callback, "io_callback", io_callback)
-    with jaxvec.make(Wide, 4, transport="io_callback") as envs:
+    with disasters.make(Wide, 4, transport="io_callback") as envs:
         handle, _ = jaxvec.reset(envs)
         sizes.clear()
         jax.jit(jaxvec.step).lower(handle, jnp.zeros((4, WIDTH)))

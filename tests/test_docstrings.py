@@ -37,7 +37,7 @@ NOT_RUN = {
     "jaxvec.Ray": "needs a cluster",
     "jaxvec.Rollout": "needs a cluster; tests/test_rollouts.py makes rollouts",
     "jaxvec.RolloutError": "needs a cluster",
-    "jaxvec.RolloutStats": "needs a cluster",
+    "jaxvec._rollouts.RolloutStats": "needs a cluster",
     "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",
     "jaxvec.adapters.mlagents.MlAgentsEnv": "needs a built Unity scene",
     "jaxvec.compat.stoix.register": "needs Stoix; tests/conformance/test_stoix.py runs it",
@@ -71,7 +71,9 @@ def _docstrings(name: str, module: str, symbol: str) -> Iterator[tuple[str, str]
     file = _file(module)
     assert file is not None, f"{name}: {module} is no module of jaxvec"
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and any(symbol == alias.name for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            symbol == (alias.asname or alias.name) for alias in node.names
+        ):
             if _file(f"{node.module}.{symbol}") is None:
                 yield from _docstrings(name, str(node.module), symbol)
             else:
@@ -94,7 +96,10 @@ def _module(module: str) -> Iterator[tuple[str, str]]:
 
 
 def _public() -> Iterator[tuple[str, str]]:
-    yield from _module("jaxvec")
+    for module in ("jaxvec", "jaxvec.adapters", "jaxvec.normalize", "jaxvec.testing"):
+        yield from _module(module)
+    for module, symbol in (("_config", "Config"), ("_rollouts", "RolloutStats"), ("_stats", "WorkerStats")):
+        yield from _docstrings(f"jaxvec.{module}.{symbol}", f"jaxvec.{module}", symbol)
     for path in sorted((SOURCES / "compat").glob("[!_]*")):
         yield from _module(f"jaxvec.compat.{path.stem}")
 

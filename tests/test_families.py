@@ -31,7 +31,7 @@ def assert_as_in_gymnasium(make, env, *, num_envs=3, num_steps=100, ends=0):
     actions, raw = sample_actions(env_fns, num_steps)
     for see_through in (True, False):
         expected = oracle_steps(env_fns, AutoresetMode.SAME_STEP, raw, num_steps)
-        envs = make(env, num_envs, num_workers=2, see_through=see_through)
+        envs = make(env, num_envs, num_workers=2, wrapper_bypass=see_through)
         assert assert_same(rollout(envs, actions), expected) >= ends
     return envs
 

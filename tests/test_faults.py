@@ -493,7 +493,7 @@ def test_a_call_to_a_stopped_worker_times_out(make, size, handoff):
         def pid(self, _):
             return os.getpid()
 
-    envs = make(Env, 2, num_workers=2, step_timeout=1.0, handoff=handoff)
+    envs = make(Env, 2, num_workers=2, step_timeout=1.0, dispatch=handoff)
     psutil.Process(envs.call("pid", 0)[1]).suspend()
     with pytest.raises(
         jaxvec.EnvTimeoutError, match="call timed out after 1.0 s: .* of env 1 have not answered"
@@ -535,7 +535,7 @@ def test_a_failed_constructor_does_not_wait_for_a_slow_one():
         return FailingEnv(env_id, "constructor", FAILURES["picklable"][0])
 
     with pytest.raises(jaxvec.EnvError, match="env 2 .*in constructor: bad luck"):
-        jaxvec.make(make_env, 4, num_workers=2, start_timeout=40)
+        jaxvec.make(make_env, 4, num_workers=2, timeouts=jaxvec.Timeouts(start=40))
     assert workers() == []
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 
+import disasters
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +21,8 @@ from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 BACKENDS = {
-    "native": {"handoff": "native"},
-    "portable": {"handoff": "portable"},
+    "native": {"dispatch": "native"},
+    "portable": {"dispatch": "portable"},
     "serial": {"backend": "serial"},
 }
 
@@ -201,7 +202,7 @@ def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, handoff, tra
         4,
         num_workers=2,
         batch_size=1,
-        handoff=handoff,
+        dispatch=handoff,
         transport=transport,
         step_timeout=1.0,
         on_fault=on_fault,
@@ -299,7 +300,7 @@ def check_rows(timestep, ids, actions, resets=1):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_all_that_are_ready_are_returned_and_one_at_least(make, handoff, order, tmp_path):
     gate = tmp_path / "open"
-    envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, handoff=handoff)
+    envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, dispatch=handoff)
     envs.reset()
     envs.recv()
     with pytest.raises(jaxvec.InFlightError, match="recv returns at least 1 envs, but only 0 are in flight"):
@@ -556,7 +557,7 @@ class WaitingReset(CountingEnv):
 def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, handoff, tmp_path):
     """Env 1 waits behind the reset of env 0, its worker's other; meanwhile env 3 is reset, and received."""
     gate = tmp_path / "open"
-    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, handoff=handoff)
+    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, dispatch=handoff)
     envs.reset()
     envs.recv()
     left, last = np.arange(4) < 2, np.arange(4) == 3
@@ -611,13 +612,13 @@ MOVES = st.lists(
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_random_sends_and_receives_agree_with_a_model(handoff, num_envs, batch, order, moves):
     batch = min(batch, num_envs)
-    with jaxvec.make(
+    with disasters.make(
         CountingEnv,
         num_envs,
         num_workers=min(2, num_envs),
         batch_size=batch,
         recv_order=order,
-        handoff=handoff,
+        dispatch=handoff,
     ) as envs:
         steps = [0] * num_envs
         arrived = envs.reset().info["env_id"].tolist()
@@ -681,7 +682,7 @@ def test_some_envs_reset_while_others_step(make, how):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, handoff, tmp_path):
     gate = tmp_path / "gate"
-    envs = make(GatedEnv, 2, gate=gate, handoff=handoff)
+    envs = make(GatedEnv, 2, gate=gate, dispatch=handoff)
     envs.reset()
     envs.send([7, 0])
     for _ in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import disasters
 import gymnasium
 import numpy as np
 import pytest
@@ -161,7 +162,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (7, 3), (64, 8)])
 def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers):
-    envs = make(CountingEnv, num_envs, num_workers=num_workers, handoff=kind, episode_length=11)
+    envs = make(CountingEnv, num_envs, num_workers=num_workers, dispatch=kind, episode_length=11)
     envs.reset(seed=0)
     total = np.zeros(num_envs, np.int64)
     for step in range(300):
@@ -177,7 +178,7 @@ def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers)
 def test_both_hand_offs_give_the_same_bits(make):
     if library.reason_unavailable() is not None:
         pytest.skip(str(library.reason_unavailable()))
-    pools = [make(NestedEnv, 5, num_workers=2, handoff=kind) for kind in ("native", "portable")]
+    pools = [make(NestedEnv, 5, num_workers=2, dispatch=kind) for kind in ("native", "portable")]
     timesteps = [envs.reset(seed=3) for envs in pools]
     pools[0].action_space.seed(0)
     for _ in range(50):
@@ -188,7 +189,7 @@ def test_both_hand_offs_give_the_same_bits(make):
 
 def test_an_unknown_hand_off_is_refused():
     with pytest.raises(ValueError, match="handoff must be one of auto, native, portable, not 'pigeon'"):
-        jaxvec.make(CountingEnv, 1, handoff="pigeon")
+        disasters.make(CountingEnv, 1, dispatch="pigeon")
 
 
 def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
@@ -198,7 +199,7 @@ def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
     monkeypatch.setattr(library, "load", missing)
     assert base.choose_dispatch("portable") == "portable"
     with pytest.raises(ImportError, match="was not built"):
-        jaxvec.make(CountingEnv, 1, handoff="native")
+        disasters.make(CountingEnv, 1, dispatch="native")
 
 
 def test_doctor_says_what_is_active():

@@ -181,8 +181,10 @@ class Env(gymnasium.Env):
     def step(self, action):
         return np.zeros({size}, np.uint8), 1.0, False, False, {{}}
 
+jaxvec.config.dispatch = {handoff!r}
+
 def make():
-    return jaxvec.make(Env, {envs}, num_workers=2, handoff={handoff!r}, start_timeout=20)
+    return jaxvec.make(Env, {envs}, num_workers=2, timeouts=jaxvec.Timeouts(start=20))
 
 make().close()
 if not {kept}:

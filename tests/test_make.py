@@ -22,8 +22,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import jaxvec
+from jaxvec import _config
 from jaxvec._config import PoolConfig
 from jaxvec._workers import spawn
+from jaxvec.callbacks import _make
 from jaxvec.testing import CountingEnv
 
 
@@ -180,7 +182,9 @@ def test_worker_env_and_its_defaults(make):
 
     (seen,) = make(Env, 1).call("environ")
     assert seen == ["1", "cpu", None, None, os.environ.get("HOME"), os.environ.get("PYTHONPATH")]
-    (seen,) = make(Env, 1, worker_env={"OMP_NUM_THREADS": "4", "MINE": "yes", "HOME": None}).call("environ")
+    (seen,) = make(
+        Env, 1, workers=jaxvec.Workers(env={"OMP_NUM_THREADS": "4", "MINE": "yes", "HOME": None})
+    ).call("environ")
     assert seen[:5] == ["4", "cpu", None, "yes", None]
 
 
@@ -194,11 +198,17 @@ BAD = [
     ((CountingEnv(), 2), {}, TypeError, "pass a function that makes the env"),
     ((lambda a, b: CountingEnv(), 2), {}, TypeError, r"requires the arguments \['a', 'b'\]"),
     ((CountingEnv, 2), {"backend": "thread"}, ValueError, 'backend must be "process", "serial", "ray"'),
-    ((CountingEnv, 2), {"autoreset_mode": "SOMETIMES"}, ValueError, "SAME_STEP, DISABLED|NEXT_STEP"),
+    (
+        (CountingEnv, 2),
+        {"autoreset_mode": "SOMETIMES"},
+        ValueError,
+        "SAME_STEP, NEXT_STEP, DISABLED, EPISODIC",
+    ),
     ((CountingEnv, 2), {"num_workers": 3}, ValueError, r"from 1 to num_envs \(2\), not 3"),
-    ((CountingEnv, 2), {"num_workers": 0}, ValueError, "from 1 to num_envs"),
-    ((CountingEnv, 2), {"transport": "pigeon"}, ValueError, "transport must be one of"),
-    ((CountingEnv, 2), {"step_timeout": 0}, ValueError, "step_timeout must be above 0"),
+    ((CountingEnv, 2), {"num_workers": 0}, ValueError, "num_workers must be an integer of at least 1, not 0"),
+    ((CountingEnv, 2), {"workers": 2}, TypeError, "workers must be a jaxvec.Workers, not 2"),
+    ((CountingEnv, 2), {"workers": jaxvec.Workers(num=3), "num_workers": 2}, ValueError, "differ; pass one"),
+    ((CountingEnv, 2), {"timeouts": 5}, TypeError, "timeouts must be a jaxvec.Timeouts, not 5"),
     ((CountingEnv, 2), {"info": "lives"}, TypeError, r"use \['lives'\]"),
     ((CountingEnv, 2), {"info": ["lives"]}, TypeError, "first reset returned no 'lives', only"),
     ((CountingEnv, 2), {"info": {"env_id": int}}, ValueError, "'env_id' is taken"),
@@ -207,9 +217,9 @@ BAD = [
     ((lambda: 3, 2), {}, jaxvec.EnvError, "expected a gymnasium.Env, got int"),
     (
         (CountingEnv, 2),
-        {"backend": "serial", "worker_env": {"A": "b"}},
+        {"backend": "serial", "workers": jaxvec.Workers(env={"A": "b"})},
         ValueError,
-        "worker_env needs worker processes",
+        r"Workers\(env=...\) needs worker processes",
     ),
     ((CountingEnv, 2), {"backend": "serial", "num_workers": 2}, ValueError, "has one worker"),
     ((CountingEnv, 2), {"nonsense": 1}, jaxvec.EnvError, "unexpected keyword argument 'nonsense'"),
@@ -453,8 +463,12 @@ def test_public_names_are_there_and_load_jax_lazily():
 
 def test_the_record_of_faces_without_jax_has_the_options_of_make_with_their_types_and_defaults():
     ours, theirs = (inspect.signature(each).parameters for each in (jaxvec.make, PoolConfig))
-    others = ("env", "num_envs", "device", "sharding", "env_kwargs")
-    assert list(theirs.values()) == [option for name, option in ours.items() if name not in others]
+    others = ("env", "num_envs", "states", "device", "env_kwargs")
+    assert [option for name, option in theirs.items() if name not in ("states", "settings")] == [
+        option for name, option in ours.items() if name not in others
+    ]
+    assert PoolConfig().states == PoolConfig(states=ours["states"].default).states
+    assert len(ours) - 1 <= 22
 
 
 def test_options_may_be_iterators(make):
@@ -577,7 +591,7 @@ def test_workers_are_named_after_their_envs(make, method):
         def name(self):
             return Path("/proc/self/comm").read_text()
 
-    envs = make(Env, 3, num_workers=2, start_method=method)
+    envs = make(Env, 3, num_workers=2, workers=jaxvec.Workers(start_method=method))
     assert envs.call("name") == ("jaxvec 0\n", "jaxvec 1-2\n", "jaxvec 1-2\n")
     assert make(Env, 1, backend="serial").call("name") == (Path("/proc/self/comm").read_text(),)
 
@@ -710,7 +724,9 @@ def test_a_parameter_by_name_gets_the_index_of_the_env_or_of_its_worker(make, ba
 
 
 def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):
-    envs = make([partial(CountingEnv, length) for length in (1, 2, 3)], episodic=True, backend=backend)
+    envs = make(
+        [partial(CountingEnv, length) for length in (1, 2, 3)], autoreset_mode="EPISODIC", backend=backend
+    )
     assert envs.autoreset_mode is AutoresetMode.DISABLED
     with pytest.raises(jaxvec.ResetNeededError):
         envs.step([0, 0, 0])
@@ -744,18 +760,11 @@ def test_in_episodes_finished_envs_idle_until_all_are_done(make, backend):
     assert timestep.reward.tolist() == [1, 0, 0]
 
 
-def test_episodes_and_autoreset_exclude_each_other():
-    with pytest.raises(
-        ValueError, match="idle after their episode.s end, so autoreset_mode can.t be SAME_STEP"
-    ):
-        jaxvec.make(CountingEnv, 1, episodic=True, autoreset_mode="SAME_STEP")
-
-
 @pytest.mark.parametrize(
     "env", ["CartPole-v1", gymnasium.spec("CartPole-v1"), CountingEnv, [CountingEnv] * 2]
 )
 def test_a_misspelt_option_is_named_with_what_was_meant(env):
-    for name, meant in {"num_worker": "num_workers", "step_timout": "step_timeout"}.items():
+    for name, meant in {"num_worker": "num_workers", "seeds": "seed", "step_timout": "step_timeout"}.items():
         with pytest.raises(TypeError, match=f"no option '{name}', .*did you mean '{meant}'"):
             jaxvec.make(env, 2, **{name: 1})
 
@@ -769,7 +778,7 @@ def test_a_misspelt_option_is_named_with_what_was_meant(env):
         ("wrappers", r"lambda: Wrapper\(gymnasium.make"),
         ("observation_space", "make asks the envs for their spaces"),
         ("shared_memory", "always in shared memory"),
-        ("context", "start_method says"),
+        ("context", "start_method=..."),
         ("num_threads", "num_workers says"),
         ("env_kwargs", "env_configs"),
         ("seed", r"reset\(seed=\)"),
@@ -778,6 +787,73 @@ def test_a_misspelt_option_is_named_with_what_was_meant(env):
 def test_an_argument_of_other_libraries_names_what_takes_its_place(env, name, instead):
     with pytest.raises(TypeError, match=f"no option '{name}', .*{instead}"):
         jaxvec.make(env, 2, **{name: 1})
+
+
+@pytest.mark.parametrize("name", _make._MOVED)
+def test_an_option_that_has_moved_names_its_new_place(name):
+    for env in (CountingEnv, lambda **kwargs: CountingEnv(**kwargs)):
+        with pytest.raises(TypeError, match=f"no option '{name}', .*(jaxvec|EPISODIC|device)"):
+            jaxvec.make(env, 2, **{name: 1})
+
+
+def test_a_misspelt_option_is_not_passed_on_as_any_keyword(make):
+    class Base(CountingEnv):
+        def __init__(self, num_worker=0):
+            super().__init__()
+            self.given = num_worker
+
+    class Env(Base):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+
+    with pytest.raises(TypeError, match="did you mean 'num_workers'"):
+        jaxvec.make(lambda **kwargs: CountingEnv(**kwargs), 2, num_worker=1)
+    assert make(Env, 1, num_worker=3).get_attr("given") == (3,)
+    assert make(lambda **kwargs: Base(**kwargs), 1, env_configs=[{"num_worker": 3}]).get_attr("given") == (3,)
+
+
+def test_settings_are_read_from_environment_variables_and_when_a_pool_is_made(make, monkeypatch):
+    monkeypatch.setenv("JAXVEC_TRANSPORT", "IO_callback")
+    monkeypatch.setenv("JAXVEC_WRAPPER_BYPASS", "false")
+    settings = _config._from_environ()
+    assert settings == _config.Config("io_callback", "auto", wrapper_bypass=False)
+    monkeypatch.setenv("JAXVEC_DISPATCH", "pigeon")
+    with pytest.raises(
+        ValueError, match="JAXVEC_DISPATCH must be one of auto, native, portable, not 'pigeon'"
+    ):
+        _config._from_environ()
+    with jaxvec.config.override(transport="io_callback"):
+        envs = make(CountingEnv, 1)
+    assert envs.transport == "io_callback" != jaxvec.make(CountingEnv, 1, backend="serial").transport
+    with pytest.raises(ValueError, match=r"config.transport must be one of auto, ffi, io_callback, not 'x'"):
+        jaxvec.config.transport = "x"
+    with pytest.raises(
+        AttributeError, match="no setting 'handoff', only transport, dispatch, wrapper_bypass"
+    ):
+        jaxvec.config.handoff = "auto"
+
+
+@pytest.mark.parametrize(
+    ("make_record", "error", "said"),
+    [
+        (lambda: jaxvec.Timeouts(step=0), ValueError, r"Timeouts\(step=...\) must be above 0 seconds"),
+        (
+            lambda: jaxvec.Workers(num=True),
+            ValueError,
+            r"Workers\(num=...\) must be an integer of at least 1",
+        ),
+        (
+            lambda: jaxvec.Workers(pin=3, start_method="fork"),
+            ValueError,
+            r"Workers\(start_method=...\) must be",
+        ),
+        (lambda: jaxvec.States(-1), ValueError, r"States\(max=...\) must be an integer of at least 0"),
+        (lambda: jaxvec.States(1, 3), TypeError, r"States\(functions=...\) must be two functions"),
+    ],
+)
+def test_records_check_themselves(make_record, error, said):
+    with pytest.raises(error, match=said):
+        make_record()
 
 
 def test_an_env_may_have_such_an_argument(make):
@@ -901,7 +977,7 @@ def test_a_program_that_does_not_know_its_interpreter_says_so(monkeypatch, metho
     with pytest.raises(
         jaxvec.WorkerDiedError, match=r"worker 0 .*not be started: .* sys.executable is empty"
     ):
-        jaxvec.make(CountingEnv, 1, start_method=method)
+        jaxvec.make(CountingEnv, 1, workers=jaxvec.Workers(start_method=method))
 
 
 def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch):

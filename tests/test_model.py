@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import disasters
 import gymnasium
 import jax
 import numpy as np
@@ -338,14 +339,14 @@ class PoolMachine(RuleBasedStateMachine):
         slices = split_evenly(num_envs, min(num_workers, num_envs))
         self.batch_size = max(num_envs // 2, 1) if first_ready else num_envs
         self.mode, self.spare_envs = mode, spare_envs
-        self.envs = jaxvec.make(
+        self.envs = disasters.make(
             partial(HarmfulEnv, self.folder.name),
             num_envs,
             num_workers=len(slices),
             batch_size=self.batch_size,
             recv_order="sent",
             backend=self.backend,
-            handoff=handoff,
+            dispatch=handoff,
             transport="auto" if face == "host" else face,
             autoreset_mode=mode,
             info={"lives": np.int32},

@@ -217,7 +217,7 @@ def test_host_steps_equal_gymnasiums(make, backend, name, mode):
     actions, raw = sample_actions(env_fns, 200)
     local = backend == "serial"  # and through all wrappers
     envs = make(
-        env_fns, num_workers=1 if local else 2, backend=backend, autoreset_mode=mode, see_through=not local
+        env_fns, num_workers=1 if local else 2, backend=backend, autoreset_mode=mode, wrapper_bypass=not local
     )
     got = host_loop(envs, actions, 200)
     assert assert_same(got, oracle_steps(env_fns, mode, raw, 200)) >= 25

@@ -63,7 +63,7 @@ class Pool:
 
     def __init__(self, make, handoff, folder, **kwargs):
         self._folder = folder
-        options = {"num_workers": 2, "handoff": handoff, "step_timeout": PATIENCE, "reset_timeout": PATIENCE}
+        options = {"num_workers": 2, "dispatch": handoff, "step_timeout": PATIENCE, "reset_timeout": PATIENCE}
         self.envs = make(Meeting, 4, folder=folder, **options | kwargs)
 
     def wait_until_inside(self, env_id):

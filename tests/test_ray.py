@@ -122,7 +122,7 @@ def test_workers_there_run_worker_init_first(make_on_ray):
             super().__init__()
             self.mine = os.environ["JAXVEC_MINE"]
 
-    envs = make_on_ray(Env, 4, backend=IN_PAIRS, worker_init=prepare)
+    envs = make_on_ray(Env, 4, backend=IN_PAIRS, workers=jaxvec.Workers(init=prepare))
     assert envs.get_attr("mine") == ("worker 0", "worker 0", "worker 1", "worker 1")
 
 
@@ -154,7 +154,7 @@ ENVS = {
 )
 def test_a_compiled_loop_gets_what_it_gets_from_local_workers(make, make_on_ray, name, transport, handoff):
     actions = sample_actions(ENVS[name], 40)
-    options = {"transport": transport, "handoff": handoff}
+    options = {"transport": transport, "dispatch": handoff}
     backend = jaxvec.Ray(data=DATA[handoff])
     on_ray = scan(make_on_ray(ENVS[name], backend=backend, **options), actions)
     local = scan(make(ENVS[name], num_workers=2, **options), actions)
@@ -282,7 +282,7 @@ def test_a_replaced_worker_is_told_what_its_envs_were_and_their_last_states(make
 @pytest.mark.parametrize("handoff", ["native", pytest.param("portable", marks=pytest.mark.nightly)])
 def test_what_was_sent_before_a_question_is_done_before_its_answer(make_on_ray, handoff):
     backend = jaxvec.Ray(data=DATA[handoff])
-    envs = make_on_ray(CountingEnv, 4, batch_size=2, handoff=handoff, backend=backend)
+    envs = make_on_ray(CountingEnv, 4, batch_size=2, dispatch=handoff, backend=backend)
     envs.reset()
     envs.recv()
     for steps in range(1, 30):
@@ -367,7 +367,7 @@ class PoolOnRay(PoolMachine):
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "EPISODIC"])
 def test_states_go_to_actors_and_come_back(make_on_ray, mode):
-    options = {"episodic": True} if mode == "EPISODIC" else {}
+    options = {"autoreset_mode": mode}
     envs = make_on_ray(
         test_states.walk, NUM_ENVS, states=test_states.CAPACITY, info={"luck": np.float32}, **options
     )
@@ -418,7 +418,7 @@ class Parented(CountingEnv):
 def test_workers_of_one_actor_step_as_local_ones_do(make, make_on_ray, transport, handoff):
     env_fns = ENVS["NestedEnv"]
     actions = sample_actions(env_fns, 40)
-    options = {"transport": transport, "handoff": handoff, "num_workers": 3}
+    options = {"transport": transport, "dispatch": handoff, "num_workers": 3}
     on_ray = scan(make_on_ray(env_fns, backend=IN_PAIRS, **options), actions)
     local = scan(make(env_fns, **options), actions)
     assert_equal(on_ray, local)
@@ -438,7 +438,7 @@ def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkey
         _link.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
     )
     backend = jaxvec.Ray(workers_per_actor=2, data=DATA[handoff])
-    envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, handoff=handoff, step_timeout=None)
+    envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, dispatch=handoff, step_timeout=None)
     envs.reset()
 
     def answers():
@@ -471,7 +471,7 @@ def test_a_worker_that_dies_is_replaced_beside_the_others_of_its_actor(make_on_r
         num_workers=4,
         backend=jaxvec.Ray(workers_per_actor=4, data=DATA[handoff]),
         on_fault=jaxvec.Restart("reset", None, rate=None),
-        handoff=handoff,
+        dispatch=handoff,
     )
     handle, _ = jaxvec.reset(envs)
     before = parents(envs)
@@ -602,7 +602,7 @@ def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypa
     gate = tmp_path / "gate"
     backend = jaxvec.Ray(data=DATA[handoff])
     envs = make_on_ray(
-        lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, handoff=handoff, backend=backend
+        lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, dispatch=handoff, backend=backend
     )
     first = envs.reset()
     del shipped[:]
@@ -641,7 +641,7 @@ def test_an_env_that_raises_is_gone_on_from_as_by_local_workers(make, make_on_ra
         rows += [envs.step(np.full(4, action)) for action in (0, 0, 7, 0, 7, 0, 0)]
         return rows, envs.stats().total.restarts, envs.stats().total.faults
 
-    options = {"on_fault": jaxvec.Restart(retry, None, rate=None), "handoff": handoff}
+    options = {"on_fault": jaxvec.Restart(retry, None, rate=None), "dispatch": handoff}
     env = failing("step", FAILURES["picklable"][0])
     on_ray, local = (run(each(env, 4, **options)) for each in (make_on_ray, partial(make, num_workers=2)))
     assert_equal(on_ray, local)
@@ -674,7 +674,7 @@ def test_an_actor_that_dies_is_replaced(make_on_ray, handoff):
     env = failing("step", DEATHS["SIGKILL"][0])
     on_fault = jaxvec.Restart("reset", None, rate=None)
     backend = jaxvec.Ray(data=DATA[handoff])
-    envs = make_on_ray(env, 4, on_fault=on_fault, handoff=handoff, backend=backend)
+    envs = make_on_ray(env, 4, on_fault=on_fault, dispatch=handoff, backend=backend)
     handle, _ = jaxvec.reset(envs, seed=1)
     actions = np.array([0, 0, 7, 0, 0, 7, 0])[:, None] * np.ones(4, int)
     _, rows = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)
@@ -996,7 +996,9 @@ def step_two_workers():
     import jaxvec
     from jaxvec.testing import CountingEnv
 
-    with jaxvec.make(CountingEnv, 2, num_workers=2, backend="ray", start_timeout=100) as envs:
+    with jaxvec.make(
+        CountingEnv, 2, num_workers=2, backend="ray", timeouts=jaxvec.Timeouts(start=100)
+    ) as envs:
         envs.reset()
         return envs.step(np.zeros(2, int)).info["episode_length"].tolist()
 
@@ -1028,7 +1030,9 @@ def test_trials_of_tune_have_pools_of_their_own(cluster, tmp_path):
         import jaxvec
         from jaxvec.testing import CountingEnv
 
-        with jaxvec.make(CountingEnv, 2, num_workers=1, backend="ray", start_timeout=100) as envs:
+        with jaxvec.make(
+            CountingEnv, 2, num_workers=1, backend="ray", timeouts=jaxvec.Timeouts(start=100)
+        ) as envs:
             envs.reset()
             return {"steps": [envs.step(np.zeros(2, int)) for _ in range(config["n"])][-1].obs.max()}
 
@@ -1075,7 +1079,7 @@ UNREACHABLE = """
 import sys, jaxvec
 for address in sys.argv[1:]:
     try:
-        jaxvec.make("CartPole-v1", 2, backend=jaxvec.Ray(address), start_timeout=1)
+        jaxvec.make("CartPole-v1", 2, backend=jaxvec.Ray(address), timeouts=jaxvec.Timeouts(start=1))
     except ConnectionError as error:
         print(error)
 """
@@ -1116,7 +1120,7 @@ def test_the_environment_is_that_of_local_workers(make_on_ray):
         def tell(self):
             return {name: os.environ.get(name) for name in ("JAX_PLATFORMS", "OMP_NUM_THREADS", "MINE")}
 
-    envs = make_on_ray(Telling, 2, worker_env={"MINE": "1", "JAX_PLATFORMS": None})
+    envs = make_on_ray(Telling, 2, workers=jaxvec.Workers(env={"MINE": "1", "JAX_PLATFORMS": None}))
     assert [*envs.call("tell")] == [{"JAX_PLATFORMS": None, "OMP_NUM_THREADS": "1", "MINE": "1"}] * 2
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from disasters import PATIENCE, Background, wait_until
 
+from jaxvec._config import PoolConfig
 from jaxvec._ray import link, wire
 from jaxvec._ray.actor import ActorHost
 from jaxvec._ray.wire import (
@@ -23,7 +24,6 @@ from jaxvec._ray.wire import (
     WorkerMessage,
     connect_to_actor,
 )
-from jaxvec._workers.process import StartMethod
 
 KEY = bytes(range(KEY_BYTES))
 ROWS = 1
@@ -230,7 +230,7 @@ def test_who_has_no_time_to_read_is_not_lost(ends, monkeypatch):
 
 @pytest.fixture
 def host():
-    host = ActorHost(range(1), ((0, 1),), StartMethod("auto", {}, (), 60.0))
+    host = ActorHost(range(1), ((0, 1),), PoolConfig())
     yield host  # which ends with its actor
     host._launcher.close()
     worker_slot = host._worker_slots[0]

@@ -107,7 +107,7 @@ def start(make, face, *args, **kwargs):
 def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, handoff, face, fault):
     """Env 2 fails at the third of six steps. It shares its worker with env 3; 0 and 1 have another."""
     timeout = 1.0 if fault in ("hang", "stop") else 30
-    envs = start(make, face, lambda: FragileEnv(FAULTS[fault]), 4, handoff=handoff, step_timeout=timeout)
+    envs = start(make, face, lambda: FragileEnv(FAULTS[fault]), 4, dispatch=handoff, step_timeout=timeout)
     actions = np.tile(np.arange(1, 7)[:, None], 4)
     actions[2, 2] = HARM
     timesteps = rollout(envs, face, actions)
@@ -149,7 +149,7 @@ def test_a_first_ready_pool_goes_on(make, handoff, face, fault):
         num_workers=2,
         batch_size=2,
         recv_order="sent",
-        handoff=handoff,
+        dispatch=handoff,
         step_timeout=timeout,
     )
 
@@ -192,7 +192,7 @@ def test_under_the_other_autoreset_modes_the_row_keeps_the_last_observation(make
         num_workers=2,
         on_fault=FREE,
         autoreset_mode=mode,
-        handoff=handoff,
+        dispatch=handoff,
     )
     envs.reset(seed=0)
     before = envs.step([1, 1])
@@ -221,7 +221,7 @@ def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, handoff):
         num_workers=1,
         on_fault=FREE,
         autoreset_mode="NEXT_STEP",
-        handoff=handoff,
+        dispatch=handoff,
     )
     envs.reset(seed=0)
     envs.step([1, 1])
@@ -234,7 +234,7 @@ def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, handoff):
 
 
 def test_a_worker_killed_while_idle_is_replaced_by_the_next_step(make, handoff, face):
-    envs = start(make, face, lambda: FragileEnv(throw), 2, num_workers=2, handoff=handoff)
+    envs = start(make, face, lambda: FragileEnv(throw), 2, num_workers=2, dispatch=handoff)
     envs.reset(seed=0)
     first, second = envs.call("pid")
     psutil.Process(first).kill()
@@ -452,7 +452,7 @@ def test_what_follows_a_fault_depends_on_the_seed_alone(make, fault):
 def test_beyond_the_limit_a_fault_is_raised_and_breaks_the_pool(make, handoff, face, fault):
     policy = jaxvec.Restart(max_restarts=2, rate=None)
     envs = start(
-        make, face, lambda: FragileEnv(FAULTS[fault]), 2, num_workers=2, on_fault=policy, handoff=handoff
+        make, face, lambda: FragileEnv(FAULTS[fault]), 2, num_workers=2, on_fault=policy, dispatch=handoff
     )
     assert rollout(envs, face, [[HARM, 1], [HARM, 1], [1, HARM]]).info["fault"].sum() == 3
     kind = jaxvec.EnvError if fault == "exception" else jaxvec.WorkerDiedError
@@ -542,7 +542,7 @@ def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, handoff, en
         def end(self, how):
             {"kill": kill, "hang": signal.pause, "": lambda: None}[how]()
 
-    envs = make(Env, 2, num_workers=2, on_fault=FREE, step_timeout=1.0, handoff=handoff)
+    envs = make(Env, 2, num_workers=2, on_fault=FREE, step_timeout=1.0, dispatch=handoff)
     envs.reset(seed=0)
     kind = jaxvec.WorkerDiedError if end == "kill" else jaxvec.EnvTimeoutError
     with pytest.raises(kind):
@@ -708,7 +708,7 @@ def test_a_call_that_comes_before_the_reply_to_a_failed_env_is_answered(make, ha
         batch_size=1,
         recv_order="sent",
         on_fault=FREE,
-        handoff=handoff,
+        dispatch=handoff,
     )
     envs.reset(seed=0)
     envs.recv()
@@ -736,7 +736,7 @@ def test_a_wake_that_never_comes_holds_up_nothing(make):
                 Channel.wake = wake
             return super().step(action)
 
-    envs = make(Stopped, 2, num_workers=2, handoff="portable", step_timeout=2)
+    envs = make(Stopped, 2, num_workers=2, dispatch="portable", step_timeout=2)
     envs.reset(seed=0)
     assert envs.step([0, 7]).obs[:, 3].tolist() == [0, 7]
     with pytest.raises(jaxvec.EnvTimeoutError, match="step timed out .*unfinished: env 1"):
@@ -755,7 +755,7 @@ class Env(CountingEnv):
         return super().step(action)
 
 policy = jaxvec.Restart(max_restarts=None, rate=None)
-envs = jaxvec.make(Env, 2, num_workers=2, on_fault=policy, start_method=sys.argv[1])
+envs = jaxvec.make(Env, 2, num_workers=2, on_fault=policy, workers=jaxvec.Workers(start_method=sys.argv[1]))
 envs.reset(seed=0)
 highest = max(fd for fd in range(1000) if os.path.exists(f"/proc/self/fd/{fd}"))
 for fd in range(highest):
@@ -802,7 +802,7 @@ class Simulated(CountingEnv):
 
 
 def test_simulators_end_with_their_worker_even_in_sessions_of_their_own(make):
-    envs = make(Simulated, 2, num_workers=2, start_method="forkserver", on_fault=FREE)
+    envs = make(Simulated, 2, num_workers=2, workers=jaxvec.Workers(start_method="forkserver"), on_fault=FREE)
     envs.reset()
     gone_by_now = []
     for _ in range(3):
@@ -865,7 +865,7 @@ def test_what_a_worker_that_died_has_started_in_its_group_ends(make, method):
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().step(action)
 
-    envs = make(Starting, 1, start_method=method, on_fault=FREE)
+    envs = make(Starting, 1, workers=jaxvec.Workers(start_method=method), on_fault=FREE)
     envs.reset()
     (child,) = envs.get_attr("child")
     envs.step([7])

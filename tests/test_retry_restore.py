@@ -167,7 +167,7 @@ def play(envs, models, turns):
 def test_all_is_as_the_model_foretells(make, kind, dispatch, mode):
     if dispatch == "native" and library.reason_unavailable():
         pytest.skip(library.reason_unavailable())
-    how = {"backend": "serial"} if dispatch == "serial" else {"handoff": dispatch, "num_workers": 2}
+    how = {"backend": "serial"} if dispatch == "serial" else {"dispatch": dispatch, "num_workers": 2}
     env_fn = lambda: TimeLimit(kind(), 7)  # noqa: E731
     envs = make(
         env_fn,
@@ -221,7 +221,9 @@ def test_an_env_that_can_not_be_put_back_is_reset(make, tmp_path, caplog):
         vars(env).update(copy.deepcopy(state))
 
     functions = (lambda env: copy.deepcopy(vars(env))), put
-    envs = make(Counting, 2, num_workers=1, states=9, on_fault=RESTORE, state_functions=functions)
+    envs = make(
+        Counting, 2, num_workers=1, states=jaxvec.States(max=9, functions=functions), on_fault=RESTORE
+    )
     envs.reset(seed=0)
     envs.step([1, 1])
     envs.save()

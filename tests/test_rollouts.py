@@ -60,7 +60,12 @@ def make_rollouts(cluster):  # noqa: F811
     made = []
 
     def make_rollouts(rollout=count, env=CountingEnv, **options):
-        options = {"num_envs": 2, "num_actors": 1, "params": np.int32(0), "start_timeout": 200} | options
+        options = {
+            "num_envs": 2,
+            "num_actors": 1,
+            "params": np.int32(0),
+            "timeouts": jaxvec.Timeouts(start=200),
+        } | options
         made.append(jaxvec.Rollouts(rollout, env, **options))
         return made[-1]
 
@@ -243,9 +248,9 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     taken = ray.util.placement_group([{"CPU": 1}] * 3)
     ray.get(taken.ready(), timeout=200)
     with pytest.raises(
-        jaxvec.ActorDiedError, match=r"not ready within start_timeout, 2 s: Ray has not started"
+        jaxvec.ActorDiedError, match=r"not ready within Timeouts\(start=2\): Ray has not started"
     ):
-        make_rollouts(backend=jaxvec.Ray(workers_per_actor=2), start_timeout=2)
+        make_rollouts(backend=jaxvec.Ray(workers_per_actor=2), timeouts=jaxvec.Timeouts(start=2))
     ray.util.remove_placement_group(taken)
     with pytest.raises(ValueError, match=r"no node of the Ray cluster has {'CPU': 1, 'unobtainium': 1}"):
         make_rollouts(backend=jaxvec.Ray(resources_per_worker={"unobtainium": 1}))

@@ -47,7 +47,7 @@ def most_at_once(steps):
 @pytest.mark.parametrize("limit", [1, 3, 9])
 @pytest.mark.parametrize("batch_size", [6, 2])
 def test_no_more_workers_than_allowed_run_at_once(make, limit, batch_size):
-    envs = make(TimedEnv, 6, num_workers=6, batch_size=batch_size, max_running=limit)
+    envs = make(TimedEnv, 6, num_workers=6, batch_size=batch_size, workers=jaxvec.Workers(max_running=limit))
     envs.reset(seed=0)
     for _ in range(8):
         if batch_size == 6:
@@ -72,7 +72,7 @@ def test_as_many_run_at_once_as_allowed(make, tmp_path):
                     break
             return super().step(action)
 
-    envs = make(Meeting, 4, num_workers=4, max_running=2)
+    envs = make(Meeting, 4, num_workers=4, workers=jaxvec.Workers(max_running=2))
     envs.reset(seed=0)
     envs.step(np.zeros(4, int))  # would time out
     assert {"0", "1"} < {path.name for path in tmp_path.iterdir()}
@@ -81,7 +81,9 @@ def test_as_many_run_at_once_as_allowed(make, tmp_path):
 
 @pytest.mark.parametrize("fault", [KILL, HANG])
 def test_a_worker_that_is_gone_leaves_its_turn_to_others(make, fault):
-    envs = make(TimedEnv, 4, num_workers=4, max_running=1, on_fault="restart", step_timeout=3)
+    envs = make(
+        TimedEnv, 4, num_workers=4, workers=jaxvec.Workers(max_running=1), on_fault="restart", step_timeout=3
+    )
     envs.reset(seed=0)
     for victim in range(4):
         timestep = envs.step(np.where(np.arange(4) == victim, fault, 0))
@@ -90,7 +92,7 @@ def test_a_worker_that_is_gone_leaves_its_turn_to_others(make, fault):
 
 
 def test_only_who_hangs_is_named(make):
-    envs = make(TimedEnv, 3, num_workers=3, max_running=1, step_timeout=3)
+    envs = make(TimedEnv, 3, num_workers=3, workers=jaxvec.Workers(max_running=1), step_timeout=3)
     envs.reset(seed=0)
     with pytest.raises(jaxvec.EnvTimeoutError, match="env 1 .worker 1. is running") as caught:
         envs.step(np.array([0, HANG, 0]))
@@ -100,12 +102,13 @@ def test_only_who_hangs_is_named(make):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_running": 0}, "max_running must be an integer of at least 1, or None, not 0"),
-        ({"max_running": True}, "max_running must be an integer"),
-        ({"max_running": 2, "backend": "ray"}, "max_running needs workers on this machine"),
-        ({"max_running": 2, "backend": "serial"}, "max_running needs worker processes"),
+        ({"max_running": 0}, "must be an integer of at least 1, not 0"),
+        ({"max_running": True}, "must be an integer"),
+        ({"max_running": 2, "backend": "ray"}, "needs workers on this machine"),
+        ({"max_running": 2, "backend": "serial"}, "needs worker processes"),
     ],
 )
 def test_bad_limits_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        jaxvec.make(CountingEnv, 2, **options)
+    with pytest.raises(ValueError, match=rf"Workers\(max_running=...\) {said}"):
+        workers = jaxvec.Workers(max_running=options.pop("max_running"))
+        jaxvec.make(CountingEnv, 2, workers=workers, **options)

@@ -55,7 +55,7 @@ def test_a_spare_env_that_was_reset_in_advance_takes_over(make, tmp_path, mode, 
         1,
         spare_envs=1,
         autoreset_mode=mode,
-        handoff=handoff,
+        dispatch=handoff,
         folder=tmp_path,
         episode_length=3,
     )

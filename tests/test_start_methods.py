@@ -49,9 +49,10 @@ class AskedEnv(CountingEnv):
         return super().step(action)
 
 
-def ask(make, expression, method="forkserver", num_envs=1, **kwargs):
-    """Returns what the envs of a new pool answer."""
-    envs = make(AskedEnv, num_envs, num_workers=num_envs, start_method=method, **kwargs)
+def ask(make, expression, method="forkserver", num_envs=1, **options):
+    """Returns what the envs of a new pool answer, whose workers have these `options`."""
+    workers = jaxvec.Workers(num=num_envs, start_method=method, **options)
+    envs = make(AskedEnv, num_envs, workers=workers)
     return list(envs.call("ask", expression))
 
 
@@ -83,7 +84,9 @@ def test_worker_init_runs_in_each_worker_and_each_replacement_before_its_envs(
 
     monkeypatch.setitem(sys.modules, "made_by_init", define())
     make_env = sys.modules["made_by_init"].make_env  # which is sent by its name
-    envs = make(make_env, 3, num_workers=2, start_method=method, worker_init=prepare, on_fault=FREE)
+    envs = make(
+        make_env, 3, num_workers=2, workers=jaxvec.Workers(start_method=method, init=prepare), on_fault=FREE
+    )
     envs.reset()
     mine, pid = "os.environ['JAXVEC_MINE']", "os.getpid()"
     assert envs.call("ask", mine) == ("worker 0", "worker 1", "worker 1")
@@ -103,7 +106,7 @@ def test_what_worker_init_raises_names_the_worker_and_its_traceback(make):
     with pytest.raises(
         jaxvec.EnvError, match="(?s)^worker 1 raised LookupError in worker_init: no licence.*in prepare"
     ) as caught:
-        make(CountingEnv, 4, num_workers=2, worker_init=prepare)
+        make(CountingEnv, 4, num_workers=2, workers=jaxvec.Workers(init=prepare))
     error = caught.value
     assert (error.worker, error.env_id, error.operation) == (1, 2, "worker_init")
     assert isinstance(error.__cause__, LookupError)
@@ -117,7 +120,7 @@ def test_worker_init_that_fails_in_a_replacement_is_raised_at_the_limit(make, tm
             raise LookupError("no licence")
 
     policy = jaxvec.Restart(max_restarts=2, rate=None)
-    envs = make(AskedEnv, 1, worker_init=prepare, on_fault=policy)
+    envs = make(AskedEnv, 1, workers=jaxvec.Workers(init=prepare), on_fault=policy)
     envs.reset()
     done.touch()
     with pytest.raises(jaxvec.EnvError, match="(?s)in worker_init: no licence.*max_restarts is 2"):
@@ -128,15 +131,20 @@ def test_worker_init_needs_workers_and_a_function_that_can_be_sent():
     lock = threading.Lock()
     for arguments, kind, text in (
         (
-            {"worker_init": lambda: lock},
+            {"workers": jaxvec.Workers(init=lambda: lock)},
             TypeError,
-            "worker_init can't be pickled, .*make what it needs inside",
+            r"Workers\(init=...\) can't be pickled, .*make what it needs inside",
         ),
-        ({"worker_init": "prepare"}, TypeError, "worker_init must be a function, or None, not 'prepare'"),
-        ({"worker_init": print, "backend": "serial"}, ValueError, "worker_init needs worker processes"),
+        (
+            {"workers": jaxvec.Workers(init=print), "backend": "serial"},
+            ValueError,
+            r"Workers\(init=...\) needs worker processes",
+        ),
     ):
         with pytest.raises(kind, match=text):
             jaxvec.make(CountingEnv, 1, **arguments)
+    with pytest.raises(TypeError, match=r"Workers\(init=...\) must be a function, or None, not 'prepare'"):
+        jaxvec.Workers(init="prepare")
 
 
 def test_a_pool_is_made_in_the_background_or_its_future_says_why_not():
@@ -145,7 +153,7 @@ def test_a_pool_is_made_in_the_background_or_its_future_says_why_not():
 
     with ThreadPoolExecutor() as executor:
         pools = [executor.submit(jaxvec.make, CountingEnv, 2) for _ in range(2)]
-        failed = executor.submit(jaxvec.make, CountingEnv, 2, worker_init=prepare)
+        failed = executor.submit(jaxvec.make, CountingEnv, 2, workers=jaxvec.Workers(init=prepare))
         for pool in pools:
             pool.result(timeout=200)
         with pytest.raises(jaxvec.EnvError, match="no licence"):
@@ -167,7 +175,7 @@ def test_workers_are_no_members_of_the_mpi_job_of_the_program(make, monkeypatch,
     names = "{name: value for name, value in os.environ.items() if 'MPI' in name or 'PMI' in name}"
     assert ask(make, names, method) == [{"MPI_MINE": "3"}]
     worker_env = {"PMI_RANK": "0", "OMPI_MINE": "yes"}
-    assert ask(make, names, method, worker_env=worker_env) == [{"MPI_MINE": "3", **worker_env}]
+    assert ask(make, names, method, env=worker_env) == [{"MPI_MINE": "3", **worker_env}]
 
 
 @methods
@@ -228,7 +236,7 @@ def test_a_worker_has_no_descriptors_but_its_own(make, method):
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(tempfile.TemporaryFile())
-        make(AskedEnv, 2, start_method=method)  # whose sockets are nobody else's
+        make(AskedEnv, 2, workers=jaxvec.Workers(start_method=method))  # whose sockets are nobody else's
         numbers = "fd in range(3, 100) if os.path.islink(f'/proc/self/fd/{fd}')"
         expression = f"sorted(os.readlink(f'/proc/self/fd/{{fd}}') for {numbers})"
         (found,) = ask(make, expression, method)
@@ -287,7 +295,8 @@ def test_a_program_without_standard_descriptors_can_make_a_pool(method, closed):
             os.close(fd)
         import numpy as np, jaxvec
         from jaxvec.testing import CountingEnv
-        with jaxvec.make(CountingEnv, 2, num_workers=2, start_method=sys.argv[2]) as envs:
+        workers = jaxvec.Workers(num=2, start_method=sys.argv[2])
+        with jaxvec.make(CountingEnv, 2, workers=workers) as envs:
             envs.reset(seed=0)
             os.write(report, str(envs.step(np.full(2, 5)).obs[:, 3].tolist()).encode())
     """
@@ -307,16 +316,16 @@ def test_pools_of_equal_environment_share_a_server_and_others_do_not(make, monke
     first = ask(make, parent)
     monkeypatch.setenv("JAXVEC_MINE", "no matter")  # nothing reads it as it starts
     assert ask(make, parent) == first
-    with_changes = ask(make, parent, worker_env={"MINE": "1"})
+    with_changes = ask(make, parent, env={"MINE": "1"})
     assert with_changes != first
-    assert ask(make, parent, worker_env={"MINE": "1"}) == with_changes
+    assert ask(make, parent, env={"MINE": "1"}) == with_changes
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # which is read once
     assert ask(make, parent) not in (first, with_changes)
 
 
 def test_servers_without_pools_are_few():
     for number in range(4):
-        jaxvec.make(CountingEnv, 1, worker_env={"NUMBER": str(number)}).close()
+        jaxvec.make(CountingEnv, 1, workers=jaxvec.Workers(env={"NUMBER": str(number)})).close()
     idle = [each for each in _fork._servers.values() if not each.users]
     assert len(idle) <= _fork._IDLE
     assert all(psutil.pid_exists(pid) for pid in _fork.server_pids())
@@ -327,7 +336,7 @@ def test_what_numpy_reads_at_its_import_takes_effect(make, tmp_path, monkeypatch
         "import os; seen = os.environ.get('OMP_NUM_THREADS'), os.getpid()"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = {"worker_env": {"OMP_NUM_THREADS": "3"}, "preload": ["reads_early"]}
+    options = {"env": {"OMP_NUM_THREADS": "3"}, "preload": ["reads_early"]}
     seen = ask(make, "sys.modules['reads_early'].seen", num_envs=2, **options)
     assert seen == [("3", server().pid)] * 2  # imported once, in the server
 
@@ -345,7 +354,7 @@ def test_a_module_that_can_not_be_preloaded_is_named(make, tmp_path, monkeypatch
         "broken_module": "KeyError: 'no such room'",
     }.items():
         with pytest.raises(ImportError, match=f"preload: '{module}' can't be imported: .*{said}"):
-            make(CountingEnv, 1, preload=(module,))
+            make(CountingEnv, 1, workers=jaxvec.Workers(preload=(module,)))
     (tmp_path / "no_such_module.py").touch()
     assert ask(make, "'no_such_module' in sys.modules", preload="no_such_module") == [True]
 
@@ -355,14 +364,14 @@ def test_what_starts_threads_is_not_forked(make, tmp_path, monkeypatch):
     (tmp_path / "threaded_module.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(RuntimeError, match='its imports started 1 threads.*start_method="spawn"'):
-        make(CountingEnv, 1, preload=["threaded_module"])
+        make(CountingEnv, 1, workers=jaxvec.Workers(preload=["threaded_module"]))
     # Without preload, what starts them is a plug-in of Gymnasium's, or NumPy's BLAS.
     monkeypatch.setattr(_fork, "Imports", lambda _, path: forkserver.Imports(("threaded_module",), path))
     worker_env = {"JAXVEC": "threads"}
-    (parent,) = ask(make, "os.getppid()", "auto", worker_env=worker_env)
+    (parent,) = ask(make, "os.getppid()", "auto", env=worker_env)
     assert parent == os.getpid()
     with pytest.raises(RuntimeError, match="its imports started 1 threads"):
-        make(CountingEnv, 1, start_method="forkserver", worker_env=worker_env)
+        make(CountingEnv, 1, workers=jaxvec.Workers(start_method="forkserver", env=worker_env))
 
 
 # --- What can go wrong -------------------------------------------------------------------------
@@ -378,7 +387,7 @@ def test_a_server_that_was_killed_is_followed_by_another(make):
 
 
 def test_a_pool_goes_on_without_its_server(make):
-    envs = make(AskedEnv, 2, num_workers=2, on_fault=FREE, start_method="forkserver")
+    envs = make(AskedEnv, 2, num_workers=2, on_fault=FREE, workers=jaxvec.Workers(start_method="forkserver"))
     envs.reset(seed=0)
     killed = server()
     pids = envs.call("ask", "os.getpid()")
@@ -399,7 +408,7 @@ def test_a_stopped_server_is_a_timeout(make):
     stopped.suspend()
     try:
         with pytest.raises(
-            jaxvec.EnvTimeoutError, match=r"worker 0 \(env 0\) did not start within start_timeout"
+            jaxvec.EnvTimeoutError, match=r"worker 0 \(env 0\) did not start within Timeouts\(start=0.5\)"
         ):
             make(CountingEnv, 1, start_timeout=0.5)
     finally:
@@ -418,7 +427,7 @@ def refuse():
 os.fork = refuse
 """)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = {"preload": ["no_forks"], "num_workers": 2, "on_fault": FREE}
+    options = {"workers": jaxvec.Workers(num=2, preload=["no_forks"]), "on_fault": FREE}
     others = _fork.server_pids()
     make(AskedEnv, 2, **options).close()
     (server,) = _fork.server_pids() - others
@@ -450,7 +459,7 @@ def test_a_program_that_can_not_start_an_interpreter_says_so(make, monkeypatch):
 
     monkeypatch.setattr(_fork, "start", start)
     with pytest.raises(jaxvec.WorkerDiedError, match="worker 0 .*the fork server exited with code 3"):
-        make(CountingEnv, 1, worker_env={"JAXVEC": "broken"})
+        make(CountingEnv, 1, workers=jaxvec.Workers(env={"JAXVEC": "broken"}))
 
 
 KILLED = """
@@ -472,7 +481,7 @@ def die_after(where, name, times):
     setattr(where, name, call)
 
 {moment}
-jaxvec.make(CountingEnv, 3, num_workers=3, start_method={method!r})
+jaxvec.make(CountingEnv, 3, num_workers=3, workers=jaxvec.Workers(start_method={method!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -537,7 +546,7 @@ class Env(CountingEnv):
     def pid(self):
         return os.getpid()
 
-envs = jaxvec.make(Env, 2, num_workers=2, start_method="forkserver")
+envs = jaxvec.make(Env, 2, num_workers=2, workers=jaxvec.Workers(start_method="forkserver"))
 envs.reset()
 {ending}
 """
@@ -562,7 +571,7 @@ import ctypes, os, signal, sys, time, warnings
 warnings.simplefilter("ignore")
 import jaxvec
 from jaxvec.testing import CountingEnv
-envs = jaxvec.make(CountingEnv, 2, num_workers=2, start_method={method!r})
+envs = jaxvec.make(CountingEnv, 2, num_workers=2, workers=jaxvec.Workers(start_method={method!r}))
 envs.reset(seed=0)
 helper = {fork}
 if helper == 0:
@@ -636,7 +645,7 @@ def test_ctrl_c_while_a_worker_is_started_or_ended_leaves_none_behind(monkeypatc
         raise KeyboardInterrupt
 
     def pool():
-        return jaxvec.make(CountingEnv, 2, num_workers=2, start_method="forkserver")
+        return jaxvec.make(CountingEnv, 2, num_workers=2, workers=jaxvec.Workers(start_method="forkserver"))
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(where, name, staticmethod(interrupted) if name == "here" else interrupted)
@@ -650,19 +659,23 @@ def test_ctrl_c_while_a_worker_is_started_or_ended_leaves_none_behind(monkeypatc
 
 
 BAD = [
-    ({"start_method": "fork"}, ValueError, "start_method must be one of auto, forkserver, spawn, not 'fork'"),
-    ({"preload": [3]}, TypeError, "preload: the name of a module is expected, as text, not 3"),
-    ({"preload": ["math"], "start_method": "spawn"}, ValueError, "preload needs the fork server"),
-    ({"preload": ["math"], "backend": "serial"}, ValueError, "preload needs worker processes"),
-    ({"worker_env": {"A": 1}}, TypeError, "worker_env: 'A' is 1; names are texts, values texts or None"),
-    ({"worker_env": {"A=B": "1"}}, ValueError, "worker_env: 'A=B' can't be an environment variable"),
+    (
+        {"start_method": "fork"},
+        ValueError,
+        r"\(start_method=...\) must be one of auto, forkserver, spawn, not 'fork'",
+    ),
+    ({"preload": [3]}, TypeError, r"\(preload=...\) must be names of modules, as texts, not 3"),
+    ({"preload": ["math"], "start_method": "spawn"}, ValueError, r"\(preload=...\) needs the fork server"),
+    ({"preload": ["math"]}, ValueError, r"\(preload=...\) needs worker processes"),
+    ({"env": {"A": 1}}, TypeError, r"\(env=...\): 'A' is 1; names are texts, values texts or None"),
+    ({"env": {"A=B": "1"}}, ValueError, r"\(env=...\): 'A=B' can't be an environment variable"),
 ]
 
 
 @pytest.mark.parametrize(("options", "error", "said"), BAD)
 def test_bad_arguments_are_named(options, error, said):
-    with pytest.raises(error, match=said):
-        jaxvec.make(CountingEnv, 2, **options)
+    with pytest.raises(error, match="Workers" + said):
+        jaxvec.make(CountingEnv, 2, backend="serial", workers=jaxvec.Workers(**options))
 
 
 def test_without_pidfds_workers_are_interpreters(make, monkeypatch):
@@ -672,7 +685,7 @@ def test_without_pidfds_workers_are_interpreters(make, monkeypatch):
     monkeypatch.setattr(os, "pidfd_open", refuse)
     assert ask(make, "os.getppid()", "auto") == [os.getpid()]
     with pytest.raises(RuntimeError, match="not possible here: the system has no pidfds: .*not implemented"):
-        make(CountingEnv, 1, start_method="forkserver")
+        make(CountingEnv, 1, workers=jaxvec.Workers(start_method="forkserver"))
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds nothing to cores")
@@ -683,6 +696,6 @@ def test_pinned_workers_have_a_core_each_in_turn(make, method):
             return sorted(os.sched_getaffinity(0))
 
     cores = sorted(os.sched_getaffinity(0))
-    envs = make(Pinned, 5, num_workers=5, pin_workers=True, start_method=method)
+    envs = make(Pinned, 5, num_workers=5, workers=jaxvec.Workers(pin=True, start_method=method))
     assert envs.call("cores") == tuple([cores[i % len(cores)]] for i in range(5))
     assert sorted(os.sched_getaffinity(0)) == cores

@@ -330,8 +330,8 @@ def test_all_is_as_the_model_foretells(make, no_jax_log, dispatch, face, mode, e
     ):
         if reason:
             pytest.skip(reason)
-    options = {"backend": "serial"} if dispatch == "serial" else {"handoff": dispatch, "num_workers": 2}
-    options |= {"episodic": True} if mode == "EPISODIC" else {"autoreset_mode": mode}
+    options = {"backend": "serial"} if dispatch == "serial" else {"dispatch": dispatch, "num_workers": 2}
+    options |= {"autoreset_mode": mode}
     envs = make(
         env_fn,
         NUM_ENVS,
@@ -597,7 +597,6 @@ def test_a_pool_without_states_says_what_to_write(make):
         ({"states": -1}, ValueError, "at least 0"),
         ({"states": 5, "spare_envs": 1}, ValueError, "spare_envs"),
         ({"states": 5, "envs_per_instance": 2}, ValueError, "batched env"),
-        ({"state_functions": 3}, TypeError, "two functions"),
         ({"on_fault": jaxvec.Restart(retry="restore")}, ValueError, "needs saved states: make"),
         (
             {"on_fault": jaxvec.Restart(retry="restore"), "states": 2, "autoreset_mode": "DISABLED"},
@@ -831,7 +830,7 @@ def test_functions_of_the_user_take_and_put_states(make, backend):
         def observe(self):
             return self.np_random.random(1, np.float32)
 
-    envs = make(Dice, 4, states=9, backend=backend, state_functions=(get_state, set_state))
+    envs = make(Dice, 4, states=jaxvec.States(max=9, functions=(get_state, set_state)), backend=backend)
     envs.reset(seed=0)
     state = envs.save()
     first = [envs.step(action) for action in ACTIONS]

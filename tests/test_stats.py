@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxvec
+from jaxvec._stats import WorkerStats
 from jaxvec.testing import CountingEnv
 
 
@@ -17,7 +18,7 @@ from jaxvec.testing import CountingEnv
 def test_steps_episodes_and_resets_are_counted(make, backend, mode):
     more = {} if backend == "serial" else {"num_workers": 2}
     envs = make(CountingEnv, 3, backend=backend, episode_length=4, autoreset_mode=mode, **more)
-    assert envs.stats().total == jaxvec.WorkerStats()
+    assert envs.stats().total == WorkerStats()
     handle, _ = jaxvec.reset(envs)
     turns = 10 if mode == "NEXT_STEP" else 8  # which need one more step an episode
     scan = jax.jit(lambda h: jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.zeros(3, int)), h, length=turns))
@@ -36,7 +37,7 @@ def test_the_total_is_the_sum_of_the_workers(make):
         envs.step(np.zeros(5, int))
     stats = envs.stats()
     assert [worker.steps for worker in stats.workers] == [7, 14, 14]
-    for field in dataclasses.fields(jaxvec.WorkerStats):
+    for field in dataclasses.fields(WorkerStats):
         each = [getattr(worker, field.name) for worker in stats.workers]
         assert getattr(stats.total, field.name) == pytest.approx(sum(each))
     assert all(worker.wait_time > 0 for worker in stats.workers)

@@ -18,6 +18,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 import jaxvec
 from jaxvec import _stepper
+from jaxvec._config import PoolConfig
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._envs.slot_envs import Targets
@@ -102,7 +103,7 @@ class Scripted(gymnasium.Env):
 
 
 def make_slice(
-    envs: list[gymnasium.Env], *, mode: Autoreset, policy: Any = as_jax, see_through: bool = True
+    envs: list[gymnasium.Env], *, mode: Autoreset, policy: Any = as_jax, config: PoolConfig | None = None
 ) -> tuple[EnvSlice, dict[Any, Any]]:
     spec = make_spec(
         EnvSpaces(envs[0].observation_space, envs[0].action_space, None),
@@ -121,7 +122,7 @@ def make_slice(
         worker=1,
         spec=spec,
         arrays=arrays,
-        see_through=see_through,
+        config=config or PoolConfig(),
     )
     return env_slice, arrays
 
@@ -319,7 +320,7 @@ def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, mak
         return TimeLimit(wrapped(env, 11) if returns is tuple else TimeLimit(env, 11), 9)
 
     pools = [
-        make(env_fn, 3, num_workers=1, see_through=see_through, **options) for see_through in (True, False)
+        make(env_fn, 3, num_workers=1, wrapper_bypass=see_through, **options) for see_through in (True, False)
     ]
     steps = [[envs.reset(seed=1)] for envs in pools]
     for number in range(80):
@@ -339,7 +340,7 @@ def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, mak
 
 def test_first_steps_go_through_all_wrappers():
     env = wrapped(gymnasium.make("CartPole-v1").unwrapped, 500)
-    targets = Targets([env], see_through=True)
+    targets = Targets([env], bypass=True)
     assert not env.get_wrapper_attr("has_reset")
     looks = (
         2 if hasattr(env.env.env, "checked_data_reuse") else 1
@@ -357,7 +358,7 @@ def test_first_steps_go_through_all_wrappers():
 
 def test_an_env_that_goes_on_from_a_state_is_passed_by_as_before():
     env = wrapped(gymnasium.make("CartPole-v1").unwrapped, 500)
-    targets = Targets([env], see_through=True)
+    targets = Targets([env], bypass=True)
     env.reset(seed=0)
     for _ in range(2):
         env.step(0)
@@ -377,7 +378,7 @@ def test_an_env_that_goes_on_from_a_state_is_passed_by_as_before():
 
 def test_wrappers_count_on_from_states_as_if_they_had_been_called(make):
     pools = [
-        make(lambda: wrapped(Counting(), 9), 2, num_workers=1, states=99, see_through=see_through)
+        make(lambda: wrapped(Counting(), 9), 2, num_workers=1, states=99, wrapper_bypass=see_through)
         for see_through in (True, False)
     ]
     told: list[list[Any]] = [[], []]
@@ -432,7 +433,7 @@ def test_what_may_do_more_is_called(wrap):
     opaque = wrap(TimeLimit(Counting(), 9))
     env = TimeLimit(OrderEnforcing(opaque), 7)
     env.reset(seed=0)
-    targets = Targets([env], see_through=True)
+    targets = Targets([env], bypass=True)
     targets.look()
     assert targets.envs == [opaque]
     assert targets.limits == [(vars(env),)]
@@ -442,6 +443,6 @@ def test_a_wrapper_that_somebody_has_changed_is_called(monkeypatch):
     env = OrderEnforcing(TimeLimit(Counting(), 9))
     env.reset(seed=0)
     monkeypatch.setattr(TimeLimit, "step", lambda *_: None)
-    targets = Targets([env], see_through=True)
+    targets = Targets([env], bypass=True)
     targets.look()
     assert targets.envs == [env.env]

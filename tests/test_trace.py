@@ -430,7 +430,8 @@ def test_a_profile_and_a_trace_in_one_file(make, tmp_path):
 
 def test_a_traced_run_says_what_its_time_went_into(tmp_path):
     path = tmp_path / "pool.json"
-    run = trace_run("CartPole-v1", 4, num_workers=2, num_steps=20, path=path, transport="io_callback")
+    with jaxvec.config.override(transport="io_callback"):
+        run = trace_run("CartPole-v1", 4, num_workers=2, num_steps=20, path=path)
     assert (run.path, run.num_envs, run.num_workers, run.num_steps) == (path, 4, 2, 20)
     assert (run.dropped, run.shares.hand_offs) == ({}, 20)
     timeline = Timeline(path)

@@ -11,6 +11,7 @@ import threading
 import weakref
 from functools import partial
 
+import disasters
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +40,7 @@ def scan(handle, length, action):
 
 def test_unknown_transports_are_refused():
     with pytest.raises(ValueError, match="transport must be one of auto, ffi, io_callback, not 'pigeon'"):
-        jaxvec.make("CartPole-v1", 1, transport="pigeon")
+        disasters.make("CartPole-v1", 1, transport="pigeon")
 
 
 @needs_ffi
@@ -117,7 +118,7 @@ def test_where_the_ffi_is_refused_programs_use_io_callback_and_a_log_says_why(
         assert _primitive.choose_transport("auto") == "io_callback"
     assert reason in caplog.text
     with pytest.raises(library.NativeUnavailableError, match=reason):
-        jaxvec.make(CountingEnv, 2, transport="ffi")
+        disasters.make(CountingEnv, 2, transport="ffi")
 
 
 # --- Calls ------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ def native(make):
         pytest.skip(_ffi.reason_unavailable())
 
     def native(env, num_envs, **kwargs):
-        return make(env, num_envs, transport="ffi", handoff="native", **kwargs)
+        return make(env, num_envs, transport="ffi", dispatch="native", **kwargs)
 
     return native
 
@@ -151,7 +152,7 @@ class ImageEnv(CountingEnv):
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
 def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, autoreset_mode):
     envs = native(env, 3, num_workers=2, autoreset_mode=autoreset_mode)
-    oracle = make(env, 3, transport="io_callback", handoff="portable", autoreset_mode=autoreset_mode)
+    oracle = make(env, 3, transport="io_callback", dispatch="portable", autoreset_mode=autoreset_mode)
     envs.action_space.seed(0)
     action = jax.tree.map(jnp.asarray, dict_of(envs.action_space.sample()))
     program = jax.jit(lambda handle: scan(handle, 20, action))

@@ -54,9 +54,12 @@ class ObedientEnv(gymnasium.Env[Any, Any]):
         return np.full(4, self._steps, np.float32), 1.0, False, False, {}
 
 
-def make(seconds: float = 0.0, num_envs: int = NUM_ENVS, **kwargs: Any) -> jaxvec.VectorEnv:
+def make(
+    seconds: float = 0.0, num_envs: int = NUM_ENVS, transport: str = "auto", **kwargs: Any
+) -> jaxvec.VectorEnv:
     """Makes a pool of these envs, a worker each."""
-    return jaxvec.make(lambda: ObedientEnv(seconds), num_envs, num_workers=4, final_obs=False, **kwargs)
+    with jaxvec.config.override(transport=transport):
+        return jaxvec.make(lambda: ObedientEnv(seconds), num_envs, num_workers=4, final_obs=False, **kwargs)
 
 
 def rollout(length: int, num_envs: int = NUM_ENVS) -> Callable[[Any], Any]:
@@ -267,7 +270,7 @@ def interrupt(answers: Answers, device: jax.Device, short: bool) -> None:
 
 def hang(answers: Answers, device: jax.Device, short: bool) -> None:
     """What `interrupt` interrupts."""
-    envs = make(step_timeout=None)
+    envs = make(timeouts=jaxvec.Timeouts(step=None))
     handle, _ = jax.block_until_ready(rollout(1)(jaxvec.reset(envs)[0]))
     print("ready", flush=True)
     try:

@@ -22,10 +22,10 @@ from gymnasium.envs.registration import (
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import VectorEnv
 
+from jaxvec._config import PoolConfig
 from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.env_states import StateFunctions
 from jaxvec._envs.envs import BatchedEnv, Env, EnvFn, Failing
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
@@ -124,18 +124,21 @@ def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:
     )
 
 
-def takes(env: Any, name: str) -> bool:
-    """Says whether the constructor of some env takes a keyword, or may."""
-    for each in env if _is_list(env) else [env]:
-        if isinstance(each, (str, EnvSpec)):
-            entry_point: Any = (_find_spec(each) if isinstance(each, str) else each).entry_point
-            each = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-        parameters = _parameters(each)
-        if not parameters or name in parameters:
-            return True
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return True
-    return False
+def takes(env: Any, name: str) -> bool | None:
+    """Returns whether the constructor of some env takes a keyword; `None` if no signature tells."""
+    answers = [_takes(each, name) for each in (env if _is_list(env) else [env])]
+    return True if True in answers else None if None in answers else False
+
+
+def _takes(env: Any, name: str) -> bool | None:
+    if isinstance(env, (str, EnvSpec)):
+        entry_point: Any = (_find_spec(env) if isinstance(env, str) else env).entry_point
+        env = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    # A class that takes any keyword passes it on to one of its bases.
+    if any(name in _parameters(each) for each in (env.__mro__ if isinstance(env, type) else (env,))):
+        return True
+    kinds = [parameter.kind for parameter in _parameters(env).values()]
+    return False if kinds and inspect.Parameter.VAR_KEYWORD not in kinds else None
 
 
 def _is_list(env: Any) -> bool:
@@ -310,41 +313,10 @@ def _spaces(env: Env | BatchedEnv) -> EnvSpaces:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SliceConfig:
-    """The same for all slices of a pool.
-
-    Attributes:
-        size: how many envs a batched env has; `None` for envs one by one.
-        spare_envs: how many more envs each worker builds, to be reset in advance.
-        strict: whether observations have to be members of their space.
-        see_through: whether steps may pass Gymnasium's own wrappers by.
-        equal_spaces: whether observation spaces have to be equal, and not only alike.
-        keeps_states: whether states of envs are saved.
-        state_functions: the user's, by which states of envs are taken and put back; `None` for our own way.
-    """
-
-    size: int | None
-    spare_envs: int
-    strict: bool
-    see_through: bool
-    equal_spaces: bool
-    keeps_states: bool = False
-    state_functions: StateFunctions | None = None
-
-    def slice_of(
-        self, envs: list[Any], env_fns: Sequence[EnvFn], spares: Spares | None = None
-    ) -> Callable[..., Slice]:
-        """Returns what makes the slice of these envs, once its place in a pool is known."""
-        if self.size is not None:
-            return partial(BatchSlice, envs, size=self.size)
-        return partial(
-            EnvSlice,
-            envs,
-            env_fns,
-            spares=spares,
-            strict=self.strict,
-            see_through=self.see_through,
-            keeps_states=self.keeps_states,
-            state_functions=self.state_functions,
-        )
+def slice_of(
+    config: PoolConfig, envs: list[Any], env_fns: Sequence[EnvFn], spares: Spares | None = None
+) -> Callable[..., Slice]:
+    """Returns what makes the slice of these envs, once its place in a pool is known."""
+    if config.envs_per_instance is not None:
+        return partial(BatchSlice, envs, size=config.envs_per_instance)
+    return partial(EnvSlice, envs, env_fns, config=config, spares=spares)

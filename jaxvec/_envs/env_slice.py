@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from time import monotonic_ns
 from typing import Any
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats, _stepper
 from jaxvec._arguments import Options
+from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
-from jaxvec._envs.env_states import Gone, SlotState, StateFunctions, States, pack, unpack
+from jaxvec._envs.env_states import Gone, SlotState, States, pack, unpack
 from jaxvec._envs.envs import (
     Env,
     EnvFailure,
@@ -56,11 +58,8 @@ class EnvSlice:
         worker: int,
         spec: PoolSpec,
         arrays: Arrays,
+        config: PoolConfig,
         spares: Spares | None = None,
-        strict: bool = False,
-        see_through: bool = True,
-        keeps_states: bool = False,
-        state_functions: StateFunctions | None = None,
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
     ) -> None:
@@ -72,11 +71,8 @@ class EnvSlice:
             first: id of the first env.
             worker: whose row of statistics is ours.
             spec, arrays: of the pool.
+            config: options of the pool.
             spares: more envs, to take turns with these.
-            strict: whether observations have to be members of their space.
-            see_through: whether steps may pass by those of Gymnasium's wrappers that leave them as they are.
-            keeps_states: whether states of envs are saved.
-            state_functions: the user's, by which states of envs are taken and put back.
             lends: whether envs that can may write to the rows themselves.
             replaces: if we take the place of a slice whose process is gone, and which left its rows: the
                 leaves of Python objects that the program had from it last.
@@ -92,7 +88,7 @@ class EnvSlice:
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
         # The compiled loop knows numbers for rewards, and no spaces.
-        compiled = None if strict or spec.reward.shape else _stepper.compiled
+        compiled = None if config.strict or spec.reward.shape else _stepper.compiled
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
         self._delivered = Delivered(spec, rows) if spec.has_fault else None
@@ -104,12 +100,10 @@ class EnvSlice:
             obs=spec.obs,
             rows=rows,
             stats=self._stats,
-            strict=strict,
-            see_through=see_through and compiled is not None,
+            config=config,
+            bypass=config.settings.wrapper_bypass and compiled is not None,
             rebuilt=left,
             lends=lends,
-            keeps_states=keeps_states,
-            state_functions=state_functions,
         )
         self._reward_shape = spec.reward.shape
         self._run = self._step_one
@@ -151,10 +145,7 @@ class EnvSlice:
                 worker=0,
                 spec=spec,
                 arrays=arrays,
-                strict=strict,
-                see_through=False,
-                keeps_states=True,
-                state_functions=state_functions,
+                config=replace(config, settings=replace(config.settings, wrapper_bypass=False)),
                 lends=False,
             ),
         )

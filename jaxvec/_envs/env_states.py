@@ -122,7 +122,7 @@ def pack(states: Iterable[SlotState]) -> list[bytes]:
         except Exception as error:
             raise EnvStateError(
                 f"the state of env {state.slot} can't be pickled, so it can't leave its process: {error}; "
-                "give make(state_functions=(get_state, set_state)) whose states can be pickled"
+                "give States(functions=(get_state, set_state)) whose states can be pickled"
             ) from error
     return packed
 
@@ -138,7 +138,7 @@ def unpack(packed: bytes) -> SlotState:
     except Exception as error:
         raise EnvStateError(
             f"the state can't be unpickled, so it can't enter this process: {type(error).__name__}: {error}; "
-            "give make(state_functions=(get_state, set_state)) whose states can be unpickled"
+            "give States(functions=(get_state, set_state)) whose states can be unpickled"
         ) from error
     return state
 
@@ -161,7 +161,7 @@ StateFunctions: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any
 
 _ADVICE = (
     "Give the env methods get_state() and set_state(state) that take and put what is not in such attributes, "
-    "pass state_functions=(get_state, set_state), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
+    "pass States(functions=(get_state, set_state)), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
 )
 _MAX_SHARED_NODES = 1000  # things that an env's states share; some envs make new ones in each reset
 _GENERATOR = ("_np_random", "_np_random_seed")  # what a `gymnasium.Env` has beside a user's own state

@@ -16,7 +16,8 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, derive_seeds
-from jaxvec._envs.env_states import StatefulEnv, StateFunctions
+from jaxvec._config import PoolConfig
+from jaxvec._envs.env_states import StatefulEnv
 from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
 from jaxvec._memory.rows import InvalidValue, scalars
 from jaxvec._memory.segment import Arrays
@@ -44,18 +45,18 @@ class Targets:
         limits: the attributes of the `TimeLimit`s around each that are passed by but count, inmost first.
     """
 
-    def __init__(self, envs: list[Any], *, see_through: bool) -> None:
+    def __init__(self, envs: list[Any], *, bypass: bool) -> None:
         """Begins with the envs themselves: their first steps go through all that is around them."""
         self.envs = list(envs)
         self.limits: list[tuple[dict[str, Any], ...]] = [() for _ in envs]
         self._passed: list[tuple[Any, ...]] = [() for _ in envs]  # the wrappers
-        self._see_through = see_through
-        self._unseen = set(range(len(envs))) if see_through else set[int]()
+        self._bypass = bypass
+        self._unseen = set(range(len(envs))) if bypass else set[int]()
 
     def put(self, index: int, env: Any) -> None:
         """Takes a new env, or one that somebody may have changed."""
         self.envs[index], self.limits[index], self._passed[index] = env, (), ()
-        if self._see_through:
+        if self._bypass:
             self._unseen.add(index)
 
     def put_back(self, index: int, env: Any) -> None:
@@ -300,25 +301,24 @@ class SlotEnvs:
         obs: Node,
         rows: Arrays,
         stats: memoryview,
-        strict: bool,
-        see_through: bool,
+        config: PoolConfig,
+        bypass: bool,
         rebuilt: bool,
         lends: bool,
-        keeps_states: bool,
-        state_functions: StateFunctions | None,
     ) -> None:
         """Takes new envs; see `EnvSlice`.
 
-        `rebuilt` are those that follow others, which are gone; only a slice that `lends` gives envs its rows.
+        With `bypass`, steps may pass by some of Gymnasium's wrappers. `rebuilt` are those that follow
+        others, which are gone; only a slice that `lends` gives envs its rows.
         """
         self.envs = envs
-        self._see_through = see_through
+        self._bypass = bypass
         self.record(None)
         self.spares = spares
-        self._keeps_states, self._state_functions = keeps_states, state_functions
+        self._states = config.states
         # The slots of a simulator have one env.
-        stateful = {id(env): StatefulEnv(env, state_functions) for env in envs if keeps_states}
-        self.stateful = [stateful[id(env)] for env in envs if keeps_states]
+        stateful = {id(env): StatefulEnv(env, config.states.functions) for env in envs if config.states.max}
+        self.stateful = [stateful[id(env)] for env in envs if config.states.max]
         self._has_spares = bool(spares)  # quicker to ask
         self._env_fns = env_fns
         self._first = first
@@ -329,7 +329,7 @@ class SlotEnvs:
         # Who was lent nothing yet: that is done with their next reset.
         self._unlent = set(range(len(envs) if lends else 0))
         self._borrowers = {index for index, env in enumerate(envs) if self._lending.takes(env)}
-        self.check_member = checker(envs[0].observation_space, ("obs",)) if strict else None
+        self.check_member = checker(envs[0].observation_space, ("obs",)) if config.strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of envs that were built anew
         self._kept_options: dict[int, dict[str, Any]] = {}  # for the next reset of such envs in a step
         if not rebuilt:
@@ -349,7 +349,7 @@ class SlotEnvs:
                 RecordedEnv(self.envs, index, f"env {self._first + index}", recorder)
                 for index in range(len(self.envs))
             ]
-        self.targets = Targets(self.called, see_through=self._see_through)
+        self.targets = Targets(self.called, bypass=self._bypass)
 
     def changed(self, index: int) -> None:
         """Takes note that an env is another, or that somebody may have changed it."""
@@ -392,8 +392,8 @@ class SlotEnvs:
         with suppress(BaseException):
             self.envs[index].close()
         (self.envs[index],) = build_env([self._env_fns[index]], self._first + index)
-        if self._keeps_states:
-            self.stateful[index] = StatefulEnv(self.envs[index], self._state_functions)
+        if self._states.max:
+            self.stateful[index] = StatefulEnv(self.envs[index], self._states.functions)
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)

@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options
+from jaxvec._config import Timeouts
 from jaxvec._dispatch.engine import Admission, Made, Rules, Status, whole
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PoolClosedError, StaleHandleError
@@ -42,15 +42,6 @@ _logger = logging.getLogger("jaxvec")
 _MADE = (Status.DONE, Status.UNDER_WAY)
 
 _ids = itertools.count(1)  # handles name their pool by number, see _pool/registry.py
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """Seconds; `None` waits for ever."""
-
-    start: float | None
-    reset: float | None
-    step: float | None
 
 
 class Pool:

@@ -392,7 +392,7 @@ class SavedStates:
             raise ResetNeededError(
                 f"simulate of state {late[0]}: its episode is over, or its env was never reset. Choose "
                 "between such states and others with jnp.where, or let episodes end in a pool with "
-                "episodic=True or with autoreset"
+                'autoreset_mode="EPISODIC" or with autoreset'
             )
         idle = self._idle_rows(before)
         numbers = self.table.allocate(len(workers))

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import WAKE, Channel, adopt_channel, channel_pair, dead_socket
 from jaxvec._dispatch.dispatch import ParentHandoff, time_left
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._ray.wire import HostFailure, Payload, ProcessEnd, WireFormat, WorkerMessage
 from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
-from jaxvec._workers.process import LocalLauncher, StartMethod
+from jaxvec._workers.process import LocalLauncher
 from jaxvec._workers.worker import Attach, Setup
 
 _WHOLE = 0.2  # seconds for a request, after which what is completed of it is sent
@@ -56,11 +57,11 @@ class ActorHost:
     `end`, which nothing may hold up. They share the worker slots and the requests, under a lock.
     """
 
-    def __init__(self, workers: range, slices: Slices, method: StartMethod) -> None:
+    def __init__(self, workers: range, slices: Slices, config: PoolConfig) -> None:
         """Makes room for these workers, each of which holds one of the slices."""
         self._workers = workers
         self._slices = slices
-        self._launcher = LocalLauncher(method)
+        self._launcher = LocalLauncher(config)
         self._worker_slots = {worker: _WorkerSlot(*dead_socket()) for worker in workers}
         self._lock = threading.Lock()
         self._wake_writer, reader = channel_pair()  # wakes `run`
@@ -122,7 +123,7 @@ class ActorHost:
             return
         message = None if told is None else pickle.loads(told)
         if isinstance(message, Setup):
-            self._envs_per_instance = message.slice_config.size or 1
+            self._envs_per_instance = message.config.envs_per_instance or 1
             message = replace(message, sys_path=list(sys.path), python_path=os.environ.get("PYTHONPATH"))
         descriptors: list[int] = []
         if isinstance(message, Attach):

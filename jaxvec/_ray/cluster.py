@@ -14,7 +14,7 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from jaxvec._config import Ray
+from jaxvec._config import PoolConfig, Ray
 from jaxvec._memory.segment import Arrays, Layout, attach_segment
 from jaxvec._ray.link import ActorLink, RemoteWorker, WakePipe
 from jaxvec._ray.nodes import (
@@ -30,7 +30,6 @@ from jaxvec._ray.nodes import (
 )
 from jaxvec._util import install_command
 from jaxvec._workers.base import Slices
-from jaxvec._workers.process import StartMethod
 
 _REACHED = 10.0  # seconds for the head's machine to answer
 
@@ -119,7 +118,7 @@ class RayCluster:
         workers = next((count for room in rooms if room and (count := room.num_workers(self._options))), 1)
         return min(num_envs, workers)
 
-    def launcher(self, slices: Slices, method: StartMethod) -> RayLauncher:
+    def launcher(self, slices: Slices, config: PoolConfig) -> RayLauncher:
         """Reserves what the actors of the workers need that hold these slots, and returns what starts them.
 
         Raises:
@@ -131,8 +130,8 @@ class RayCluster:
         for count in {*counts}:  # the last actor may have fewer
             self._options.check(count)
         check_place(self._ray, self._options.of_actor(counts[0]))
-        placement = Placement(self._ray, self._options, counts, method.timeout)
-        return RayLauncher(self._ray, self._options, slices, method, placement)
+        placement = Placement(self._ray, self._options, counts, config.timeouts.start)
+        return RayLauncher(self._ray, self._options, slices, config, placement)
 
 
 class RayLauncher:
@@ -145,7 +144,7 @@ class RayLauncher:
         ray: Any,
         options: Ray,
         slices: Slices,
-        method: StartMethod,
+        config: PoolConfig,
         placement: Placement,
     ) -> None:
         """Prepares to start workers.
@@ -154,13 +153,13 @@ class RayLauncher:
             ray: the module.
             options: of the user.
             slices: the slots of each worker.
-            method: how the actors start them.
+            config: options of the pool.
             placement: where the actors are put.
         """
         self._ray = ray
         self._options = options
         self._slices = slices
-        self._method = method
+        self._config = config.for_workers()
         self._placement = placement
         self._dead_nodes = find_dead_nodes(ray)
         self._wake_pipe: WakePipe | None = None  # once a worker is launched
@@ -212,7 +211,7 @@ class RayLauncher:
                 workers=members,
                 slices=self._slices[members.start : members.stop],
                 resources=self._options.of_actor(len(members)),
-                method=self._method,
+                config=self._config,
                 data=self._options.data,
                 wake_pipe=wake_pipe,
                 map_segment=self._map_segment,
@@ -273,8 +272,8 @@ def _actor_class() -> type:
 
             return time.monotonic_ns()
 
-        def init(self, workers: range, slices: Any, start_method: Any) -> None:
-            self._host = self._wire.ActorHost(workers, slices, start_method)
+        def init(self, workers: range, slices: Any, config: Any) -> None:
+            self._host = self._wire.ActorHost(workers, slices, config)
 
         def do(self, name: str, *args: Any) -> None:
             self._host.do(name, *args)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs.failures import Report
@@ -48,7 +49,6 @@ from jaxvec._ray.wire import (
 )
 from jaxvec._util import dumps
 from jaxvec._workers.base import Slices, worker_end
-from jaxvec._workers.process import StartMethod
 from jaxvec._workers.worker import Attach, Reply
 
 # ----------------------------------------------------------------------------------------------------------
@@ -575,7 +575,7 @@ class ActorLink:
         workers: range,
         slices: Slices,
         resources: Mapping[str, float],
-        method: StartMethod,
+        config: PoolConfig,
         data: str,
         wake_pipe: WakePipe,
         map_segment: Callable[[int, Layout], Arrays],
@@ -591,7 +591,7 @@ class ActorLink:
             workers: that it has room for.
             slices: the slots of each.
             resources: that it needs.
-            method: how the actor starts them.
+            config: options of the pool.
             data: how they travel; see `open_wire`.
             wake_pipe: of the pool.
             map_segment: returns the arrays of the pool's segment, by its descriptor.
@@ -607,7 +607,7 @@ class ActorLink:
         self._workers = workers
         self._slices = slices
         self._resources = resources
-        self._method = method
+        self._config = config
         self._data = data
         self._wake_pipe = wake_pipe
         self._map_segment = map_segment
@@ -707,7 +707,7 @@ class ActorLink:
                 self._predecessor = None
             self._find_place()
             self.ahead = clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
-            self._ray.get(self._actor.init.remote(self._workers, self._slices, self._method))
+            self._ray.get(self._actor.init.remote(self._workers, self._slices, self._config))
             wire = open_wire(self._ray, self._actor, self._data)
             with self._losing:
                 self._wire = wire

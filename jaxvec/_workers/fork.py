@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers.base import Slices, tell_ending
 from jaxvec._workers.forkserver import (
@@ -169,26 +170,18 @@ class Forker:
 
     at_sockets = False
 
-    def __init__(
-        self, worker_env: Mapping[str, str | None], modules: tuple[str, ...], timeout: float | None
-    ) -> None:
-        """Prepares to start workers.
-
-        Args:
-            worker_env: changes to their environment variables; `None` unsets one.
-            modules: that the server imports.
-            timeout: seconds that the start of one may take, the server's own included; `None` for ever.
-        """
-        self._worker_env = worker_env
-        self._modules = modules
-        self._timeout = timeout
+    def __init__(self, config: PoolConfig) -> None:
+        """Prepares to start workers; `Timeouts(start=...)` includes the start of the server."""
+        self._changes = config.workers.env
+        self._modules = tuple(config.workers.preload)
+        self._timeout = config.timeouts.start
         self._server: _Server | None = None
 
     def partition(self, slices: Slices) -> Slices:
         return slices
 
     def launch(self, worker: int) -> tuple[ForkedWorker, Channel]:
-        env = environ(self._worker_env)
+        env = environ(self._changes)
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
         try:
             return self._launch(env, deadline)
@@ -232,7 +225,7 @@ class Forker:
             if self._server is not None:
                 return self._server
             early = {name: value for name, value in env.items() if name.startswith(_READ_EARLY)}
-            asked = tuple(sorted(self._worker_env.items()))
+            asked = tuple(sorted(self._changes.items()))
             key = (*sorted(early.items()), asked, self._modules, sys.executable, process_identity())
             server = _servers.pop(key, None) or _Server(env, self._modules)
             _servers[key] = server

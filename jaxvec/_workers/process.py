@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options, options_changed, select_options
-from jaxvec._config import Budget
+from jaxvec._config import Budget, PoolConfig
 from jaxvec._dispatch.channel import Channel
 from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff
 from jaxvec._dispatch.engine import Engine, Rules
@@ -39,23 +39,6 @@ from jaxvec._workers.worker import Attach, WorkerRecipe
 _logger = logging.getLogger("jaxvec")
 
 
-@dataclass(frozen=True)
-class StartMethod:
-    """Of the workers of a pool.
-
-    Attributes:
-        name: `"forkserver"`, `"spawn"`, or `"auto"` for the first that works here.
-        worker_env: changes to their environment variables; `None` unsets one.
-        preload: modules that the fork server imports.
-        timeout: seconds that the start of one may take; `None` for ever.
-    """
-
-    name: str
-    worker_env: Mapping[str, str | None]
-    preload: tuple[str, ...]
-    timeout: float | None
-
-
 def choose_start_method(name: str) -> str:
     """Returns `"forkserver"` or `"spawn"`.
 
@@ -75,12 +58,11 @@ class LocalLauncher:
 
     at_sockets = False
 
-    def __init__(self, method: StartMethod) -> None:
-        """Prepares to start workers; raises as `choose`."""
-        self._method = method
-        self._launcher: Spawner | Forker = Spawner(method.worker_env)
-        if choose_start_method(method.name) == "forkserver":
-            self._launcher = Forker(method.worker_env, method.preload, method.timeout)
+    def __init__(self, config: PoolConfig) -> None:
+        """Prepares to start workers; raises as `choose_start_method`."""
+        self._config = config
+        forks = choose_start_method(config.workers.start_method) == "forkserver"
+        self._launcher = Forker(config) if forks else Spawner(config)
 
     def partition(self, slices: Slices) -> Slices:
         return slices
@@ -89,13 +71,13 @@ class LocalLauncher:
         try:
             return self._launcher.launch(worker)
         except ThreadsError as error:
-            if self._method.name != "auto" or self._method.preload:
+            if self._config.workers.start_method != "auto" or self._config.workers.preload:
                 raise ThreadsError(
                     f"the fork server can't be used: {error}, and forking threads is not safe; use "
                     'start_method="spawn", or leave the module that starts them out of preload'
                 ) from error
             _logger.info("workers are started as interpreters of their own: %s", error)
-            self._launcher = Spawner(self._method.worker_env)
+            self._launcher = Spawner(self._config)
             return self._launcher.launch(worker)
 
     def close(self) -> None:
@@ -124,8 +106,8 @@ class ProcessWorkers:
         """
         self._slices = recipe.slices
         self._launcher = launcher
-        self._start_timeout = recipe.start_timeout
-        self._max_running = recipe.max_running
+        self._start_timeout = recipe.config.timeouts.start
+        self._max_running = recipe.config.workers.max_running
         self._arrays: Arrays | None = None
         self._kind = handoff
         self._budget = budget
@@ -169,9 +151,7 @@ class ProcessWorkers:
         except BaseException:
             os.close(descriptor)
             raise
-        message = Attach(
-            0, self._slices[0], layout, spec, self._kind, spin_ns, self._max_running, replaces=None
-        )
+        message = Attach(0, self._slices[0], layout, spec, self._kind, spin_ns, replaces=None)
         self.supervisor.attach(message, descriptor, arrays)
         self._spec, self._arrays = spec, arrays
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]

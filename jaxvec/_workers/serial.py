@@ -18,7 +18,7 @@ from jaxvec._config import Budget
 from jaxvec._dispatch.engine import Engine, Rules, SerialEngine
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
-from jaxvec._envs.constructors import describe
+from jaxvec._envs.constructors import describe, slice_of
 from jaxvec._envs.envs import EnvFailure, build_env, close_envs
 from jaxvec._envs.slice import Arguments, Asked, Told
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
@@ -43,9 +43,9 @@ class SerialWorkers:
         if budget.policy is not None:
             self.told = Told(budget.policy, lambda value: value)  # envs have the very values
         with _typed():
-            self._envs = build_env(recipe.env_fns, 0, recipe.slice_config.size)
+            self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
             self.description = describe(
-                self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.slice_config.equal_spaces
+                self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
             )
         if self.description.mismatch is not None:
             self.close(timeout=0)
@@ -77,7 +77,7 @@ class SerialWorkers:
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
         self._requested = Marks.of(arrays).requested
-        make_slice = self._recipe.slice_config.slice_of(self._envs, self._recipe.env_fns)
+        make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         self._close_slice = self._slice.close
         return arrays
@@ -136,7 +136,7 @@ class SerialWorkers:
         self._actions = self._results = []
         self._close_slice()
         with _typed():
-            close_envs(envs, 0, self._recipe.slice_config.size)
+            close_envs(envs, 0, self._recipe.config.envs_per_instance)
 
     def kill(self) -> None:
         """There is nothing to kill."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gymnasium
 
+from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers import lifeline
 from jaxvec._workers.base import Slices, tell_ending
@@ -73,13 +74,8 @@ class Spawner:
 
     at_sockets = False
 
-    def __init__(self, worker_env: Mapping[str, str | None]) -> None:
-        """Prepares to start workers.
-
-        Args:
-            worker_env: changes to their environment variables; `None` unsets one.
-        """
-        self._worker_env = worker_env
+    def __init__(self, config: PoolConfig) -> None:
+        self._changes = config.workers.env
 
     def partition(self, slices: Slices) -> Slices:
         return slices
@@ -87,7 +83,7 @@ class Spawner:
     def launch(self, worker: int) -> tuple[SpawnedWorker, Channel]:
         ours, theirs = channel_pair()
         try:
-            process = start("jaxvec._workers.worker", theirs, env=environ(self._worker_env))
+            process = start("jaxvec._workers.worker", theirs, env=environ(self._changes))
         except BaseException:
             ours.close()
             raise
@@ -100,19 +96,7 @@ class Spawner:
 
 
 def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the environment variables of a worker that is started now.
-
-    Raises:
-        TypeError: a name or a value is not text.
-        ValueError: a text that the system does not take.
-    """
-    for name, value in changes.items():
-        if not isinstance(name, str) or not isinstance(value, (str, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"worker_env: {name!r} is {value!r}; names are texts, values texts or None")
-        if not name or "=" in name or "\0" in name + (value or ""):
-            raise ValueError(
-                f"worker_env: {name!r} can't be an environment variable with the value {value!r}"
-            )
+    """Returns the environment variables of a worker that is started now."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(_MPI)}
     variables = {**ours, **_WORKER_ENV, **changes}
     return {name: value for name, value in variables.items() if value is not None}

@@ -170,8 +170,8 @@ class Diagnosis:
         """Returns the error of a worker that took another's place and has not started in time."""
         where = process.place and f": it is {process.place}"
         return EnvTimeoutError(
-            f"{self.name(worker)} took another's place, but did not start within start_timeout, "
-            f"{timeout} s{where}",
+            f"{self.name(worker)} took another's place, but did not start within "
+            f"Timeouts(start={timeout}){where}",
             env_ids=tuple(range(*self._slices[worker])),
         )
 
@@ -334,7 +334,7 @@ class Supervisor:
 
     def build(self, *, learn_info: bool) -> Description:
         """Lets the workers build their envs, and returns what all of them say of these; raises as `look`."""
-        patience = self._patience("constructor", self._recipe.start_timeout)
+        patience = self._patience("constructor", self._recipe.config.timeouts.start)
         setup = partial(make_setup, self._recipe, learn_info=learn_info)
         said = self._exchange(range(len(self._processes)), setup, patience)
         descriptions = [pickle.loads(ready.description) for ready in said.values()]
@@ -351,7 +351,7 @@ class Supervisor:
             segment: the descriptor.
             arrays: our own view of it.
         """
-        patience = self._patience("attach", self._recipe.start_timeout)
+        patience = self._patience("attach", self._recipe.config.timeouts.start)
         self._segment, self._attach = segment, message
         self._diagnosis.attach(message.spec, arrays)
         slices = self._recipe.slices
@@ -550,7 +550,7 @@ class Supervisor:
         except OSError as error:
             env_ids, who = tuple(range(*self._recipe.slices[worker])), self._diagnosis.name(worker)
             if isinstance(error, TimeoutError):
-                limit = f"start_timeout, {self._recipe.start_timeout} s"
+                limit = f"Timeouts(start={self._recipe.config.timeouts.start})"
                 raise EnvTimeoutError(
                     f"{who} did not start within {limit}: {error}", env_ids=env_ids
                 ) from error
@@ -738,8 +738,8 @@ class Supervisor:
         self._tell(worker, Recover(rebuild, parameters), deadline)
 
     def _allow_start(self, worker: int) -> float | None:
-        """Gives a worker that takes another's place all of `start_timeout`; returns when that is over."""
-        timeout = self._recipe.start_timeout
+        """Gives a worker that takes another's place all of `Timeouts.start`; returns when that is over."""
+        timeout = self._recipe.config.timeouts.start
         deadline = None if timeout is None else time.monotonic() + timeout
         self.starting[worker] = deadline
         self._grace = math.inf if deadline is None else deadline
@@ -748,7 +748,9 @@ class Supervisor:
     def _replace_late_starters(self) -> None:
         for worker, deadline in [*self.starting.items()]:
             if deadline is not None and time.monotonic() >= deadline:
-                late = self._diagnosis.late_start(worker, self._processes[worker], self._recipe.start_timeout)
+                late = self._diagnosis.late_start(
+                    worker, self._processes[worker], self._recipe.config.timeouts.start
+                )
                 self.replace(worker, late)
 
     def _go_on_starting(self, worker: int, message: Any, deadline: float | None) -> None:
@@ -792,7 +794,7 @@ class Supervisor:
     def _check_equal(self, worker: int, description: Description) -> None:
         assert self._description is not None
         first, _ = self._recipe.slices[worker]
-        mine, equal = description.spaces, self._recipe.slice_config.equal_spaces
+        mine, equal = description.spaces, self._recipe.equal_spaces
         mismatch = compare(self._description.spaces, 0, mine, first, equal=equal) or description.mismatch
         if mismatch is not None:
             raise SpaceMismatchError(mismatch)

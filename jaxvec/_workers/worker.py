@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
+from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, adopt_channel
 from jaxvec._dispatch.dispatch import Work, WorkerHandoff
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import constructors, failures
-from jaxvec._envs.constructors import SliceConfig, describe
+from jaxvec._envs.constructors import describe
 from jaxvec._envs.env_states import StateFunctions
 from jaxvec._envs.envs import Env, EnvFailure, EnvFn, Failing, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
@@ -116,24 +117,18 @@ class WorkerRecipe:
     Attributes:
         env_fns: of all envs, or of all batches of envs.
         slices: `(first, stop)` of each worker's envs.
-        start_timeout: seconds that a worker may take to build its envs; `None` for ever.
-        slice_config: of each worker's slice.
-        pin_workers: whether each worker has a core of its own.
-        max_running: how many workers may run envs at once; `None` for all.
-        worker_init: what each worker runs before it builds its envs.
+        config: options of the pool.
+        equal_spaces: whether observation spaces have to be equal, and not only alike.
     """
 
     env_fns: Sequence[EnvFn]
     slices: tuple[tuple[int, int], ...]
-    start_timeout: float | None
-    slice_config: SliceConfig
-    pin_workers: bool = False
-    max_running: int | None = None
-    worker_init: Callable[..., Any] | None = None
+    config: PoolConfig
+    equal_spaces: bool
 
     def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
         """Returns those of one worker."""
-        first, stop = (place // (self.slice_config.size or 1) for place in self.slices[worker])
+        first, stop = (place // (self.config.envs_per_instance or 1) for place in self.slices[worker])
         return self.env_fns[first:stop]
 
 
@@ -148,12 +143,13 @@ class Setup:
 
     sys_path: list[str]
     python_path: str | None
+    worker: int
     first: int  # env id of the slice's first env
-    worker_init: bytes | None  # cloudpickled, to be opened only once sys.path is set, and run
-    env_fns: bytes  # and state_functions, cloudpickled, to be opened only after that
-    slice_config: SliceConfig
+    init: bytes | None  # cloudpickled, to be opened only once sys.path is set, and run
+    env_fns: bytes  # and functions for states, cloudpickled, to be opened only after that
+    config: PoolConfig
+    equal_spaces: bool
     learn_info: bool
-    core: int | None  # the number, of the usable ones, of that to stay on
 
 
 @dataclass(frozen=True)
@@ -186,7 +182,6 @@ class Attach:
     spec: PoolSpec
     handoff: str  # "native" or "portable"
     spin_ns: int
-    max_running: int | None  # workers that may run envs at once
     replaces: Replacement | None  # what to know in the place of a worker that is gone
 
 
@@ -245,20 +240,22 @@ def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
 def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
     """Makes the first message to a worker; raises `TypeError` if a function of the user can't be pickled."""
     first, _ = recipe.slices[worker]
-    init = recipe.worker_init
+    config = recipe.config
+    init = config.workers.init
     return Setup(
         sys_path=list(sys.path),
         python_path=os.environ.get("PYTHONPATH"),
+        worker=worker,
         first=first,
-        worker_init=init and _pickle(constructors.of_worker(init, worker), "worker_init"),
+        init=init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)"),
         env_fns=_pickle(
-            (list(recipe.env_fns_of(worker)), recipe.slice_config.state_functions),
+            (list(recipe.env_fns_of(worker)), config.states.functions),
             f"the constructor of env {first}",
             ', or use backend="serial"',
         ),
-        slice_config=replace(recipe.slice_config, state_functions=None),
+        config=config.for_workers(),
+        equal_spaces=recipe.equal_spaces,
         learn_info=learn_info and first == 0,
-        core=worker if recipe.pin_workers else None,
     )
 
 
@@ -299,35 +296,39 @@ def work(channel: Channel) -> None:
     watch_forks()
     try:
         setup: Setup = channel.receive_message()
-        if setup.core is not None:
+        config = setup.config
+        if config.workers.pin:
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[setup.core % len(cores)]})
+            os.sched_setaffinity(0, {cores[setup.worker % len(cores)]})
         _adopt_paths(setup)
         with _reporting(channel):
             _init(setup)
             env_fns, functions = _load(setup)
-            slice_config = replace(setup.slice_config, state_functions=functions)
-            show_process_name(setup.first, len(env_fns) * (slice_config.size or 1))
-            envs, spares = build_env(env_fns, setup.first, setup.slice_config.size), Spares()
+            config = replace(config, states=replace(config.states, functions=functions))
+            size = config.envs_per_instance
+            show_process_name(setup.first, len(env_fns) * (size or 1))
+            envs, spares = build_env(env_fns, setup.first, size), Spares()
             try:
                 with _reporting(channel):
-                    spares.build(setup.slice_config.spare_envs, env_fns, setup.first)
+                    spares.build(config.spare_envs, env_fns, setup.first)
                     channel.send(Ready(_describe(envs, setup)))
-                    _serve(channel, slice_config.slice_of(envs, env_fns, spares))
+                    make_slice = constructors.slice_of(config, envs, env_fns, spares)
+                    _serve(channel, make_slice, config.workers.max_running)
             finally:
                 tell = partial(_tell_closed, channel)
-                close_envs([*envs, *spares.envs], setup.first, setup.slice_config.size, tell)
+                close_envs([*envs, *spares.envs], setup.first, size, tell)
     except EOFError:
         pass  # the parent closed the pool
 
 
-def _serve(channel: Channel, make_slice: Callable[..., Slice]) -> None:
+def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int | None) -> None:
     """Serves until end of file, with the slice that `make_slice` makes of what the parent says."""
     attach: Attach = channel.receive_message()  # others may send envs to us before we are ready
     segment = channel.descriptors.pop()
     arrays = attach_segment(segment, attach.layout)
-    marks, limit = Marks.of(arrays), attach.max_running
-    turn = nullcontext() if limit is None else RunLimit(segment, limit, marks.running[attach.worker, 1:2])
+    marks = Marks.of(arrays)
+    waits = marks.running[attach.worker, 1:2]
+    turn = nullcontext() if max_running is None else RunLimit(segment, max_running, waits)
     os.close(segment)
     replaces = attach.replaces
     env_slice = make_slice(
@@ -453,9 +454,9 @@ def _adopt_paths(setup: Setup) -> None:
 
 def _init(setup: Setup) -> None:
     """Runs what the user wants to be run before the envs are even unpickled."""
-    if setup.worker_init is not None:
+    if setup.init is not None:
         with Failing(setup.first, "worker_init"):
-            _open(setup.worker_init)()
+            _open(setup.init)()
 
 
 def _load(setup: Setup) -> tuple[Sequence[EnvFn], StateFunctions | None]:
@@ -481,7 +482,7 @@ def _open(sent: bytes) -> Any:
 
 def _describe(envs: list[Env], setup: Setup) -> bytes:
     description = describe(
-        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.slice_config.equal_spaces
+        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
     )
     with Failing(setup.first, "constructor"):
         return dumps(description)

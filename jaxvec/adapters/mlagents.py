@@ -50,7 +50,7 @@ class MlAgentsEnv(Adapter):
             scene = UnityEnvironment("builds/Soccer", worker_id=env_index, no_graphics=True)
             return MlAgentsEnv(scene, max_agents=4)
 
-        envs = jaxvec.make(make_env, 8, info=INFO, start_timeout=300)
+        envs = jaxvec.make(make_env, 8, info=INFO, timeouts=jaxvec.Timeouts(start=300))
         ```
     """
 

@@ -106,7 +106,7 @@ _COND = (
 _WHILE = (
     "vmap of jax.lax.while_loop, with a jaxvec call in it, and a predicate that differs between the vmapped "
     "instances: JAX would step the envs of all instances until the last is done. Let one predicate serve all "
-    "instances, such as .all() of theirs; envs that are done idle in a pool with episodic=True"
+    'instances, such as .all() of theirs; envs that are done idle in a pool with autoreset_mode="EPISODIC"'
 )
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, final
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxvec import _util
+from jaxvec._config import PoolConfig, Workers
 from jaxvec._dispatch.move import Verb
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
 from jaxvec._pool import registry
@@ -45,12 +47,19 @@ class EnvFamily:
     *n* envs are stale as soon as *n* envs of the family are reset again.
     """
 
-    def __init__(self, env: Any, *, num_workers: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        env: Any,
+        *,
+        num_workers: int | None = None,
+        workers: Workers = Workers(),  # noqa: B008 - it can't be changed
+        **kwargs: Any,
+    ) -> None:
         """Starts the first pool.
 
         Args:
             env: of `jaxvec.make`, but no list.
-            num_workers: of each pool, as far as it has envs; as many as there are usable cores by default.
+            num_workers, workers: of each pool, as far as it has envs.
             **kwargs: of `jaxvec.make`, but for `num_envs` and what goes with it.
 
         Raises:
@@ -62,9 +71,11 @@ class EnvFamily:
         if not isinstance(env, str) and hasattr(env, "__len__"):
             raise TypeError("env must be one env, not a list of them: vmap says how many envs there are")
 
+        options = PoolConfig(num_workers=num_workers, workers=workers).workers
+
         def start(num_envs: int) -> VectorEnv:
-            workers = num_workers if num_workers is None else min(num_workers, num_envs)
-            return make(env, num_envs, num_workers=workers, **kwargs)
+            num = options.num and min(options.num, num_envs)
+            return make(env, num_envs, workers=replace(options, num=num), **kwargs)
 
         self._start: Callable[[int], VectorEnv] = start
         self.first: VectorEnv = start(1)

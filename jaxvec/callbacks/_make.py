@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from jax.sharding import Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxvec._config import PoolConfig, Ray, Restart
+from jaxvec._config import PoolConfig, Ray, Restart, States, Timeouts, Workers
 from jaxvec._envs import constructors
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._spec import as_is, as_jax
@@ -24,7 +24,7 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _primitive
 
 # ----------------------------------------------------------------------------------------------------------
-# Puts time steps on devices, for loops in Python: `jaxvec.make(device=...)` and `sharding=`.
+# Puts time steps on devices, for loops in Python: `jaxvec.make(device=...)`.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -35,18 +35,15 @@ class Placement:
     sharding: Sharding
 
     @classmethod
-    def of(cls, device: Any, sharding: Any) -> Placement | None:
-        """Returns that of `make`'s arguments, `None` if there is neither; raises if there are both."""
-        if device is None and sharding is None:
+    def of(cls, device: Any) -> Placement | None:
+        """Returns the placement for `make`'s `device`, a device or a sharding."""
+        if device is None:
             return None
-        if device is not None and sharding is not None:
-            raise ValueError("device and sharding both say where time steps go; pass one of them")
-        if sharding is None:
-            if not isinstance(device, jax.Device):
-                raise TypeError(f"device must be one of jax.devices(), not {device!r}")
-            return cls(SingleDeviceSharding(device))
-        if not isinstance(sharding, Sharding):
-            raise TypeError(f"sharding must be a jax.sharding.Sharding, not {sharding!r}")
+        if not isinstance(device, jax.Device | Sharding):
+            raise TypeError(
+                f"device must be one of jax.devices(), or a jax.sharding.Sharding, not {device!r}"
+            )
+        sharding = SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
         if not sharding.is_fully_addressable:
             raise NotImplementedError(
                 "sharding over the devices of several processes: each process has envs of its own; leave it "
@@ -59,7 +56,7 @@ class Placement:
         try:
             self.sharding.shard_shape((envs.batch_size,))
         except ValueError as error:
-            raise ValueError(f"sharding: time steps of {envs.batch_size} envs: {error}") from error
+            raise ValueError(f"device: time steps of {envs.batch_size} envs: {error}") from error
         if self._platform == "gpu":
             envs.pool.pin()
 
@@ -91,7 +88,7 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
 # `make`: starts a pool that stores what JAX will see.
 # ----------------------------------------------------------------------------------------------------------
 
-# What other libraries' functions that make vector envs are given, and what takes its place.
+# Keywords of other libraries' functions that make vector envs, and what takes their place.
 _PROCESSES = 'leave it out: envs are in worker processes, or with backend="serial" in this one'
 _WRAPPERS = "pass a function that wraps each env: make(lambda: Wrapper(gymnasium.make(env)), num_envs)"
 _SPACES = "leave it out: make asks the envs for their spaces"
@@ -104,10 +101,29 @@ _ELSEWHERE = {
     "observation_space": _SPACES,
     "action_space": _SPACES,
     "shared_memory": "leave it out: observations are always in shared memory",
-    "context": "start_method says how workers are started",
+    "context": "Workers(start_method=...) says how workers are started",
     "num_threads": "num_workers says how many processes share the envs",
     "env_kwargs": "pass its entries to make itself; those of each env's own in env_configs",
     "seed": "pass it to reset(seed=)",
+}
+
+# Options that have moved into a record or a setting.
+_MOVED = {
+    "worker_env": "pass workers=jaxvec.Workers(env=...)",
+    "worker_init": "pass workers=jaxvec.Workers(init=...)",
+    "start_method": "pass workers=jaxvec.Workers(start_method=...)",
+    "preload": "pass workers=jaxvec.Workers(preload=...)",
+    "pin_workers": "pass workers=jaxvec.Workers(pin=True)",
+    "max_running": "pass workers=jaxvec.Workers(max_running=...)",
+    "state_functions": "pass states=jaxvec.States(max=..., functions=...)",
+    "start_timeout": "pass timeouts=jaxvec.Timeouts(start=...)",
+    "reset_timeout": "pass timeouts=jaxvec.Timeouts(reset=...)",
+    "step_timeout": "pass timeouts=jaxvec.Timeouts(step=...)",
+    "episodic": 'pass autoreset_mode="EPISODIC"',
+    "sharding": "pass it as device",
+    "transport": "set jaxvec.config.transport",
+    "handoff": "set jaxvec.config.dispatch",
+    "see_through": "set jaxvec.config.wrapper_bypass",
 }
 
 
@@ -116,34 +132,21 @@ def make(
     num_envs: int | None = None,
     *,
     num_workers: int | None = None,
+    workers: Workers = Workers(),  # noqa: B008 - it can't be changed
     batch_size: int | None = None,
     recv_order: str = "ready",
     backend: str | Ray = "process",
     autoreset_mode: AutoresetMode | str | None = None,
-    episodic: bool = False,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
     env_configs: Sequence[Mapping[str, Any]] | None = None,
     envs_per_instance: int | None = None,
-    worker_env: Mapping[str, str | None] | None = None,
-    worker_init: Callable[..., Any] | None = None,
-    start_method: str = "auto",
-    preload: Iterable[str] = (),
-    pin_workers: bool = False,
-    max_running: int | None = None,
     on_fault: str | Restart = "raise",
     check: str = "structure",
-    see_through: bool = True,
     spare_envs: int = 0,
-    states: int = 0,
-    state_functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None,
-    start_timeout: float | None = 60,
-    reset_timeout: float | None = 60,
-    step_timeout: float | None = 60,
+    states: States | int = 0,
+    timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
     device: Any = None,
-    sharding: jax.sharding.Sharding | None = None,
-    transport: str = "auto",
-    handoff: str = "auto",
     **env_kwargs: Any,
 ) -> VectorEnv:
     """Starts worker processes, builds the envs in them, and returns the pool.
@@ -166,17 +169,13 @@ def make(
             which env 0 is reset once. Each key comes with a mask `_key`; a missing one reads as 0.
         check: of what envs return: `"structure"` looks at structure, shapes and dtypes; `"strict"` also
             refuses observations outside of their space, NaN among them, and costs time.
-        see_through: step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and `PassiveEnvChecker`
-            as soon as a step through them gives the same, and count the limit's steps. Data, errors and the
-            wrappers' attributes are as without; `False` calls every wrapper.
         **env_kwargs: for `gymnasium.make`, or the callables.
 
     Args: Episodes
-        autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name; `SAME_STEP` by default. Batched envs
-            have their own.
-        episodic: instead of autoreset, envs whose episode has ended idle until they are reset: a step
-            leaves their observation and flags as they are, its reward is 0, and `info["idle"]` is set. All
-            are done when `terminated | truncated` is true of all.
+        autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name; `SAME_STEP` by default. With
+            `"EPISODIC"`, envs whose episode has ended idle until they are reset: a step leaves their
+            observation and flags as they are, its reward is 0, and `info["idle"]` is set. All are done when
+            `terminated | truncated` is true of all. Batched envs have their own mode.
         final_obs: under `SAME_STEP`, return the last observation of episodes in `info`.
         spare_envs: for envs that are slow to reset: how many more of them each worker builds, and
             resets in advance when it has nothing else to do. When an episode ends, the next spare env
@@ -189,23 +188,8 @@ def make(
             as a Ray cluster has free CPUs for.
         backend: `"process"`; `"serial"` to step all envs in this process, for debugging; `"ray"`, or a
             `jaxvec.Ray` that says more, for workers on the nodes of a Ray cluster.
-        worker_env: environment variables of the workers; `None` as a value unsets one. By default
-            they run numerical libraries on one thread, keep off the accelerator, and lack those by which MPI
-            knows its processes (`OMPI_*`, `PMI_*`, `PMIX_*`).
-        worker_init: a function that each worker runs before it builds its envs, as do workers that replace
-            others. It prepares the process: registers envs, sets global options, opens what the envs
-            share. It gets the index of its worker if it has a parameter `worker_id`. `start_timeout`
-            includes it.
-        start_method: how worker processes are started: `"forkserver"` forks them from a helper process
-            that has imported NumPy and Gymnasium, but neither JAX nor your code; `"spawn"` starts each
-            as a Python interpreter of its own, which takes longer; `"auto"` is the first where it works.
-        preload: modules that the helper process imports before it forks, such as `("ale_py",)`: those that
-            are slow to import and that every env needs.
-        pin_workers: bind each worker to a core of its own, one after the other, of those that this process
-            may use; needs Linux. Threads that an env starts are then on that core, too.
-        max_running: how many workers may run envs at the same time; the others wait for their turn. For
-            simulators that need a process each and more of a core or of memory than there is for all at
-            once. The time that a worker waits counts for `step_timeout` and `reset_timeout`. Needs Linux.
+        workers: a `jaxvec.Workers`: how workers are started, their environment variables, what they run
+            first, how many run at the same time.
 
     Args: Asynchronous mode
         batch_size: how many envs `recv` returns at a time, while the others are pending; all by
@@ -218,29 +202,19 @@ def make(
             `"raise"` raises the error and breaks the pool; `"restart"`, or a `jaxvec.Restart` with limits
             of your own, resets the env or replaces the worker, and the program continues. The step's results
             then have `truncated` and `info["fault"]` set, and repeat the last observation.
-        start_timeout: seconds that the workers may take to build their envs, `None` for ever; also each of
-            those that replace others later. Timeouts need processes; the serial backend has none.
-        reset_timeout: seconds that a reset may take.
-        step_timeout: seconds that a step may take.
+        timeouts: a `jaxvec.Timeouts`: how long the start of the workers, a reset and a step may take; 60 s
+            each by default.
 
     Args: Env states
-        states: how many states of envs the pool keeps for `jaxvec.save`, `restore` and `simulate`; a newer
-            one takes the place of the oldest. Not with `spare_envs` or batched envs.
-        state_functions: `(get_state, set_state)` for envs whose state jaxvec can't take by itself:
-            `get_state(env)` returns all of the state of an env and its wrappers, `set_state(env, state)` has
-            an env that was made by the same function go on from it.
+        states: how many states of envs the pool keeps for `jaxvec.save`, `restore` and `simulate`, or a
+            `jaxvec.States`, which also takes functions for envs whose state jaxvec can't take by itself.
 
     Args: JAX
         device: a `jax.Device`, on which the pool's own `reset`, `step` and `recv` put their time steps,
-            as JAX arrays; by default they are NumPy's. A GPU copies them straight from the memory that the
-            envs write to. Programs have theirs where they run. Env arguments of this name, and of the
-            next, go in `env_configs`.
-        sharding: instead of `device`; of the env axis, such as `NamedSharding(mesh, PartitionSpec("envs"))`.
-        transport: how compiled programs reach the pool: `"ffi"`, on the CPU and on NVIDIA's GPUs,
-            without Python; `"io_callback"`, on every platform; or `"auto"` for the first that works
-            where they run.
-        handoff: how this process and the workers synchronise: `"native"` by futexes,
-            `"portable"` over sockets, or `"auto"` for the first that works here.
+            as JAX arrays, or a `jax.sharding.Sharding` of the env axis, such as
+            `NamedSharding(mesh, PartitionSpec("envs"))`; by default they are NumPy's. A GPU copies them
+            straight from the memory that the envs write to. Programs have theirs where they run. An env
+            argument of this name goes in `env_configs`.
 
     Returns:
         The pool. Keep it for as long as its handles are used.
@@ -248,7 +222,7 @@ def make(
     Raises:
         UnsupportedSpaceError: a space has a leaf without fixed shape and dtype; names the leaf.
         SpaceMismatchError: the envs' spaces differ.
-        EnvError: a constructor, or `worker_init`, raised; names the env or worker, with its traceback.
+        EnvError: a constructor, or `Workers(init=...)`, raised; names the env or worker, with its traceback.
         WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
         ValueError, TypeError: a bad argument.
 
@@ -266,12 +240,13 @@ def make(
     given = locals()  # the record's fields among them, by the same names
     env = constructors.listed(env)
     _refuse_unknown(env, env_kwargs)
-    config = PoolConfig(**{option.name: given[option.name] for option in fields(PoolConfig)})
-    place = Placement.of(device, sharding)
+    config = PoolConfig(**{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given})
+    transport = _primitive.choose_transport(config.settings.transport)
+    place = Placement.of(device)
     envs = start(
         env,
         num_envs,
-        replace(config, transport=_primitive.choose_transport(config.transport)),
+        replace(config, settings=replace(config.settings, transport=transport)),
         env_kwargs=env_kwargs,
         policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         place=place,
@@ -286,14 +261,18 @@ def make(
 
 
 def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
-    """Refuses a keyword of others' `make`, or one like an option of ours, unless the env knows it."""
-    options = inspect.signature(make).parameters
+    """Refuses keywords that are not for the env: misspelt options, moved ones, and other libraries'."""
+    elsewhere = _ELSEWHERE | _MOVED
+    known = {*inspect.signature(make).parameters, *elsewhere} - {"env_kwargs"}
     for name in env_kwargs:
-        if name in _ELSEWHERE:
-            instead = f": {_ELSEWHERE[name]}"
-        elif meant := difflib.get_close_matches(name, options, n=1, cutoff=0.85):
-            instead = f"; did you mean {meant[0]!r}?"
-        else:
+        meant = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if name not in elsewhere and not meant:
             continue
-        if not constructors.takes(env, name):
-            raise TypeError(f"make has no option {name!r}, and the env no such argument{instead}")
+        taken = constructors.takes(env, name)
+        if taken or (taken is None and name in _ELSEWHERE):
+            continue
+        instead = elsewhere.get(name) or f"did you mean {meant[0]!r}?"
+        if name not in elsewhere and meant[0] in elsewhere:
+            instead += f" Then {elsewhere[meant[0]]}"
+        own = "the env no such argument" if taken is False else "an argument of the env goes in env_configs"
+        raise TypeError(f"make has no option {name!r}, and {own}: {instead}")

@@ -57,13 +57,14 @@ class BenchSetup:
 
     def pool(self, num_envs: int, num_workers: int, **settings: Any) -> VectorEnv:
         """Makes a pool of the env."""
-        transport = self.request.transport
-        return self.target.make(num_envs=num_envs, num_workers=num_workers, transport=transport, **settings)
+        with jaxvec.config.override(transport=self.request.transport):
+            return self.target.make(num_envs=num_envs, num_workers=num_workers, **settings)
 
     def no_op(self, num_envs: int, num_workers: int, obs: Space[Any], action: Space[Any]) -> VectorEnv:
         """Makes a pool of envs that have these spaces and do nothing."""
         make = partial(NoOpEnv, obs, action)
-        return jaxvec.make(make, num_envs, num_workers=num_workers, transport=self.request.transport)
+        with jaxvec.config.override(transport=self.request.transport):
+            return jaxvec.make(make, num_envs, num_workers=num_workers)
 
     def length(self, num_envs: int, num_workers: int, *, no_op: bool = False) -> int:
         """Returns the length of scans, of which a turn should have some: by a rough and high estimate."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxvec._config import TRANSPORTS
+from jaxvec._config import TRANSPORTS, config
 from jaxvec._trace import check_file
 from jaxvec.callbacks._trace_run import TraceRun, trace_run
 from jaxvec.cli import _target
@@ -23,15 +23,15 @@ def run(options: Namespace) -> Outcome:
         raise UsageError(f"--out {options.out}: name a file in an existing folder") from error
     if options.num_workers is not None and options.num_workers > options.num_envs:
         raise UsageError("--num-workers: more workers than envs; raise --num-envs")
-    found = trace_run(
-        target.env,
-        options.num_envs,
-        num_workers=options.num_workers,
-        num_steps=options.num_steps,
-        path=options.out,
-        transport=options.transport,
-        **target.kwargs,
-    )
+    with config.override(transport=options.transport):
+        found = trace_run(
+            target.env,
+            options.num_envs,
+            num_workers=options.num_workers,
+            num_steps=options.num_steps,
+            path=options.out,
+            **target.kwargs,
+        )
     record = {
         "schema": "jaxvec.trace/1",
         "env": target.name,

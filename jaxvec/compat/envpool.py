@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, final
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import jaxvec
 from jaxvec._arguments import NO_SEED, check_env_id, check_ids, check_mask, check_on_host, expand_seeds
+from jaxvec._config import Workers
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
@@ -766,7 +767,8 @@ def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:
         ```
     """
     config, pool_options, task = _sort(task_id, kwargs)
-    pool_options |= {"num_workers": 1, "batch_size": 1}
+    workers = replace(pool_options.get("workers", Workers()), num=1)
+    pool_options |= {"num_workers": 1, "workers": workers, "batch_size": 1}
     with task.start(1, **pool_options) as envs:
         return _spec(config, task, envs, "gymnasium")
 
@@ -781,7 +783,7 @@ def _sort(task_id: TaskId, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict
     pool_options["autoreset_mode"] = "NEXT_STEP"
     num_envs, num_threads = config["num_envs"], config["num_threads"]
     pool_options["batch_size"] = config["batch_size"] or None
-    if num_threads:
+    if num_threads and pool_options.get("workers", Workers()).num is None:
         pool_options.setdefault("num_workers", min(num_threads, num_envs))
     config["batch_size"] = config["batch_size"] or num_envs
     return config, pool_options, task

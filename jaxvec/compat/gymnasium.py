@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _start, _vector_env
 from jaxvec._arguments import check_on_host, expand_seeds
-from jaxvec._config import PoolConfig
+from jaxvec._config import PoolConfig, Timeouts, Workers
 from jaxvec._dispatch.move import Caller, Verb
 from jaxvec._errors import (
     ActionError,
@@ -35,7 +35,7 @@ from jaxvec._errors import (
     SpaceMismatchError,
 )
 from jaxvec._memory.segment import Rows, copies, views
-from jaxvec._spec import Autoreset, Leaf, Node, as_is, map_leaves, parse_autoreset_mode
+from jaxvec._spec import Autoreset, Leaf, Node, as_is, map_leaves, parse_autoreset
 from jaxvec._util import run_in_thread, usable_cores
 
 
@@ -158,9 +158,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.env_fns = env_fns
         self.copy = copy
         self.observation_mode = observation_mode
-        self.autoreset_mode: AutoresetMode = parse_autoreset_mode(autoreset_mode)
-        if options.get("episodic") and self.autoreset_mode is AutoresetMode.NEXT_STEP:  # the default
-            self.autoreset_mode = AutoresetMode.DISABLED
+        self._autoreset = parse_autoreset(autoreset_mode)
+        self.autoreset_mode: AutoresetMode = self._autoreset.as_gymnasium
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
         try:
             self.num_envs: int = self.pool.num_envs
@@ -331,12 +330,12 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> _vector_env.VectorEnv:
         name, mode = type(self).__name__, self.observation_mode
         # Gymnasium waits for ever, unless it is told otherwise.
-        options = {"start_timeout": None, "reset_timeout": None, "step_timeout": None, **options}
+        options = {"timeouts": Timeouts(None, None, None), **options}
         try:
             return _start.start(
                 list(env_fns),
                 None,
-                PoolConfig(autoreset_mode=self.autoreset_mode, **options),
+                PoolConfig(autoreset_mode=self._autoreset.name, **options),
                 env_kwargs={},
                 policy=as_is,
                 objects=True,
@@ -476,10 +475,10 @@ class AsyncVectorEnv(PooledVectorEnv):
             daemon: nor has this.
             worker: refused; wrap the env instead.
             observation_mode: `"same"`, `"different"`, or the batched and the single space.
-            autoreset_mode: Gymnasium's, or its name.
+            autoreset_mode: Gymnasium's, or its name; or `"EPISODIC"`, as of `jaxvec.make`, which is
+                `AutoresetMode.DISABLED` to Gymnasium; infos then have `idle`, `[num_envs]` bool.
             max_concurrency: how many envs run at the same time, at most.
-            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `worker_env`, …. `episodic=True` implies
-                `AutoresetMode.DISABLED`; infos then have `idle`, `[num_envs]` bool.
+            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `workers`, ….
 
         Raises:
             RuntimeError: the envs' spaces differ.
@@ -496,7 +495,8 @@ class AsyncVectorEnv(PooledVectorEnv):
                 )
             if max_concurrency < 1:
                 raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
-            options.setdefault("num_workers", min(len(env_fns), usable_cores(), int(max_concurrency)))
+            if options.get("workers", Workers()).num is None:
+                options.setdefault("num_workers", min(len(env_fns), usable_cores(), int(max_concurrency)))
         self.shared_memory = shared_memory
         self.context = context
         self.daemon = daemon

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from jaxvec import _arguments, _start, _util
-from jaxvec._config import PoolConfig
+from jaxvec._config import PoolConfig, Timeouts, Workers
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._memory.segment import Rows
@@ -49,7 +50,7 @@ else:
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]
 
-_OURS = {"autoreset_mode", "batch_size", "envs_per_instance", "episodic", "final_obs"}
+_OURS = {"autoreset_mode", "batch_size", "envs_per_instance", "final_obs"}
 
 
 class _PooledVecEnv(_VecEnv):
@@ -62,7 +63,7 @@ class _PooledVecEnv(_VecEnv):
                 f"{name} can't be set here: every step is of all envs, which reset themselves in it"
             )
         # Stable-Baselines3 waits for ever, unless it is told otherwise.
-        options = {"start_timeout": None, "reset_timeout": None, "step_timeout": None, **options}
+        options = {"timeouts": Timeouts(None, None, None), **options}
         with _as_raised():
             self.pool: VectorEnv = _start.start(
                 env_fns,
@@ -315,7 +316,7 @@ class SubprocVecEnv(_PooledVecEnv):
             env_fns: make the envs.
             start_method: `"spawn"` starts each worker as a new interpreter. `None`, `"forkserver"` and
                 `"fork"` fork them from a helper process where that is safe, and never from this one.
-            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `worker_env`, ….
+            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `workers`, ….
 
         Raises:
             Exception: that of a constructor.
@@ -323,8 +324,9 @@ class SubprocVecEnv(_PooledVecEnv):
             ValueError, TypeError: a bad argument.
         """
         multiprocessing.get_context(start_method)  # raises what Stable-Baselines3 would
-        method = "spawn" if start_method == "spawn" else "auto"
-        super().__init__([OwnEnvFn(env_fn) for env_fn in env_fns], {"start_method": method, **options})
+        if start_method == "spawn":
+            options["workers"] = replace(options.get("workers", Workers()), start_method="spawn")
+        super().__init__([OwnEnvFn(env_fn) for env_fn in env_fns], options)
 
 
 class DummyVecEnv(_PooledVecEnv):

@@ -81,7 +81,7 @@ def run(config: Config, kill_one: Callable[[], None]) -> Result:
         backend=jaxvec.Ray(config.address, workers_per_actor=config.num_workers or 1),
         max_lag=config.max_lag,
         on_fault="restart",
-        start_timeout=300,
+        timeouts=jaxvec.Timeouts(start=300),
     )
     with actors, progress(config) as report:
         while len(curve) <= config.num_updates and not curve[-1] >= goal:

@@ -204,7 +204,7 @@ def run(config: Config, env_options: dict[str, Any]) -> Result:
         config.env,
         config.num_envs,
         num_workers=config.num_workers,
-        episodic=True,  # envs that are done idle, in the tree, too
+        autoreset_mode="EPISODIC",  # envs that are done idle, in the tree, too
         states=config.num_states,
         **env_options,
     ) as envs:

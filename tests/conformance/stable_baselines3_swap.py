@@ -4,6 +4,7 @@ import sys
 
 import stable_baselines3.common.vec_env as theirs
 
+from jaxvec import Workers
 from jaxvec.compat import stable_baselines3 as ours
 
 
@@ -12,7 +13,7 @@ class SubprocVecEnv(ours.SubprocVecEnv):
 
     def __init__(self, env_fns, start_method=None):
         preload = () if start_method == "spawn" else ("stable_baselines3",)
-        super().__init__(env_fns, start_method, preload=preload)
+        super().__init__(env_fns, start_method, workers=Workers(preload=preload))
 
 
 SWAPPED = {theirs.DummyVecEnv: ours.DummyVecEnv, theirs.SubprocVecEnv: SubprocVecEnv}
