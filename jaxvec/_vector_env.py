@@ -18,17 +18,16 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from jaxvec import _actions, _env_state, _pools, _seeds, _state_files, _trace
-from jaxvec._env_state import EnvState
-from jaxvec._handoff._move import Caller, Move, Verb
-from jaxvec._memory._views import Place, copies, placed, views
-from jaxvec._pool import Pool
-from jaxvec._run_in_thread import run_in_thread
-from jaxvec._slices._description import Description
-from jaxvec._slices._envs import is_wrapped
-from jaxvec._spec import PoolSpec
+from jaxvec import _arguments, _spec, _trace
+from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._envs.constructors import Description
+from jaxvec._envs.envs import is_wrapped
+from jaxvec._memory.segment import Place, copies, placed, views
+from jaxvec._pool import pool_states, registry
+from jaxvec._pool.pool import Pool
+from jaxvec._spec import EnvState, PoolSpec, TimeStep
 from jaxvec._stats import Stats
-from jaxvec._timestep import TimeStep
+from jaxvec._util import run_in_thread
 
 
 @final
@@ -155,8 +154,8 @@ class VectorEnv:
         """
         rows = self._pool.reset(
             self._pool.move_all(Verb.RESET, Caller.HOST),
-            seeds=_seeds.expand(seed, self.num_envs),
-            mask=_seeds.check_mask(mask, self.num_envs),
+            seeds=_arguments.expand_seeds(seed, self.num_envs),
+            mask=_arguments.check_mask(mask, self.num_envs),
             options=options,
             deliver=self._deliver,
         )
@@ -185,7 +184,7 @@ class VectorEnv:
                 print(obs.shape, reward)  # (2, 4) [1. 1.]
             ```
         """
-        actions = _actions.check_on_host(self.spec, action, self.num_envs)
+        actions = _arguments.check_on_host(self.spec, action, self.num_envs)
         rows = self._pool.step(self._pool.move_all(Verb.STEP, Caller.HOST), actions, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
@@ -208,8 +207,8 @@ class VectorEnv:
                 print(envs.recv().obs.shape)  # (2, 4)
             ```
         """
-        slots = _actions.check_env_id(env_id, self.num_envs)
-        actions = _actions.check_on_host(self.spec, action, len(slots))
+        slots = _arguments.check_env_id(env_id, self.num_envs)
+        actions = _arguments.check_on_host(self.spec, action, len(slots))
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
     def send_reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
@@ -227,8 +226,8 @@ class VectorEnv:
         """
         self._pool.send_reset(
             self._pool.move_all(Verb.RESET, Caller.HOST),
-            seeds=_seeds.expand(seed, self.num_envs),
-            mask=_seeds.check_mask(mask, self.num_envs),
+            seeds=_arguments.expand_seeds(seed, self.num_envs),
+            mask=_arguments.check_mask(mask, self.num_envs),
             options=options,
         )
 
@@ -284,7 +283,7 @@ class VectorEnv:
                 print((envs.restore(state).obs == before.obs).all())  # True
             ```
         """
-        slots = _actions.check_indices(indices, self.num_envs)
+        slots = _arguments.check_indices(indices, self.num_envs)
         return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
 
     def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep:
@@ -306,10 +305,10 @@ class VectorEnv:
                 print(timestep.obs.shape, timestep.info["env_id"])  # (1, 4) [1]
             ```
         """
-        slots = _actions.check_indices(indices, self.num_envs)
-        ids = _env_state.check(state, len(slots))
+        slots = _arguments.check_indices(indices, self.num_envs)
+        ids = _spec.check_states(state, len(slots))
         move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
-        return self.spec.build_timestep(_pools.restore(self._pool, move, ids, deliver=self._deliver))
+        return self.spec.build_timestep(registry.restore(self._pool, move, ids, deliver=self._deliver))
 
     def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep]:
         """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.
@@ -330,8 +329,8 @@ class VectorEnv:
                 print(timestep.obs[0, 1] < timestep.obs[1, 1])  # True
             ```
         """
-        ids = _env_state.check(state, None)
-        actions = _actions.check_on_host(self.spec, action, len(ids))
+        ids = _spec.check_states(state, None)
+        actions = _arguments.check_on_host(self.spec, action, len(ids))
         ids, rows = self._pool.simulate(ids, actions, deliver=self._deliver)
         return EnvState(ids), self.spec.build_timestep(rows)
 
@@ -355,7 +354,7 @@ class VectorEnv:
                 print(timestep.obs.shape)  # (2, 4)
             ```
         """
-        _state_files.write(Path(path), self.pack_states(state).tobytes())
+        pool_states.write_states(Path(path), self.pack_states(state).tobytes())
 
     def load_states(self, path: str | Path) -> EnvState:
         """Returns the states of a file of `save_states`, for envs of this pool.
@@ -391,8 +390,8 @@ class VectorEnv:
             ```
         """
         states = self.save() if state is None else state
-        packed = self._pool.export_states(_env_state.check(states, None))
-        return np.frombuffer(_state_files.pack(packed, self.spec.fingerprint), np.uint8)
+        packed = self._pool.export_states(_spec.check_states(states, None))
+        return np.frombuffer(pool_states.pack_states(packed, self.spec.fingerprint), np.uint8)
 
     def unpack_states(self, data: Any) -> EnvState:
         """Returns the states in an array of `pack_states`; see `load_states`.
@@ -464,7 +463,7 @@ class VectorEnv:
                 print(info["final_info"])  # {'steps': 1}
             ```
         """
-        slots = self._pool.all if indices is None else _actions.check_indices(indices, self.num_envs)
+        slots = self._pool.all if indices is None else _arguments.check_indices(indices, self.num_envs)
         return tuple(self._pool.questions.infos(slots))
 
     def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
@@ -543,7 +542,7 @@ class VectorEnv:
         """
         if not callable(fn):
             raise TypeError(f"fn must be a function of an env, not {fn!r}")
-        return tuple(self._pool.questions.map(_actions.check_indices(indices, self.num_envs), fn, args))
+        return tuple(self._pool.questions.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
     def env_is_wrapped(self, wrapper_class: type[Any], *, indices: Any = None) -> tuple[bool, ...]:
         """Returns for each env, in the order of `indices`, whether a wrapper around it is a `wrapper_class`.
@@ -584,7 +583,7 @@ class VectorEnv:
         """
         if call:
             return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
-        return tuple(self._pool.questions.get_attr(_actions.check_indices(indices, self.num_envs), name))
+        return tuple(self._pool.questions.get_attr(_arguments.check_indices(indices, self.num_envs), name))
 
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
         """Sets an attribute of every env, or of those of `indices`; raises as `call`.
@@ -610,7 +609,7 @@ class VectorEnv:
                 print(envs.get_attr("g"))  # (9.81, 1.62)
             ```
         """
-        slots = _actions.check_indices(indices, self.num_envs)
+        slots = _arguments.check_indices(indices, self.num_envs)
         each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
         if len(each) != len(slots):
             raise ValueError(
@@ -762,7 +761,7 @@ class VectorEnv:
         )
 
     def _unpack_states(self, data: bytes, name: str) -> EnvState:
-        packed = _state_files.unpack(data, self.spec.fingerprint, name)
+        packed = pool_states.unpack_states(data, self.spec.fingerprint, name)
         return EnvState(self._pool.import_states(packed))
 
     def _call(
@@ -774,7 +773,7 @@ class VectorEnv:
         begun: Callable[[], None] | None = None,
         verb: Verb = Verb.CALL,
     ) -> tuple[Any, ...]:
-        slots = _actions.check_indices(indices, self.num_envs)
+        slots = _arguments.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
         return tuple(self._pool.questions.call(Move(verb, slots), name, each, kwargs, begun=begun))
 

@@ -14,8 +14,8 @@ import pytest
 from disasters import PATIENCE, Background, wait_until, within
 
 import jaxvec
-from jaxvec._backends._turns import Turns
 from jaxvec._native import library
+from jaxvec._workers.supervisor import Turns
 from jaxvec.testing import CountingEnv
 
 KINDS = ["portable"] if library.reason_unavailable() else ["portable", "native"]

@@ -23,8 +23,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 import jaxvec
+from jaxvec._envs.env_states import unpack
 from jaxvec._native import library
-from jaxvec._slices._states import unpack
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 

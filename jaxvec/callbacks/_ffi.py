@@ -22,17 +22,16 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _pools
-from jaxvec._handoff._engine import Status
-from jaxvec._handoff._move import VERBS
-from jaxvec._memory import _pinned
+from jaxvec._dispatch.engine import Status
+from jaxvec._dispatch.move import VERBS
+from jaxvec._memory import pinned
 from jaxvec._native import interrupts, library
 from jaxvec._native.engine import Array
+from jaxvec._pool import registry
 from jaxvec._tracing._recorder import span
-from jaxvec.callbacks import _profile, _program
-from jaxvec.callbacks._effect import PURE
+from jaxvec.callbacks import _call, _profile
+from jaxvec.callbacks._call import PURE, Call
 from jaxvec.callbacks._packing import WORD, Packing
-from jaxvec.callbacks._program import Call
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
 _TARGET = "jaxvec_call"
@@ -81,13 +80,13 @@ def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies
         devices = len(jax.local_devices(backend=platform))
     except RuntimeError:
         return  # it will run elsewhere
-    for pool in _pools.of_spec(call.spec.fingerprint):
+    for pool in registry.of_spec(call.spec.fingerprint):
         pool.pin()
     arrays = [*operands, *Packing.of(call.results(operands[0].shape[0])).transfers]
     sizes = np.array([math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in arrays], np.uint64)
     # On each device, one call begins while the copies of the one before are still under way.
     calls = 2 * min(copies, devices)
-    with suppress(_pinned.PinningError), _pinned.context():
+    with suppress(pinned.PinningError), pinned.context():
         library.load().jaxvec_cuda_prepare(calls, sizes.ctypes.data, len(sizes))
 
 
@@ -215,7 +214,7 @@ def _answer(address: int) -> None:
 
 def _fail(call: _Call, error: BaseException) -> None:
     """Ends a call by an error: also by Ctrl-C or `sys.exit` of a signal's handler. May be done twice."""
-    _pools.keep(call.pool, error, under_way=call.status == Status.UNDER_WAY)
+    registry.keep(call.pool, error, under_way=call.status == Status.UNDER_WAY)
     text = f"{type(error).__name__}: {error}".encode(errors="replace")
     library.load().jaxvec_fail(ctypes.addressof(call), text)
 
@@ -245,10 +244,10 @@ def _serve(theirs: _Call) -> None:
         raise TypeError("a call without operands, or whose first is no token")
     token = operands[0]
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
-    pool_id, fresh = _program.pool_id(token), len(token) if theirs.fresh else None
+    pool_id, fresh = _call.pool_id_of(token), len(token) if theirs.fresh else None
     with (
         _profile.annotate(VERBS[theirs.verb].function, "FFI by Python"),
-        _pools.serving(pool_id, theirs.fingerprint, fresh) as pool,
+        registry.serving(pool_id, theirs.fingerprint, fresh) as pool,
         span(pool.condition.recorder, "FFI by Python"),
     ):
         if theirs.on_device:
@@ -263,12 +262,12 @@ def _serve(theirs: _Call) -> None:
         if theirs.status == Status.DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
         elif theirs.status == Status.UNDER_WAY:
-            move = _program.move_of(call, pool, token)
+            move = _call.move_of(call, pool, token)
             pool.end(move, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
-            out[0][:] = _program.token_of(pool, move)
+            out[0][:] = _call.token_of(pool, move)
         else:
             interrupt()
-            _program.answer(call, pool, operands, out)
+            _call.answer(call, pool, operands, out)
 
 
 def _view(array: Array) -> NDArray[Any]:
