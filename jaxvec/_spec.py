@@ -643,6 +643,6 @@ def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy) -> Node
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise UnsupportedSpaceError(
             f"{format_path(path)}: {dtype} can't be an array inside jax.jit; declare numbers or bools, or "
-            "leave the key out and read it with VectorEnv.infos"
+            "leave the key out and read it with VectorEnv.infos()"
         )
     return Leaf(path, tuple(shape), dtype, policy(dtype))

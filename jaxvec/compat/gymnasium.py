@@ -304,7 +304,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self._observations(obs), *scalars, self._batch(infos, info)
 
     def _infos(self) -> list[dict[str, Any]]:
-        return self.pool.pool.questions.known_infos() or list(self.pool.infos)
+        return self.pool.pool.questions.known_infos() or list(self.pool.infos())
 
     def _batch(self, infos: Sequence[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
         """Returns the infos as Gymnasium batches them; of episodic envs with `idle`, `[num_envs]` bool."""
