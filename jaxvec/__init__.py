@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from jaxvec.callbacks._call import Handle
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._make import make
-    from jaxvec.callbacks._profile import merge_traces
 
 __version__ = "0.1.0"
 
@@ -83,7 +82,6 @@ __all__ = [
     "call",
     "get_attr",
     "make",
-    "merge_traces",
     "normalize",
     "recv",
     "reset",
@@ -106,7 +104,6 @@ _LAZY = {
     "call": "jaxvec.callbacks._functions",
     "get_attr": "jaxvec.callbacks._functions",
     "make": "jaxvec.callbacks._make",
-    "merge_traces": "jaxvec.callbacks._profile",
     "recv": "jaxvec.callbacks._functions",
     "reset": "jaxvec.callbacks._functions",
     "restore": "jaxvec.callbacks._functions",

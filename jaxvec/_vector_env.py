@@ -706,8 +706,8 @@ class VectorEnv:
         way they reach the pool. Programs have to be done by the end of the block: `jax.block_until_ready`.
         An event costs about 1 µs.
 
-        To see it beside JAX's own events, run the block inside `jax.profiler.trace(log_dir)`; then
-        `jaxvec.merge_traces(path, log_dir, both)`.
+        To see JAX's own events, run the block inside `jax.profiler.trace(log_dir)`, and open its trace in a
+        second tab.
 
         Args:
             path: of the file, written at the end of the block, also if that raises. Events in Chrome's JSON

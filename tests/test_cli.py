@@ -534,7 +534,7 @@ def test_what_is_outside_its_space_is_told_with_its_dtype(run):
 # --- errors ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["bench", "check", "trace"])
+@pytest.mark.parametrize("command", ["bench", "check"])
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -569,7 +569,6 @@ def test_what_can_not_be_done_is_told_in_a_line(run, command, words, said):
         ["bench", "CartPole-v1", "--num-workers", "two"],
         ["bench", "CartPole-v1", "--seconds", "0"],
         ["bench", "CartPole-v1", "--transport", "pigeon"],
-        ["trace", "CartPole-v1", "--num-steps", "0"],
     ],
 )
 def test_words_that_are_not_understood_end_with_the_usage(capsys, words):
@@ -668,39 +667,6 @@ sys.exit(main({words}))"""
         end(process)
     assert process.returncode == 130
     assert gone([worker], timeout=200)  # an end to the wait; it is a moment
-
-
-# --- trace -----------------------------------------------------------------------------------
-
-
-def test_trace_writes_a_timeline_of_all_steps_and_says_what_they_went_into(run, tmp_path):
-    words = ["my_package.envs:Env", "--num-envs", "4", "--num-workers", "2", "--num-steps", "7"]
-    code, out, _ = run("trace", *words, "--out", str(tmp_path / "pool.json"), "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert (found["num_envs"], found["num_workers"], found["num_steps"]) == (4, 2, 7)
-    assert found["path"] == str(tmp_path / "pool.json")
-    assert len(found["shares"]["workers"]) == 2
-    events = json.loads((tmp_path / "pool.json").read_text())["traceEvents"]
-    assert sum(event["name"].startswith("step env") for event in events) == 4 * 7
-    code, out, _ = run("trace", *words, "--out", str(tmp_path / "again.json"))
-    assert code == 0
-    assert "worker 1 (envs 2-3): step" in out
-    assert f"Written to {tmp_path / 'again.json'}" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--out", "no/such/folder/pool.json"], "name a file in an existing folder"),
-        (["--out", "."], "name a file in an existing folder"),
-        (["--num-envs", "1", "--num-workers", "2"], "more workers than envs"),
-    ],
-)
-def test_trace_refuses_before_it_runs(run, words, said):
-    code, _, err = run("trace", "CartPole-v1", *words)
-    assert code == 2
-    assert said in err
 
 
 # --- help, JSON, progress --------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +29,6 @@ def lacks_package(error: EnvError) -> bool:
     """Says whether an env can't be made for want of a package. Gymnasium has an error of its own for this."""
     missing = (ImportError, gymnasium.error.DependencyNotInstalled)
     return error.operation == "constructor" and isinstance(error.__cause__, missing)
-
-
-def positive(text: str) -> int:
-    """Reads a number from the command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
-    return int(text)
 
 
 def counted(number: int, thing: str) -> str:

@@ -11,11 +11,11 @@ from contextlib import contextmanager, redirect_stdout
 
 from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._native.library import NativeUnavailableError
-from jaxvec.cli import _bench, _check, _doctor, _trace
+from jaxvec.cli import _bench, _check, _doctor
 from jaxvec.cli._command import EXIT_CODES, FAILED, INTERRUPTED, USAGE, Command, UsageError, lacks_package
 
 # A new command is a module with a `Command`, and its place here.
-COMMANDS: tuple[Command, ...] = (_doctor.COMMAND, _bench.COMMAND, _check.COMMAND, _trace.COMMAND)
+COMMANDS: tuple[Command, ...] = (_doctor.COMMAND, _bench.COMMAND, _check.COMMAND)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
