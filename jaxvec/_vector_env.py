@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from jaxvec import _arguments, _spec, _trace
+from jaxvec import _arguments, _spec, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.envs import is_wrapped
@@ -736,7 +736,14 @@ class VectorEnv:
                 print(path)  # envs.json
             ```
         """
-        return _trace.tracing(self._pool, path, self._slices, max_events=max_events)
+        return _tracing.tracing(
+            self._pool.start_trace,
+            self._pool.stop_trace,
+            path,
+            self._slices,
+            pool_id=self._pool.id,
+            max_events=max_events,
+        )
 
     def raise_if_failed(self) -> None:
         """Raises the typed error behind the last failure of a compiled program, if there was one.

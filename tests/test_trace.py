@@ -17,9 +17,9 @@ from disasters import failing, in_two_ways, wait_until, wait_until_dead
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
+from jaxvec import _tracing
 from jaxvec._native import library
-from jaxvec._tracing import _timeline
-from jaxvec._tracing._recorder import Record, Span
+from jaxvec._tracing import Record, Span
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version
@@ -32,7 +32,8 @@ class Timeline:
     """A trace file, by the names of its tracks."""
 
     def __init__(self, path):
-        file = _timeline.read(path)
+        content = path.read_bytes()
+        file = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
         self.about = file["otherData"]
         self.duration = self.about["duration_ns"] / 1e3
         tracks = {e["tid"]: e["args"]["name"] for e in file["traceEvents"] if e["name"] == "thread_name"}
@@ -419,7 +420,7 @@ def test_jax_profiler_sees_the_calls_of_the_host(make, tmp_path):
 
 def test_events_that_were_dropped_are_counted_once_however_many_threads_there_are():
     spans = [Span("jaxvec.step", 0, 1_000, thread) for thread in (1, 2)]
-    timeline = _timeline.build(
+    timeline = _tracing.build(
         [Record(spans, dropped=3), Record([], dropped=4)],
         [Record([], dropped=5)],
         [(0, 1)],

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Move, Verb
-from jaxvec._tracing._recorder import Record
+from jaxvec._tracing import Record
 
 # ----------------------------------------------------------------------------------------------------------
 #

@@ -19,7 +19,7 @@ from jaxvec._dispatch.move import Move, Verb
 from jaxvec._envs.slice import Arguments, Asked
 from jaxvec._memory.segment import RawInfo, known
 from jaxvec._pool.state import Condition
-from jaxvec._tracing._recorder import span
+from jaxvec._tracing import span
 from jaxvec._workers.base import Workers
 from jaxvec._workers.supervisor import check_all
 

@@ -28,7 +28,7 @@ from jaxvec._memory import pinned
 from jaxvec._native import interrupts, library
 from jaxvec._native.engine import Array
 from jaxvec._pool import registry
-from jaxvec._tracing._recorder import span
+from jaxvec._tracing import span
 from jaxvec.callbacks import _call
 from jaxvec.callbacks._call import PURE, Call, annotate
 from jaxvec.callbacks._packing import WORD, Packing

@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec._pool import registry
-from jaxvec._tracing._recorder import span
+from jaxvec._tracing import span
 from jaxvec.callbacks._call import PURE, Call, annotate, answer, pool_id_of
 from jaxvec.callbacks._packing import Packing
 
