@@ -36,7 +36,6 @@ from jaxvec._stats import Stats, WorkerStats
 if TYPE_CHECKING:
     from jaxvec import adapters, normalize, testing
     from jaxvec._rollouts import Rollout, Rollouts, RolloutStats
-    from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._call import Handle
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
@@ -91,7 +90,6 @@ __all__ = [
     "simulate",
     "step",
     "testing",
-    "tile_images",
 ]
 
 # Loaded on first use: workers import this package too, and must never import jax.
@@ -111,7 +109,6 @@ _LAZY = {
     "send": "jaxvec.callbacks._functions",
     "simulate": "jaxvec.callbacks._functions",
     "step": "jaxvec.callbacks._functions",
-    "tile_images": "jaxvec._tile_images",
 }
 
 
