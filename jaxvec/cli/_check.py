@@ -16,7 +16,6 @@ from jaxvec import testing
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec.cli import _target
 from jaxvec.cli._command import FAILED, FINE, Command, Outcome, lacks_package
-from jaxvec.cli._progress import Progress, progress
 from jaxvec.cli._target import Target
 
 OK, FAIL, WARN, NOT_RUN = "ok", "FAIL", "warn", "not run"
@@ -55,7 +54,7 @@ class Check:
 def run(options: Namespace) -> Outcome:
     """Checks an env."""
     target = _target.find(options)
-    checks = list(_checks(target, progress(quiet=options.json)))
+    checks = list(_checks(target))
     failed = sum(check.status == FAIL for check in checks)
     lines = [f"{check.status:8} {check.name}{_indent(check.reason)}" for check in checks]
     warned = sum(check.warnings for check in checks)
@@ -73,19 +72,13 @@ def run(options: Namespace) -> Outcome:
     return Outcome(record, "\n".join(lines), FAILED if failed else FINE)
 
 
-def _checks(target: Target, progress: Progress) -> Iterator[Check]:
-    with progress(f"checking {target.name}", 3) as advance:
-        ours = list(_our_contract(target))
-        advance()
-        yield from ours
-        sound = all(
-            check.status == OK for check in ours[:3]
-        )  # an env that isn't would fail in the others, too
-        yield _check(_WORKER, lambda: _step_in_worker(target)) if sound else Check(_WORKER, NOT_RUN)
-        advance()
-        built = ours[0].status == OK
-        yield _of_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
-        advance()
+def _checks(target: Target) -> Iterator[Check]:
+    ours = list(_our_contract(target))
+    yield from ours
+    sound = all(check.status == OK for check in ours[:3])  # an env that isn't would fail in the others, too
+    yield _check(_WORKER, lambda: _step_in_worker(target)) if sound else Check(_WORKER, NOT_RUN)
+    built = ours[0].status == OK
+    yield _of_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
 
 
 def _our_contract(target: Target) -> Iterator[Check]:

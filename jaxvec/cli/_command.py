@@ -31,11 +31,6 @@ def lacks_package(error: EnvError) -> bool:
     return error.operation == "constructor" and isinstance(error.__cause__, missing)
 
 
-def counted(number: int, thing: str) -> str:
-    """Returns `1 env`, `2 envs`."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a command found.

@@ -6,16 +6,117 @@ import argparse
 import json
 import os
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 
+from jaxvec._config import TRANSPORTS
 from jaxvec._errors import EnvError, JaxvecError
 from jaxvec._native.library import NativeUnavailableError
-from jaxvec.cli import _bench, _check, _doctor
-from jaxvec.cli._command import EXIT_CODES, FAILED, INTERRUPTED, USAGE, Command, UsageError, lacks_package
+from jaxvec.cli import _bench, _check, _doctor, _target
+from jaxvec.cli._command import (
+    EXIT_CODES,
+    FAILED,
+    INTERRUPTED,
+    USAGE,
+    Command,
+    Outcome,
+    UsageError,
+    lacks_package,
+)
 
-# A new command is a module with a `Command`, and its place here.
-COMMANDS: tuple[Command, ...] = (_doctor.COMMAND, _bench.COMMAND, _check.COMMAND)
+
+def _run_bench(options: Namespace) -> Outcome:
+    """Measures an env, and recommends a pool."""
+    num_envs, num_workers = options.num_envs, options.num_workers
+    if num_envs and num_workers and min(num_workers) > max(num_envs):
+        raise UsageError("--num-workers: every pool would have more workers than envs")
+    target = _target.find(options)
+    found = _bench.measure(
+        target.make,
+        num_envs=num_envs,
+        num_workers=num_workers,
+        seconds=options.seconds,
+        transport=options.transport,
+    )
+    best = _bench.best(found.samples)
+    line = target.line({"num_envs": best.num_envs, "num_workers": best.num_workers})
+    record = {
+        "schema": "jaxvec.bench/1",
+        "env": target.name,
+        "kwargs": target.kwargs,
+        "measurement": asdict(found),
+        "notes": [*_bench.notes(found)],
+        "make": line,
+    }
+    return Outcome(record, "\n".join(_bench.report(found, target.name, line)))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(word) for word in text.split(",")))
+    except ValueError as error:
+        raise ArgumentTypeError(f"expected numbers, as 16,64,256, not {text!r}") from error
+    if min(numbers) < 1:
+        raise ArgumentTypeError(f"must be at least 1, not {min(numbers)}")
+    return numbers
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 60:
+        raise ArgumentTypeError(f"must be above 0 and at most 60, not {text!r}")
+    return seconds
+
+
+def _add_bench_arguments(parser: ArgumentParser) -> None:
+    _target.add_arguments(parser)
+    parser.add_argument(
+        "--num-envs",
+        type=_numbers,
+        metavar="N,N,…",
+        help="sizes of pools; 16,64,256 unless the env is too slow",
+    )
+    parser.add_argument(
+        "--num-workers",
+        type=_numbers,
+        metavar="N,N,…",
+        help="worker counts; up to the usable cores by default",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=0.2,
+        metavar="S",
+        help="seconds of each turn, 0.2 by default; a run has about 100 turns",
+    )
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
+
+
+_BENCH = Command(
+    name="bench",
+    summary="measure an env, alone and in pools, and recommend num_envs and num_workers",
+    details="""\
+It steps the env with random actions: alone, and in pools of several sizes, from a Python loop and inside a
+jitted lax.scan. They take turns, and figures are medians. Keep the machine quiet.
+
+--json prints {"schema": "jaxvec.bench/1", "env": TEXT, "kwargs": {…}, "measurement": {…}, "notes": [TEXT],
+"make": TEXT}; jaxvec/cli/_bench.py has the fields of Measurement.
+
+examples:
+  python -m jaxvec bench CartPole-v1
+  python -m jaxvec bench ALE/Pong-v5 --kwargs '{"frameskip": 4}' --num-envs 16,64
+  python -m jaxvec bench my_package.envs:make_env --num-workers 1,2
+  python -m jaxvec bench CartPole-v1 --num-envs 8 --num-workers 1 --seconds 0.02 --json""",
+    add_arguments=_add_bench_arguments,
+    run=_run_bench,
+)
+
+COMMANDS: tuple[Command, ...] = (_doctor.COMMAND, _BENCH, _check.COMMAND)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

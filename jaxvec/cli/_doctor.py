@@ -16,7 +16,6 @@ from jaxvec._ray import cluster
 from jaxvec._util import usable_cores
 from jaxvec._workers import base, fork, process
 from jaxvec.callbacks import _ffi
-from jaxvec.cli import _plot
 from jaxvec.cli._command import Command, Outcome
 
 
@@ -42,8 +41,6 @@ def examine() -> Iterator[tuple[str, str]]:
     reason = pinned.reason_unavailable()
     yield "page-locking", "ready" if reason is None else f"off: {reason}"
     yield "ray", cluster.describe()
-    reason = _plot.reason_unavailable()
-    yield "plots", "ready" if reason is None else f"off: {reason}"
 
 
 def run(options: Namespace) -> Outcome:
