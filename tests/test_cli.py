@@ -23,7 +23,7 @@ import jaxvec
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import _bench
 from jaxvec.cli._bench import Sample
-from jaxvec.cli._command_line import COMMANDS, main
+from jaxvec.cli._main import COMMANDS, main
 from jaxvec.testing import CountingEnv
 
 ENVS = '''
@@ -426,7 +426,7 @@ def test_ctrl_c_ends_it_cleanly():
 INTERRUPTIBLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from jaxvec.cli._command_line import main
+from jaxvec.cli._main import main
 """
 
 
