@@ -349,7 +349,7 @@ def open_engine(
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
     if end.address is None or spec.object_leaves:
-        return PyEngine(rules.admission)
+        return PyEngine(rules)
     return CEngine(
         end,
         rules,
