@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from jaxvec import _arguments, _spec, _trace
+from jaxvec import _arguments, _spec, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._memory.segment import Place, copies, placed, views
@@ -587,8 +587,8 @@ class VectorEnv:
         way they reach the pool. Programs have to be done by the end of the block: `jax.block_until_ready`.
         An event costs about 1 µs.
 
-        To see it beside JAX's own events, run the block inside `jax.profiler.trace(log_dir)`; then
-        `jaxvec.merge_traces(path, log_dir, both)`.
+        To see JAX's own events, run the block inside `jax.profiler.trace(log_dir)`, and open its trace in a
+        second tab.
 
         Args:
             path: of the file, written at the end of the block, also if that raises. Events in Chrome's JSON
@@ -617,7 +617,14 @@ class VectorEnv:
                 print(path)  # envs.json
             ```
         """
-        return _trace.tracing(self._pool, path, self._slices, max_events=max_events)
+        return _tracing.tracing(
+            self._pool.start_trace,
+            self._pool.stop_trace,
+            path,
+            self._slices,
+            pool_id=self._pool.id,
+            max_events=max_events,
+        )
 
     def raise_if_failed(self) -> None:
         """Raises the typed error behind the last failure of a compiled program, if there was one.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._memory.segment import Deliver, Rows, Views, copies
-from jaxvec._tracing._recorder import Record, Recorder, span
+from jaxvec._tracing import Record, Recorder, span
 
 # ----------------------------------------------------------------------------------------------------------
 #

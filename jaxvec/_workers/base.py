@@ -25,7 +25,7 @@ from jaxvec._native import library
 from jaxvec._native.engine import CEngine
 from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._spec import Leaf, PoolSpec
-from jaxvec._tracing._recorder import Record
+from jaxvec._tracing import Record
 
 # ----------------------------------------------------------------------------------------------------------
 # What a supervisor asks of those who start its workers: processes here, or actors of a cluster.
