@@ -106,7 +106,7 @@ class EnvSpec:
         Raises:
             ImportError: dm_env is not installed.
         """
-        return dm_spec(self.gymnasium_action_space, self.data.action, "action")
+        return dm_spec(self.gymnasium_action_space, self.data.action)
 
 
 # ----------------------------------------------------------------------------------------------------------

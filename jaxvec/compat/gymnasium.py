@@ -35,7 +35,7 @@ from jaxvec._errors import (
     SpaceMismatchError,
 )
 from jaxvec._memory.segment import Rows, copies, views
-from jaxvec._spec import Autoreset, Leaf, Node, as_is, map_leaves, parse_autoreset_mode
+from jaxvec._spec import Autoreset, Leaf, Node, as_is, fold_space, map_leaves, parse_autoreset_mode
 from jaxvec._util import run_in_thread, usable_cores
 
 
@@ -405,20 +405,16 @@ def _check_mode(mode: Any) -> None:
 
 def _check_known(space: Space[Any]) -> None:
     """Refuses spaces of the user's own under `shared_memory`, as Gymnasium does."""
-    match space:
-        case gymnasium.spaces.Dict():
-            children = list(space.spaces.values())
-        case gymnasium.spaces.Tuple():
-            children = list(space.spaces)
-        case _:
-            children = []
-    for child in children:
-        _check_known(child)
-    if create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object):  # pyright: ignore
-        raise ValueError(
-            "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature with "
-            f"`shared_memory=False` however this is slower. {space} is not one of Gymnasium's own spaces."
-        )
+
+    def check(space: Space[Any], _: Any) -> None:
+        if create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object):  # pyright: ignore
+            raise ValueError(
+                "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature "
+                f"with `shared_memory=False` however this is slower. {space} is not one of Gymnasium's own "
+                "spaces."
+            )
+
+    fold_space(space, check, root=(), make_dict=lambda *_: None, make_tuple=lambda *_: None)
 
 
 # ----------------------------------------------------------------------------------------------------------
