@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as those of other libraries."""
+"""Conversion of Gymnasium's spaces to those of gymnax and old Gym, and to dm_env's specs and time steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxvec._spec import KeyPath, Leaf, Node, PoolSpec, fold_space, format_path,
 from jaxvec.compat._base import info_extras
 
 # ----------------------------------------------------------------------------------------------------------
-# gymnax's spaces: its own classes where it is installed, else these, which sample and check alike.
+# gymnax's spaces: these classes replace its own where it is not installed.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +146,7 @@ def _all(parts: Sequence[Any]) -> jax.Array:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Spaces of the old `gym` package, for code that looks for them.
+# Spaces of the old `gym` package.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +179,7 @@ def to_old_gym(space: Space[Any]) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What `env_type="dm"` returns and says of itself, in dm_env's words.
+# Time steps and specs of `env_type="dm"`.
 # ----------------------------------------------------------------------------------------------------------
 
 FIRST, MID, LAST = 0, 1, 2  # dm_env.StepType
@@ -201,8 +201,8 @@ except ImportError:
 
 
 @lru_cache
-def _record(name: str, fields: tuple[str, ...]) -> Any:
-    """Returns a namedtuple, the same one for the same fields: as pytrees they are to be of one type."""
+def record_type(name: str, fields: tuple[str, ...]) -> Any:
+    """Returns the one namedtuple type of these fields, so that its pytrees have equal structure."""
     return namedtuple(name, fields, rename=True)  # pyright: ignore[reportUntypedNamedTuple]
 
 
@@ -210,7 +210,7 @@ def record(name: str, values: Mapping[str, Any]) -> Any:
     """Returns nested dicts as nested namedtuples."""
     fields = tuple(str(key) for key in values)
     parts = (record(str(key), part) if isinstance(part, dict) else part for key, part in values.items())
-    return _record(name, fields)(*parts)
+    return record_type(name, fields)(*parts)
 
 
 def to_dm_timestep(timestep: jaxvec.TimeStep) -> Any:
