@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     from jaxvec import normalize as normalize
     from jaxvec import testing as testing
     from jaxvec._rollouts import Rollout, Rollouts
-    from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._call import Handle
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._make import make
-    from jaxvec.callbacks._profile import merge_traces
 
 __version__ = "0.1.0"
 
@@ -86,7 +84,6 @@ __all__ = [
     "config",
     "get_attr",
     "make",
-    "merge_traces",
     "recv",
     "reset",
     "restore",
@@ -94,7 +91,6 @@ __all__ = [
     "send",
     "simulate",
     "step",
-    "tile_images",
 ]
 
 # Loaded on first use: workers import this package too, and must never import jax.
@@ -106,7 +102,6 @@ _LAZY = {
     "call": "jaxvec.callbacks._functions",
     "get_attr": "jaxvec.callbacks._functions",
     "make": "jaxvec.callbacks._make",
-    "merge_traces": "jaxvec.callbacks._profile",
     "recv": "jaxvec.callbacks._functions",
     "reset": "jaxvec.callbacks._functions",
     "restore": "jaxvec.callbacks._functions",
@@ -114,7 +109,6 @@ _LAZY = {
     "send": "jaxvec.callbacks._functions",
     "simulate": "jaxvec.callbacks._functions",
     "step": "jaxvec.callbacks._functions",
-    "tile_images": "jaxvec._tile_images",
 }
 
 

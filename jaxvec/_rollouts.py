@@ -423,7 +423,7 @@ class Actors:
             why = f"was not done with rollout {place.index} within rollout_timeout"
             self._lose(place, f"{why}, {self._terms.rollout_timeout} s")
             return
-        why = f"was not ready within Timeouts(start={self._terms.start_timeout})"
+        why = f"was not ready within Timeouts.start, {self._terms.start_timeout} s"
         if place.asked == "identify":
             needs, free = self._terms.options.of_actor(), self._ray.available_resources()
             why += f": Ray has not started it; it needs {needs}, and free are {free}"

@@ -248,7 +248,7 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     taken = ray.util.placement_group([{"CPU": 1}] * 3)
     ray.get(taken.ready(), timeout=200)
     with pytest.raises(
-        jaxvec.ActorDiedError, match=r"not ready within Timeouts\(start=2\): Ray has not started"
+        jaxvec.ActorDiedError, match=r"not ready within Timeouts.start, 2 s: Ray has not started"
     ):
         make_rollouts(backend=jaxvec.Ray(workers_per_actor=2), timeouts=jaxvec.Timeouts(start=2))
     ray.util.remove_placement_group(taken)

@@ -408,7 +408,7 @@ def test_a_stopped_server_is_a_timeout(make):
     stopped.suspend()
     try:
         with pytest.raises(
-            jaxvec.EnvTimeoutError, match=r"worker 0 \(env 0\) did not start within Timeouts\(start=0.5\)"
+            jaxvec.EnvTimeoutError, match=r"worker 0 \(env 0\) did not start within Timeouts.start, 0.5 s"
         ):
             make(CountingEnv, 1, start_timeout=0.5)
     finally:

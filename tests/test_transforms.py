@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxvec
-from jaxvec.callbacks import _call, _ffi
+from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -55,13 +55,14 @@ def envs(request, make):
 def hand_offs(monkeypatch):
     """The verbs of the calls that reach a pool."""
     calls = []
-    answer = _call.answer
+    answer = _io_callback.answer
 
     def counting(call, *args, **kwargs):
         calls.append(call.verb.function)
         return answer(call, *args, **kwargs)
 
-    monkeypatch.setattr(_call, "answer", counting)
+    for module in (_call, _io_callback, _primitive):
+        monkeypatch.setattr(module, "answer", counting)
     return calls
 
 
@@ -416,7 +417,7 @@ def test_each_device_can_reset_its_own_envs(envs, mesh):
 
     jax.block_until_ready(over(mesh, program, out_specs=P("d"))(handle))
     assert envs.get_attr("resets") == (2,) * 8
-    assert [info["seed"] for info in envs.infos] == [7, 8] * 4
+    assert [info["seed"] for info in envs.infos()] == [7, 8] * 4
     with pytest.raises(jaxvec.EnvIdError, match="pass each device a handle"):
         over(mesh, lambda _: jaxvec.reset(envs), out_specs=P("d"))(ACTION)
     assert envs.get_attr("resets") == (2,) * 8

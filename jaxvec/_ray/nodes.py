@@ -355,7 +355,7 @@ class Placement:
             _groups().remove_placement_group(group)
             raise TimeoutError(
                 f"the Ray cluster has no room for {len(bundles)} actors of {bundles[0]} with "
-                f"placement_strategy={strategy!r}: none was found within Timeouts(start={timeout}); free "
+                f"placement_strategy={strategy!r}: none was found within Timeouts.start, {timeout} s; free "
                 f"are {self._ray.available_resources()}"
             )
         return group

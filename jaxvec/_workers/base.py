@@ -25,7 +25,7 @@ from jaxvec._native import library
 from jaxvec._native.engine import CEngine
 from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._spec import Leaf, PoolSpec
-from jaxvec._tracing._recorder import Record
+from jaxvec._tracing import Record
 
 # ----------------------------------------------------------------------------------------------------------
 # What a supervisor asks of those who start its workers: processes here, or actors of a cluster.
@@ -349,7 +349,7 @@ def open_engine(
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
     if end.address is None or spec.object_leaves:
-        return PyEngine(rules.admission)
+        return PyEngine(rules)
     return CEngine(
         end,
         rules,

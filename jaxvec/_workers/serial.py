@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._config import Budget
-from jaxvec._dispatch.engine import Engine, Rules, SerialEngine
+from jaxvec._dispatch.engine import Engine, PyEngine, Rules
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
@@ -24,7 +24,7 @@ from jaxvec._envs.slice import Arguments, Asked, Told
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
-from jaxvec._tracing._recorder import Record
+from jaxvec._tracing import Record
 from jaxvec._workers.base import Patience
 from jaxvec._workers.supervisor import tell_lost
 from jaxvec._workers.worker import WorkerRecipe
@@ -36,7 +36,6 @@ class SerialWorkers:
     def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
         self._envs: list[Any] = []
         self._close_slice: Callable[[], None] = lambda: None
-        self._left: Exception | None = None  # by a step that the engine made
         self._recipe = recipe
         self._budget = budget
         self.told: Told | None = None
@@ -74,8 +73,6 @@ class SerialWorkers:
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = private_segment(layout)
         self._num_envs = spec.num_envs
-        self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
-        self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
         self._requested = Marks.of(arrays).requested
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
@@ -84,23 +81,17 @@ class SerialWorkers:
 
     def open_engine(self, rules: Rules) -> Engine:
         self._rows = rules.admission.rows
-        return SerialEngine(rules, step=self._step, actions=self._actions, results=self._results)
+        return PyEngine(rules, done_at_once=True)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._note_requested(slots)
+        self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
         self._move(verb, slots)
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
         return False
 
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
-        """Does what a step of the engine has left; else all is done when `send` returns."""
-        failure, self._left = self._left, None
-        if isinstance(failure, EnvFailure):
-            self._recover(failure)
-            self._move(Verb.STEP, np.setdiff1d(slots, failure.completed))
-        elif failure is not None:
-            raise failure
+        """Returns at once, since all is done when `send` returns."""
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return slots[:count]
@@ -133,26 +124,12 @@ class SerialWorkers:
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         envs, self._envs = self._envs, []
-        self._actions = self._results = []
         self._close_slice()
         with _typed():
             close_envs(envs, 0, self._recipe.config.envs_per_instance)
 
     def kill(self) -> None:
         """There is nothing to kill."""
-
-    def _note_requested(self, slots: NDArray[Any]) -> None:
-        self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
-
-    def _step(self, slots: NDArray[Any]) -> bool:
-        """Steps envs; returns whether no failure is left to `wait`, which can break the pool by it."""
-        self._note_requested(slots)
-        self._left = None
-        try:
-            self._slice.step(slots)
-        except Exception as failure:
-            self._left = failure
-        return self._left is None
 
     def _move(self, verb: Verb, slots: NDArray[Any]) -> None:
         move = self._slice.step if verb is Verb.STEP else self._slice.reset

@@ -39,7 +39,7 @@ from jaxvec._memory.rows import reader
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._spec import PoolSpec
-from jaxvec._tracing._recorder import Loss, Record
+from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Patience, Process, Slices
 from jaxvec._workers.worker import (
@@ -171,7 +171,7 @@ class Diagnosis:
         where = process.place and f": it is {process.place}"
         return EnvTimeoutError(
             f"{self.name(worker)} took another's place, but did not start within "
-            f"Timeouts(start={timeout}){where}",
+            f"Timeouts.start, {timeout} s{where}",
             env_ids=tuple(range(*self._slices[worker])),
         )
 
@@ -550,7 +550,7 @@ class Supervisor:
         except OSError as error:
             env_ids, who = tuple(range(*self._recipe.slices[worker])), self._diagnosis.name(worker)
             if isinstance(error, TimeoutError):
-                limit = f"Timeouts(start={self._recipe.config.timeouts.start})"
+                limit = f"Timeouts.start, {self._recipe.config.timeouts.start} s"
                 raise EnvTimeoutError(
                     f"{who} did not start within {limit}: {error}", env_ids=env_ids
                 ) from error

@@ -28,9 +28,9 @@ from jaxvec._memory import pinned
 from jaxvec._native import interrupts, library
 from jaxvec._native.engine import Array
 from jaxvec._pool import registry
-from jaxvec._tracing._recorder import span
-from jaxvec.callbacks import _call, _profile
-from jaxvec.callbacks._call import PURE, Call
+from jaxvec._tracing import span
+from jaxvec.callbacks import _call
+from jaxvec.callbacks._call import PURE, Call, annotate
 from jaxvec.callbacks._packing import WORD, Packing
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
@@ -246,7 +246,7 @@ def _serve(theirs: _Call) -> None:
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, fresh = _call.pool_id_of(token), len(token) if theirs.fresh else None
     with (
-        _profile.annotate(VERBS[theirs.verb].function, "FFI by Python"),
+        annotate(VERBS[theirs.verb].function, "FFI by Python"),
         registry.serving(pool_id, theirs.fingerprint, fresh) as pool,
         span(pool.condition.recorder, "FFI by Python"),
     ):
