@@ -118,7 +118,9 @@ def test_every_test_file_that_a_page_names_exists(name):
 
 def test_the_reference_has_every_public_name():
     listed = {
-        name for text in TEXTS.values() for name in re.findall(r"^::: jaxvec\.(\w+)", text, re.MULTILINE)
+        name
+        for text in TEXTS.values()
+        for name in re.findall(r"^(?::::|##) `?jaxvec\.(\w+)", text, re.MULTILINE)
     }
     assert {*jaxvec.__all__} - {*_errors.__all__} - listed == set()
     assert "_errors" in listed

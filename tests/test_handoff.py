@@ -192,7 +192,7 @@ def test_both_hand_offs_give_the_same_bits(make):
 
 
 def test_an_unknown_hand_off_is_refused():
-    with pytest.raises(ValueError, match="handoff must be one of auto, native, portable, not 'pigeon'"):
+    with pytest.raises(ValueError, match="dispatch must be one of auto, native, portable, not 'pigeon'"):
         disasters.make(CountingEnv, 1, dispatch="pigeon")
 
 
