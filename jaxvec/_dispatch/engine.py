@@ -221,7 +221,7 @@ class Engine(ABC):
     generation: NDArray[np.uint32]
     last_caller: int
     served: int
-    done_at_once = False
+    done_at_once: bool = False
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules

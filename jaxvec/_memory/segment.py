@@ -280,11 +280,12 @@ class Views:
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
         """Takes the views that calls need; `rows` knows a slice for all envs, as `Admission.rows`."""
-        self.seeds = arrays["seed",]
-        self.states, self.oldest_state = arrays["state",], arrays["oldest_state",]
-        self.stats = arrays["stats",]
-        self.raw_info = arrays["raw_info",]
-        self.over = (arrays["terminated",], arrays["truncated",])
+        self.seeds: NDArray[Any] = arrays["seed",]
+        self.states: NDArray[Any] = arrays["state",]
+        self.oldest_state: NDArray[Any] = arrays["oldest_state",]
+        self.stats: NDArray[Any] = arrays["stats",]
+        self.raw_info: NDArray[Any] = arrays["raw_info",]
+        self.over: tuple[NDArray[Any], NDArray[Any]] = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
         self._rows = rows
@@ -328,7 +329,7 @@ class Copies:
         ]
 
 
-copies = Copies()
+copies: Copies = Copies()
 
 
 def views(leaves: Rows, index: Index) -> Rows:
