@@ -602,9 +602,9 @@ def test_a_plot_without_matplotlib_says_what_to_install(run, monkeypatch):
 
 
 def test_a_transport_that_can_not_be_had_says_why(run, monkeypatch, free_choice):
-    monkeypatch.setattr(_ffi, "reason_unavailable", lambda: "libjaxvec.so was not built")
+    monkeypatch.setattr(_ffi, "reason_unavailable", lambda: "the native library was not built")
     code, _, err = run("bench", "my_package.envs:Env", *QUICK, "--transport", "ffi")
-    assert (code, err.splitlines()[-1]) == (2, "python -m jaxvec bench: libjaxvec.so was not built")
+    assert (code, err.splitlines()[-1]) == (2, "python -m jaxvec bench: the native library was not built")
 
 
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])

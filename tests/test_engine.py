@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxvec
+from jaxvec import _native
 from jaxvec._backends import _handoffs
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import WAKE
@@ -27,14 +28,13 @@ from jaxvec._handoff._handoff import LOOK_AROUND, Work
 from jaxvec._handoff._move import Caller, Move, Verb
 from jaxvec._memory import _layout, _segment
 from jaxvec._memory._marks import Marks
-from jaxvec._native import library
 from jaxvec._pool import Pool, Timeouts
 from jaxvec._spaces import as_jax
 from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 
 WAIT, END, DIE = 6, 7, 8  # actions: the worker waits for the gate; the episode ends; the worker does
 
-KINDS = ["portable"] if library.reason_unavailable() else ["portable", "native"]
+KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]
 
 
 class Threads:

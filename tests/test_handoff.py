@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxvec
+from jaxvec import _native
 from jaxvec._backends import _handoffs
 from jaxvec._handoff import _handoff
 from jaxvec._handoff._move import Verb
 from jaxvec._memory import _layout, _segment
 from jaxvec._memory._marks import Marks
-from jaxvec._native import library
 from jaxvec._spaces import as_jax
 from jaxvec._spec import Autoreset, EnvSpaces, make_spec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -28,7 +28,7 @@ KINDS = [
     pytest.param(
         "native",
         marks=pytest.mark.skipif(
-            library.reason_unavailable() is not None, reason=str(library.reason_unavailable())
+            _native.reason_unavailable() is not None, reason=str(_native.reason_unavailable())
         ),
     ),
 ]
@@ -178,8 +178,8 @@ def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers)
 
 
 def test_both_hand_offs_give_the_same_bits(make):
-    if library.reason_unavailable() is not None:
-        pytest.skip(str(library.reason_unavailable()))
+    if _native.reason_unavailable() is not None:
+        pytest.skip(str(_native.reason_unavailable()))
     pools = [make(NestedEnv, 5, num_workers=2, handoff=kind) for kind in ("native", "portable")]
     timesteps = [envs.reset(seed=3) for envs in pools]
     pools[0].action_space.seed(0)
@@ -196,9 +196,9 @@ def test_an_unknown_hand_off_is_refused():
 
 def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
     def missing():
-        raise library.NativeUnavailableError("libjaxvec.so was not built")
+        raise _native.NativeUnavailableError("the native library was not built")
 
-    monkeypatch.setattr(library, "load", missing)
+    monkeypatch.setattr(_handoffs, "load", missing)
     assert _handoffs.choose("portable") == "portable"
     with pytest.raises(ImportError, match="was not built"):
         jaxvec.make(CountingEnv, 1, handoff="native")
@@ -213,5 +213,5 @@ def test_doctor_says_what_is_active():
         for line in done.stdout.splitlines()
         if line.split()[0] in ("jaxvec", "dispatch")
     )
-    active = "native" if library.reason_unavailable() is None else "portable"
+    active = "native" if _native.reason_unavailable() is None else "portable"
     assert found == {"jaxvec": jaxvec.__version__, "dispatch": active}

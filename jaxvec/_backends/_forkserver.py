@@ -48,7 +48,6 @@ from jaxvec._backends import _lifeline, _worker
 from jaxvec._backends._surroundings import Surroundings
 from jaxvec._handoff import _channel
 from jaxvec._handoff._channel import Channel
-from jaxvec._native import library
 
 FORK, REAP = b"f", b"r"
 PID = struct.Struct("!i")
@@ -136,7 +135,6 @@ class _Server:
             except BaseException as error:
                 return ImportError(f"preload: {module!r} can't be imported: {type(error).__name__}: {error}")
         sys.path[:] = ours
-        library.reason_unavailable()  # loads it
         os.chdir("/")  # to hold on to no folder
         gc.collect()
         gc.freeze()  # a collection in a worker would copy the memory that all share

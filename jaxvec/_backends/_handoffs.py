@@ -13,7 +13,7 @@ from jaxvec._handoff._engine import Engine, PyEngine, Rules
 from jaxvec._handoff._handoff import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
-from jaxvec._native import library
+from jaxvec._native import load, reason_unavailable
 from jaxvec._native.engine import CEngine
 from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
 from jaxvec._spaces import Leaf
@@ -31,13 +31,13 @@ def choose(kind: str) -> str:
         NativeUnavailableError: `"native"` was asked for and can't be had; says why.
     """
     if kind == "auto":
-        reason = library.reason_unavailable()
+        reason = reason_unavailable()
         if reason is None:
             return "native"
         _logger.info("portable hand-off: %s", reason)
         return "portable"
     if kind == "native":
-        library.load()
+        load()
     return kind
 
 
@@ -90,7 +90,7 @@ def engine(
     rules: Rules,
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
-    if end.address is None or spec.object_leaves:
+    if end.native_end is None or spec.object_leaves:
         return PyEngine(rules.admission)
     return CEngine(
         end,

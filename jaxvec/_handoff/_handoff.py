@@ -45,8 +45,8 @@ class ParentHandoff(Protocol):
     """The parent's end, to all workers."""
 
     @property
-    def address(self) -> int | None:
-        """Of C++'s part, if there is one; it lives as long as we do."""
+    def native_end(self) -> Any:
+        """C++'s part; `None` if there is none."""
         ...
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
@@ -231,7 +231,7 @@ class Slots:
 class ParentEnd:
     """The portable `ParentHandoff`."""
 
-    address = None
+    native_end = None
 
     def __init__(
         self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]

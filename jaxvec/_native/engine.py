@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
-import math
 import time
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +14,8 @@ from numpy.typing import NDArray
 from jaxvec._handoff._admission import FOREVER
 from jaxvec._handoff._engine import NOTHING, Made, Rules, Status
 from jaxvec._handoff._handoff import ParentHandoff
-from jaxvec._handoff._move import VERBS, Caller, Move, Verb, name_caller
-from jaxvec._native import library
+from jaxvec._handoff._move import VERBS, Caller, Move, name_caller
+from jaxvec._native import load
 from jaxvec._tracing._recorder import Record, Span
 
 _WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
@@ -28,110 +24,6 @@ _STATUSES = tuple(Status)
 _PARTS = ("write actions", "hand over", "wait for workers", "copy results")
 _CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
 _NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=32))
-
-_ALIGNMENT = 64  # bytes, of the leaves of results
-
-
-class Array(ctypes.Structure):
-    """`Array` of pool.h."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("dims", ctypes.POINTER(ctypes.c_int64)),
-        ("rank", ctypes.c_uint32),
-        ("dtype", ctypes.c_uint32),
-        ("nonzero", ctypes.c_void_p),
-    ]
-
-
-class _State(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint32) for name in ("last_caller", "open", "served", "devices")]
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = [
-        ("id", ctypes.c_uint32),
-        ("batch_size", ctypes.c_uint32),
-        ("in_order", ctypes.c_uint32),
-        ("together", ctypes.c_uint32),
-        ("fingerprint", ctypes.c_int64),
-        ("wait_ns", ctypes.c_int64),
-        ("step_ns", ctypes.c_int64),
-        ("parent", ctypes.c_void_p),
-        ("stops", ctypes.c_void_p),
-        ("generation", ctypes.c_void_p),
-        ("actions", ctypes.POINTER(Array)),
-        ("results", ctypes.POINTER(Array)),
-        ("num_actions", ctypes.c_uint32),
-        ("num_results", ctypes.c_uint32),
-        ("in_flight", ctypes.c_void_p),
-        ("sent", ctypes.c_void_p),
-        ("num_sent", ctypes.c_void_p),
-        ("due", ctypes.c_void_p),
-        ("needs_reset", ctypes.c_void_p),
-        ("terminated", ctypes.c_void_p),
-        ("truncated", ctypes.c_void_p),
-    ]
-
-
-class _Request(ctypes.Structure):
-    """`Request` of pool.h."""
-
-    _fields_ = [
-        ("verb", ctypes.c_uint32),
-        ("caller_code", ctypes.c_uint32),
-        ("new_generation", ctypes.c_uint32),
-        ("num_slots", ctypes.c_uint32),
-        ("num_sent", ctypes.c_uint32),
-        ("slots", ctypes.c_void_p),
-        ("generation", ctypes.c_void_p),
-        ("sent", ctypes.c_void_p),
-        ("actions", ctypes.c_void_p),
-        ("results", ctypes.c_void_p),
-        ("waited_ns", ctypes.c_int64),
-    ]
-
-
-class _Span(ctypes.Structure):
-    """`Span` of trace.h."""
-
-    _fields_ = [
-        ("began", ctypes.c_int64),
-        ("ended", ctypes.c_int64),
-        ("thread", ctypes.c_uint32),
-        ("what", ctypes.c_uint32),
-    ]
-
-
-class _Results:
-    """New memory for the rows of a time step: one piece, since what is made has its price."""
-
-    def __init__(self, leaves: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], rows: int) -> None:
-        self._shapes = [((rows, *shape), dtype) for shape, dtype in leaves]
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
-        *self._offsets, self._size = itertools.accumulate(
-            (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0
-        )
-        self._pointers = ctypes.c_void_p * len(leaves)
-
-    def make(self) -> tuple[list[NDArray[Any]], Any]:
-        """Returns arrays for the leaves, and their addresses."""
-        memory = np.empty(self._size, np.uint8)
-        address = _address(memory)
-        rows = [
-            np.ndarray(shape, dtype, memory, offset)
-            for (shape, dtype), offset in zip(self._shapes, self._offsets, strict=True)
-        ]
-        return rows, self._pointers(*[address + offset for offset in self._offsets])
-
-
-def _words(array: Any, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.ascontiguousarray(array, dtype)
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]  # half as dear as `array.ctypes.data`
-    return address
 
 
 class CEngine:
@@ -161,53 +53,40 @@ class CEngine:
                 are such.
             batch_size: how many envs `recv` returns.
         """
-        self._library = _declared()
         admission, over = rules.admission, rules.over
-        self.generation = np.zeros(len(admission.needs_reset), np.uint32)
-        stops = np.array([stop for _, stop in slices])
-        terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
+        terminated, truncated = (None, None) if over is None else over
         timeout_ns = FOREVER if rules.timeout is None else int(rules.timeout * 1e9)
-        plan = _Plan(
-            id=rules.pool_id,
+        self.generation = np.zeros(len(admission.needs_reset), np.uint32)
+        self._pool = load().Pool(
+            pool_id=rules.pool_id,
+            parent=handoff.native_end,
+            fingerprint=fingerprint,
             batch_size=batch_size,
             in_order=rules.in_order,
             together=admission.together,
-            fingerprint=fingerprint,
             wait_ns=min(_WAIT, timeout_ns),
             step_ns=timeout_ns,
-            parent=handoff.address,
-            stops=stops.ctypes.data,
-            generation=self.generation.ctypes.data,
-            actions=_arrays(actions, [None] * len(actions)),
-            results=_arrays(results, nonzero),
-            num_actions=len(actions),
-            num_results=len(results),
-            in_flight=admission.in_flight.ctypes.data,
-            sent=admission.sent_words.ctypes.data,
-            num_sent=admission.num_sent.ctypes.data,
-            due=admission.due.ctypes.data,
-            needs_reset=admission.needs_reset.ctypes.data,
+            stops=np.array([stop for _, stop in slices]),
+            generation=self.generation,
+            actions=actions,
+            results=results,
+            nonzero=nonzero,
+            in_flight=admission.in_flight,
+            sent=admission.sent_words,
+            num_sent=admission.num_sent,
+            due=admission.due,
+            needs_reset=admission.needs_reset,
             terminated=terminated,
             truncated=truncated,
         )
-        leaves = [(leaf.shape[1:], leaf.dtype) for leaf in results]
-        self._new_results = cache(partial(_Results, leaves))
-        self._batch_size = batch_size
-        self._alive: Any = (handoff, stops, actions, results, nonzero, admission, over)
-        self._pool_id = rules.pool_id
-        self._pool = self._library.jaxvec_pool_open(ctypes.byref(plan))
-        self._state = _State.from_address(self._library.jaxvec_pool_state(self._pool))
-        self._state.open = 1
-        # Not at the program's end, up to which a thread may be in a call: the closed pool refuses it.
-        weakref.finalize(self, self._library.jaxvec_pool_free, self._pool).atexit = False
 
     @property
     def last_caller(self) -> int:
-        return self._state.last_caller
+        return self._pool.last_caller
 
     @property
     def served(self) -> int:
-        return self._state.served
+        return self._pool.served
 
     def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
         return self._locked(slots, exclusive=False)
@@ -230,9 +109,7 @@ class CEngine:
         if_busy: Callable[[], None] | None = None,
         patience: float | None = None,
     ) -> Generator[None]:
-        words = None if slots is None else _words(slots, np.int64)
-        named = (None, 0) if words is None else (_address(words), len(words))
-        enter = partial(self._library.jaxvec_pool_enter, self._pool, *named, exclusive)
+        enter = partial(self._pool.enter, slots, exclusive)
         try:  # first: an interrupt may come between entering and our knowing of it
             if not enter(0):
                 if if_busy is not None:
@@ -243,128 +120,57 @@ class CEngine:
                         break
             yield
         finally:
-            self._library.jaxvec_pool_leave(self._pool)
+            self._pool.leave()
 
     def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
-        request = _Request(
-            verb=move.verb, caller_code=move.caller_code, new_generation=move.caller is not None
+        slots = None if move.generation is None else move.slots
+        status, rows, waited_ns = self._pool.move(
+            move.verb, move.caller_code, move.caller is not None, slots, move.generation, env_ids, actions
         )
-        num_rows = self._batch_size if move.verb is Verb.RECV else len(move.slots)
-        if move.generation is not None:
-            slots, generation = _words(move.slots, np.int64), _words(move.generation, np.uint32)
-            request.num_slots = len(slots)
-            request.slots, request.generation = _address(slots), _address(generation)
-        if env_ids is not None:
-            sent = _words(env_ids, np.int64)
-            request.num_sent, request.sent = len(sent), _address(sent)
-        actions = [np.ascontiguousarray(action) for action in actions]
-        pointers = (ctypes.c_void_p * len(actions))(*map(_address, actions))
-        request.actions = ctypes.addressof(pointers)
-        rows: list[NDArray[Any]] = []
-        if move.verb is not Verb.SEND:
-            rows, addresses = self._new_results(num_rows).make()
-            request.results = ctypes.addressof(addresses)
-        status = self._library.jaxvec_pool_move(self._pool, ctypes.byref(request))
-        return Made(_STATUSES[status], rows, request.waited_ns / 1e9)
+        return Made(_STATUSES[status], rows, waited_ns / 1e9)
 
     def check_handle(self, move: Move) -> Status:
-        slots = _words(move.slots, np.int64)
-        generation = None if move.generation is None else _words(move.generation, np.uint32)
-        address = None if generation is None else _address(generation)
-        return _STATUSES[
-            self._library.jaxvec_pool_check_handle(self._pool, _address(slots), address, len(slots))
-        ]
+        return _STATUSES[self._pool.check_handle(move.slots, move.generation)]
 
     def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
-        slots = _words(env_ids, np.int64)
-        return _STATUSES[
-            self._library.jaxvec_pool_check_envs(self._pool, _address(slots), len(slots), stepped)
-        ]
+        return _STATUSES[self._pool.check_envs(env_ids, stepped)]
 
     def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
-        slots = _words(slots, np.int64)
-        self._library.jaxvec_pool_hold(self._pool, _address(slots), len(slots), alone)
+        self._pool.hold(slots, alone)
 
     def holds(self) -> bool:
-        return bool(self._library.jaxvec_pool_holds(self._pool))
+        return self._pool.holds()
 
     def release(self) -> None:
-        self._library.jaxvec_pool_release(self._pool)
+        self._pool.release()
 
     def advance(self, move: Move) -> None:
         self.generation[move.slots] += np.uint32(1)
-        self._state.last_caller = move.caller_code
+        self._pool.last_caller = move.caller_code
 
     def retract(self, move: Move, last_caller: int) -> None:
         self.generation[move.slots] -= np.uint32(1)
-        if self._state.last_caller == move.caller_code:
-            self._state.last_caller = last_caller
+        if self._pool.last_caller == move.caller_code:
+            self._pool.last_caller = last_caller
 
     def serve(self) -> None:
-        self._state.served += 1
+        self._pool.serve()
 
     def wait_for_copies(self) -> None:
-        self._library.jaxvec_pool_wait_for_copies(self._pool)
+        self._pool.wait_for_copies()
 
     def admit_devices(self) -> None:
-        self._state.devices = 1
+        self._pool.admit_devices()
 
     def bar(self) -> None:
-        self._state.open = 0
+        self._pool.bar()
 
     def start_trace(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._library.jaxvec_trace_start(self._pool, capacity)
+        self._pool.start_trace(capacity)
 
     def stop_trace(self) -> Record:
-        rows = np.empty(self._capacity, _Span)
-        count = self._library.jaxvec_trace_stop(self._pool, rows.ctypes.data)
-        began, ended, thread, what = (rows[name][:count].tolist() for name in rows.dtype.names or ())
-        spans = map(Span, map(_NAMES.__getitem__, what), began, ended, thread)
-        return Record(list(spans), max(count - self._capacity, 0))
+        spans, lost = self._pool.stop_trace()
+        return Record([Span(_NAMES[what], *rest) for what, *rest in spans], lost)
 
     def close(self) -> None:
-        self.bar()
-        self._library.jaxvec_pool_withdraw(self._pool_id)
-        self._alive = None
-
-
-def _arrays(arrays: Sequence[NDArray[Any]], nonzero: Sequence[NDArray[np.bool_] | None]) -> Any:
-    return (Array * len(arrays))(
-        *(
-            Array(
-                array.ctypes.data,
-                array.ctypes.shape_as(ctypes.c_int64),
-                array.ndim,
-                ord(array.dtype.kind) + 256 * array.dtype.itemsize,
-                None if flags is None else flags.ctypes.data,
-            )
-            for array, flags in zip(arrays, nonzero, strict=True)
-        )
-    )
-
-
-@cache
-def _declared() -> ctypes.CDLL:
-    pointer, i64, i32, u32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32
-    declared = library.declare(
-        jaxvec_pool_open=(pointer, [pointer]),
-        jaxvec_pool_withdraw=(None, [u32]),
-        jaxvec_pool_free=(None, [pointer]),
-        jaxvec_pool_state=(pointer, [pointer]),
-        jaxvec_pool_enter=(i32, [pointer, pointer, u32, i32, i64]),
-        jaxvec_pool_leave=(None, [pointer]),
-        jaxvec_pool_hold=(None, [pointer, pointer, u32, i32]),
-        jaxvec_pool_holds=(i32, [pointer]),
-        jaxvec_pool_release=(None, [pointer]),
-        jaxvec_pool_wait_for_copies=(None, [pointer]),
-        jaxvec_pool_move=(u32, [pointer, pointer]),
-        jaxvec_pool_check_handle=(u32, [pointer, pointer, pointer, u32]),
-        jaxvec_pool_check_envs=(u32, [pointer, pointer, u32, i32]),
-        jaxvec_trace_start=(None, [pointer, u32]),
-        jaxvec_trace_stop=(ctypes.c_uint64, [pointer, pointer]),
-    )
-    library.check_records(Array, _State, _Plan, _Request, _Span)
-    library.check_values(Status)
-    library.check_values(Verb, "RESET", "STEP", "SEND", "RECV", "SAVE", "RESTORE")
-    return declared
+        self._pool.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,64 +12,7 @@ from jaxvec._handoff._channel import ParentChannel, WorkerChannel
 from jaxvec._handoff._handoff import LOOK_AROUND, Partition, Slots, Work
 from jaxvec._handoff._move import VERBS, Verb
 from jaxvec._memory._marks import Marks
-from jaxvec._native import library
-
-_DONE = 0
-
-
-class _Board(ctypes.Structure):
-    """`Board` of handoff.h."""
-
-    _numbers = ("num_slots", "num_workers", "spin_ns", "look_around_ns")
-    _words = (
-        "requested",
-        "completed",
-        "completed_at",
-        "doorbell",
-        "worker_notices",
-        "asleep",
-        "finished",
-        "target",
-        "sleepers",
-        "parent_notices",
-    )
-    _fields_ = [(name, ctypes.c_uint32) for name in _numbers] + [(name, ctypes.c_void_p) for name in _words]
-
-    def __init__(self, marks: Marks, spin_ns: int) -> None:
-        super().__init__()
-        self._marks: Marks | None = marks  # keeps the segment mapped for as long as C++ has its addresses
-        self.num_slots = marks.requested.size
-        self.num_workers = len(marks.doorbell)
-        self.spin_ns = spin_ns
-        self.look_around_ns = int(LOOK_AROUND * 1e9)
-        for word in self._words:
-            setattr(self, word, getattr(marks, word).ctypes.data)
-
-    def forget(self) -> None:
-        """Lets the segment go; nobody may use the words any more."""
-        self._marks = None
-
-
-class _Parent(ctypes.Structure):
-    _fields_ = [
-        ("board", _Board),
-        ("sockets", ctypes.POINTER(ctypes.c_int32)),
-        ("num_sockets", ctypes.c_uint32),
-        ("request_number", ctypes.c_int64),
-        ("waiters", ctypes.c_uint32),
-        ("seen_notices", ctypes.c_uint32),
-        ("looked_ns", ctypes.c_int64),
-    ]
-
-
-class _Worker(ctypes.Structure):
-    _fields_ = [
-        ("board", _Board),
-        ("index", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("stop", ctypes.c_uint32),
-        ("seen_notices", ctypes.c_uint32),
-    ]
+from jaxvec._native import load
 
 
 class NativeParentEnd:
@@ -85,59 +26,48 @@ class NativeParentEnd:
         *,
         spin_ns: int,
     ) -> None:
-        self._library = _declared()
         self._slots = Slots(marks)
-        self._board = _Board(marks, spin_ns)
-        sockets = {channel.fileno() for channel in channels}
-        self._sockets = (ctypes.c_int32 * len(sockets))(*sockets)
-        self._parent = _Parent(self._board, self._sockets, len(sockets))
-        self._reference = ctypes.byref(self._parent)
+        self.native_end = load().Parent(
+            marks=marks,
+            sockets=np.array(sorted({channel.fileno() for channel in channels}), np.int32),
+            spin_ns=spin_ns,
+            look_around_ns=int(LOOK_AROUND * 1e9),
+        )
         self._partition = Partition(slices)
         self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
         self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
 
-    @property
-    def address(self) -> int:
-        """See `ParentHandoff`."""
-        return ctypes.addressof(self._parent)
-
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """See `ParentHandoff`."""
         for worker, part in self._partition.of(slots):
-            self._library.jaxvec_send(self._reference, worker, verb, part.ctypes.data, len(part))
+            self.native_end.send(worker, verb, part)
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """See `ParentHandoff`."""
         for worker, part in self._partition.of(slots):
-            theirs = np.ascontiguousarray(requests[part])
-            self._library.jaxvec_pass_on(
-                self._reference, worker, theirs.ctypes.data, part.ctypes.data, len(part)
-            )
+            self.native_end.pass_on(worker, requests[part], part)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         """See `ParentHandoff`. After an interrupt, Python's signal handlers run once it returns."""
-        outcome: int = self._library.jaxvec_wait(
-            self._reference, slots.ctypes.data, len(slots), count, int(seconds * 1e9)
-        )
-        return outcome == _DONE
+        return self.native_end.wait(slots, count, int(seconds * 1e9))
 
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
         """See `ParentHandoff`."""
-        self._library.jaxvec_mark_notices_seen(self._reference)  # before: another may come meanwhile
+        self.native_end.mark_notices_seen()  # before: another may come meanwhile
         return 0  # it sleeps in `wait`
 
     def notify_worker(self, worker: int) -> None:
         """Tells a worker that a message, or the end, is on its control socket."""
-        self._library.jaxvec_notify_worker(self._reference, worker)
+        self.native_end.notify_worker(worker)
 
     def notify_parent(self) -> None:
         """See `ParentHandoff`."""
-        self._library.jaxvec_notify_parent(ctypes.byref(self._board))
+        self.native_end.notify_parent()
 
     def close(self) -> None:
         """See `ParentHandoff`."""
         self._slots.close()
-        self._board.forget()
+        self.native_end.close()
 
 
 class NativeWorkerEnd:
@@ -153,19 +83,14 @@ class NativeWorkerEnd:
         spin_ns: int,
         notices: int,
     ) -> None:
-        self._library = _declared()
-        self._board = _Board(marks, spin_ns)
-        self._worker = _Worker(self._board, worker, *slots, notices)
-        self._reference = ctypes.byref(self._worker)
+        first, stop = slots
+        self._worker = load().Worker(
+            marks=marks, index=worker, first=first, stop=stop, notices=notices, spin_ns=spin_ns
+        )
         self._channel = channel
-        self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
         self._own, self._ownership = slice(*slots), Slots(marks)
-        self._slots = np.empty(slots[1] - slots[0], np.int64)
-        self._address = self._slots.ctypes.data  # slow to ask for
-        self._out = ctypes.byref(self._operation), self._address, ctypes.byref(self._count)
+        self._slots = np.empty(stop - first, np.int64)
         self._taken = self._slots  # as many as there were last
-        self._all = np.arange(*slots, dtype=np.int64)
-        self._slot_0 = self._all.ctypes.data - 8 * slots[0]  # where slot 0 would be, among all of ours
 
     def idle(self) -> bool:
         """See `WorkerHandoff`."""
@@ -173,50 +98,31 @@ class NativeWorkerEnd:
 
     def receive(self) -> Any:
         """Waits for the parent, then returns `Work`, or the message that came instead."""
-        self._library.jaxvec_take(self._reference, *self._out)
-        count = self._count.value
+        operation, count = self._worker.take(self._slots)
         if not count:
             return self._channel.receive()
         if count != len(self._taken):
             self._taken = self._slots[:count]
-        return Work(VERBS[self._operation.value], self._taken)
+        return Work(VERBS[operation], self._taken)
 
     def post(self, slots: NDArray[Any]) -> None:
         """Hands finished `slots` back."""
-        address = self._address if slots is self._taken else slots.ctypes.data
-        self._library.jaxvec_post(self._reference, address, len(slots))
+        self._worker.post(slots)
 
     def post_some(self, first: int, count: int) -> None:
         """See `WorkerHandoff`."""
-        self._library.jaxvec_post(self._reference, self._slot_0 + 8 * first, count)
+        self._worker.post_some(first, count)
 
     def receive_message(self) -> Any:
         """See `WorkerHandoff`."""
         message = self._channel.receive()
-        self._worker.seen_notices += 1  # the one that came with it
+        self._worker.mark_notice_seen()  # the one that came with it
         return message
 
     def notify_worker(self) -> None:
         """See `WorkerHandoff`."""
-        self._library.jaxvec_notify_worker(ctypes.byref(_Parent(self._board)), self._worker.index)
+        self._worker.notify_worker()
 
     def notify_parent(self) -> None:
         """Makes the parent look at its control sockets at once."""
-        self._library.jaxvec_notify_parent(ctypes.byref(self._board))
-
-
-@cache
-def _declared() -> ctypes.CDLL:
-    u32, i64, pointer = ctypes.c_uint32, ctypes.c_int64, ctypes.c_void_p
-    declared = library.declare(
-        jaxvec_send=(None, [pointer, u32, u32, pointer, u32]),
-        jaxvec_pass_on=(None, [pointer, u32, pointer, pointer, u32]),
-        jaxvec_notify_worker=(None, [pointer, u32]),
-        jaxvec_wait=(ctypes.c_int32, [pointer, pointer, u32, u32, i64]),
-        jaxvec_take=(None, [pointer, pointer, pointer, pointer]),
-        jaxvec_post=(None, [pointer, pointer, u32]),
-        jaxvec_mark_notices_seen=(None, [pointer]),
-        jaxvec_notify_parent=(None, [pointer]),
-    )
-    library.check_records(_Board, _Parent, _Worker)
-    return declared
+        self._worker.notify_parent()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stats, _stepper
+from jaxvec import _native, _stats
 from jaxvec._errors import EnvStateError
 from jaxvec._memory._marks import Marks
 from jaxvec._memory._segment import Arrays
@@ -89,7 +89,7 @@ class EnvSlice:
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
         # The compiled loop knows numbers for rewards, and no spaces.
-        compiled = None if strict or spec.reward.shape else _stepper.compiled
+        compiled = None if strict or spec.reward.shape else _native.ext
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
         self._delivered = Delivered(spec, rows) if spec.has_fault else None

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxvec import _pools
 from jaxvec._errors import EnvIdError
 from jaxvec._handoff._move import Verb
-from jaxvec._native.library import NativeUnavailableError
+from jaxvec._native import NativeUnavailableError
 from jaxvec.callbacks import _ffi, _io, _profile, _program
 from jaxvec.callbacks._effect import EFFECT, PURE
 from jaxvec.callbacks._program import Call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from jaxvec._native.library import NativeUnavailableError
+from jaxvec._native import NativeUnavailableError
 from jaxvec.callbacks import _ffi
 
 _logger = logging.getLogger("jaxvec")

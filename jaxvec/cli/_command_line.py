@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 
 from jaxvec._errors import EnvError, JaxvecError
-from jaxvec._native.library import NativeUnavailableError
+from jaxvec._native import NativeUnavailableError
 from jaxvec.cli import _bench, _check, _doctor, _trace
 from jaxvec.cli._command import EXIT_CODES, FAILED, INTERRUPTED, USAGE, Command, UsageError, lacks_package
 

@@ -9,12 +9,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 import jaxvec
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._backends import _fork, _handoffs, _start_method
 from jaxvec._backends._ray import _launcher
 from jaxvec._cores import usable_cores
 from jaxvec._memory import _pinned
-from jaxvec._native import library
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import _plot
 from jaxvec.cli._command import Command, Outcome
@@ -31,10 +30,8 @@ def examine() -> Iterator[tuple[str, str]]:
     yield "start method", _start_method.choose("auto") if reason is None else f"spawn: {reason}"
     pins = hasattr(os, "sched_setaffinity")
     yield "pin_workers", "ready" if pins else "off: this system does not bind processes to cores"
-    reason = library.reason_unavailable()
+    reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
-    reason = _stepper.reason_unavailable
-    yield "stepping loop", "compiled" if reason is None else f"off: {reason}"
     yield "dispatch", _handoffs.choose("auto")
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._slices._snapshots._arrays import Array
 from jaxvec._slices._snapshots._atoms import ATOMS
 from jaxvec._slices._snapshots._core import Node
@@ -31,7 +31,7 @@ class Again:
         self._told = [told(layer) for layer in layers]
         self._before: list[Fields] | None = None
         slotted = any(slots_of(type(layer)) for layer in layers)
-        self._compiled = None if slotted else _stepper.compiled
+        self._compiled = None if slotted else _native.ext
 
     def take(self) -> list[Fields] | None:
         """Returns the attributes of each layer; `None` if they have to be walked through."""
