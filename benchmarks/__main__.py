@@ -14,7 +14,7 @@ from pathlib import Path
 
 def machine() -> str:
     """Says where the figures come from."""
-    from jaxvec._cores import usable_cores
+    from jaxvec._util import usable_cores
 
     model = next(
         (

@@ -20,7 +20,7 @@ import gymnasium
 import numpy as np
 
 import jaxvec
-from jaxvec._slices._env_states import StatefulEnv
+from jaxvec._envs.env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
 _ACTIONS = np.arange(64) % 2

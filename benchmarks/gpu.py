@@ -26,7 +26,7 @@ from gymnasium import spaces
 
 import jaxvec
 from benchmarks.accelerator.driver import Driver, timed
-from jaxvec._memory import _pinned
+from jaxvec._memory import pinned
 
 NUM_ENVS = 8
 PAYLOADS = {"1 kB": 1 << 10, "1 MB": 1 << 20, "30 MB": 30 << 20}  # of a step of all envs
@@ -93,11 +93,11 @@ def program(envs: jaxvec.VectorEnv, device: jax.Device) -> Turn:
 @contextmanager
 def unpinned() -> Any:
     """Lets no pool be page-locked."""
-    name, _pinned._LIBRARY = _pinned._LIBRARY, "none"
+    name, pinned._LIBRARY = pinned._LIBRARY, "none"
     try:
         yield
     finally:
-        _pinned._LIBRARY = name
+        pinned._LIBRARY = name
 
 
 def plain_copy(size: int, rounds: int = 20) -> float:

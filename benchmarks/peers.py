@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 
 from benchmarks.loads import Load
 from benchmarks.systems import NotRun, Run, draw, loop, scan
-from jaxvec._cores import usable_cores
+from jaxvec._util import usable_cores
 
 MAX_PROCESSES = 64
 

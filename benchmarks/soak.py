@@ -30,7 +30,7 @@ import psutil
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec._backends import _fork
+from jaxvec._workers import fork
 from jaxvec.testing import CountingEnv
 
 LENGTH = 200  # steps, or turns, of one program
@@ -342,7 +342,7 @@ def main() -> None:
             flush=True,
         )
         print(f"  {dict(tally.faults)}", file=sys.stderr, flush=True)
-    _fork.end_all()
+    fork.end_all()
     if options.ray:
         ray.shutdown()
     print(f"\nLeft behind: {len(process.children(recursive=True))} processes.")

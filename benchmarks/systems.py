@@ -19,8 +19,8 @@ from gymnasium.vector import AutoresetMode
 
 import jaxvec
 from benchmarks.loads import EnvFn, Load
-from jaxvec._cores import usable_cores
-from jaxvec._memory._layout import split
+from jaxvec._memory.segment import split_evenly
+from jaxvec._util import usable_cores
 from jaxvec.compat.gymnasium import SyncVectorEnv
 
 Run = Callable[[int], None]  # takes that many steps of every env
@@ -113,7 +113,7 @@ def bare_loops(load: Load, *, meet: bool = False, unwrapped: bool = False) -> Ge
     context = multiprocessing.get_context("spawn")
     pipes: list[Any] = []
     processes: list[Any] = []
-    slices = split(load.num_envs, min(usable_cores(), load.num_envs))
+    slices = split_evenly(load.num_envs, min(usable_cores(), load.num_envs))
     bells = [context.Pipe(duplex=False) for _ in slices] if meet else []
     for number, (first, stop) in enumerate(slices):
         ours, theirs = context.Pipe()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxvec._env_state import EnvState
+from jaxvec._config import Ray, Restart
 from jaxvec._errors import (
     ActionError,
     ActorDiedError,
@@ -30,23 +30,18 @@ from jaxvec._errors import (
     UnsupportedSpaceError,
     WorkerDiedError,
 )
-from jaxvec._ray import Ray
-from jaxvec._restart import Restart
+from jaxvec._spec import EnvState, TimeStep
 from jaxvec._stats import Stats, WorkerStats
-from jaxvec._timestep import TimeStep
 
 if TYPE_CHECKING:
     from jaxvec import adapters, normalize, testing
-    from jaxvec._rollouts._rollouts import Rollout, Rollouts, RolloutStats
+    from jaxvec._rollouts import Rollout, Rollouts, RolloutStats
     from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
-    from jaxvec.callbacks._first_ready import recv, send
-    from jaxvec.callbacks._functional import reset, step
-    from jaxvec.callbacks._handle import Handle
+    from jaxvec.callbacks._call import Handle
+    from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._make import make
     from jaxvec.callbacks._profile import merge_traces
-    from jaxvec.callbacks._remote import call, get_attr
-    from jaxvec.callbacks._saved import restore, save, simulate
 
 __version__ = "0.1.0"
 
@@ -103,22 +98,22 @@ __all__ = [
 
 # Loaded on first use: workers import this package too, and must never import jax.
 _LAZY = {
-    "Handle": "jaxvec.callbacks._handle",
-    "Rollout": "jaxvec._rollouts._rollouts",
-    "RolloutStats": "jaxvec._rollouts._rollouts",
-    "Rollouts": "jaxvec._rollouts._rollouts",
+    "Handle": "jaxvec.callbacks._call",
+    "Rollout": "jaxvec._rollouts",
+    "RolloutStats": "jaxvec._rollouts",
+    "Rollouts": "jaxvec._rollouts",
     "VectorEnv": "jaxvec._vector_env",
-    "call": "jaxvec.callbacks._remote",
-    "get_attr": "jaxvec.callbacks._remote",
+    "call": "jaxvec.callbacks._functions",
+    "get_attr": "jaxvec.callbacks._functions",
     "make": "jaxvec.callbacks._make",
     "merge_traces": "jaxvec.callbacks._profile",
-    "recv": "jaxvec.callbacks._first_ready",
-    "reset": "jaxvec.callbacks._functional",
-    "restore": "jaxvec.callbacks._saved",
-    "save": "jaxvec.callbacks._saved",
-    "send": "jaxvec.callbacks._first_ready",
-    "simulate": "jaxvec.callbacks._saved",
-    "step": "jaxvec.callbacks._functional",
+    "recv": "jaxvec.callbacks._functions",
+    "reset": "jaxvec.callbacks._functions",
+    "restore": "jaxvec.callbacks._functions",
+    "save": "jaxvec.callbacks._functions",
+    "send": "jaxvec.callbacks._functions",
+    "simulate": "jaxvec.callbacks._functions",
+    "step": "jaxvec.callbacks._functions",
     "tile_images": "jaxvec._tile_images",
 }
 

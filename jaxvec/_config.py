@@ -1,19 +1,224 @@
-"""`PoolConfig`: what users say of a pool, checked; faces make it, with or without JAX."""
+"""The options of a pool, checked."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from jaxvec import _restart
-from jaxvec._ray import Ray
-from jaxvec._restart import Restart
+from jaxvec._errors import JaxvecError
 from jaxvec._spec import Autoreset, parse_autoreset_mode, undeclared
+
+# ----------------------------------------------------------------------------------------------------------
+# Which failures end a pool, and which are gone on from: the policy, and what is left of it.
+# ----------------------------------------------------------------------------------------------------------
+
+RETRIES = ("reset", "rebuild", "restore")
+
+_logger = logging.getLogger("jaxvec")
+
+
+@dataclass(frozen=True)
+class Restart:
+    """How a pool goes on after a fault, for `make(on_fault=...)`; `"restart"` stands for `Restart()`.
+
+    Attributes:
+        retry: what happens to an env that raised or returned wrong data: `"reset"` resets it,
+            `"rebuild"` closes it and builds another. A worker that died or hangs is replaced, and
+            all its envs are built anew. With `"restore"` all that are built anew go on, after the result of
+            the fault, from the state in which `jaxvec.save` saved them last, and are reset only if there
+            is none. It needs `make(states=n)` and autoreset; each save then sends states to this process.
+        max_restarts: how many faults each worker and its envs may have in the pool's
+            lifetime; `None` for any number. The next one is raised.
+        rate: how many of these, and within how many seconds: `(3, 60.0)` are three in any minute; `None`
+            for any rate.
+        keep_options: whether an env that is built anew is told what the one before it was: its first reset
+            gets the options of the last `reset` of that env, and attributes that `set_attr` has set are
+            set again before. What `call` and `map` have changed is lost, as only the env's code knows what
+            that is; the log then says so.
+
+    Example:
+        ```python
+        class Fragile(jaxvec.testing.CountingEnv):
+            def step(self, action):
+                assert action != 13, "the simulator crashed"
+                return super().step(action)
+
+        policy = jaxvec.Restart(retry="rebuild", max_restarts=100, rate=None)
+        with jaxvec.make(Fragile, 2, on_fault=policy) as envs:
+            envs.reset(seed=0)
+            print(envs.step([1, 13]).info["fault"])  # [False  True]
+        ```
+    """
+
+    retry: str = "reset"
+    max_restarts: int | None = 10
+    rate: tuple[int, float] | None = (1, 60.0)
+    keep_options: bool = True
+
+    def __post_init__(self) -> None:
+        if self.retry not in RETRIES:
+            raise ValueError(f"retry must be one of {', '.join(RETRIES)}, not {self.retry!r}")
+        if self.max_restarts is not None and not self.max_restarts >= 0:
+            raise ValueError(f"max_restarts must be at least 0, or None, not {self.max_restarts!r}")
+        if self.rate is not None:
+            object.__setattr__(self, "rate", _check_rate(self.rate))
+
+
+def _check_rate(rate: tuple[int, float]) -> tuple[int, float]:
+    try:
+        count, seconds = rate
+        if isinstance(count, int) and count >= 1 and seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            return count, seconds
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"rate must be (n, seconds), at most n restarts, 1 or more, within that time, or None, not {rate!r}"
+    )
+
+
+def parse_restart(on_fault: str | Restart) -> Restart | None:
+    """Returns the policy, `None` for `"raise"`; raises `ValueError` for anything else."""
+    if isinstance(on_fault, Restart):
+        return on_fault
+    if on_fault not in ("raise", "restart"):
+        raise ValueError(f'on_fault must be "raise", "restart" or a jaxvec.Restart, not {on_fault!r}')
+    return Restart() if on_fault == "restart" else None
+
+
+class Budget:
+    """Counts the faults of each worker, or of whoever else is restarted.
+
+    Attributes:
+        restarts: `[num_workers]` faults that the pool recovered from.
+    """
+
+    def __init__(self, policy: Restart | None, num_workers: int, *, who: str = "worker") -> None:
+        self.policy = policy
+        self._who = who
+        self.restarts = [0] * num_workers
+        most = policy.rate[0] if policy and policy.rate else 0
+        self._latest = [deque[float](maxlen=most) for _ in range(num_workers)]  # when; the latest last
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether an env that raised is built anew."""
+        return self.policy is not None and self.policy.retry != "reset"
+
+    def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
+        """Counts and logs a fault that the pool recovers from, and what is lost by it; or raises `error`."""
+        if self.policy is None:
+            raise error
+        now = time.monotonic()
+        count, most = self.restarts[worker], self.policy.max_restarts
+        latest, rate = self._latest[worker], self.policy.rate
+        why = ""
+        if most is not None and count >= most:
+            why = f"it was restarted {count} times, and max_restarts is {most}"
+        elif rate is not None and len(latest) == rate[0] and now - latest[0] < rate[1]:
+            why = f"restarts in the last {now - latest[0]:.1f} s: {len(latest)}, and rate is {rate}"
+        if why:
+            error.args = (f"{error}\n{self._who.capitalize()} {worker} was not restarted: {why}.",)
+            raise error
+        self.restarts[worker] = count + 1
+        latest.append(now)
+        _logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)
+
+
+# ----------------------------------------------------------------------------------------------------------
+# How a pool's workers become actors of a Ray cluster: the record that `make(backend=...)` takes.
+# ----------------------------------------------------------------------------------------------------------
+
+_STEP = 0.0001
+DATA = ("auto", "tcp", "ray")
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Hosts a pool's workers on a Ray cluster, for `make(backend=...)`; `"ray"` stands for `Ray()`.
+
+    Attributes:
+        address: of the cluster, as `ray.init` takes it. `None` for the one that this process is
+            connected to, or else that `ray.init()` finds or starts on this machine.
+        workers_per_actor: how many worker processes each actor has on its node. What they do travels
+            together, so few actors with many workers each spare the driver work, up to one a node.
+        resources_per_worker: that its actor holds for each worker, such as
+            `{"CPU": 2, "GPU": 0.5, "memory": 4e9}`; one CPU by default.
+        placement_strategy: of the placement group that the actors are started in: `"PACK"`, `"SPREAD"`,
+            `"STRICT_PACK"` or `"STRICT_SPREAD"`. `None` for no group: Ray places each by itself.
+        runtime_env: what the actors' nodes have to provide, as Ray takes it: `pip`, `working_dir`, …
+            Directories of this machine are shipped when the process connects to the cluster, so they are
+            refused if it is connected by then.
+        data: how actions and results travel: `"tcp"`, by a connection to each actor, at a free port of its
+            node; `"ray"`, by Ray's calls, at several times the work; `"auto"`, by the first that is possible.
+
+    Example:
+        ```python
+        cluster = jaxvec.Ray("auto", workers_per_actor=16, resources_per_worker={"CPU": 0.5})
+        envs = jaxvec.make("CartPole-v1", 256, num_workers=64, backend=cluster)
+        ```
+    """
+
+    address: str | None = None
+    workers_per_actor: int = 1
+    resources_per_worker: Mapping[str, float] | None = None
+    placement_strategy: str | None = None
+    runtime_env: Mapping[str, Any] | None = None
+    data: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.placement_strategy not in (None, *STRATEGIES):
+            raise ValueError(
+                f"placement_strategy must be one of {', '.join(STRATEGIES)}, or None, not "
+                f"{self.placement_strategy!r}"
+            )
+        if self.data not in DATA:
+            raise ValueError(f"data must be one of {', '.join(DATA)}, not {self.data!r}")
+        count = self.workers_per_actor
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"workers_per_actor must be an integer of at least 1, not {count!r}")
+        for name, amount in self._of_worker.items():
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(
+                    f"resources_per_worker[{name!r}] must be a number of at least 0, not {amount!r}"
+                )
+        self.check(count)
+
+    def check(self, num_workers: int) -> None:
+        """Checks that Ray can count what an actor of so many workers holds; raises `ValueError`."""
+        for name, amount in self.of_actor(num_workers).items():
+            why = ""
+            if 0 < amount < _STEP:
+                why = f"Ray counts in steps of {_STEP}"
+            elif name == "GPU" and amount > 1 and amount % 1:
+                why = "Ray gives out parts of one GPU, or whole ones"
+            if why:
+                raise ValueError(
+                    f"resources_per_worker[{name!r}] is {self._of_worker[name]!r}, so an actor of "
+                    f"{num_workers} workers holds {amount}, but {why}"
+                )
+
+    def of_actor(self, num_workers: int | None = None) -> dict[str, float]:
+        """Returns what an actor holds that has so many workers; as many as one can have, by default."""
+        count = self.workers_per_actor if num_workers is None else num_workers
+        return {name: round(amount * count, 8) for name, amount in self._of_worker.items()}
+
+    @property
+    def _of_worker(self) -> dict[str, float]:
+        return {"CPU": 1, **(self.resources_per_worker or {})}
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `PoolConfig`: what users say of a pool, checked; faces make it, with or without JAX.
+# ----------------------------------------------------------------------------------------------------------
 
 TRANSPORTS = ("auto", "ffi", "io_callback")
 
@@ -147,7 +352,7 @@ class PoolConfig:
     @property
     def restart(self) -> Restart | None:
         """How the pool goes on after a fault; `None` if it does not."""
-        return _restart.parse(self.on_fault)
+        return parse_restart(self.on_fault)
 
     @property
     def strict(self) -> bool:

@@ -1,36 +1,377 @@
-"""The specification of a pool: what goes into a step and what comes out, hashable by value.
-
-Two pools of equal specification can serve the same compiled program. The memory layout and the
-`jax.ShapeDtypeStruct`s are both made from the leaves listed here.
-"""
+"""Spaces as leaves, and the specification of a pool: what all parts of the package agree on."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from functools import cached_property
-from typing import Any, cast
+from functools import cached_property, partial
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
-from gymnasium import Space
+from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spaces import (
-    DictNode,
-    DtypePolicy,
-    KeyPath,
-    Leaf,
-    Node,
-    builder,
-    format_path,
-    leaves,
-    move,
-    walk,
-)
-from jaxvec._timestep import TimeStep
+
+# ----------------------------------------------------------------------------------------------------------
+# What a reset or a step returns.
+# ----------------------------------------------------------------------------------------------------------
+
+
+class TimeStep(NamedTuple):
+    """The batched result of a reset or a step, in Gymnasium's order.
+
+    Arrays are NumPy's from `VectorEnv`'s methods and JAX's from `jaxvec.reset` and `jaxvec.step`.
+    dtypes are the spaces', as JAX canonicalises them (float64 becomes float32 unless x64 is on).
+
+    Attributes:
+        obs: pytree in the structure of the observation space, leaves `[num_envs, ...]`.
+        reward: `[num_envs]` float, or `[num_envs, ...]` where the env has a `reward_space`.
+        terminated: `[num_envs]` bool.
+        truncated: `[num_envs]` bool.
+        info: dict of fixed keys and shapes: `env_id` `[num_envs]` int32; `episode_return` (as
+            reward) and `episode_length` `[num_envs]` int32 of the episode that just ended, else
+            of the one that runs; under same-step autoreset `final_obs` (as obs, zero where no
+            episode ended) and its mask `_final_obs`; and each declared key with its mask, under same-step
+            autoreset once more in `final_info`, of the steps that ended an episode. `fault` `[num_envs]` bool
+            with `on_fault="restart"`: which steps were cut short; `idle` `[num_envs]` bool with
+            `episodic=True`: which were not taken.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 2) as envs:
+            envs.reset(seed=0)
+            obs, reward, terminated, truncated, info = envs.step([0, 1])
+            print(obs.shape, reward, info["episode_length"])  # (2, 4) [1. 1.] [1 1]
+        ```
+    """
+
+    obs: Any
+    reward: Any
+    terminated: Any
+    truncated: Any
+    info: dict[str, Any]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `EnvState`: what stands for the states of envs, in programs and out.
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnvState:
+    """Saved states of envs: a pytree of one small array, whose first axes are those of the envs.
+
+    It names the states, which stay in the workers. So it is indexed, reshaped, gathered, stacked and chosen
+    from like an observation, also by `jax.tree.map`; `state[i]` indexes the axes before the last. It stays
+    good until newer states have taken its place (`jaxvec.make(states=...)`).
+
+    Attributes:
+        ids: `[num_envs, 3]` uint32: the pool, and the low and high word of the state's number in it. Zeros
+            name no state.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 4, states=10) as envs:
+            envs.reset(seed=0)
+            state = envs.save()
+            timestep = envs.restore(state[[0, 0, 2, 2]])  # env 1 goes on as env 0, and env 3 as env 2
+            print((timestep.obs[0] == timestep.obs[1]).all())  # True
+        ```
+    """
+
+    ids: Any
+
+    def __getitem__(self, index: Any) -> EnvState:
+        """Returns some of the states, or each with more axes, as NumPy and JAX index arrays."""
+        return EnvState(self.ids[index])
+
+
+def check_states(state: Any, num_envs: int | None) -> NDArray[np.uint32]:
+    """Returns the `[num_envs, 3]` ids of a state on the host; raises if it is something else.
+
+    `None` stands for any number.
+    """
+    ids = np.asarray(state_ids(state))
+    check_states_type(ids.shape, ids.dtype, num_envs if num_envs is not None else len(ids) if ids.ndim else 0)
+    return ids
+
+
+def state_ids(state: Any) -> Any:
+    """Returns the ids of a state, which may be traced; raises `TypeError` if it is something else."""
+    if not isinstance(state, EnvState):
+        raise TypeError(f"state must be what save or simulate returned, not {type(state).__name__}")
+    return state.ids
+
+
+def check_states_type(shape: tuple[int, ...], dtype: Any, num_envs: int) -> None:
+    """Raises `ValueError` unless ids of this type name a state for each env."""
+    if shape != (num_envs, 3) or dtype != np.uint32:
+        raise ValueError(
+            f"state: expected one for each of {num_envs} envs, uint32 ids of shape ({num_envs}, 3); got "
+            f"{dtype} of shape {shape}"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------
+#
+# Walks a space once into a tree of leaves; the only file that names space classes.
+#
+# A `Node` mirrors a space with fixed-shape arrays at its leaves. Everything else in jaxvec is a loop over
+# `leaves(node)`, addressed by path, because Gymnasium keeps a `Dict`'s insertion order and JAX sorts its
+# keys.
+# ----------------------------------------------------------------------------------------------------------
+
+KeyPath: TypeAlias = tuple[Any, ...]
+DtypePolicy: TypeAlias = Callable[[np.dtype[Any]], np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a space, as one env sees it.
+
+    Attributes:
+        path: keys and indices from the root, `("camera", 0)`.
+        shape: of one env's value, without the batch axis.
+        dtype: what the env speaks; actions reach it in this dtype.
+        stored: what the segment holds and JAX sees; `object` for a value without fixed shape, which
+            travels beside the segment, pickled.
+    """
+
+    path: KeyPath
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    stored: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one env's value, as the env speaks it."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_object(self) -> bool:
+        return self.stored.kind == "O"
+
+    def __str__(self) -> str:
+        return format_path(self.path)
+
+
+@dataclass(frozen=True)
+class DictNode:
+    """A `Dict` space: keys in the space's own order, and a child each."""
+
+    path: KeyPath
+    keys: tuple[Any, ...]
+    children: tuple[Node, ...]
+
+    def child(self, key: Any) -> Any:
+        """Returns the child at `key`."""
+        return self.children[self.keys.index(key)]
+
+
+@dataclass(frozen=True)
+class TupleNode:
+    """A `Tuple` space: a child for each element."""
+
+    path: KeyPath
+    children: tuple[Node, ...]
+
+
+Node: TypeAlias = Leaf | DictNode | TupleNode
+
+
+def as_jax(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype JAX gives to `dtype` while x64 is off: 64-bit types become 32-bit."""
+    return np.dtype(f"{dtype.kind}4") if dtype.kind in "iuf" and dtype.itemsize == 8 else dtype
+
+
+def as_is(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns `dtype` itself: the policy under x64, and of faces that never meet JAX."""
+    return dtype
+
+
+def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, objects: bool = False) -> Node:
+    """Walks `space` into a tree of leaves.
+
+    Args:
+        space: the space of one env.
+        root: what the leaves' paths begin with; names the space in errors.
+        policy: from an env's dtype to the stored one.
+        objects: whether what JAX can't hold becomes leaves of Python objects.
+
+    Raises:
+        UnsupportedSpaceError: a leaf has no fixed shape, or no dtype that JAX can hold.
+    """
+
+    def descend(key: Any, child: spaces.Space[Any]) -> Node:
+        return walk(child, root=(*root, key), policy=policy, objects=objects)
+
+    match space:
+        case spaces.Dict():
+            if not objects:
+                _check_sortable_keys(space, root)
+            children = tuple(descend(key, child) for key, child in space.spaces.items())
+            return DictNode(root, tuple(space.spaces), children)
+        case spaces.Tuple():
+            return TupleNode(root, tuple(descend(*pair) for pair in enumerate(space.spaces)))
+        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
+            dtype = np.dtype(space.dtype).newbyteorder("=")
+            _check_known_dtype(dtype, root)
+            stored = policy(dtype)
+            _check_bounds_fit(space, stored, root)
+            return Leaf(root, tuple(space.shape or ()), dtype, stored)
+        case _ if objects:
+            return Leaf(root, (), np.dtype(object), np.dtype(object))
+        case _:
+            raise UnsupportedSpaceError(_unsupported(space, root))
+
+
+def leaves(node: Node) -> Iterator[Leaf]:
+    """Yields the leaves of `node`, depth first, in the space's own order."""
+    if isinstance(node, Leaf):
+        yield node
+    else:
+        for child in node.children:
+            yield from leaves(child)
+
+
+def build(node: Node, value: Callable[[Leaf], Any]) -> Any:
+    """Builds the nested dicts and tuples of `node`, with `value(leaf)` at each leaf."""
+    match node:
+        case Leaf():
+            return value(node)
+        case DictNode():
+            return {key: build(child, value) for key, child in zip(node.keys, node.children, strict=True)}
+        case TupleNode():
+            return tuple(build(child, value) for child in node.children)
+
+
+def builder(node: Node, places: Mapping[KeyPath, int]) -> Callable[[Sequence[Any]], Any]:
+    """Returns what builds the nested dicts and tuples of `node` of a sequence of values.
+
+    Args:
+        node: whose leaves' values are in the sequence.
+        places: where, by the leaves' paths.
+    """
+    match node:
+        case Leaf():
+            return itemgetter(places[node.path])
+        case DictNode():
+            return partial(_build_dict, node.keys, [builder(child, places) for child in node.children])
+        case TupleNode():
+            return partial(_build_tuple, [builder(child, places) for child in node.children])
+
+
+def _build_dict(
+    keys: Sequence[Any], builders: Sequence[Callable[[Sequence[Any]], Any]], values: Sequence[Any]
+) -> dict[Any, Any]:
+    return {key: build(values) for key, build in zip(keys, builders, strict=True)}
+
+
+def _build_tuple(
+    builders: Sequence[Callable[[Sequence[Any]], Any]], values: Sequence[Any]
+) -> tuple[Any, ...]:
+    return tuple([build(values) for build in builders])
+
+
+def map_leaves(node: Node, value: Any, function: Callable[[Leaf, Any], Any]) -> Any:
+    """Returns `value`, of the structure of `node`, with `function(leaf, part)` in place of each part."""
+    match node:
+        case Leaf():
+            return function(node, value)
+        case DictNode():
+            pairs = zip(node.keys, node.children, strict=True)
+            return {key: map_leaves(child, value[key], function) for key, child in pairs}
+        case TupleNode():
+            pairs = zip(node.children, value, strict=True)
+            return tuple(map_leaves(child, part, function) for child, part in pairs)
+
+
+def move(node: Node, root: KeyPath) -> Node:
+    """Returns `node` with its own path replaced by `root`, all the way down."""
+    match node:
+        case Leaf():
+            return replace(node, path=root)
+        case DictNode():
+            keyed = zip(node.keys, node.children, strict=True)
+            return DictNode(root, node.keys, tuple(move(c, (*root, k)) for k, c in keyed))
+        case TupleNode():
+            moved = (move(child, (*root, i)) for i, child in enumerate(node.children))
+            return TupleNode(root, tuple(moved))
+
+
+def format_path(path: KeyPath) -> str:
+    """Formats a path as Python would write it: `obs['camera'][0]`."""
+    head, *tail = path
+    return str(head) + "".join(f"[{key!r}]" for key in tail)
+
+
+def _check_sortable_keys(space: spaces.Dict, root: KeyPath) -> None:
+    """JAX flattens a dict by sorted keys; keys that don't compare can't be a pytree."""
+    try:
+        sorted(space.spaces)
+    except TypeError as error:
+        raise UnsupportedSpaceError(
+            f"{format_path(root)}: keys {list(space.spaces)!r} of this Dict space can't be sorted, "
+            "so JAX can't make a pytree of it; use keys of one type"
+        ) from error
+
+
+def _check_known_dtype(dtype: np.dtype[Any], root: KeyPath) -> None:
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise UnsupportedSpaceError(
+            f"{format_path(root)}: dtype {dtype} has no JAX equivalent; use bool, an integer of up to "
+            "64 bits, or float16, float32 or float64"
+        )
+
+
+def _check_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: KeyPath) -> None:
+    """Refuses counted spaces whose largest or smallest element would wrap when stored."""
+    match space:
+        case spaces.Discrete():
+            low, high = int(space.start), int(space.start) + int(space.n) - 1
+        case spaces.MultiDiscrete() if space.nvec.size:
+            low = int(space.start.min())
+            high = int((space.start.astype(object) + space.nvec.astype(object)).max()) - 1
+        case _:
+            return
+    limits = np.iinfo(stored)
+    if low < limits.min or high > limits.max:
+        raise UnsupportedSpaceError(
+            f"{format_path(root)}: values from {low} to {high} don't fit into {stored}, the dtype in which "
+            'JAX stores them; call jax.config.update("jax_enable_x64", True) before jaxvec.make'
+        )
+
+
+def _unsupported(space: object, root: KeyPath) -> str:
+    match space:
+        case spaces.Text():
+            advice = "encode the text as a fixed-length array of integers in a wrapper"
+        case spaces.Graph() | spaces.Sequence():
+            advice = "pad it to a fixed size, with a mask, in a wrapper"
+        case spaces.OneOf():
+            advice = "use a Tuple of a Discrete choice and every alternative in a wrapper"
+        case _:
+            advice = "wrap the env so that this leaf is a Box, Discrete, MultiDiscrete or MultiBinary"
+    return (
+        f"{format_path(root)}: {type(space).__name__} has no fixed shape and dtype, so it can't be an "
+        f"array inside jax.jit; {advice} (gymnasium.ObservationWrapper, gymnasium.ActionWrapper), or "
+        "drop the leaf there"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------
+#
+# The specification of a pool: what goes into a step and what comes out, hashable by value.
+#
+# Two pools of equal specification can serve the same compiled program. The memory layout and the
+# `jax.ShapeDtypeStruct`s are both made from the leaves listed here.
+# ----------------------------------------------------------------------------------------------------------
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
 _OURS = ("final_obs", "_final_obs", "final_info", "fault", "idle")

@@ -10,31 +10,24 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
-from jaxvec import _pools
-from jaxvec._backends import _handoffs
-from jaxvec._backends._backend import Workers
-from jaxvec._backends._launcher import Launcher
-from jaxvec._backends._recipe import WorkerRecipe
-from jaxvec._backends._serial import SerialWorkers
-from jaxvec._backends._start_method import LocalLauncher, StartMethod
-from jaxvec._backends._workers import ProcessWorkers
-from jaxvec._config import PoolConfig
-from jaxvec._cores import usable_cores
+from jaxvec._config import Budget, PoolConfig, Ray
+from jaxvec._envs import constructors
+from jaxvec._envs.constructors import Description, SliceConfig
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._memory._layout import split
-from jaxvec._memory._views import Place
-from jaxvec._pool import Pool, Timeouts
-from jaxvec._ray import Ray
-from jaxvec._restart import Budget
-from jaxvec._slices import _env_fns
-from jaxvec._slices._description import Description
-from jaxvec._slices._slice_config import SliceConfig
-from jaxvec._spaces import DtypePolicy
-from jaxvec._spec import Autoreset, make_spec, undeclared
+from jaxvec._memory.segment import Place, split_evenly
+from jaxvec._pool import registry
+from jaxvec._pool.pool import Pool, Timeouts
+from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
+from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
+from jaxvec._workers import base
+from jaxvec._workers.base import Launcher, Workers
+from jaxvec._workers.process import LocalLauncher, ProcessWorkers, StartMethod
+from jaxvec._workers.serial import SerialWorkers
+from jaxvec._workers.worker import WorkerRecipe
 
 if TYPE_CHECKING:
-    from jaxvec._backends._ray._launcher import RayCluster
+    from jaxvec._ray.cluster import RayCluster
 
 
 def start(
@@ -62,14 +55,14 @@ def start(
     """
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
-    env = _env_fns.listed(env)
+    env = constructors.listed(env)
     size = config.envs_per_instance
     together = size or 1
-    num_envs = _env_fns.count(env, num_envs, size)
+    num_envs = constructors.count(env, num_envs, size)
     cluster = _cluster(config)
     num_workers = _num_workers(config, num_envs // together, cluster)
-    slices = split(num_envs, num_workers, together)
-    env_fns = _env_fns.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
+    slices = split_evenly(num_envs, num_workers, together)
+    env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
     slice_config = SliceConfig(
         size,
         config.spare_envs,
@@ -114,7 +107,7 @@ def start(
             resets_required=resets_required,
             states=config.states,
         )
-        _pools.publish(pool)
+        registry.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.transport, place=place)
     except BaseException:
         workers.close(timeout=1)
@@ -137,7 +130,7 @@ def _workers(
     """Starts the workers of the backend that was asked for."""
     num_workers = len(recipe.slices)
     budget = Budget(config.restart, num_workers)
-    handoff = _handoffs.choose(config.handoff)
+    handoff = base.choose_dispatch(config.handoff)
     if config.backend == "serial":
         return SerialWorkers(recipe, budget=budget, learn_info=learn_info)
     method = StartMethod(
@@ -162,7 +155,7 @@ def _cluster(config: PoolConfig) -> RayCluster | None:
     backend = config.backend
     if not isinstance(backend, Ray) and backend != "ray":
         return None
-    from jaxvec._backends._ray import _launcher  # for those who ask
+    from jaxvec._ray import cluster as _launcher  # for those who ask
 
     return _launcher.connect(Ray() if isinstance(backend, str) else backend, config.start_timeout)
 

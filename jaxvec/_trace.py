@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxvec._pool import Pool
+from jaxvec._pool.pool import Pool
 from jaxvec._tracing import _timeline
 from jaxvec._tracing._recorder import Loss, Record
 

@@ -14,14 +14,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from jaxvec._config import PoolConfig
-from jaxvec._memory import _rows, _segment
-from jaxvec._memory._layout import make_layout
-from jaxvec._slices._description import describe
-from jaxvec._slices._env_slice import EnvSlice
-from jaxvec._slices._envs import EnvFailure, build, close
-from jaxvec._slices._failures import report, to_error
-from jaxvec._spaces import as_jax
-from jaxvec._spec import Autoreset, make_spec
+from jaxvec._envs.constructors import describe
+from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.envs import EnvFailure, build_env, close_envs
+from jaxvec._envs.failures import report, to_error
+from jaxvec._memory import rows, segment
+from jaxvec._memory.segment import make_layout
+from jaxvec._spec import Autoreset, as_jax, make_spec
 
 __all__ = ["CountingEnv", "NestedEnv", "check_env"]
 
@@ -231,14 +230,14 @@ def _trace(
     """Returns copies of every leaf after the reset and each step."""
     envs: list[Any] = []
     try:
-        envs = build([env_fn], 0)
+        envs = build_env([env_fn], 0)
         spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=True).spaces
         mode = Autoreset.SAME_STEP
         spec = make_spec(spaces_, num_envs=1, autoreset=mode, final_obs=True, declared={}, policy=as_jax)
-        arrays = _segment.private(make_layout(spec, 1))
+        arrays = segment.private_segment(make_layout(spec, 1))
         env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, strict=strict)
         spaces_.action.seed(seed)
-        write_action = _rows.writer(spec.action, arrays)
+        write_action = rows.writer(spec.action, arrays)
         arrays["seed",][:] = seed
         slots = np.arange(1)
         env_slice.reset(slots)
@@ -251,4 +250,4 @@ def _trace(
     except EnvFailure as failure:
         raise to_error(report(failure), worker=None) from failure.__cause__
     finally:
-        close(envs, 0)
+        close_envs(envs, 0)

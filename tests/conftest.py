@@ -19,10 +19,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import jaxvec
-from jaxvec._backends import _fork, _handoffs, _lifeline, _start_method, _supervisor
-from jaxvec._cores import usable_cores
 from jaxvec._native import engine
-from jaxvec.callbacks import _transports
+from jaxvec._util import usable_cores
+from jaxvec._workers import base, fork, lifeline, supervisor
+from jaxvec._workers import process as _process
+from jaxvec.callbacks import _primitive
 
 pytest.register_assert_rewrite("disasters", "scripts")
 import disasters  # noqa: E402
@@ -131,14 +132,19 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"there is no GPU: {error}"))
 
 
-_FREE = {module: module.choose for module in (_handoffs, _transports, _start_method)}
+_CHOICES = {
+    "--handoff": (base, "choose_dispatch"),
+    "--transport": (_primitive, "choose_transport"),
+    "--start-method": (_process, "choose_start_method"),
+}
+_FREE = {place: getattr(*place) for place in _CHOICES.values()}
 
 
 @pytest.fixture
 def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undoes `--handoff`, `--transport` and `--start-method` for one test."""
-    for module, choose in _FREE.items():
-        monkeypatch.setattr(module, "choose", choose)
+    for (module, name), choose in _FREE.items():
+        monkeypatch.setattr(module, name, choose)
 
 
 @pytest.fixture
@@ -149,14 +155,10 @@ def patient_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _defaults(request: pytest.FixtureRequest) -> None:
-    for option, module in (
-        ("--handoff", _handoffs),
-        ("--transport", _transports),
-        ("--start-method", _start_method),
-    ):
+    for option, (module, function) in _CHOICES.items():
         name = request.config.getoption(option)
         if name is not None:
-            module.choose = partial(_choose, module.choose, name)
+            setattr(module, function, partial(_choose, getattr(module, function), name))
 
 
 def _choose(choose: Callable[[str], str], default: str, asked: str) -> str:
@@ -189,10 +191,10 @@ def kept_by_others() -> Counter[str]:
 def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
     """Fails the session if it leaves children, descriptors, maps or /dev/shm entries."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # what JAX opens, it opens now
-    _lifeline.read_end()
+    lifeline.read_end()
     before = leftovers()
     yield
-    _fork.end_all()
+    fork.end_all()
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
@@ -208,15 +210,15 @@ def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
 def _workers_save_coverage() -> None:
     """Where coverage is measured, lets workers end by themselves, and so save it, before they are killed."""
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
-        dismiss = _supervisor.Supervisor._dismiss
+        dismiss = supervisor.Supervisor._dismiss
 
-        def dismiss_and_wait(self: _supervisor.Supervisor, timeout: float | None, *, tell: bool) -> None:
+        def dismiss_and_wait(self: supervisor.Supervisor, timeout: float | None, *, tell: bool) -> None:
             deadline = time.monotonic() + (5 if timeout is None else min(timeout, 5))
             dismiss(self, timeout, tell=tell)
             for process in self._processes:
                 process.wait(max(0, deadline - time.monotonic()))
 
-        _supervisor.Supervisor._dismiss = dismiss_and_wait
+        supervisor.Supervisor._dismiss = dismiss_and_wait
 
 
 @pytest.fixture(params=["process", "serial"])

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxvec import _native
-from jaxvec._handoff._move import Verb
-from jaxvec._memory import _pinned
-from jaxvec.callbacks import _arguments, _ffi, _program
+from jaxvec._dispatch.move import Verb
+from jaxvec._memory import pinned
+from jaxvec.callbacks import _call, _ffi
 from jaxvec.callbacks._packing import Packing
 
 SOURCES = Path(__file__).resolve().parent / "native"
@@ -125,7 +125,7 @@ class Gpu:
         return self.call(Verb.SEND, [token, *self._leaves(action, len(env_id)), env_id.astype(np.int32)])[0]
 
     def _leaves(self, action, rows):
-        return [np.asarray(leaf) for leaf in _arguments.check_action(self.envs.spec, action, rows)]
+        return [np.asarray(leaf) for leaf in _call.check_action(self.envs.spec, action, rows)]
 
     def recv(self, token):
         """As `reset`."""
@@ -135,7 +135,7 @@ class Gpu:
         """Makes a call; returns the token and the rows."""
         spec = self.envs.spec
         operands = [np.ascontiguousarray(operand) for operand in operands]
-        packing = Packing.of(_program.Call(verb, spec, "ffi").results(len(operands[0])))
+        packing = Packing.of(_call.Call(verb, spec, "ffi").results(len(operands[0])))
         arrays = [np.full(each.shape, 77).astype(each.dtype) for each in packing.transfers]
         results = packing.views(arrays)
         self.driver.kept.append((operands, arrays))
@@ -170,7 +170,7 @@ def driver(built, monkeypatch):
         pytest.skip(_ffi.reason_unavailable())
     native = _native.load()
     native.use_cuda(str(built.path))
-    monkeypatch.setattr(_pinned, "_LIBRARY", str(built.path))
+    monkeypatch.setattr(pinned, "_LIBRARY", str(built.path))
     built.reset()
     yield built
     assert built.context is None

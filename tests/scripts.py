@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 from disasters import PATIENCE, Way
 
-from jaxvec._backends import _fork
+from jaxvec._workers import fork
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -86,7 +86,7 @@ def read_pids(script: subprocess.Popen[str]) -> list[int]:
 
 def workers() -> list[psutil.Process]:
     """Returns what there is of workers of this process, and of what their envs have started."""
-    kept = _fork.server_pids()
+    kept = fork.server_pids()
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in kept]
 
 

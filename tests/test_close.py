@@ -28,8 +28,9 @@ from disasters import (
 from scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
-from jaxvec._backends import _supervisor
-from jaxvec._handoff import _handoff
+from jaxvec._dispatch import dispatch
+from jaxvec._pool.pool import Timeouts
+from jaxvec._workers import supervisor
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
@@ -47,7 +48,7 @@ def death(driver):
 
 def timeout(driver):
     driver.workers[0].suspend()
-    driver.envs.pool._timeouts = jaxvec._pool.Timeouts(1, 1, 0.5)
+    driver.envs.pool._timeouts = Timeouts(1, 1, 0.5)
     with pytest.raises(jaxvec.EnvTimeoutError):
         driver.step()
 
@@ -211,7 +212,7 @@ def time_flies(monkeypatch, tmp_path):
     """Lets a thousand seconds pass once env 1 closes."""
     clock = time.monotonic
     flying = SimpleNamespace(monotonic=lambda: clock() + 1000 * (tmp_path / "closing").exists())
-    for module in (_supervisor, _handoff):
+    for module in (supervisor, dispatch):
         monkeypatch.setattr(module, "time", flying)
 
 

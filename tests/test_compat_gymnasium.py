@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxvec
-from jaxvec.compat.gymnasium import AsyncVectorEnv, SyncVectorEnv, vector_entry_point
-from jaxvec.compat.gymnasium._infos import batch
+from jaxvec.compat.gymnasium import AsyncVectorEnv, SyncVectorEnv, batch, vector_entry_point
 from jaxvec.testing import CountingEnv, NestedEnv
 
 CLASSES = {

@@ -16,7 +16,7 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.compat import _gymnax_spaces
+from jaxvec.compat import _spaces
 from jaxvec.compat import gymnax as face
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -435,8 +435,8 @@ def test_spaces_are_gymnaxs_own_or_alike(monkeypatch, installed):
         theirs = pytest.importorskip("gymnax.environments.spaces", reason="gymnax is not installed")
     else:
         monkeypatch.setitem(sys.modules, "gymnax.environments.spaces", None)
-        theirs = _gymnax_spaces
-    space = _gymnax_spaces.convert(SPACES, "obs")
+        theirs = _spaces
+    space = _spaces.to_gymnax_space(SPACES, "obs")
     parts = space.spaces
     assert isinstance(space, theirs.Dict)
     assert isinstance(parts["move"], theirs.Discrete)
@@ -462,7 +462,7 @@ def test_spaces_are_gymnaxs_own_or_alike(monkeypatch, installed):
 
 def test_the_stand_ins_check_all_their_parts(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnax.environments.spaces", None)
-    space = _gymnax_spaces.convert(SPACES, "obs")
+    space = _spaces.to_gymnax_space(SPACES, "obs")
     sample = space.sample(KEY)
     assert jax.jit(space.contains)(sample)
     assert not space.contains({**sample, "keys": (jnp.array([3, 0]), jnp.zeros(2, int))})
@@ -471,7 +471,7 @@ def test_the_stand_ins_check_all_their_parts(monkeypatch):
 @pytest.mark.parametrize("space", [spaces.Discrete(3, start=1), spaces.Text(3)], ids=["start", "text"])
 def test_spaces_that_gymnax_does_not_have_are_refused(space):
     with pytest.raises(jaxvec.UnsupportedSpaceError, match="^action"):
-        _gymnax_spaces.convert(space, "action")
+        _spaces.to_gymnax_space(space, "action")
 
 
 def test_gymnaxs_own_wrappers_take_it(make):

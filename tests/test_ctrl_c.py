@@ -19,7 +19,7 @@ from disasters import WAYS, wait_until
 from scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
-from jaxvec import _pool
+from jaxvec._pool import pool as _pool
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, wi
     then = f"""
 import jax, jax.numpy as jnp
 from jaxvec._native import interrupts
-from jaxvec._backends._workers import ProcessWorkers
+from jaxvec._workers.process import ProcessWorkers
 def wait(self, slots, count, patience, wait=ProcessWorkers.wait):
     while {at_once} and patience.name == "step" and not interrupts.count():
         time.sleep(0.001)

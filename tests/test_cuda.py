@@ -25,10 +25,11 @@ from gymnasium import spaces
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxvec
-from jaxvec import _native, _pool
-from jaxvec._handoff._move import Verb
+from jaxvec import _native
+from jaxvec._dispatch.move import Verb
 from jaxvec._native.engine import CEngine
-from jaxvec.callbacks import _ffi, _primitive, _program
+from jaxvec._pool import pool as _pool
+from jaxvec.callbacks import _call, _ffi, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -307,7 +308,7 @@ def test_devices_step_envs_of_their_own_at_once_with_what_was_prepared(driver, p
     token, _ = gpu.reset(seed=0)
     gpu.wait()
     monkeypatch.setattr(_ffi, "_PACKED", ("cpu",))
-    step = _program.Call(Verb.STEP, envs.spec, "ffi")
+    step = _call.Call(Verb.STEP, envs.spec, "ffi")
     _ffi.prepare(step, step.operands(2, 2), platform="cpu", copies=2)
     assert len(page_locking(driver)) >= 3
     outcomes = {}

@@ -15,7 +15,7 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.callbacks import _ffi, _io
+from jaxvec.callbacks import _ffi, _io_callback
 
 pytestmark = pytest.mark.jax_version
 
@@ -95,7 +95,7 @@ def test_no_input_of_a_callback_is_large_enough_to_hang(monkeypatch):
         sizes.extend(each.size * each.dtype.itemsize for each in inputs)
         return [jnp.zeros(each.shape, each.dtype) for each in results]
 
-    monkeypatch.setattr(_io, "io_callback", io_callback)
+    monkeypatch.setattr(_io_callback, "io_callback", io_callback)
     with jaxvec.make(Wide, 4, transport="io_callback") as envs:
         handle, _ = jaxvec.reset(envs)
         sizes.clear()

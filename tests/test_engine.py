@@ -21,16 +21,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._backends import _handoffs
-from jaxvec._handoff import _channel
-from jaxvec._handoff._channel import WAKE
-from jaxvec._handoff._handoff import LOOK_AROUND, Work
-from jaxvec._handoff._move import Caller, Move, Verb
-from jaxvec._memory import _layout, _segment
-from jaxvec._memory._marks import Marks
-from jaxvec._pool import Pool, Timeouts
-from jaxvec._spaces import as_jax
-from jaxvec._spec import Autoreset, EnvSpaces, make_spec
+from jaxvec._dispatch import channel as _channel
+from jaxvec._dispatch.channel import WAKE
+from jaxvec._dispatch.dispatch import LOOK_AROUND, Work
+from jaxvec._dispatch.move import Caller, Move, Verb
+from jaxvec._memory import segment
+from jaxvec._memory.segment import Marks
+from jaxvec._pool.pool import Pool, Timeouts
+from jaxvec._spec import Autoreset, EnvSpaces, as_jax, make_spec
+from jaxvec._workers import base
 
 WAIT, END, DIE = 6, 7, 8  # actions: the worker waits for the gate; the episode ends; the worker does
 
@@ -50,28 +49,26 @@ class Threads:
         self.gate.set()
 
     def attach(self, layout, spec):
-        self._spec, self._arrays = spec, _segment.private(layout)
-        self._channels, theirs = zip(*(_channel.pair() for _ in self._slices), strict=True)
+        self._spec, self._arrays = spec, segment.private_segment(layout)
+        self._channels, theirs = zip(*(_channel.channel_pair() for _ in self._slices), strict=True)
         self._poll = select.poll()
         for channel in self._channels:
             self._poll.register(channel, select.POLLIN)
         marks = Marks.of(self._arrays)
-        self._end = _handoffs.parent_end(
+        self._end = base.parent_end(
             self._kind, marks, slices=self._slices, channels=list(self._channels), spin_ns=0
         )
         self.any_resetting, self.first_completed = self._end.any_resetting, self._end.first_completed
         self.send, self.unfinished = self._end.send, self._end.unfinished
         for worker, (slots, descriptor) in enumerate(zip(self._slices, theirs, strict=True)):
-            channel = _channel.adopt(descriptor)
-            end = _handoffs.worker_end(
-                self._kind, marks, worker=worker, slots=slots, channel=channel, spin_ns=0
-            )
+            channel = _channel.adopt_channel(descriptor)
+            end = base.worker_end(self._kind, marks, worker=worker, slots=slots, channel=channel, spin_ns=0)
             self._threads.append(threading.Thread(target=self._serve, args=(end, channel), daemon=True))
             self._threads[-1].start()
         return self._arrays
 
     def open_engine(self, rules):
-        return _handoffs.engine(self._end, self._spec, self._arrays, slices=self._slices, rules=rules)
+        return base.open_engine(self._end, self._spec, self._arrays, slices=self._slices, rules=rules)
 
     def wait(self, slots, count, patience):
         while not self._end.wait(slots, count, LOOK_AROUND):
@@ -135,7 +132,7 @@ def open_pool(kind, num_envs, *, num_workers, batch_size, in_order, together=1):
         declared={},
         policy=as_jax,
     )
-    slices = _layout.split(num_envs, min(num_workers, num_envs))
+    slices = segment.split_evenly(num_envs, min(num_workers, num_envs))
     return Pool(
         Threads(kind, slices),
         spec,
@@ -464,8 +461,9 @@ def test_who_needs_slots_waits_for_those_who_hold_them(kind):
 
     def enter(name, exclusive, slots):
         slots = None if slots is None else np.array(slots, int)
-        with engine._locked(slots, exclusive=exclusive, if_busy=lambda: busy.append(name), patience=0):
-            pass
+        with engine._entering() as enter_now:
+            if not enter_now(slots, exclusive, 0):
+                busy.append(name)
 
     try:
         for held, slots in {"shared": [1], "alone": [1], "queue": [QUEUE]}.items():

@@ -25,8 +25,8 @@ from gymnasium.utils import EzPickle
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._slices._differences import difference
-from jaxvec._slices._env_states import StatefulEnv
+from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._snapshots.snapshot import difference
 from jaxvec.adapters.replay import ReplayEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxvec._slices._episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Episodes
+from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, PLAYING, UNRESET, Episodes
 from jaxvec._spec import Autoreset
 
 FAULT = "fault"  # in place of what a step returned

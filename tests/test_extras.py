@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxvec import _extras
+from jaxvec import _util
 
 
 def test_the_command_names_the_packages_of_an_extra(monkeypatch):
@@ -21,9 +21,9 @@ def test_the_command_names_the_packages_of_an_extra(monkeypatch):
         "envpool>=1.2; sys_platform == 'linux' and extra == 'bench'",
     ]
     monkeypatch.setattr(importlib.metadata, "requires", {"jaxvec": requires}.get)
-    assert _extras.command("demo") == 'pip install "flax>=0.10" "gymnasium[classic-control]>=1.2"'
-    assert _extras.command("notebooks") == _extras.command("demo") + " nbclient"
-    assert _extras.command("bench") == 'pip install "envpool>=1.2"'
+    assert _util.install_command("demo") == 'pip install "flax>=0.10" "gymnasium[classic-control]>=1.2"'
+    assert _util.install_command("notebooks") == _util.install_command("demo") + " nbclient"
+    assert _util.install_command("bench") == 'pip install "envpool>=1.2"'
 
 
 def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch):
@@ -31,7 +31,7 @@ def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    assert _extras.command("ray").startswith('pip install ".[ray]" ')
+    assert _util.install_command("ray").startswith('pip install ".[ray]" ')
 
 
 @pytest.mark.parametrize("example", ["ppo", "data_parallel"])

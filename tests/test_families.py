@@ -14,7 +14,7 @@ from test_env_states import assert_goes_on
 from test_oracle import assert_same, oracle_steps, rollout, sample_actions
 
 import jaxvec
-from jaxvec._slices._env_states import StatefulEnv
+from jaxvec._envs.env_states import StatefulEnv
 from jaxvec.adapters.replay import ReplayEnv
 
 # Warnings of other libraries are not ours to mend; as an error, one of them crashes the import of Box2D.

@@ -45,7 +45,7 @@ from disasters import (
 from scripts import end, run_script, workers
 
 import jaxvec
-from jaxvec._backends import _supervisor
+from jaxvec._workers import supervisor
 from jaxvec.testing import CountingEnv
 
 FILE = Path(disasters.__file__).name
@@ -188,7 +188,7 @@ class Doomed(CountingEnv):
     "way", [way for way in disasters.WAYS if not way.first_ready], ids=str, indirect=True
 )
 def test_all_that_fails_in_a_step_is_told_and_logged(drive, monkeypatch, caplog):
-    monkeypatch.setattr(_supervisor, "_TOGETHER", disasters.PATIENCE)  # a busy machine may take its time
+    monkeypatch.setattr(supervisor, "_TOGETHER", disasters.PATIENCE)  # a busy machine may take its time
     driver = drive(Doomed, 4, num_workers=4)
     driver.reset()
     driver.step()

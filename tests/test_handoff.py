@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._backends import _handoffs
-from jaxvec._handoff import _handoff
-from jaxvec._handoff._move import Verb
-from jaxvec._memory import _layout, _segment
-from jaxvec._memory._marks import Marks
-from jaxvec._spaces import as_jax
-from jaxvec._spec import Autoreset, EnvSpaces, make_spec
+from jaxvec._dispatch import dispatch
+from jaxvec._dispatch.move import Verb
+from jaxvec._memory import segment
+from jaxvec._memory.segment import Marks
+from jaxvec._spec import Autoreset, EnvSpaces, as_jax, make_spec
+from jaxvec._workers import base
 from jaxvec.testing import CountingEnv, NestedEnv
 
 REQUESTED = [Verb.RESET, Verb.STEP, Verb.SAVE, Verb.RESTORE]
@@ -45,8 +44,8 @@ def board(num_envs, num_workers):
         declared={},
         policy=as_jax,
     )
-    layout = _layout.make_layout(spec, num_workers)
-    return Marks.of(_segment.private(layout)), _layout.split(spec.num_envs, num_workers)
+    layout = segment.make_layout(spec, num_workers)
+    return Marks.of(segment.private_segment(layout)), segment.split_evenly(spec.num_envs, num_workers)
 
 
 class LoopbackChannel:
@@ -62,7 +61,7 @@ class LoopbackChannel:
         self.has_wake += 1
 
     def receive(self):
-        return _handoff.WAKE
+        return dispatch.WAKE
 
     def readable(self):
         return False
@@ -75,9 +74,9 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
     num_workers = data.draw(st.integers(1, num_envs))
     marks, slices = board(num_envs, num_workers)
     down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
-    parent = _handoffs.parent_end(kind, marks, slices=slices, channels=up, spin_ns=0)
+    parent = base.parent_end(kind, marks, slices=slices, channels=up, spin_ns=0)
     workers = [
-        _handoffs.worker_end(kind, marks, worker=w, slots=slices[w], channel=channel, spin_ns=0)
+        base.worker_end(kind, marks, worker=w, slots=slices[w], channel=channel, spin_ns=0)
         for w, channel in enumerate(up)
     ]
     del down
@@ -108,8 +107,8 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
 def test_a_worker_takes_what_is_asked_for_by_other_verbs_apart(kind):
     marks, slices = board(7, 1)
     channel = LoopbackChannel()
-    parent = _handoffs.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
-    worker = _handoffs.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
+    parent = base.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
+    worker = base.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
     sent = [
         (Verb.RESET, [3, 1]),
         (Verb.STEP, [0]),
@@ -136,9 +135,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
     num_workers = data.draw(st.integers(1, num_envs))
     (here, slices), (there, _) = (board(num_envs, num_workers) for _ in range(2))
     ends = [
-        _handoffs.parent_end(
-            kind, marks, slices=slices, channels=[LoopbackChannel() for _ in slices], spin_ns=0
-        )
+        base.parent_end(kind, marks, slices=slices, channels=[LoopbackChannel() for _ in slices], spin_ns=0)
         for marks in (here, there)
     ]
     slots = np.array(data.draw(st.permutations(range(num_envs))))
@@ -149,7 +146,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
     ends[1].pass_on(here.requested, np.arange(num_envs))
     for worker, own in enumerate(slices):
         told = [
-            _handoffs.worker_end(kind, marks, worker=worker, slots=own, channel=LoopbackChannel(), spin_ns=0)
+            base.worker_end(kind, marks, worker=worker, slots=own, channel=LoopbackChannel(), spin_ns=0)
             for marks in (here, there)
         ]
         while not told[0].idle():
@@ -198,8 +195,8 @@ def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
     def missing():
         raise _native.NativeUnavailableError("the native library was not built")
 
-    monkeypatch.setattr(_handoffs, "load", missing)
-    assert _handoffs.choose("portable") == "portable"
+    monkeypatch.setattr(base, "load", missing)
+    assert base.choose_dispatch("portable") == "portable"
     with pytest.raises(ImportError, match="was not built"):
         jaxvec.make(CountingEnv, 1, handoff="native")
 

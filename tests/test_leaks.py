@@ -170,7 +170,7 @@ def test_the_memory_of_large_pools_is_given_back(make):
 LIMITED = """
 import gc, os, resource, sys
 import gymnasium, numpy as np, psutil, jaxvec
-from jaxvec._backends import _fork
+from jaxvec._workers import fork as _fork
 from gymnasium import spaces
 
 class Env(gymnasium.Env):

@@ -22,8 +22,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import jaxvec
-from jaxvec._backends import _spawn
 from jaxvec._config import PoolConfig
+from jaxvec._workers import spawn
 from jaxvec.testing import CountingEnv
 
 
@@ -63,7 +63,7 @@ def test_an_id_with_its_module_and_one_without_version(make):
 
 
 def test_workers_look_for_jaxvec_where_it_is():
-    *_, here = _spawn._roots()
+    *_, here = spawn._roots()
     assert Path(jaxvec.__file__) == Path(here) / "jaxvec" / "__init__.py"
 
 

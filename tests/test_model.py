@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxvec
-from jaxvec._memory._layout import split
+from jaxvec._memory.segment import split_evenly
 
 LENGTH = 3  # steps of an episode
 
@@ -335,7 +335,7 @@ class PoolMachine(RuleBasedStateMachine):
         if mode == "DISABLED":  # these need autoreset
             first_ready, spare_envs = False, 0
         self.folder = tempfile.TemporaryDirectory()
-        slices = split(num_envs, min(num_workers, num_envs))
+        slices = split_evenly(num_envs, min(num_workers, num_envs))
         self.batch_size = max(num_envs // 2, 1) if first_ready else num_envs
         self.mode, self.spare_envs = mode, spare_envs
         self.envs = jaxvec.make(

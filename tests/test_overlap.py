@@ -15,7 +15,7 @@ from disasters import PATIENCE, Background, wait_until, within
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._backends._turns import Turns
+from jaxvec._workers.supervisor import Turns
 from jaxvec.testing import CountingEnv
 
 KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]

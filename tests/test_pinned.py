@@ -12,7 +12,7 @@ import pytest
 from fake_cuda import OUT_OF_MEMORY, Gpu, built, driver
 
 import jaxvec
-from jaxvec._memory import _pinned
+from jaxvec._memory import pinned as _pinned
 from jaxvec.testing import CountingEnv
 
 __all__ = ["built", "driver"]  # fixtures

@@ -34,8 +34,10 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_model import PoolMachine
 
 import jaxvec
-from jaxvec._backends import _fork
-from jaxvec._backends._ray import _launcher, _nodes, _shipper, _wire
+from jaxvec._ray import cluster as _cluster
+from jaxvec._ray import link as _link
+from jaxvec._ray import nodes as _nodes
+from jaxvec._workers import fork
 from jaxvec.testing import CountingEnv, NestedEnv
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: the extra ray has it")
@@ -67,7 +69,7 @@ def cluster(kept_by_others):
 
 
 def control_sockets():
-    _fork.end_all()  # which has one, too
+    fork.end_all()  # which has one, too
     return len(psutil.Process().net_connections("unix"))
 
 
@@ -301,7 +303,7 @@ def test_a_trace_shows_what_actors_do(make_on_ray, tmp_path):
 def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatch):
     """There is but one machine here, so what is told wrongly has to be seen in the trace."""
     hour = 3600 * 10**9
-    actor_class = _launcher._actor_class
+    actor_class = _cluster._actor_class
 
     def telling_an_hour_more():
         class Ahead(actor_class()):
@@ -323,7 +325,7 @@ def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatc
 
     minute = 60 * 10**9
     assert (np.abs(steps(make_on_ray(CountingEnv, 4))) < minute).all()
-    monkeypatch.setattr(_launcher, "_actor_class", telling_an_hour_more)
+    monkeypatch.setattr(_cluster, "_actor_class", telling_an_hour_more)
     assert (np.abs(steps(make_on_ray(CountingEnv, 4)) + hour) < minute).all()
 
 
@@ -402,7 +404,7 @@ class Parented(CountingEnv):
 
     def parent(self):
         parent = psutil.Process(os.getppid())
-        forked = "jaxvec._backends._forkserver" in parent.cmdline()
+        forked = "jaxvec._workers.forkserver" in parent.cmdline()
         return parent.ppid() if forked else parent.pid
 
     def step(self, action):
@@ -431,9 +433,9 @@ def test_actors_have_as_many_workers_as_asked(make_on_ray):
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkeypatch, handoff):
     posted = []
-    post = _shipper.Shipper.post
+    post = _link.Shipper.post
     monkeypatch.setattr(
-        _shipper.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
+        _link.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
     )
     backend = jaxvec.Ray(workers_per_actor=2, data=DATA[handoff])
     envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, handoff=handoff, step_timeout=None)
@@ -552,7 +554,7 @@ def test_learners_on_many_hosts_train_alike_on_envs_here_and_on_the_cluster(clus
 @pytest.fixture
 def closed_ports(monkeypatch):
     """Lets actors tell of a port at which nobody listens."""
-    actor_class = _launcher._actor_class
+    actor_class = _cluster._actor_class
 
     def behind_a_firewall():
         class Behind(actor_class()):
@@ -563,14 +565,14 @@ def closed_ports(monkeypatch):
 
         return Behind
 
-    monkeypatch.setattr(_launcher, "_actor_class", behind_a_firewall)
+    monkeypatch.setattr(_cluster, "_actor_class", behind_a_firewall)
 
 
 def test_data_take_a_connection_where_they_can(make_on_ray):
     envs = make_on_ray(CountingEnv, 2, num_workers=1)
     envs.reset()
     (link,) = envs.pool._workers._launcher._links.values()
-    assert isinstance(link._wire, _wire.TcpWire)
+    assert isinstance(link._wire, _link.TcpWire)
 
 
 def test_data_travel_through_ray_where_ports_are_closed(make_on_ray, closed_ports, caplog):
@@ -594,7 +596,7 @@ def test_a_closed_port_is_an_error_if_a_connection_was_asked_for(make_on_ray, cl
 @pytest.mark.parametrize("handoff", ["native", "portable"])
 def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypatch, tmp_path, handoff):
     shipped = []
-    wire = {"tcp": _wire.TcpWire, "ray": _wire.RayWire}[DATA[handoff]]
+    wire = {"tcp": _link.TcpWire, "ray": _link.RayWire}[DATA[handoff]]
     move = wire.move
     monkeypatch.setattr(wire, "move", lambda self, *args: (shipped.append(args), move(self, *args)))
     gate = tmp_path / "gate"
@@ -777,13 +779,13 @@ def test_a_node_that_dies_while_an_actor_starts_on_it_is_no_fault(
 ):
     where = tmp_path / "where"
 
-    class Held(_launcher._actor_class()):
+    class Held(_cluster._actor_class()):
         def __init__(self):
             if not where.exists():  # the first never gets there
                 where.write_text(ray.get_runtime_context().get_node_id())
                 threading.Event().wait()
 
-    monkeypatch.setattr(_launcher, "_actor_class", lambda: Held)
+    monkeypatch.setattr(_cluster, "_actor_class", lambda: Held)
     options = {"backend": ON_STAGE, "num_workers": 1, "on_fault": "restart"}
     made = disasters.Background(lambda: make_on_ray(CountingEnv, 2, **options))
     wait_until(lambda: where.exists() and where.read_text())
@@ -811,7 +813,7 @@ def test_a_node_that_dies_while_an_actor_starts_on_it_is_no_fault(
 def test_there_are_as_many_workers_as_there_is_room_for(cluster, options, num_envs, num_workers):
     wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 1)  # without those that others killed
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
-    assert _launcher.connect(jaxvec.Ray(**options), None).num_workers(num_envs) == num_workers
+    assert _cluster.connect(jaxvec.Ray(**options), None).num_workers(num_envs) == num_workers
 
 
 def test_that_many_workers_are_made(cluster, make):
@@ -892,7 +894,7 @@ def test_a_runtime_env_that_ray_does_not_know_is_refused(make_on_ray, runtime_en
 
 @pytest.mark.parametrize("what", ["jaxvec", "Python"])
 def test_a_node_with_another_version_is_named(make_on_ray, monkeypatch, what):
-    monkeypatch.setattr(_nodes, "identity", lambda: {what: "0.0.1"})
+    monkeypatch.setattr(_nodes, "node_identity", lambda: {what: "0.0.1"})
     with pytest.raises(
         jaxvec.WorkerDiedError, match=rf"on node .* has {what} .*, but this process has 0\.0\.1"
     ):
@@ -924,7 +926,7 @@ def test_too_many_open_files_are_told(make_on_ray, monkeypatch):
     def connect(address, key):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(_wire._connection, "connect", connect)
+    monkeypatch.setattr(_link, "connect_to_actor", connect)
     with pytest.raises(jaxvec.WorkerDiedError, match="too many open files, .*ulimit -n"):
         make_on_ray(CountingEnv, 2, backend=jaxvec.Ray(data="auto"))
 

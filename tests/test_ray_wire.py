@@ -12,11 +12,18 @@ import numpy as np
 import pytest
 from disasters import PATIENCE, Background, wait_until
 
-from jaxvec._backends._ray import _connection, _wire
-from jaxvec._backends._ray._actor_host import ActorHost
-from jaxvec._backends._ray._connection import KEY_BYTES, MESSAGE, Listener, connect
-from jaxvec._backends._ray._wire_format import HostFailure, ProcessEnd, WorkerMessage
-from jaxvec._backends._start_method import StartMethod
+from jaxvec._ray import link, wire
+from jaxvec._ray.actor import ActorHost
+from jaxvec._ray.wire import (
+    KEY_BYTES,
+    MESSAGE,
+    HostFailure,
+    Listener,
+    ProcessEnd,
+    WorkerMessage,
+    connect_to_actor,
+)
+from jaxvec._workers.process import StartMethod
 
 KEY = bytes(range(KEY_BYTES))
 ROWS = 1
@@ -33,7 +40,7 @@ def listener():
 def ends(listener):
     """Yields both ends of a connection."""
     accepted = Background(listener.accept)
-    here = connect(listener.address, KEY)
+    here = connect_to_actor(listener.address, KEY)
     there = accepted.result(PATIENCE)
     yield here, there
     here.close()
@@ -111,7 +118,7 @@ def proofless(sock, said):
         return heard
 
 
-FRAME = _connection._HEADER.pack(MESSAGE, len(pickle.dumps(Trap()))) + pickle.dumps(Trap())
+FRAME = wire._HEADER.pack(MESSAGE, len(pickle.dumps(Trap()))) + pickle.dumps(Trap())
 NONCE = bytes(32)
 
 
@@ -126,11 +133,11 @@ NONCE = bytes(32)
     ids=["nothing", "a frame at once", "a proof by another key", "no proof"],
 )
 def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkeypatch, said):
-    monkeypatch.setattr(_connection, "_STRANGER", 2.0)  # also for the one with the key
+    monkeypatch.setattr(wire, "_STRANGER", 2.0)  # also for the one with the key
     stranger = socket.create_connection(listener.address)  # first
     heard = Background(lambda: proofless(stranger, said))
     accepted = Background(listener.accept)
-    with_key = Background(lambda: connect(listener.address, KEY))
+    with_key = Background(lambda: connect_to_actor(listener.address, KEY))
     there, here = accepted.result(PATIENCE), with_key.result(PATIENCE)
     assert len(heard.result(PATIENCE)) <= 32  # random bytes
     here.send(MESSAGE, b"welcome")
@@ -142,7 +149,7 @@ def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkey
 
 def test_nobody_gets_in_after_the_first(listener, ends):
     with pytest.raises(ConnectionRefusedError):
-        connect(listener.address, KEY)
+        connect_to_actor(listener.address, KEY)
 
 
 def test_a_proof_that_was_overheard_is_no_use():
@@ -150,7 +157,7 @@ def test_a_proof_that_was_overheard_is_no_use():
     listener = Listener("127.0.0.1", KEY)
     accepted = Background(listener.accept)
     with socket.create_server(("127.0.0.1", 0)) as between:
-        connecting = Background(lambda: connect(between.getsockname()[:2], KEY))
+        connecting = Background(lambda: connect_to_actor(between.getsockname()[:2], KEY))
         victim, _ = between.accept()
         with victim:
             victim.sendall(NONCE)  # not the listener's
@@ -160,14 +167,14 @@ def test_a_proof_that_was_overheard_is_no_use():
             victim.sendall(overheard[32:])  # its own proof
             with pytest.raises(ConnectionError, match="does not know the key"):
                 connecting.result(PATIENCE)
-    connect(listener.address, KEY).close()
+    connect_to_actor(listener.address, KEY).close()
     accepted.result(PATIENCE).close()
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, bytes(64)])
 def test_a_listener_that_does_not_know_the_key_is_refused(said):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connecting = Background(lambda: connect(server.getsockname()[:2], KEY))
+        connecting = Background(lambda: connect_to_actor(server.getsockname()[:2], KEY))
         sock, _ = server.accept()
         with sock:
             with suppress(OSError):  # who hears enough to refuse us closes at once
@@ -178,18 +185,18 @@ def test_a_listener_that_does_not_know_the_key_is_refused(said):
 
 
 def test_who_is_not_awaited_any_more_is_refused(listener, monkeypatch):
-    monkeypatch.setattr(_connection, "_CONNECTED", 0.1)
-    monkeypatch.setattr(_connection, "_PROVEN", 0.1)
+    monkeypatch.setattr(wire, "_CONNECTED", 0.1)
+    monkeypatch.setattr(wire, "_PROVEN", 0.1)
     with pytest.raises(TimeoutError):
         listener.accept()
     with pytest.raises(ConnectionRefusedError):
-        connect(listener.address, KEY)
+        connect_to_actor(listener.address, KEY)
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(_connection, "_PROVEN", 0.1)
+    monkeypatch.setattr(wire, "_PROVEN", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
-        connect(silent.getsockname()[:2], KEY)
+        connect_to_actor(silent.getsockname()[:2], KEY)
 
 
 # --- Machines that are slow, or gone --------------------------------------------------------------
@@ -199,15 +206,15 @@ def test_who_has_no_time_to_read_is_not_lost(ends, monkeypatch):
     """The kernel's timeout of data that are not taken would end the connection."""
     here, there = ends
     looked = threading.Semaphore(0)
-    is_silent = _connection.Connection._is_silent
+    is_silent = wire.Connection._is_silent
 
     def look(self):
         looked.release()
         return is_silent(self)
 
-    monkeypatch.setattr(_connection, "_SILENT", 2.0)  # a kernel may put off its answer by 0.2
-    monkeypatch.setattr(_connection.Connection, "_is_silent", look)
-    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _connection._TIMEVAL.pack(0, 100_000))
+    monkeypatch.setattr(wire, "_SILENT", 2.0)  # a kernel may put off its answer by 0.2
+    monkeypatch.setattr(wire.Connection, "_is_silent", look)
+    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wire._TIMEVAL.pack(0, 100_000))
     sending = Background(lambda: here.send(ROWS, bytes(50 << 20)))
     receiving = Background(here.receive)
     for _ in range(30):  # looks in 3 s, while the other end's buffer is full
@@ -238,8 +245,8 @@ def messages(connection):
 
 
 def test_a_host_is_served_until_the_connection_ends(host, listener):
-    serving = Background(lambda: _wire.serve(host, listener))
-    connection = connect(listener.address, KEY)
+    serving = Background(lambda: link.serve(host, listener))
+    connection = connect_to_actor(listener.address, KEY)
     connection.send(MESSAGE, pickle.dumps(("launch", (0, 1))))
     connection.send(MESSAGE, pickle.dumps(("tell", (0, 1, None))))  # the end of file
     said = next(messages(connection))
@@ -255,9 +262,9 @@ def test_a_host_is_served_until_the_connection_ends(host, listener):
 
 
 def test_a_host_that_nobody_connects_to_is_not_served(host, listener, monkeypatch):
-    monkeypatch.setattr(_connection, "_CONNECTED", 0.1)
-    monkeypatch.setattr(_connection, "_PROVEN", 0.1)
-    _wire.serve(host, listener)
+    monkeypatch.setattr(wire, "_CONNECTED", 0.1)
+    monkeypatch.setattr(wire, "_PROVEN", 0.1)
+    link.serve(host, listener)
 
 
 def test_a_worker_whose_end_comes_before_its_start_is_ended(host):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from test_handoff import KINDS, board
 
-from jaxvec._backends import _handoffs
-from jaxvec._backends._ray import _nodes, _wire
-from jaxvec._backends._ray._remote_worker import RemoteWorker, WakePipe
-from jaxvec._backends._ray._wire_format import ProcessEnd
-from jaxvec._handoff._channel import WAKE
+from jaxvec._dispatch.channel import WAKE
+from jaxvec._ray import link as _link
+from jaxvec._ray import nodes
+from jaxvec._ray.link import RemoteWorker, WakePipe
+from jaxvec._ray.wire import ProcessEnd
+from jaxvec._workers import base
 
 ENDED = ProcessEnd(3, "exited with code 3")
 
@@ -143,7 +144,7 @@ def test_more_workers_are_heard_than_there_may_be_descriptors(kind, start):
         marks, slices = board(num_workers, num_workers)
         workers = [*map(start, range(num_workers))]
         workers[-1].say("hello")
-        end = _handoffs.parent_end(kind, marks, slices=slices, channels=workers, spin_ns=0)
+        end = base.parent_end(kind, marks, slices=slices, channels=workers, spin_ns=0)
         assert not end.wait(np.arange(num_workers), num_workers, 0)  # before it is content with its slots
         workers[-1].receive()
 
@@ -166,20 +167,20 @@ class Actor:
 
 @pytest.mark.parametrize("data", ["tcp", "auto"])
 def test_too_few_descriptors_for_a_connection_are_told(data):
-    with descriptors_left(0), pytest.raises(_nodes.ActorLostError, match="too many open files"):
-        _wire.open_wire(Ray(), Actor(), data)
+    with descriptors_left(0), pytest.raises(nodes.ActorLostError, match="too many open files"):
+        _link.open_wire(Ray(), Actor(), data)
 
 
 def test_too_few_descriptors_for_ray_are_told():
     with descriptors_left(1):
-        _nodes.check_descriptors()
-    with descriptors_left(0), pytest.raises(_nodes.ActorLostError, match="too many open files"):
-        _nodes.check_descriptors()
+        nodes.check_descriptors()
+    with descriptors_left(0), pytest.raises(nodes.ActorLostError, match="too many open files"):
+        nodes.check_descriptors()
 
 
 def test_a_head_that_nobody_has_a_descriptor_to_ask_is_not_lost():
     said = []
-    monitor = _nodes.HeadMonitor("127.0.0.1:1", said.append)
+    monitor = nodes.HeadMonitor("127.0.0.1:1", said.append)
     monitor.close()
     assert not monitor._answers()
     with descriptors_left(0):

@@ -24,7 +24,7 @@ from gymnasium import spaces
 from scripts import gone, workers
 
 import jaxvec
-from jaxvec import _native, _restart
+from jaxvec import _config, _native
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
@@ -480,8 +480,8 @@ def test_more_restarts_in_a_period_than_the_rate_says_are_too_many(make, backend
 
 def test_a_rate_is_of_any_such_period_and_of_each_worker(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(_restart, "time", SimpleNamespace(monotonic=lambda: now))
-    budget = _restart.Budget(jaxvec.Restart(max_restarts=None, rate=(2, 10.0)), 2)
+    monkeypatch.setattr(_config, "time", SimpleNamespace(monotonic=lambda: now))
+    budget = _config.Budget(jaxvec.Restart(max_restarts=None, rate=(2, 10.0)), 2)
 
     def spend(worker):
         try:
@@ -727,7 +727,7 @@ def test_a_wake_that_never_comes_holds_up_nothing(make):
     class Stopped(CountingEnv):
         def step(self, action):
             if action == 7:
-                from jaxvec._handoff._channel import Channel
+                from jaxvec._dispatch.channel import Channel
 
                 def wake(channel):
                     os.kill(os.getpid(), signal.SIGSTOP)

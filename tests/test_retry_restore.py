@@ -14,7 +14,7 @@ from gymnasium.wrappers import TimeLimit
 from test_states import CAPACITY, HostFace, Model, Walk, check
 
 import jaxvec
-from jaxvec import _native, _seeds
+from jaxvec import _arguments, _native
 from jaxvec.testing import CountingEnv
 
 RESTORE = jaxvec.Restart(retry="restore", max_restarts=None, rate=None)
@@ -77,7 +77,7 @@ class Recovering(Model):
         """Takes the loss of the env in a step."""
         self.env = TimeLimit(self.kind(), 7)
         self.seeds["rebuilds"] += 1
-        self.seeds["next"] = _seeds.derive(self.seeds["last"], 0, self.seeds["rebuilds"])
+        self.seeds["next"] = _arguments.derive_seeds(self.seeds["last"], 0, self.seeds["rebuilds"])
         if self.over and self.mode == "NEXT_STEP":  # it was to be reset, or to go on
             self.step(0)
             return

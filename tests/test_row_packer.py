@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxvec._memory._layout import ALIGNMENT
-from jaxvec._memory._row_packer import RowPacker
+from jaxvec._memory.rows import RowPacker
+from jaxvec._memory.segment import ALIGNMENT
 
 NUM_ENVS = 7
 SHAPES = {("bool",): ((), np.bool_), ("odd",): ((3,), np.uint8), ("wide",): ((2, 5), np.float32)}

@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from jaxvec._slices._batch_slice import BatchSlice
-from jaxvec._slices._env_slice import EnvSlice
-from jaxvec._slices._slice import Asked, Slice
+from jaxvec._envs.batch_slice import BatchSlice
+from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.slice import Asked, Slice
 
 
 def test_all_that_is_asked_for_is_in_the_protocol():

@@ -24,10 +24,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxvec
-from jaxvec._memory import _rows, _segment
-from jaxvec._memory._layout import make_layout, split
-from jaxvec._spaces import as_is, as_jax, leaves, walk
-from jaxvec._spec import Autoreset, EnvSpaces, declared_leaves, make_spec
+from jaxvec._memory import rows as _rows
+from jaxvec._memory import segment
+from jaxvec._memory.segment import make_layout, split_evenly
+from jaxvec._spec import Autoreset, EnvSpaces, as_is, as_jax, declared_leaves, leaves, make_spec, walk
 
 many = settings(database=None)
 policies = pytest.mark.parametrize("policy", [as_is, as_jax], ids=["as_is", "as_jax"])
@@ -170,7 +170,7 @@ def make_rows(space, policy, num_envs=3, num_workers=1):
         env_spaces, num_envs=num_envs, autoreset=mode, final_obs=True, declared={}, policy=policy
     )
     layout = make_layout(spec, num_workers)
-    return spec, layout, _segment.private(layout)
+    return spec, layout, segment.private_segment(layout)
 
 
 # --- round trips ------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_fields_are_aligned_and_do_not_overlap(policy, data, num_envs, more):
         assert arrays[field.path].flags.c_contiguous
         end = field.offset + field.nbytes
     assert end <= layout.nbytes
-    slices = split(num_envs, num_workers)
+    slices = split_evenly(num_envs, num_workers)
     assert [i for first, stop in slices for i in range(first, stop)] == list(range(num_envs))
     assert all(first < stop for first, stop in slices)
 
@@ -589,7 +589,7 @@ def test_nobody_can_make_the_memory_shorter_under_those_who_use_it():
     )
     layout = make_layout(spec, 1)
     for sparse in (False, True):
-        descriptor = _segment.create(layout, sparse=sparse)
+        descriptor = segment.create_segment(layout, sparse=sparse)
         for size in (0, 2 * layout.nbytes):
             with pytest.raises(PermissionError):
                 os.ftruncate(descriptor, size)

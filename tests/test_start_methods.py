@@ -23,7 +23,8 @@ from disasters import Background, wait_until
 from scripts import gone, workers
 
 import jaxvec
-from jaxvec._backends import _fork, _forkserver
+from jaxvec._workers import fork as _fork
+from jaxvec._workers import forkserver
 from jaxvec.testing import CountingEnv
 
 METHODS = ["forkserver", "spawn"]
@@ -356,7 +357,7 @@ def test_what_starts_threads_is_not_forked(make, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match='its imports started 1 threads.*start_method="spawn"'):
         make(CountingEnv, 1, preload=["threaded_module"])
     # Without preload, what starts them is a plug-in of Gymnasium's, or NumPy's BLAS.
-    monkeypatch.setattr(_fork, "Imports", lambda _, path: _forkserver.Imports(("threaded_module",), path))
+    monkeypatch.setattr(_fork, "Imports", lambda _, path: forkserver.Imports(("threaded_module",), path))
     worker_env = {"JAXVEC": "threads"}
     (parent,) = ask(make, "os.getppid()", "auto", worker_env=worker_env)
     assert parent == os.getpid()
@@ -455,8 +456,8 @@ def test_a_program_that_can_not_start_an_interpreter_says_so(make, monkeypatch):
 KILLED = """
 import os, signal, sys
 import jaxvec
-from jaxvec._backends import _fork, _spawn
-from jaxvec._handoff._channel import Channel
+from jaxvec._workers import fork as _fork, spawn as _spawn
+from jaxvec._dispatch.channel import Channel
 from jaxvec.testing import CountingEnv
 
 def die_after(where, name, times):

@@ -24,7 +24,7 @@ from gymnasium.wrappers import TimeLimit
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._slices._states import unpack
+from jaxvec._envs.env_states import unpack
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 

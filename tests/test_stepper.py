@@ -18,13 +18,13 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._memory import _rows, _segment
-from jaxvec._memory._layout import make_layout
-from jaxvec._slices._env_slice import EnvSlice
-from jaxvec._slices._envs import EnvFailure
-from jaxvec._slices._targets import Targets
-from jaxvec._spaces import as_is, as_jax
-from jaxvec._spec import Autoreset, EnvSpaces, make_spec
+from jaxvec._envs.env_slice import EnvSlice
+from jaxvec._envs.envs import EnvFailure
+from jaxvec._envs.slot_envs import Targets
+from jaxvec._memory import rows as _rows
+from jaxvec._memory import segment
+from jaxvec._memory.segment import make_layout
+from jaxvec._spec import Autoreset, EnvSpaces, as_is, as_jax, make_spec
 
 pytestmark = pytest.mark.skipif(_native.ext is None, reason=f"not compiled: {_native.reason_unavailable()}")
 
@@ -111,7 +111,7 @@ def make_slice(
         declared={"k": float},
         policy=policy,
     )
-    arrays = _segment.private(make_layout(spec, 2))
+    arrays = segment.private_segment(make_layout(spec, 2))
     env_slice = EnvSlice(
         envs,
         [],

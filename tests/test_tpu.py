@@ -20,8 +20,8 @@ from gymnasium import spaces
 from jax._src.interpreters import mlir
 
 import jaxvec
-from jaxvec._handoff._move import Verb
-from jaxvec.callbacks import _arguments, _io, _program
+from jaxvec._dispatch.move import Verb
+from jaxvec.callbacks import _call, _io_callback
 from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -98,9 +98,9 @@ def test_the_callback_steps_the_pool(make, tpu, env):
     action = jax.tree.map(np.asarray, envs.action_space.sample())
     lower(jaxvec.step, handle, action)
     (callback,) = tpu.callbacks
-    leaves = _arguments.check_action(handle.spec, action, 2)
-    transferred = callback(*(np.asarray(piece) for piece in _io._pack([handle.token, *leaves])))
-    packing = Packing.of(_program.Call(Verb.STEP, handle.spec, "io_callback").results(2))
+    leaves = _call.check_action(handle.spec, action, 2)
+    transferred = callback(*(np.asarray(piece) for piece in _io_callback._pack([handle.token, *leaves])))
+    packing = Packing.of(_call.Call(Verb.STEP, handle.spec, "io_callback").results(2))
     token, *rows = packing.views([np.asarray(array) for array in transferred])
     assert token[:, 2].tolist() == [2, 2]
     _, expected = jaxvec.step(theirs, action)
@@ -114,7 +114,7 @@ def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(make, tpu)
         handle, _ = jaxvec.reset(envs)
         jaxvec.step(handle, jnp.zeros(2, int))
         lower(lambda h, a: jaxvec.step(h, a), handle, jnp.zeros(2, int))
-        operands = _io._pack([handle.token, jnp.zeros(2, jnp.int32)])
+        operands = _io_callback._pack([handle.token, jnp.zeros(2, jnp.int32)])
         with pytest.raises(jaxvec.StaleHandleError):
             tpu.callbacks[0](*map(np.asarray, operands))
 

@@ -18,9 +18,12 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec import _native, _pool
-from jaxvec._handoff._move import Verb
-from jaxvec.callbacks import _ffi, _io, _program, _transports
+from jaxvec import _native
+from jaxvec._dispatch.engine import Engine
+from jaxvec._dispatch.move import Verb
+from jaxvec._pool import pool
+from jaxvec._workers import base
+from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = [pytest.mark.jax_version, pytest.mark.usefixtures("device")]
@@ -71,7 +74,7 @@ def test_the_platform_decides_when_the_program_is_lowered(
         return call
 
     monkeypatch.setattr(_ffi, "call", choice("ffi"))
-    monkeypatch.setattr(_io, "call", choice("io_callback"))
+    monkeypatch.setattr(_io_callback, "call", choice("io_callback"))
     handle, _ = jaxvec.reset(make(CountingEnv, 2, backend="serial", transport=transport))
     with pytest.raises(Chosen, match=chosen):
         step.trace(handle, jnp.zeros(2, int)).lower(lowering_platforms=(platform,))
@@ -111,7 +114,7 @@ def test_where_the_ffi_is_refused_programs_use_io_callback_and_a_log_says_why(
     breaks(monkeypatch.setattr)
     monkeypatch.setattr(_ffi, "reason_unavailable", _ffi.reason_unavailable.__wrapped__)
     with caplog.at_level(logging.INFO, "jaxvec"):
-        assert _transports.choose("auto") == "io_callback"
+        assert _primitive.choose_transport("auto") == "io_callback"
     assert reason in caplog.text
     with pytest.raises(_native.NativeUnavailableError, match=reason):
         jaxvec.make(CountingEnv, 2, transport="ffi")
@@ -154,8 +157,8 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     program = jax.jit(lambda handle: scan(handle, 20, action))
     handles = [jaxvec.reset(each, seed=5)[0] for each in (envs, oracle)]
     theirs = program(handles[1])
-    monkeypatch.setattr(_pool.Pool, "step", None)
-    monkeypatch.setattr(_pool.Pool, "end", None)
+    monkeypatch.setattr(pool.Pool, "step", None)
+    monkeypatch.setattr(pool.Pool, "end", None)
     ours = program(handles[0])
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
     assert envs.pool._engine.generation.tolist() == [21] * 3
@@ -168,7 +171,7 @@ def test_first_ready_batches_without_trouble_need_no_python(native, monkeypatch,
     envs = native(CountingEnv, 6, num_workers=2, batch_size=batch_size, recv_order=order)
     handle, timestep = jaxvec.reset(envs, seed=5)
     for verb in ("send", "recv", "end"):
-        monkeypatch.setattr(_pool.Pool, verb, None)
+        monkeypatch.setattr(pool.Pool, verb, None)
 
     def turn(carry, _):
         handle, env_id = carry
@@ -200,7 +203,7 @@ def test_a_slow_recv_is_ended_by_python(native, monkeypatch):
     np.testing.assert_array_equal(timestep.info["env_id"], env_id)
     handle = jax.jit(jaxvec.send)(handle, jnp.array([7, 0]), env_id)
     handle = jax.jit(jaxvec.send)(handle, jnp.array([0, 0]), jnp.array([1, 3]))
-    monkeypatch.setattr(_pool.Pool, "end", None)
+    monkeypatch.setattr(pool.Pool, "end", None)
     with pytest.raises(RuntimeError, match="TypeError"):
         jax.block_until_ready(recv(handle))
 
@@ -216,7 +219,7 @@ def test_a_step_without_trouble_under_disabled_asks_for_resets(native, monkeypat
     envs = native(ends, 2, autoreset_mode="DISABLED")
     handle, _ = jaxvec.reset(envs)
     with monkeypatch.context() as patch:
-        patch.setattr(_pool.Pool, "step", None)
+        patch.setattr(pool.Pool, "step", None)
         handle, _ = step(handle, jnp.zeros(2, int))
         handle, timestep = step(handle, jnp.zeros(2, int))
     assert (timestep.terminated.tolist(), timestep.truncated.tolist()) == ([True, False], [False, True])
@@ -239,7 +242,7 @@ def test_a_slow_step_is_ended_by_python(native, monkeypatch):
     handle, timestep = jax.jit(lambda h: scan(h, 3, jnp.array([0, 7])))(handle)
     np.testing.assert_array_equal(timestep.obs[:, 1, 1], [1, 2, 3])
     np.testing.assert_array_equal(timestep.obs[:, 1, 3], 7)
-    monkeypatch.setattr(_pool.Pool, "end", None)
+    monkeypatch.setattr(pool.Pool, "end", None)
     handle, _ = step(handle, jnp.zeros(2, int))  # the next needs none
     with pytest.raises(RuntimeError, match="TypeError"):
         jax.block_until_ready(step(handle, jnp.full(2, 7)))
@@ -274,7 +277,7 @@ def test_calls_that_no_jaxvec_made_are_refused(native, backend, bad):
     envs = native(CountingEnv, 2, backend=backend)
     handle, _ = jaxvec.reset(envs)
     for verb in (Verb.RESET, Verb.STEP, Verb.SEND, Verb.RECV):
-        results = _program.Call(verb, envs.spec, "ffi").results(2)
+        results = _call.Call(verb, envs.spec, "ffi").results(2)
         attributes = {
             "fingerprint": np.int64(envs.spec.fingerprint),
             "verb": np.uint32(verb),
@@ -437,3 +440,33 @@ def test_what_nobody_reads_is_not_copied_and_what_somebody_reads_is_the_same(mak
             for leaf, result in zip(some, got, strict=True):
                 np.testing.assert_array_equal(result, expected[leaf])
     assert envs.stats().total.steps == 4 * 7 * 4
+
+
+@pytest.mark.parametrize("verb", ["step", "recv"])
+def test_unread_results_over_io_callback_take_the_fast_path(make, monkeypatch, verb):
+    if base.choose_dispatch("auto") != "native":
+        pytest.skip("there is no native library, so every move is made in Python")
+    options = {"batch_size": 4} if verb == "recv" else {}
+    envs = make(CountingEnv, 8, num_workers=2, transport="io_callback", **options)
+    slow = []
+    move = Engine.move
+    monkeypatch.setattr(Engine, "move", lambda *args, **kwargs: (slow.append(args), move(*args, **kwargs))[1])
+    handle, timestep = jaxvec.reset(envs, seed=0)
+
+    def play(carry, _):
+        handle, env_id = carry
+        if verb == "step":
+            handle, timestep = jaxvec.step(handle, jnp.zeros(8, int))
+        else:
+            handle = jaxvec.send(handle, jnp.zeros(4, int), env_id)
+            handle, timestep = jaxvec.recv(handle)
+        # Of the time step the program reads the rewards and ids alone.
+        return (handle, timestep.info["env_id"]), timestep.reward
+
+    @jax.jit
+    def run(handle, env_id):
+        return jax.lax.scan(play, (handle, env_id), length=200)
+
+    (handle, _), rewards = run(handle, timestep.info["env_id"])
+    assert rewards.shape == (200, len(timestep.reward))
+    assert slow == []

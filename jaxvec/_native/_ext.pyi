@@ -1,11 +1,11 @@
 """The native library, in C++: see module.cc. Arrays of slots are int64, those of generations uint32."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias, final
 
 from numpy.typing import NDArray
 
-from jaxvec._memory._marks import Marks
+from jaxvec._memory.segment import Marks
 
 # --- handoff.h ---
 
@@ -89,16 +89,20 @@ class Pool:
         generation: NDArray[Any] | None,
         sent: NDArray[Any] | None,
         actions: Sequence[NDArray[Any]],
+        unread: Collection[int],
         /,
     ) -> tuple[int, list[NDArray[Any]], int]:
-        """Returns the `Status`, new arrays for the rows of a time step, and the ns waited so far."""
+        """Returns the `Status`, new arrays for the rows of a time step, and the ns waited so far.
+
+        The leaves of `unread` get no rows.
+        """
 
     def check_handle(self, slots: NDArray[Any], generation: NDArray[Any] | None, /) -> int: ...
     def check_envs(self, slots: NDArray[Any], stepped: bool, /) -> int: ...
     def wait_for_copies(self) -> None: ...
-    def bar(self) -> None: ...
-    def admit_devices(self) -> None: ...
-    def serve(self) -> None: ...
+    def close_fast_path(self) -> None: ...
+    def allow_gpu(self) -> None: ...
+    def count_success(self) -> None: ...
     def start_trace(self, capacity: int, /) -> None: ...
     def stop_trace(self) -> tuple[list[tuple[int, int, int, int]], int]:
         """Returns the spans (what, began, ended, thread), and how many more there were."""

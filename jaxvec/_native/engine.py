@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._admission import FOREVER
-from jaxvec._handoff._engine import NOTHING, Made, Rules, Status
-from jaxvec._handoff._handoff import ParentHandoff
-from jaxvec._handoff._move import VERBS, Caller, Move, name_caller
+from jaxvec._dispatch.dispatch import ParentHandoff
+from jaxvec._dispatch.engine import FOREVER, Engine, Made, Rules, Status
+from jaxvec._dispatch.move import VERBS, Caller, Move, name_caller
+from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
 from jaxvec._tracing._recorder import Record, Span
 
@@ -26,8 +23,8 @@ _CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
 _NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=32))
 
 
-class CEngine:
-    """See `Engine`. Compiled programs find it by the pool's id."""
+class CEngine(Engine):
+    """An engine whose ordinary moves are made by C++. Compiled programs find it by the pool's id."""
 
     def __init__(
         self,
@@ -53,7 +50,8 @@ class CEngine:
                 are such.
             batch_size: how many envs `recv` returns.
         """
-        admission, over = rules.admission, rules.over
+        super().__init__(rules)
+        admission, over = rules.admission, rules.views.over if rules.ends_need_reset else None
         terminated, truncated = (None, None) if over is None else over
         timeout_ns = FOREVER if rules.timeout is None else int(rules.timeout * 1e9)
         self.generation = np.zeros(len(admission.needs_reset), np.uint32)
@@ -81,53 +79,48 @@ class CEngine:
         )
 
     @property
-    def last_caller(self) -> int:
+    def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._pool.last_caller
 
     @property
-    def served(self) -> int:
+    def served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._pool.served
 
-    def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
-        return self._locked(slots, exclusive=False)
+    def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
+        return self._pool.enter(slots, exclusive, int(seconds * 1e9))
 
-    def exclusive(
+    def _leave(self) -> None:
+        self._pool.leave()
+
+    def move(
         self,
-        slots: NDArray[Any] | None = None,
+        move: Move,
+        actions: Rows = (),
+        env_ids: NDArray[Any] | None = None,
         *,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
-    ) -> AbstractContextManager[None]:
-        return self._locked(slots, exclusive=True, if_busy=if_busy, patience=patience)
+        deliver: Deliver | None = copies,
+        at_least: int | None = None,
+    ) -> Made:
+        if at_least is None and isinstance(deliver, Copies):
+            made = self._move(move, actions, env_ids, deliver.unread)
+            if made.status not in (Status.ELSEWHERE, Status.LATE):
+                return made
+        return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
 
-    @contextmanager
-    def _locked(
-        self,
-        slots: NDArray[Any] | None,
-        *,
-        exclusive: bool,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
-    ) -> Generator[None]:
-        enter = partial(self._pool.enter, slots, exclusive)
-        try:  # first: an interrupt may come between entering and our knowing of it
-            if not enter(0):
-                if if_busy is not None:
-                    if_busy()
-                deadline = None if patience is None else time.monotonic() + patience
-                while not enter(_WAIT):  # signal handlers run
-                    if deadline is not None and time.monotonic() > deadline:
-                        break
-            yield
-        finally:
-            self._pool.leave()
-
-    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
+    def _move(self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]) -> Made:
+        """Makes a move by one call of C++; `ELSEWHERE` if it is none that C++ knows."""
         slots = None if move.generation is None else move.slots
         status, rows, waited_ns = self._pool.move(
-            move.verb, move.caller_code, move.caller is not None, slots, move.generation, env_ids, actions
+            move.verb,
+            move.caller_code,
+            move.caller is not None,
+            slots,
+            move.generation,
+            env_ids,
+            actions,
+            unread,
         )
-        return Made(_STATUSES[status], rows, waited_ns / 1e9)
+        return Made(_STATUSES[status], rows, waited_ns / 1e9, recorded=True)
 
     def check_handle(self, move: Move) -> Status:
         return _STATUSES[self._pool.check_handle(move.slots, move.generation)]
@@ -145,25 +138,28 @@ class CEngine:
         self._pool.release()
 
     def advance(self, move: Move) -> None:
-        self.generation[move.slots] += np.uint32(1)
-        self._pool.last_caller = move.caller_code
+        if move.caller is not None:
+            self.generation[move.slots] += np.uint32(1)
+            self._pool.last_caller = move.caller_code
 
     def retract(self, move: Move, last_caller: int) -> None:
-        self.generation[move.slots] -= np.uint32(1)
-        if self._pool.last_caller == move.caller_code:
-            self._pool.last_caller = last_caller
+        if move.caller is not None:
+            self.generation[move.slots] -= np.uint32(1)
+            if self._pool.last_caller == move.caller_code:
+                self._pool.last_caller = last_caller
 
-    def serve(self) -> None:
-        self._pool.serve()
+    def count_success(self) -> None:
+        self._pool.count_success()
 
     def wait_for_copies(self) -> None:
         self._pool.wait_for_copies()
 
-    def admit_devices(self) -> None:
-        self._pool.admit_devices()
+    def allow_gpu(self) -> None:
+        self._pool.allow_gpu()
 
-    def bar(self) -> None:
-        self._pool.bar()
+    def close_fast_path(self) -> None:
+        super().close_fast_path()
+        self._pool.close_fast_path()
 
     def start_trace(self, capacity: int) -> None:
         self._pool.start_trace(capacity)
@@ -173,4 +169,5 @@ class CEngine:
         return Record([Span(_NAMES[what], *rest) for what, *rest in spans], lost)
 
     def close(self) -> None:
+        super().close()
         self._pool.close()

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._handoff._channel import ParentChannel, WorkerChannel
-from jaxvec._handoff._handoff import LOOK_AROUND, Partition, Slots, Work
-from jaxvec._handoff._move import VERBS, Verb
-from jaxvec._memory._marks import Marks
+from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
+from jaxvec._dispatch.dispatch import LOOK_AROUND, Partition, Slots, Work
+from jaxvec._dispatch.move import VERBS, Verb
+from jaxvec._memory.segment import Marks
 from jaxvec._native import load
 
 

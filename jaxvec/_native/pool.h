@@ -7,7 +7,7 @@
 //
 // Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
 // fails or is slow) is Python's business: a move says what it is and has changed nothing, or it hands over
-// in the middle of its wait. So all supervision, and every error's text, is in one language (_pool.py).
+// in the middle of its wait. So all supervision, and every error's text, is in one language (_pool/pool.py).
 #pragma once
 
 #include <atomic>

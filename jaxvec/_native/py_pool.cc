@@ -13,7 +13,7 @@
 namespace jaxvec {
 namespace {
 
-constexpr size_t kAlignment = 64;  // bytes, of the leaves of results
+constexpr npy_intp kAlignment = 64;  // bytes, of the leaves of results
 
 // Python's object holds one reference to the pool; programs that run hold others.
 struct Engine {
@@ -23,27 +23,31 @@ struct Engine {
   uint32_t capacity = 0;  // of the trace
   std::shared_ptr<Pool> pool;
 
-  // Makes arrays for the rows of a time step: one piece of memory, since what is made has its price. Null for
-  // an error.
-  Ref make_rows(npy_intp rows, std::vector<void*>* pointers) const {
-    std::vector<size_t> offsets;
-    size_t size = 0;
-    for (const Ref& leaf : results) {
-      PyArrayObject* array = AsArray(leaf.get());
+  // Makes arrays for the rows of a time step; leaves of the set `unread` get none, and no pointer. They are
+  // one piece of memory, since what is made has its price. Returns null for an error.
+  Ref make_rows(npy_intp rows, PyObject* unread, std::vector<void*>* pointers) const {
+    std::vector<npy_intp> counts, offsets;
+    npy_intp size = 0;
+    for (size_t i = 0; i < results.size(); ++i) {
+      const Ref place(PyLong_FromSize_t(i));
+      const int skipped = place ? PySet_Contains(unread, place.get()) : -1;
+      if (skipped < 0) return nullptr;
+      counts.push_back(skipped != 0 ? 0 : rows);
       offsets.push_back(size);
-      const size_t bytes = rows * (PyArray_NBYTES(array) / PyArray_DIM(array, 0));
+      PyArrayObject* leaf = AsArray(results[i].get());
+      const npy_intp bytes = counts[i] * (PyArray_NBYTES(leaf) / PyArray_DIM(leaf, 0));
       size += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     }
-    auto length = static_cast<npy_intp>(size);
-    const Ref memory(PyArray_SimpleNew(1, &length, NPY_UINT8));
+    const Ref memory(PyArray_SimpleNew(1, &size, NPY_UINT8));
     Ref all(PyList_New(static_cast<Py_ssize_t>(results.size())));
     if (!memory || !all) return nullptr;
     for (size_t i = 0; i < results.size(); ++i) {
       PyArrayObject* leaf = AsArray(results[i].get());
       std::vector<npy_intp> dims(PyArray_DIMS(leaf), PyArray_DIMS(leaf) + PyArray_NDIM(leaf));
-      dims[0] = rows;
-      pointers->push_back(PyArray_BYTES(AsArray(memory.get())) + offsets[i]);
-      Ref array = make_array(reinterpret_cast<PyObject*>(PyArray_DESCR(leaf)), dims, pointers->back());
+      dims[0] = counts[i];
+      void* const data = PyArray_BYTES(AsArray(memory.get())) + offsets[i];
+      pointers->push_back(dims[0] > 0 ? data : nullptr);
+      Ref array = make_array(reinterpret_cast<PyObject*>(PyArray_DESCR(leaf)), dims, data);
       if (!array || PyArray_SetBaseObject(AsArray(array.get()), Py_NewRef(memory.get())) < 0) return nullptr;
       PyList_SetItem(all.get(), static_cast<Py_ssize_t>(i), array.release());
     }
@@ -153,10 +157,10 @@ PyObject* pool_move(PyObject* self, PyObject* args) {
   int new_generation;
   Slots slots, sent;
   Generation generation;
-  PyObject* given;
-  if (!PyArg_ParseTuple(args, "IIpO&O&O&O:move", &request.verb, &request.caller_code, &new_generation,
-                        slots.Convert, &slots, generation.Convert, &generation, sent.Convert, &sent,
-                        &given)) {
+  PyObject *given, *unread;
+  if (!PyArg_ParseTuple(args, "IIpO&O&O&OO!:move", &request.verb, &request.caller_code, &new_generation,
+                        slots.Convert, &slots, generation.Convert, &generation, sent.Convert, &sent, &given,
+                        &PyFrozenSet_Type, &unread)) {
     return nullptr;
   }
   std::vector<Ref> actions;
@@ -171,7 +175,7 @@ PyObject* pool_move(PyObject* self, PyObject* args) {
   Ref rows(PyList_New(0));
   if (request.verb != kSend) {
     const uint32_t count = slots.data == nullptr ? engine.num_slots : slots.count;
-    rows = engine.make_rows(request.verb == kRecv ? engine.batch_size : count, &result_pointers);
+    rows = engine.make_rows(request.verb == kRecv ? engine.batch_size : count, unread, &result_pointers);
   }
   if (!rows) return nullptr;
   request.new_generation = static_cast<uint32_t>(new_generation);
@@ -216,17 +220,17 @@ PyObject* pool_wait_for_copies(PyObject* self, PyObject*) {
 
 // --- State ---
 
-PyObject* pool_bar(PyObject* self, PyObject*) {
+PyObject* pool_close_fast_path(PyObject* self, PyObject*) {
   pool_of(self).state.open = 0;
   return Py_NewRef(Py_None);
 }
 
-PyObject* pool_admit_devices(PyObject* self, PyObject*) {
+PyObject* pool_allow_gpu(PyObject* self, PyObject*) {
   pool_of(self).state.devices = 1;
   return Py_NewRef(Py_None);
 }
 
-PyObject* pool_serve(PyObject* self, PyObject*) {
+PyObject* pool_count_success(PyObject* self, PyObject*) {
   pool_of(self).state.served.fetch_add(1, std::memory_order_relaxed);
   return Py_NewRef(Py_None);
 }
@@ -285,9 +289,9 @@ PyMethodDef methods[] = {
     {"check_handle", pool_check_handle, METH_VARARGS, nullptr},
     {"check_envs", pool_check_envs, METH_VARARGS, nullptr},
     {"wait_for_copies", pool_wait_for_copies, METH_NOARGS, nullptr},
-    {"bar", pool_bar, METH_NOARGS, nullptr},
-    {"admit_devices", pool_admit_devices, METH_NOARGS, nullptr},
-    {"serve", pool_serve, METH_NOARGS, nullptr},
+    {"close_fast_path", pool_close_fast_path, METH_NOARGS, nullptr},
+    {"allow_gpu", pool_allow_gpu, METH_NOARGS, nullptr},
+    {"count_success", pool_count_success, METH_NOARGS, nullptr},
     {"start_trace", pool_start_trace, METH_VARARGS, nullptr},
     {"stop_trace", pool_stop_trace, METH_NOARGS, nullptr},
     {"close", pool_close, METH_NOARGS, nullptr},

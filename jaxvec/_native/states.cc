@@ -1,6 +1,6 @@
 // Takes the state of an env and puts it back, where only what is ordinary has changed since the last one.
 //
-// _slices/_snapshots/_again.py says what these functions do, and has the rest of the rules.
+// _snapshots/snapshot.py says what these functions do, and has the rest of the rules.
 
 #include "states.h"
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// The classes of nodes that this file knows, borrowed: see _slices/_snapshots.
+// The classes of nodes that this file knows, borrowed: see _snapshots/.
 struct Nodes {
   PyObject* atoms;      // set of classes, whose values stand for themselves
   PyObject* node;       // Node: of all of them

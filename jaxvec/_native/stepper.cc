@@ -3,7 +3,7 @@
 // It knows one case each, and leaves every other to Python, where all the rules are: `Stepper.run` returns
 // to its caller with what `env.step` has returned, a `Writer` calls the function that it stands for. So what
 // is here only has to be right about when a case is ordinary. Both are made in Python, which says what is
-// what: `Stepper` in _slices/_env_slice.py, `Writer` in _memory/_rows.py. States of envs are in states.cc.
+// what: `Stepper` in _envs/env_slice.py, `Writer` in _memory/rows.py. States of envs are in states.cc.
 
 #include <cmath>
 #include <cstdint>

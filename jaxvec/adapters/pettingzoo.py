@@ -10,16 +10,16 @@ from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 from numpy.typing import NDArray
 
-from jaxvec import _extras
+from jaxvec import _util
+from jaxvec._spec import Node, as_is, build, walk
 
 try:
     from pettingzoo import AECEnv, ParallelEnv
     from pettingzoo.utils.conversions import aec_to_parallel
 except ImportError as _error:
-    _install = _extras.command("pettingzoo")
+    _install = _util.install_command("pettingzoo")
     raise ImportError(f"jaxvec.adapters.pettingzoo needs pettingzoo: {_install}") from _error
 
-from jaxvec._spaces import Node, as_is, build, walk
 from jaxvec.adapters._adapter import Adapter
 
 __all__ = ["INFO", "PettingZooEnv"]

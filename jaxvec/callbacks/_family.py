@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec import _pickling, _pools
+from jaxvec import _util
+from jaxvec._dispatch.move import Verb
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
-from jaxvec._handoff._move import Verb
-from jaxvec._pool import Pool
-from jaxvec._timestep import TimeStep
+from jaxvec._pool import registry
+from jaxvec._pool.pool import Pool
+from jaxvec._spec import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks import _arguments, _functional, _primitive
-from jaxvec.callbacks._handle import Handle
+from jaxvec.callbacks import _call, _functions, _primitive
+from jaxvec.callbacks._call import Call, Handle
 from jaxvec.callbacks._make import make
-from jaxvec.callbacks._program import Call
 
 # What a family decides by itself.
 _OURS = {
@@ -71,7 +71,7 @@ class EnvFamily:
         self._pools = {1: self.first}
         self._starting = threading.Lock()  # one thread at a time; `close` does not wait for it
         self.closed: bool = False
-        _pools.publish_family(self.first.pool.id, self)
+        registry.publish_family(self.first.pool.id, self)
 
     @property
     def pools(self) -> Mapping[int, VectorEnv]:
@@ -115,17 +115,17 @@ class EnvFamily:
         """
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
-        spec = _arguments.check_is_handle(handle, "reset")
-        extra = _pickling.dumps((options, False))  # without a mask
+        spec = _call.check_is_handle(handle, "reset")
+        extra = _util.dumps((options, False))  # without a mask
         call = Call(Verb.RESET, spec, handle.transport, fresh=True, extra=extra, elastic=True)
-        words, mask = _arguments.seed_words(seed, 1), _arguments.check_mask(None, 1)
+        words, mask = _call.seed_words(seed, 1), _call.mask_array(None, 1)
         token, *rows = _primitive.bind(call, handle.token, words, mask)
         return handle.next(token), _first(spec.build_timestep(rows))
 
     def step(self, handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         """Steps one env, or under `vmap` those of all lanes, in one hand-off; see `jaxvec.step`."""
         batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], action)
-        handle, timestep = _functional.step(handle, batch)
+        handle, timestep = _functions.step(handle, batch)
         return handle, _first(timestep)
 
     def raise_if_failed(self) -> None:

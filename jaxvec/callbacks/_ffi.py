@@ -21,16 +21,16 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
-from jaxvec import _native, _pools
-from jaxvec._handoff._engine import Status
-from jaxvec._handoff._move import VERBS
-from jaxvec._memory import _pinned
+from jaxvec import _native
+from jaxvec._dispatch.engine import Status
+from jaxvec._dispatch.move import VERBS
+from jaxvec._memory import pinned
 from jaxvec._native.interrupts import raise_since
+from jaxvec._pool import registry
 from jaxvec._tracing._recorder import span
-from jaxvec.callbacks import _profile, _program
-from jaxvec.callbacks._effect import PURE
+from jaxvec.callbacks import _call, _profile
+from jaxvec.callbacks._call import PURE, Call
 from jaxvec.callbacks._packing import WORD, Packing
-from jaxvec.callbacks._program import Call
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
 _TARGET = "jaxvec_call"
@@ -79,13 +79,13 @@ def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies
         devices = len(jax.local_devices(backend=platform))
     except RuntimeError:
         return  # it will run elsewhere
-    for pool in _pools.of_spec(call.spec.fingerprint):
+    for pool in registry.of_spec(call.spec.fingerprint):
         pool.pin()
     arrays = [*operands, *Packing.of(call.results(operands[0].shape[0])).transfers]
     sizes = np.array([math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in arrays], np.uint64)
     # On each device, one call begins while the copies of the one before are still under way.
     calls = 2 * min(copies, devices)
-    with suppress(_pinned.PinningError), _pinned.context():
+    with suppress(pinned.PinningError), pinned.context():
         _native.load().prepare_cuda(calls, sizes)
 
 
@@ -156,7 +156,7 @@ def _fail(error: BaseException, pool_id: int, under_way: bool) -> bytes:
 
     It may be called twice for one call.
     """
-    _pools.keep(pool_id, error, under_way=under_way)
+    registry.keep(pool_id, error, under_way=under_way)
     return f"{type(error).__name__}: {error}".encode(errors="replace")
 
 
@@ -178,10 +178,10 @@ def _serve(
         raise TypeError("a call without operands, or whose first is no token")
     token = operands[0]
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
-    pool_id, rows = _program.pool_id(token), len(token) if fresh else None
+    pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
     with (
         _profile.annotate(VERBS[verb].function, "FFI by Python"),
-        _pools.serving(pool_id, fingerprint, rows) as pool,
+        registry.serving(pool_id, fingerprint, rows) as pool,
         span(pool.condition.recorder, "FFI by Python"),
     ):
         if on_device:
@@ -195,12 +195,12 @@ def _serve(
         if status == Status.DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
         elif status == Status.UNDER_WAY:
-            move = _program.move_of(call, pool, token)
+            move = _call.move_of(call, pool, token)
             pool.end(move, waited=waited_ns / 1e9, interrupt=interrupt, out=results[1:])
-            results[0][:] = _program.token_of(pool, move)
+            results[0][:] = _call.token_of(pool, move)
         else:
             interrupt()
-            _program.answer(call, pool, operands, results)
+            _call.answer(call, pool, operands, results)
 
 
 def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtypeStruct]) -> None:

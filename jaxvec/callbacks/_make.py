@@ -1,26 +1,95 @@
-"""`make`: starts a pool that stores what JAX will see."""
+"""`jaxvec.make`, and where the arrays that it returns are placed."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
+import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
+from jax.sharding import Sharding, SingleDeviceSharding
+from numpy.typing import NDArray
 
-from jaxvec._config import PoolConfig
-from jaxvec._ray import Ray
-from jaxvec._restart import Restart
-from jaxvec._slices import _env_fns
-from jaxvec._spaces import as_is, as_jax
+from jaxvec._config import PoolConfig, Ray, Restart
+from jaxvec._envs import constructors
+from jaxvec._memory.segment import ALIGNMENT, Rows
+from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks import _transports
-from jaxvec.callbacks._placement import Placement
+from jaxvec.callbacks import _primitive
+
+# ----------------------------------------------------------------------------------------------------------
+# Puts time steps on devices, for loops in Python: `jaxvec.make(device=...)` and `sharding=`.
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Copies rows of a segment to devices."""
+
+    sharding: Sharding
+
+    @classmethod
+    def of(cls, device: Any, sharding: Any) -> Placement | None:
+        """Returns that of `make`'s arguments, `None` if there is neither; raises if there are both."""
+        if device is None and sharding is None:
+            return None
+        if device is not None and sharding is not None:
+            raise ValueError("device and sharding both say where time steps go; pass one of them")
+        if sharding is None:
+            if not isinstance(device, jax.Device):
+                raise TypeError(f"device must be one of jax.devices(), not {device!r}")
+            return cls(SingleDeviceSharding(device))
+        if not isinstance(sharding, Sharding):
+            raise TypeError(f"sharding must be a jax.sharding.Sharding, not {sharding!r}")
+        if not sharding.is_fully_addressable:
+            raise NotImplementedError(
+                "sharding over the devices of several processes: each process has envs of its own; leave it "
+                "out, and pass each array to jax.make_array_from_process_local_data(sharding, array)"
+            )
+        return cls(sharding)
+
+    def prepare(self, envs: VectorEnv) -> None:
+        """Page-locks the pool's memory for GPUs; raises `ValueError` if its rows can't be so sharded."""
+        try:
+            self.sharding.shard_shape((envs.batch_size,))
+        except ValueError as error:
+            raise ValueError(f"sharding: time steps of {envs.batch_size} envs: {error}") from error
+        if self._platform == "gpu":
+            envs.pool.pin()
+
+    def __call__(self, rows: Rows) -> Sequence[jax.Array]:
+        """Returns the rows where they should be. Whoever has the envs stepped next can't change them.
+
+        On the CPU JAX aliases the memory that it is given, where it can, so it is given copies; to devices
+        it copies from where the envs wrote them, and until it has we may not return.
+        """
+        if self._platform == "cpu":
+            rows = [_copy(array) for array in rows]
+        return jax.block_until_ready(jax.device_put(list(rows), self.sharding))
+
+    @property
+    def _platform(self) -> str:
+        return next(iter(self.sharding.device_set)).platform
+
+
+def _copy(array: NDArray[Any]) -> NDArray[Any]:
+    """Returns a copy that is aligned as JAX wants what it aliases."""
+    memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+# ----------------------------------------------------------------------------------------------------------
+# `make`: starts a pool that stores what JAX will see.
+# ----------------------------------------------------------------------------------------------------------
 
 # What other libraries' functions that make vector envs are given, and what takes its place.
 _PROCESSES = 'leave it out: envs are in worker processes, or with backend="serial" in this one'
@@ -195,14 +264,14 @@ def make(
         ```
     """
     given = locals()  # the record's fields among them, by the same names
-    env = _env_fns.listed(env)
+    env = constructors.listed(env)
     _refuse_unknown(env, env_kwargs)
     config = PoolConfig(**{option.name: given[option.name] for option in fields(PoolConfig)})
     place = Placement.of(device, sharding)
     envs = start(
         env,
         num_envs,
-        replace(config, transport=_transports.choose(config.transport)),
+        replace(config, transport=_primitive.choose_transport(config.transport)),
         env_kwargs=env_kwargs,
         policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         place=place,
@@ -226,5 +295,5 @@ def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
             instead = f"; did you mean {meant[0]!r}?"
         else:
             continue
-        if not _env_fns.takes(env, name):
+        if not constructors.takes(env, name):
             raise TypeError(f"make has no option {name!r}, and the env no such argument{instead}")

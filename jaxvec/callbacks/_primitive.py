@@ -1,11 +1,8 @@
-"""The JAX primitive that every verb is: how a call is traced, transformed, lowered, or made at once.
-
-All operands and results have the env axis first, so to batch a call is to make one for more envs.
-To a derivative, what an env returns is a constant, so the tangents of what goes in end here.
-"""
+"""The JAX primitive of all calls, and the choice of its transport."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,13 +16,44 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxvec import _pools
+from jaxvec._dispatch.move import Verb
 from jaxvec._errors import EnvIdError
-from jaxvec._handoff._move import Verb
 from jaxvec._native import NativeUnavailableError
-from jaxvec.callbacks import _ffi, _io, _profile, _program
-from jaxvec.callbacks._effect import EFFECT, PURE
-from jaxvec.callbacks._program import Call
+from jaxvec._pool import registry
+from jaxvec.callbacks import _ffi, _io_callback, _profile
+from jaxvec.callbacks._call import EFFECT, PURE, Call, answer, pool_id_of
+
+# ----------------------------------------------------------------------------------------------------------
+# Chooses, by name, how compiled programs reach their pool.
+# ----------------------------------------------------------------------------------------------------------
+
+_logger = logging.getLogger("jaxvec")
+
+
+def choose_transport(name: str) -> str:
+    """Returns what a handle should say: `"auto"` only where there is something to choose.
+
+    Raises:
+        NativeUnavailableError: `"ffi"` was asked for and can't be had; says why.
+    """
+    if name == "io_callback":
+        return name
+    reason = _ffi.reason_unavailable()
+    if reason is None:
+        return name
+    if name == "ffi":
+        raise NativeUnavailableError(reason)
+    _logger.info("io_callback transport: %s", reason)
+    return "io_callback"
+
+
+# ----------------------------------------------------------------------------------------------------------
+#
+# The JAX primitive that every verb is: how a call is traced, transformed, lowered, or made at once.
+#
+# All operands and results have the env axis first, so to batch a call is to make one for more envs. To a
+# derivative, what an env returns is a constant, so the tangents of what goes in end here.
+# ----------------------------------------------------------------------------------------------------------
 
 _FFI_PLATFORMS = ("cpu", "cuda")  # that the native library has handlers for
 
@@ -45,10 +73,10 @@ def bind(call: Call, *operands: Any) -> list[jax.Array]:
 def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     arrays = [np.asarray(operand) for operand in operands]
     fresh = len(arrays[0]) if call.fresh else None
-    pool = _pools.find(_program.pool_id(arrays[0]), call.spec.fingerprint, fresh)
+    pool = registry.find(pool_id_of(arrays[0]), call.spec.fingerprint, fresh)
     # The results are copies that nobody else holds, so jax may alias them.
     with _profile.annotate(call.verb.function, "eager"):
-        results = jax.device_put(call.read(_program.answer(call, pool, arrays)))
+        results = jax.device_put(call.read(answer(call, pool, arrays)))
     if call.verb is Verb.RESET and _on_gpu(results[0]):
         # Programs there will come next. Page-locking within one can wait for another GPU, which waits for it.
         pool.pin()
@@ -157,7 +185,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
         )
     if transport == "ffi":
         _ffi.prepare(call, ctx.avals_in, platform=platform, copies=_copies(devices))
-    fun = partial((_ffi if transport == "ffi" else _io).call, call, platform=platform)
+    fun = partial((_ffi if transport == "ffi" else _io_callback).call, call, platform=platform)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxvec._tracing import _shares, _timeline
 from jaxvec._tracing._shares import Shares
-from jaxvec.callbacks import _functional, _make
+from jaxvec.callbacks import _functions, _make
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def trace_run(
         envs.action_space.seed(seed)
         samples = [envs.action_space.sample() for _ in range(num_steps)]
         actions = jax.tree.map(lambda *steps: np.stack(steps), *samples)
-        handle, _ = _functional.reset(envs, seed=seed)
+        handle, _ = _functions.reset(envs, seed=seed)
 
         def step(handle: Any, action: Any) -> tuple[Any, None]:
-            return _functional.step(handle, action)[0], None
+            return _functions.step(handle, action)[0], None
 
         program: Any = jax.jit(lambda handle, actions: jax.lax.scan(step, handle, actions)[0])
         compiled = program.lower(handle, actions).compile()

@@ -11,8 +11,7 @@ import numpy as np
 from gymnasium import Space
 
 import jaxvec
-from jaxvec._spaces import Leaf
-from jaxvec._spec import PoolSpec
+from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._vector_env import VectorEnv
 from jaxvec.cli._progress import Progress
 from jaxvec.cli._systems import System, Turn, take_turns

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._backends import _fork, _handoffs, _start_method
-from jaxvec._backends._ray import _launcher
-from jaxvec._cores import usable_cores
-from jaxvec._memory import _pinned
+from jaxvec._memory import pinned
+from jaxvec._ray import cluster
+from jaxvec._util import usable_cores
+from jaxvec._workers import base, fork, process
 from jaxvec.callbacks import _ffi
 from jaxvec.cli import _plot
 from jaxvec.cli._command import Command, Outcome
@@ -26,19 +26,19 @@ def examine() -> Iterator[tuple[str, str]]:
     for package in ("jax", "jaxlib", "numpy", "gymnasium"):
         yield package, importlib.metadata.version(package)
     yield "usable cores", str(usable_cores())
-    reason = _fork.reason_unavailable()
-    yield "start method", _start_method.choose("auto") if reason is None else f"spawn: {reason}"
+    reason = fork.reason_unavailable()
+    yield "start method", process.choose_start_method("auto") if reason is None else f"spawn: {reason}"
     pins = hasattr(os, "sched_setaffinity")
     yield "pin_workers", "ready" if pins else "off: this system does not bind processes to cores"
     reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
-    yield "dispatch", _handoffs.choose("auto")
+    yield "dispatch", base.choose_dispatch("auto")
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"
     yield "transport", "io_callback" if reason else "ffi on the CPU and on CUDA, io_callback elsewhere"
-    reason = _pinned.reason_unavailable()
+    reason = pinned.reason_unavailable()
     yield "page-locking", "ready" if reason is None else f"off: {reason}"
-    yield "ray", _launcher.describe()
+    yield "ray", cluster.describe()
     reason = _plot.reason_unavailable()
     yield "plots", "ready" if reason is None else f"off: {reason}"
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import jax
 import numpy as np
 
-from jaxvec._cores import usable_cores
+from jaxvec._util import usable_cores
 from jaxvec.cli import _records, _verdict
 from jaxvec.cli._bench_setup import ROUNDS, BenchSetup, Request
 from jaxvec.cli._breakdown import break_down

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from jaxvec import _extras
+from jaxvec import _util
 from jaxvec.cli._command import UsageError
 from jaxvec.cli._records import Measurement
 from jaxvec.cli._verdict import Verdict
@@ -16,7 +16,7 @@ _KINDS = (".png", ".pdf", ".svg")
 def reason_unavailable() -> str | None:
     """Says why there can't be plots; `None` if there can."""
     if importlib.util.find_spec("matplotlib") is None:
-        return f"matplotlib is not installed: {_extras.command('demo')}"
+        return f"matplotlib is not installed: {_util.install_command('demo')}"
     return None
 
 

@@ -14,9 +14,9 @@ from typing import Any, cast
 import gymnasium
 
 import jaxvec
-from jaxvec import _extras
-from jaxvec._memory._layout import split
-from jaxvec._slices import _env_fns
+from jaxvec import _util
+from jaxvec._envs import constructors
+from jaxvec._memory.segment import split_evenly
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _make
 from jaxvec.cli._command import UsageError
@@ -41,7 +41,7 @@ class Target:
 
     def env_fns(self, count: int) -> list[Callable[[], Any]]:
         """Returns what makes the first so many envs of a pool that has a worker for each."""
-        return _env_fns.resolve(self.env, split(count, count), self.kwargs)
+        return constructors.resolve(self.env, split_evenly(count, count), self.kwargs)
 
     def make(self, **settings: Any) -> VectorEnv:
         """Makes a pool of it."""
@@ -136,7 +136,9 @@ def _publisher(name: str) -> str:
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: there is no package {package!r} here; {_extras.command(extra)}") from error
+        raise UsageError(
+            f"{name}: there is no package {package!r} here; {_util.install_command(extra)}"
+        ) from error
     return package
 
 

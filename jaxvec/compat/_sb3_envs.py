@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import gymnasium
 
-from jaxvec import _pickling
+from jaxvec import _util
 
 IS_WRAPPED = "_jaxvec_is_wrapped"  # a method of each env: whether it is, in a wrapper of this class
 
@@ -29,7 +29,7 @@ class OwnEnvFn:
         return prepare(self._env_fn())
 
     def __reduce__(self) -> Any:
-        return _load, (_pickling.dumps(self._env_fn),)
+        return _load, (_util.dumps(self._env_fn),)
 
 
 def _load(pickled: bytes) -> OwnEnvFn:

@@ -23,10 +23,10 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._timestep import TimeStep
+from jaxvec._spec import TimeStep
+from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
-from jaxvec.callbacks._handle import Handle
-from jaxvec.compat._face import Face
+from jaxvec.compat._base import Face
 
 __all__ = ["Env", "State", "make", "wrap"]
 

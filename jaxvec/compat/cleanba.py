@@ -17,9 +17,8 @@ from gymnasium import Space
 from jaxvec._errors import EnvError
 from jaxvec._spec import STATISTICS
 from jaxvec._vector_env import VectorEnv
-from jaxvec.compat import _atari, _final_obs
-from jaxvec.compat.envpool import _info, _tasks
-from jaxvec.compat.envpool._tasks import Task
+from jaxvec.compat import _atari, _base, envpool
+from jaxvec.compat.envpool import Task
 
 __all__ = ["GymVectorEnv", "make_env"]
 
@@ -60,7 +59,7 @@ def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[
         raise TypeError(f"{name} can't be set here: every step is of all envs, which reset themselves in it")
     if _atari.find(env_id) is not None:
         kwargs = {**_ATARI, **kwargs}
-    task, options = _tasks.resolve(env_id, kwargs)
+    task, options = envpool.resolve_task(env_id, kwargs)
     return lambda: GymVectorEnv(task, task.start(num_envs, autoreset_mode="SAME_STEP", **options), seed=seed)
 
 
@@ -121,11 +120,11 @@ class GymVectorEnv:
             before clipping, `terminated`, `TimeLimit.truncated`, `elapsed_step` of the episode that has ended
             or runs on, and the declared keys, as of the step itself; of Atari's tasks also `lives` and `ram`.
         """
-        timestep = _final_obs.take_info(self._envs.step(action), np)
-        statistics, last_obs = _final_obs.take(timestep, np)
+        timestep = _base.take_final_info(self._envs.step(action), np)
+        statistics, last_obs = _base.take_final_obs(timestep, np)
         obs, reward, terminated, truncated, _ = timestep
         info = {key: statistics[key] for key in STATISTICS}
-        info |= _info.convert(timestep._replace(info=statistics, truncated=truncated & ~terminated))
+        info |= _base.convert_info(timestep._replace(info=statistics, truncated=truncated & ~terminated))
         if last_obs is not None:
             info["final_observation"] = last_obs
         return obs, reward, terminated | truncated, info

@@ -19,11 +19,11 @@ from gymnasium import spaces
 from jax.core import Tracer
 
 from jaxvec._errors import EnvError, UnsupportedSpaceError
-from jaxvec._timestep import TimeStep
+from jaxvec._spec import TimeStep
+from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
-from jaxvec.callbacks._handle import Handle
-from jaxvec.compat import _final_obs, _gymnax_spaces
-from jaxvec.compat._face import Face
+from jaxvec.compat import _base, _spaces
+from jaxvec.compat._base import Face
 
 __all__ = ["EnvParams", "EnvState", "Environment", "make"]
 
@@ -182,11 +182,11 @@ class Environment(Face):
 
     def action_space(self, params: EnvParams | None = None) -> Any:
         """Returns gymnax's own space where gymnax is installed, else one like it."""
-        return _gymnax_spaces.convert(self._family.first.single_action_space, "action")
+        return _spaces.to_gymnax_space(self._family.first.single_action_space, "action")
 
     def observation_space(self, params: EnvParams | None = None) -> Any:
         """Returns gymnax's own space where gymnax is installed, else one like it."""
-        return _gymnax_spaces.convert(self._family.first.single_observation_space, "obs")
+        return _spaces.to_gymnax_space(self._family.first.single_observation_space, "obs")
 
     def __repr__(self) -> str:
         return f"Environment({self.name!r}, pools of {sorted(self.pools)} envs)"
@@ -247,7 +247,7 @@ def make(
 
 
 def _info(timestep: TimeStep) -> dict[str, Any]:
-    info, last_obs = _final_obs.take(timestep, jnp)
+    info, last_obs = _base.take_final_obs(timestep, jnp)
     if last_obs is not None:
         info["final_observation"] = last_obs
     flags = {"terminated": timestep.terminated, "truncated": timestep.truncated}

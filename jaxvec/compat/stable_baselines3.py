@@ -19,13 +19,12 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _actions, _extras, _seeds, _start
+from jaxvec import _arguments, _start, _util
 from jaxvec._config import PoolConfig
+from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
-from jaxvec._handoff._move import Caller, Move, Verb
-from jaxvec._memory._views import Rows
-from jaxvec._spaces import Leaf, Node, as_is, builder, leaves, map_leaves
-from jaxvec._spec import PoolSpec
+from jaxvec._memory.segment import Rows
+from jaxvec._spec import Leaf, Node, PoolSpec, as_is, builder, leaves, map_leaves
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
 
@@ -44,7 +43,8 @@ else:
         _VecEnv = importlib.import_module("stable_baselines3.common.vec_env").VecEnv
     except ImportError as error:
         raise ImportError(
-            f"these vector envs are Stable-Baselines3's, which can't be imported: {_extras.command('sb3')}"
+            "these vector envs are Stable-Baselines3's, which can't be imported: "
+            + _util.install_command("sb3")
         ) from error
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]
@@ -105,7 +105,7 @@ class _PooledVecEnv(_VecEnv):
         with _as_raised():
             rows = pool.reset(
                 pool.move_all(Verb.RESET, Caller.HOST),
-                seeds=_seeds.expand(self._seeds, self.num_envs),
+                seeds=_arguments.expand_seeds(self._seeds, self.num_envs),
                 mask=None,
                 options=options if any(options) else None,
             )
@@ -410,7 +410,7 @@ def _rows_of(spec: PoolSpec, actions: Any) -> list[NDArray[Any]] | None:
     if not isinstance(spec.action, Leaf):  # here a batch is one action for each env, not one for each leaf
         return None
     try:
-        return _actions.check_on_host(spec, actions, spec.num_envs, exact=True)
+        return _arguments.check_on_host(spec, actions, spec.num_envs, exact=True)
     except ActionError:
         return None
 

@@ -15,13 +15,12 @@ import jax
 import numpy as np
 from gymnasium import Space, spaces
 
-from jaxvec import _extras
+from jaxvec import _util
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._timestep import TimeStep
+from jaxvec._spec import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.compat import _final_obs
-from jaxvec.compat.envpool import _tasks
-from jaxvec.compat.envpool._tasks import Task
+from jaxvec.compat import _base, envpool
+from jaxvec.compat.envpool import Task
 
 __all__ = ["EnvFactory", "StoaVectorEnv", "register"]
 
@@ -72,7 +71,7 @@ class EnvFactory:
         self.apply_wrapper_fn = apply_wrapper_fn
         self.lock: threading.Lock = threading.Lock()  # of the seed
         self.kwargs = kwargs
-        self._task, self._options = _tasks.resolve(task_id, kwargs)
+        self._task, self._options = envpool.resolve_task(task_id, kwargs)
         theirs = sys.modules.get("stoix.utils.env_factory")
         if theirs is not None:  # its systems ask whether they got one
             theirs.EnvFactory.register(EnvFactory)
@@ -199,7 +198,7 @@ class StoaVectorEnv:
             episode that ended last, and `is_terminal_step`; of an Atari task, its last game's score and
             length, over all its lives and before clipping. The extras of `info=` are of the step itself.
         """
-        _, _, terminated, truncated, info = timestep = _final_obs.take_info(self.env.step(action), np)
+        _, _, terminated, truncated, info = timestep = _base.take_final_info(self.env.step(action), np)
         _, running, ended, cut = self._kinds
         kind = np.where(terminated, ended, np.where(truncated, cut, running))
         over, total, length = terminated | truncated, info["episode_return"], info["episode_length"]
@@ -228,7 +227,7 @@ class StoaVectorEnv:
         self.env.close()
 
     def _timestep(self, kind: Any, timestep: TimeStep) -> Any:
-        extras, last_obs = _final_obs.take(timestep, np)
+        extras, last_obs = _base.take_final_obs(timestep, np)
         if last_obs is not None:
             extras["next_obs"] = last_obs
         extras["metrics"] = {
@@ -275,4 +274,4 @@ def _stoa() -> Any:
     try:
         return importlib.import_module("stoa")
     except ImportError as error:
-        raise ImportError(f"Stoix's envs are stoa's: {_extras.command('stoix')}") from error
+        raise ImportError(f"Stoix's envs are stoa's: {_util.install_command('stoix')}") from error

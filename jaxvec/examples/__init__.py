@@ -2,10 +2,10 @@
 
 from importlib.util import find_spec
 
-from jaxvec import _extras
+from jaxvec import _util
 
 _missing = [package for package in ("flax", "optax", "tqdm", "matplotlib") if find_spec(package) is None]
 if _missing:
     raise ImportError(
-        f"jaxvec's examples need {', '.join(_missing)}, of the extra [demo]: {_extras.command('demo')}"
+        f"jaxvec's examples need {', '.join(_missing)}, of the extra [demo]: {_util.install_command('demo')}"
     )

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 import jaxvec
-from jaxvec import _extras
+from jaxvec import _util
 from jaxvec.examples._training import Options, Report, Returns, Trained, encode, option, repeat
 from jaxvec.normalize import RunningMeanStd
 
 try:
     import flashbax
 except ImportError as _error:
-    raise ImportError(f"this example needs flashbax: {_extras.command('replay')}") from _error
+    raise ImportError(f"this example needs flashbax: {_util.install_command('replay')}") from _error
 
 
 @dataclass(frozen=True)

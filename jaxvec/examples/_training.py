@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 import jaxvec
-from jaxvec import _extras
+from jaxvec import _util
 
 _RECENT = 100  # episodes whose mean return is told
 
@@ -92,7 +92,7 @@ def need(extra: str, *modules: str) -> None:
     """Ends the program, and says what to install, if a module of an extra is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise SystemExit(f"this example needs {', '.join(missing)}: {_extras.command(extra)}")
+        raise SystemExit(f"this example needs {', '.join(missing)}: {_util.install_command(extra)}")
 
 
 def encode(obs: jax.Array) -> jax.Array:

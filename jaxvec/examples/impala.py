@@ -1,13 +1,4 @@
-"""IMPALA on one machine: actors play while the learner learns, and V-trace corrects for what is older.
-
-    python -m jaxvec.examples.impala
-    python -m jaxvec.examples.impala --num-actors 0
-
-Each actor is a thread with a pool of its own and a compiled rollout; it takes the newest weights, plays, and
-puts what came of it into a queue. The learner takes the next rollout that is there. So nobody waits for a
-slow env but the actor that plays in it. The second command plays and learns one after the other, to compare.
-`--mean-delay` makes each step of an env take longer, by a time that is drawn anew each time.
-"""
+"""An env whose steps take longer. Workers import this file, and so no JAX."""
 
 from __future__ import annotations
 
@@ -21,13 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import jaxvec
-from jaxvec.examples import _delayed
 from jaxvec.examples._training import (
     Options,
     Result,
@@ -41,6 +32,40 @@ from jaxvec.examples._training import (
 )
 from jaxvec.examples.ppo import ActorCritic, Categorical
 from jaxvec.normalize import RunningMeanStd
+
+
+class Delayed(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Makes each step take longer, by a time drawn from an exponential distribution."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], mean: float) -> None:
+        """Takes the mean in seconds."""
+        super().__init__(env)
+        self._mean = mean
+        self._random = np.random.default_rng()
+
+    def step(self, action: Any) -> Any:
+        """Sleeps, and steps the env."""
+        time.sleep(self._random.exponential(self._mean))
+        return super().step(action)
+
+
+def make_delayed(env: str, mean: float) -> gymnasium.Env[Any, Any]:
+    """Makes an env from its Gymnasium id, which takes longer by `mean` seconds a step."""
+    return Delayed(gymnasium.make(env), mean)
+
+
+# ----------------------------------------------------------------------------------------------------------
+#
+# IMPALA on one machine: actors play while the learner learns, and V-trace corrects for what is older.
+#
+#     python -m jaxvec.examples.impala
+#     python -m jaxvec.examples.impala --num-actors 0
+#
+# Each actor is a thread with a pool of its own and a compiled rollout; it takes the newest weights, plays,
+# and puts what came of it into a queue. The learner takes the next rollout that is there. So nobody waits
+# for a slow env but the actor that plays in it. The second command plays and learns one after the other, to
+# compare. `--mean-delay` makes each step of an env take longer, by a time that is drawn anew each time.
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -256,7 +281,7 @@ class Exchange:
 
 def run(config: Config) -> Result:
     """Starts the envs, trains, and closes them."""
-    env = partial(_delayed.make, config.env, config.mean_delay) if config.mean_delay else config.env
+    env = partial(make_delayed, config.env, config.mean_delay) if config.mean_delay else config.env
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
     with ExitStack() as stack:

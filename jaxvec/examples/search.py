@@ -40,13 +40,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 import jaxvec
-from jaxvec import EnvState, Handle, TimeStep, _extras
+from jaxvec import EnvState, Handle, TimeStep, _util
 from jaxvec.examples._training import make_parser, option
 
 try:
     import mctx
 except ImportError as _error:
-    raise ImportError(f"jaxvec.examples.search needs mctx: {_extras.command('search')}") from _error
+    raise ImportError(f"jaxvec.examples.search needs mctx: {_util.install_command('search')}") from _error
 
 
 @dataclass(frozen=True)

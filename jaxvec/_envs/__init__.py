@@ -1,0 +1,1 @@
+"""The envs of one worker or of this process, and their steps."""

@@ -1,0 +1,420 @@
+"""Steps a slice of a pool that batched envs fill: each instance, a `VectorEnv`, holds neighbouring slots.
+
+The twin of `EnvSlice` for simulators that step many envs in one call, on NumPy or in their own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec import _stats
+from jaxvec._arguments import NO_SEED, Options
+from jaxvec._envs.env_rows import one_of
+from jaxvec._envs.env_states import Gone
+from jaxvec._envs.envs import BatchedEnv, EnvFailure, Failing, FailingAttribute, split_reset, wrong_step
+from jaxvec._envs.slice import Done, Parameters
+from jaxvec._memory.rows import InvalidValue, conform, writer
+from jaxvec._memory.segment import Arrays, Marks, kind_of
+from jaxvec._spec import (
+    Autoreset,
+    DictNode,
+    KeyPath,
+    Leaf,
+    Node,
+    PoolSpec,
+    build,
+    format_path,
+    leaves,
+    map_leaves,
+)
+from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
+
+
+class BatchSlice:
+    """The instances that hold the slots from `first` on, `size` each; see `EnvSlice`.
+
+    An instance moves as a whole: a request must name all of its slots, or none. Only without autoreset
+    can some of its envs be reset.
+    """
+
+    def __init__(
+        self,
+        instances: list[BatchedEnv],
+        *,
+        size: int,
+        first: int,
+        worker: int,
+        spec: PoolSpec,
+        arrays: Arrays,
+    ) -> None:
+        self._instances = instances
+        self._targets: list[Any] = instances  # or what records their steps and resets
+        self.recorder: Recorder | None = None
+        self._record: Record | None = None  # of the last trace
+        self._size = size
+        self.first = first
+        self._spec = spec
+        self._arrays = arrays
+        self._running = memoryview(Marks.of(arrays).running[worker])
+        self._stats = memoryview(arrays["stats",][worker])
+        count = len(instances) * size
+        self._returns = np.zeros((count, *spec.reward.shape))
+        self._lengths = np.zeros(count, np.int32)
+        self._over = np.zeros(count, np.bool_)  # whose last step ended an episode
+        self._raw: list[dict[str, Any]] = [{} for _ in instances]
+        self._options: Options = None
+        # Writers of single rows are costly to make.
+        infos = [spec.declared, *([spec.info.child("final_info")] if spec.has_final_info else [])]
+        nodes: list[Node] = [child for info in infos for child in info.children[::2]]
+        nodes += [spec.info.child("final_obs")] if spec.has_final_obs else []
+        self._write_row = {node.path: writer(node, arrays) for node in nodes}
+        arrays["info", "env_id"][first : first + count] = range(first, first + count)
+
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last call."""
+        places = (divmod(slot - self.first, self._size) for slot in slots)
+        return [one_of(self._raw[which], row, self._size) for which, row in places]
+
+    def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Resets the envs of `slots` with the seeds in the segment and the options set last."""
+        partly = not self._spec.autoreset.resets
+        for which, rows, chosen in self._parts(slots, "reset", partly=partly):
+            began = monotonic_ns()
+            seeds = self._arrays["seed",][rows]
+            options = self._common_options(rows.start + np.flatnonzero(chosen))
+            if not chosen.all():
+                options = {**(options or {}), "reset_mask": chosen}
+            with self._failing(which, "reset"):
+                result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
+                obs, info = split_reset(result)
+                reset = rows.start + np.flatnonzero(chosen)
+                self._write(self._spec.obs, obs, rows)
+            mine = reset - self.first
+            self._returns[mine], self._lengths[mine], self._over[mine] = 0, 0, False
+            for path in (("terminated",), ("truncated",), ("info", "episode_length")):
+                self._arrays[path][reset] = 0
+            for leaf in (self._spec.reward, self._spec.info.child("episode_return")):
+                self._arrays[leaf.path][reset] = 0
+            with self._failing(which, "reset"):
+                self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
+            self._stats[_stats.RESETS] += int(chosen.sum())
+            self._stats[_stats.RESET_NS] += monotonic_ns() - began
+            if done is not None:
+                done(rows.start, self._size)
+        self._running[0] = 0
+
+    def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Steps the envs of `slots` with the actions in the segment."""
+        for which, rows, _ in self._parts(slots, "step", partly=False):
+            began = monotonic_ns()
+            actions = self._actions(rows)
+            with self._failing(which, "step", actions):
+                result: Any = self._targets[which].step(actions)
+                if not isinstance(result, tuple) or len(result) != 5:
+                    raise wrong_step(result)
+                obs, reward, terminated, truncated, info = result
+                self._write(self._spec.obs, obs, rows)
+                self._write(self._spec.reward, reward, rows)
+                self._write(self._spec.terminated, terminated, rows)
+                self._write(self._spec.truncated, truncated, rows)
+                over = self._arrays["terminated",][rows] | self._arrays["truncated",][rows]
+                self._count(rows, np.asarray(reward), over)
+                self._write_infos(which, rows, info, over)
+            self._stats[_stats.STEP_NS] += monotonic_ns() - began
+            if done is not None:
+                done(rows.start, self._size)
+        self._running[0] = 0
+
+    @property
+    def can_prepare(self) -> bool:
+        """A batched env resets its envs by itself."""
+        return False
+
+    def prepare(self) -> None:
+        """Is not asked for."""
+
+    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
+        """Is not asked for: a failure ends the pool."""
+        raise failure
+
+    def restore(self, slot: int, parameters: Parameters) -> None:
+        """Is not asked for, as `recover`."""
+        raise NotImplementedError
+
+    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
+        """Is not asked for: batched envs take arrays."""
+        raise NotImplementedError
+
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
+        """Is not asked for: batched envs have no leaves of Python objects."""
+        raise NotImplementedError
+
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
+        """Is not asked for, as `put_objects`."""
+        raise NotImplementedError
+
+    def try_save(self, slots: NDArray[Any]) -> None:
+        """Is not asked for: a pool of batched envs keeps no states."""
+        raise NotImplementedError
+
+    def try_restore(self, slots: NDArray[Any]) -> None:
+        """Is not asked for, as `try_save`."""
+        raise NotImplementedError
+
+    def save_states(
+        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
+    ) -> list[bytes] | None:
+        """Is not asked for, as `try_save`."""
+        raise NotImplementedError
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        oldest: int,
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def simulate_states(
+        self,
+        sources: Sequence[int],
+        numbers: Sequence[int],
+        actions: Sequence[NDArray[Any]],
+        oldest: int,
+    ) -> list[NDArray[Any]] | Gone:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
+    ) -> None:
+        """Is not asked for, as `save_states`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+    def start_trace(self, capacity: int) -> None:
+        """Records steps and resets from now on, the latest `capacity` of them."""
+        recorder = self.recorder = Recorder(capacity)
+        self._record = None
+        starts = [self.first + which * self._size for which in range(len(self._instances))]
+        self._targets = [
+            RecordedEnv(self._instances, which, f"envs {start}-{start + self._size - 1}", recorder)
+            for which, start in enumerate(starts)
+        ]
+
+    def stop_trace(self) -> Record | None:
+        """Records no more, and returns what was; again, if it is asked again."""
+        recorder, self.recorder, self._targets = self.recorder, None, self._instances
+        if recorder is not None:
+            self._record = recorder.take()
+        return self._record
+
+    def set_options(self, options: Options) -> None:
+        """Sets the options that resets from outside pass on from now on."""
+        self._options = options
+
+    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
+        """Returns attribute `name` of the instances, called if it can be; a row of it for each slot."""
+
+        def ask(instance: Any, *mine: Any) -> Any:
+            if callable(getattr(instance, "call", None)) and name != "render":  # only some of Gymnasium's
+                return instance.call(name, *mine, **kwargs)
+            attribute = attrgetter(name)(instance)
+            return attribute(*mine, **kwargs) if callable(attribute) else attribute
+
+        return self._ask(slots, args, ask, lambda slot: FailingAttribute(slot, name))
+
+    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
+        """Returns attribute `name` of the instances, a row of it for each slot."""
+
+        def read(instance: Any) -> Any:
+            if callable(getattr(instance, "get_attr", None)):
+                return instance.get_attr(name)
+            return attrgetter(name)(instance)
+
+        return self._ask(slots, args, read, lambda slot: FailingAttribute(slot, name))
+
+    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
+        """Returns what `function` returns of the instances, a row of it for each slot."""
+        return self._ask(slots, args, function, lambda slot: Failing(slot, "map"))
+
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        """Sets attribute `name` of the instances that hold `slots`; all of one, or what each says it has."""
+        by_instance: dict[int, dict[int, Any]] = {}
+        for slot, value in zip(slots, values, strict=True):
+            which, row = divmod(slot - self.first, self._size)
+            by_instance.setdefault(which, {})[row] = value
+        for which, rows in by_instance.items():
+            instance: Any = self._instances[which]
+            with FailingAttribute(self.first + which * self._size + min(rows), f"set_attr({name!r})"):
+                if not callable(getattr(instance, "set_attr", None)):
+                    for value in rows.values():
+                        setattr(instance.unwrapped, name, value)
+                    continue
+                whole = len(rows) == self._size
+                each = [None] * self._size if whole else list(instance.get_attr(name))
+                for row, value in rows.items():
+                    each[row] = value
+                instance.set_attr(name, each)
+
+    def _actions(self, rows: slice) -> Any:
+        return build(self._spec.action, lambda leaf: self._arrays[leaf.path][rows].astype(leaf.dtype))
+
+    def _ask(
+        self,
+        slots: Iterable[int],
+        args: Sequence[Any],
+        ask: Callable[..., Any],
+        failing: Callable[[int], Failing],
+    ) -> list[Any]:
+        """Returns what `ask` returns of the instances, once of each; a row of it for each slot."""
+        answers: dict[int, Any] = {}
+        results: list[Any] = []
+        for slot, mine in zip(slots, args, strict=True):
+            which, row = divmod(slot - self.first, self._size)
+            if which not in answers:
+                with failing(slot):
+                    answers[which] = ask(self._instances[which], *mine)
+            value = answers[which]
+            alike = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
+            results.append(value[row] if alike else value)
+        return results
+
+    def _parts(
+        self, slots: NDArray[Any], operation: str, *, partly: bool
+    ) -> Iterator[tuple[int, slice, NDArray[np.bool_]]]:
+        """Yields each instance that has some of `slots`, its rows of the segment, and which of them."""
+        completed: list[int] = []
+        for which in np.unique((slots - self.first) // self._size).tolist():
+            start = self.first + which * self._size
+            chosen = np.isin(np.arange(start, start + self._size), slots)
+            self._running[0] = start + 1
+            if not partly and not chosen.all():
+                failure = EnvFailure(start, operation)
+                failure.completed = completed
+                raise failure from InvalidValue(
+                    f"envs {start} to {start + self._size - 1} are one batched env, which moves as a whole; "
+                    f"{operation} was asked for {int(chosen.sum())} of them"
+                )
+            try:
+                yield which, slice(start, start + self._size), chosen
+            except EnvFailure as failure:
+                failure.completed = completed
+                raise
+            completed = completed + list(range(start, start + self._size))
+
+    def _failing(self, which: int, operation: str, action: Any = None) -> Failing:
+        return Failing(self.first + which * self._size, operation, action)
+
+    def _common_options(self, slots: NDArray[Any]) -> dict[str, Any] | None:
+        if self._options is None:
+            return None
+        given = [self._options[slot - self.first] for slot in slots.tolist()]
+        return next((one for one in given if one is not None), None)
+
+    def _write(self, node: Node, value: Any, rows: slice) -> None:
+        """Writes a batch of values, checked and cast as by Gymnasium."""
+        match node:
+            case Leaf():
+                whole = Leaf(node.path, (self._size, *node.shape), node.dtype, node.stored)
+                self._arrays[node.path][rows] = conform(whole, value)
+            case DictNode():
+                if not isinstance(value, Mapping) or set(value) != set(node.keys):
+                    raise InvalidValue(
+                        f"{format_path(node.path)}: expected a dict with keys {list(node.keys)}"
+                    )
+                for key, child in zip(node.keys, node.children, strict=True):
+                    self._write(child, value[key], rows)
+            case _:
+                if not isinstance(value, (tuple, list)) or len(value) != len(node.children):
+                    raise InvalidValue(f"{format_path(node.path)}: expected a tuple of {len(node.children)}")
+                for child, part in zip(node.children, value, strict=True):
+                    self._write(child, part, rows)
+
+    def _count(self, rows: slice, reward: NDArray[Any], over: NDArray[np.bool_]) -> None:
+        """Adds up the episodes, and shows those of this step."""
+        mine = slice(rows.start - self.first, rows.stop - self.first)
+        begun = self._over[mine] & (self._spec.autoreset is Autoreset.NEXT_STEP)  # this step was their reset
+        returns, lengths = self._returns[mine], self._lengths[mine]
+        returns += reward
+        lengths += 1
+        returns[begun], lengths[begun] = 0, 0
+        self._arrays["info", "episode_return"][rows] = returns
+        self._arrays["info", "episode_length"][rows] = lengths
+        if self._spec.autoreset is Autoreset.SAME_STEP:
+            returns[over], lengths[over] = 0, 0
+        self._over[mine] = over
+        self._stats[_stats.STEPS] += self._size - int(begun.sum())
+        self._stats[_stats.EPISODES] += int(over.sum())
+
+    def _write_infos(self, which: int, rows: slice, info: Any, over: NDArray[np.bool_]) -> None:
+        if not isinstance(info, dict):
+            raise InvalidValue(f"info must be a dict, got {type(info).__name__}")
+        self._raw[which] = info
+        self._arrays["raw_info",][rows] = kind_of(info)
+        self._write_declared(self._spec.declared, info, rows)
+        if self._spec.has_final_obs:
+            node = self._spec.info.child("final_obs")
+            if self._arrays["info", "_final_obs"][rows].any():  # rows of the step before
+                for leaf in leaves(node):
+                    self._arrays[leaf.path][rows] = 0
+            self._arrays["info", "_final_obs"][rows] = over
+            write = self._write_row[node.path]
+            for row in np.flatnonzero(over).tolist():
+                write(rows.start + row, _final_obs(self._spec.obs, info, row))
+        if self._spec.has_final_info:
+            final = info.get("final_info", {})
+            self._write_declared(self._spec.info.child("final_info"), final, rows)
+
+    def _write_declared(self, node: DictNode, info: Mapping[str, Any], rows: slice) -> None:
+        for key, child, mask in zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True):
+            has = np.broadcast_to(info.get(f"_{key}", key in info), (self._size,))
+            self._arrays[mask.path][rows] = has  # pyright: ignore[reportAttributeAccessIssue]  # a leaf
+            if has.all() and isinstance(info[key], np.ndarray) and info[key].dtype != object:
+                self._write(child, info[key], rows)
+                continue
+            for leaf in leaves(child):
+                self._arrays[leaf.path][rows] = 0
+            write = self._write_row[child.path]
+            for row in np.flatnonzero(has).tolist():
+                write(rows.start + row, _row(child, info[key], row))
+
+
+def _as_seed(seeds: NDArray[np.int64]) -> Any:
+    """Returns seeds in the simplest form that means the same: not all batched envs take lists."""
+    given = seeds != NO_SEED
+    if not given.any():
+        return None
+    if given.all() and (np.diff(seeds) == 1).all():
+        return int(seeds[0])
+    return [int(seed) if one else None for seed, one in zip(seeds, given, strict=True)]
+
+
+def _final_obs(node: Node, info: Mapping[str, Any], row: int) -> Any:
+    if "final_obs" not in info:
+        raise InvalidValue(
+            "an episode ended under same-step autoreset, but info has no 'final_obs'; make the pool with "
+            "final_obs=False"
+        )
+    given = info["final_obs"]
+    # Gymnasium's have an array of objects; others one batch of observations.
+    return given[row] if isinstance(given, np.ndarray) and given.dtype == object else _row(node, given, row)
+
+
+def _row(node: Node, value: Any, row: int) -> Any:
+    """Returns one env's part of a batch."""
+    return map_leaves(node, value, lambda _, part: part[row])

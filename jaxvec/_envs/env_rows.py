@@ -1,0 +1,176 @@
+"""Rows of the segment as a slice of envs writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._memory.rows import column, reader, writer, zeroer
+from jaxvec._memory.segment import Arrays, Index, RawInfo, kind_of
+from jaxvec._spec import DictNode, PoolSpec, leaves
+
+# ----------------------------------------------------------------------------------------------------------
+# Writes the parts of `info` that come from the env: declared keys, and an episode's last step.
+# ----------------------------------------------------------------------------------------------------------
+
+_FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
+
+
+class DeclaredInfo:
+    """Writes the declared keys of a raw info, each with its mask; a missing key reads as zero."""
+
+    def __init__(self, node: DictNode, arrays: Arrays) -> None:
+        pairs = zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True)
+        self._fields = [
+            (key, writer(child, arrays), zeroer(child, arrays), column(mask, arrays))
+            for key, child, mask in pairs
+        ]
+
+    def write(self, index: int, info: dict[str, Any]) -> None:
+        """Writes row `index`."""
+        for key, write, clear, mask in self._fields:
+            present = key in info
+            if present:
+                write(index, info[key])
+            elif mask[index]:
+                clear(index)
+            mask[index] = present
+
+
+class FinalStep:
+    """The last observation and info of an episode, under same-step autoreset; zero elsewhere.
+
+    Attributes:
+        columns: `[n, ...]` each, of all this.
+    """
+
+    def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int] = ()) -> None:
+        """Prepares to write.
+
+        Args:
+            spec, arrays: of the pool.
+            written: rows that may not be zero: another has left them.
+        """
+        self._obs = self._info = None
+        nodes = [node for key, node in zip(spec.info.keys, spec.info.children, strict=True) if key in _FINAL]
+        self.columns = [arrays[leaf.path] for node in nodes for leaf in leaves(node)]
+        if spec.has_final_obs:
+            node = spec.info.child("final_obs")
+            mask = column(spec.info.child("_final_obs"), arrays)
+            self._obs = (writer(node, arrays), zeroer(node, arrays), mask)
+        if spec.has_final_info:
+            self._info = DeclaredInfo(spec.info.child("final_info"), arrays)
+        self._written = set(written)  # whose final rows are not zero
+
+    def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
+        """Writes row `index`."""
+        self._written.add(index)
+        if self._obs is not None:
+            write, _, mask = self._obs
+            write(index, obs)
+            mask[index] = True
+        if self._info is not None:
+            self._info.write(index, info)
+
+    def is_written(self, index: int) -> bool:
+        """Says whether row `index` has something else than zeros."""
+        return index in self._written
+
+    def note_written(self, index: int, *, is_written: bool) -> None:
+        """Takes note of a row that another has written."""
+        (self._written.add if is_written else self._written.discard)(index)
+
+    def clear(self, index: int) -> None:
+        """Zeroes row `index`."""
+        if index not in self._written:
+            return
+        self._written.remove(index)
+        if self._obs is not None:
+            _, clear, mask = self._obs
+            clear(index)
+            mask[index] = False
+        if self._info is not None:
+            self._info.write(index, {})
+
+
+def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
+    """Returns the part of a batched info of `size` envs that is one env's."""
+    mine: dict[str, Any] = {}
+    for key, value in info.items():
+        mask = info.get(f"_{key}")
+        if (key.startswith("_") and key[1:] in info) or (mask is not None and not mask[row]):
+            continue
+        if isinstance(value, Mapping):
+            mine[key] = one_of(value, row, size)
+        else:
+            batched = isinstance(value, (np.ndarray, list, tuple)) and len(value) == size
+            mine[key] = value[row] if batched else value
+    return mine
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The rows of a slice's envs, as far as they are the envs' own: actions out, observations and infos in.
+# ----------------------------------------------------------------------------------------------------------
+
+
+class EnvRows:
+    """Of the envs of a slice, which go by their index there.
+
+    Attributes:
+        write_obs: writes one observation, by index.
+        final: of episodes that have ended.
+        infos: the raw info of each env's last call.
+        given: the next actions, by index, if they are not in the segment.
+        objects: leaves of Python objects.
+    """
+
+    def __init__(self, spec: PoolSpec, rows: Arrays, *, left: bool) -> None:
+        """Prepares to read and write.
+
+        Args:
+            spec: of the pool.
+            rows: the envs' rows of the segment's arrays.
+            left: whether another slice has left them.
+        """
+        count = len(rows["raw_info",])
+        self._read_actions = reader(spec.action, rows)
+        self._read_obs = reader(spec.obs, rows)
+        self.write_obs = writer(spec.obs, rows)
+        self.final = FinalStep(spec, rows, range(count) if left else ())
+        self._declared = DeclaredInfo(spec.declared, rows)
+        self._raw_info = rows["raw_info",]
+        self._raw_info[:] = RawInfo.EMPTY
+        self.infos: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
+        self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
+        self.given: dict[int, Any] | None = None
+
+    def actions(self, indices: list[int], rows: Index) -> list[Any]:
+        """Returns the next action of each of these envs, once; `rows` are `indices`, for an array."""
+        given, self.given = self.given, None
+        if given is None:
+            return list(self._read_actions(rows))
+        return [given[index] for index in indices]
+
+    def obs(self, index: int) -> Any:
+        """Returns a copy of the observation that is in the row."""
+        (obs,) = self._read_obs(np.array([index]))
+        return obs
+
+    def put(self, indices: NDArray[Any], rows: Sequence[NDArray[Any]]) -> None:
+        """Writes whole rows of time steps, `[n, ...]` each."""
+        for array, row in zip(self._timestep, rows, strict=True):
+            array[indices] = row
+
+    def take_info(self, index: int, info: dict[str, Any]) -> None:
+        """Keeps a raw info whose declared keys another has written."""
+        self.infos[index] = info
+        self._raw_info[index] = kind_of(info)
+
+    def write_info(self, index: int, info: dict[str, Any]) -> None:
+        """Writes what is declared of a raw info, and keeps all of it."""
+        self._declared.write(index, info)
+        self.take_info(index, info)

@@ -1,0 +1,272 @@
+"""The interface of a slice of envs, and the settings that are applied again to a new env."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from jaxvec._arguments import Options
+from jaxvec._config import Restart
+from jaxvec._envs.env_states import Gone
+from jaxvec._envs.envs import EnvFailure
+from jaxvec._spec import KeyPath
+from jaxvec._tracing._recorder import Record, Recorder
+
+# ----------------------------------------------------------------------------------------------------------
+# What the program has told envs, and a new env in the place of another has to be told again.
+# ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a new env is told.
+
+    Attributes:
+        options: for its first reset, if that is not one from outside, which has its own.
+        attributes: to be set before, by name; on their way to a worker, each a cloudpickled value.
+        state: to go on from after a step that is lost, in place of that reset; see `_states.pack`.
+    """
+
+    options: dict[str, Any] | None
+    attributes: Mapping[str, Any]
+    state: bytes | None = None
+
+
+class Told:
+    """Of all envs of a pool, what they were told last, and the states that were saved last.
+
+    Attributes:
+        keeps_states: whether to take note of saved states.
+    """
+
+    def __init__(self, policy: Restart, pack: Callable[[Any], Any]) -> None:
+        """Begins with nothing, and takes note of what `policy` wants to be kept.
+
+        `pack` keeps a value from being changed by who has set it.
+        """
+        self._pack = pack
+        self._keeps_options = policy.keep_options
+        self.keeps_states: bool = policy.retry == "restore"
+        self._states: dict[int, bytes] = {}
+        self._options: dict[int, dict[str, Any]] = {}
+        self._attributes: dict[int, dict[str, Any]] = {}
+        self._called: set[int] = set()
+
+    def reset(self, slots: NDArray[Any], options: Options) -> None:
+        """Takes note of a reset of `slots` with the options that each env of the pool has."""
+        if not self._keeps_options or (options is None and not self._options):
+            return
+        for slot in slots.tolist():
+            one = None if options is None else options[slot]
+            if one is None:
+                self._options.pop(slot, None)
+            else:
+                self._options[slot] = one
+
+    def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
+        """Takes note of an attribute that is set, of each of `slots`."""
+        if not self._keeps_options:
+            return
+        packed: dict[int, Any] = {}  # values may be large, and one for all
+        for slot, value in zip(slots.tolist(), values, strict=True):
+            if id(value) not in packed:
+                packed[id(value)] = self._pack(value)
+            self._attributes.setdefault(slot, {})[name] = packed[id(value)]
+
+    def call(self, slots: NDArray[Any]) -> None:
+        """Takes note that somebody's code may have changed the envs of `slots`; who knows how."""
+        if self._keeps_options:
+            self._called.update(slots.tolist())
+
+    def save(self, slots: NDArray[Any], states: Sequence[bytes]) -> None:
+        """Takes note of the states of `slots`, the latest that are saved."""
+        self._states.update(zip(slots.tolist(), states, strict=True))
+
+    def saved(self, slots: Iterable[int]) -> list[int]:
+        """Returns those of `slots` of which there is a saved state."""
+        return sorted(self._states.keys() & set(slots))
+
+    def of(self, slot: int) -> Parameters | None:
+        """Returns what a new env in this slot has to be told, if anything."""
+        options, attributes = self._options.get(slot), self._attributes.get(slot)
+        state = self._states.get(slot)
+        if options is None and attributes is None and state is None:
+            return None
+        return Parameters(options, attributes or {}, state)
+
+    def forget_calls(self, slots: Iterable[int]) -> list[int]:
+        """Returns those of `slots` that may have been changed by calls, which new envs in them have not."""
+        lost = sorted(self._called.intersection(slots))
+        self._called.difference_update(lost)
+        return lost
+
+
+# ----------------------------------------------------------------------------------------------------------
+# What a worker, or the serial backend, asks of the envs that it holds.
+# ----------------------------------------------------------------------------------------------------------
+
+# Is told the first of some neighbouring slots, and how many: their rows are complete.
+Done = Callable[[int, int], None]
+
+# Of a request to the slice of envs `first` to `stop - 1`; `None` where it is not to be asked.
+Arguments: TypeAlias = Callable[[int, int], tuple[Any, ...] | None]
+
+# What a pool asks of all slices by name, while none of their envs is in flight.
+Asked: TypeAlias = Literal[
+    "infos_of",
+    "call",
+    "get_attr",
+    "map",
+    "set_attr",
+    "set_options",
+    "start_trace",
+    "stop_trace",
+    "give_actions",
+    "put_objects",
+    "get_objects",
+    "save_states",
+    "restore_states",
+    "simulate_states",
+    "export_states",
+    "import_states",
+]
+
+
+class Slice(Protocol):
+    """The envs of some neighbouring slots, and the rows of the segment that they fill."""
+
+    first: int
+    recorder: Recorder | None  # while steps and resets are recorded
+
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last call."""
+        ...
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether `prepare` has something to do."""
+        ...
+
+    def prepare(self) -> None:
+        """Does in idle time what will be needed."""
+        ...
+
+    def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Resets the envs of `slots`, and tells `done` of each that is, if that is given.
+
+        Raises:
+            EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
+        """
+        ...
+
+    def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
+        """Steps the envs of `slots`; otherwise as `reset`."""
+        ...
+
+    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
+        """Makes ready for another try at what `failure` left; a new env is told its `parameters`."""
+        ...
+
+    def restore(self, slot: int, parameters: Parameters) -> None:
+        """Tells an env, built in the place of another, what that was told."""
+        ...
+
+    def start_trace(self, capacity: int) -> None:
+        """Records steps and resets from now on, the latest `capacity` of them."""
+        ...
+
+    def stop_trace(self) -> Record | None:
+        """Records no more, and returns what was; again, if it is asked again.
+
+        Who asked first may have been cut off by the end of another worker.
+        """
+        ...
+
+    def set_options(self, options: Options) -> None:
+        """Sets the options that resets from outside pass to each env from now on."""
+        ...
+
+    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
+        """Takes the actions of the next step, in place of those in the segment."""
+        ...
+
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
+        """Takes over leaves of Python objects, which are not in the segment, from the parent."""
+        ...
+
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
+        """Returns leaves of Python objects."""
+        ...
+
+    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
+        """Returns an attribute of each env, called if it can be."""
+        ...
+
+    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
+        """Returns an attribute of each env as it is; `args` are empty."""
+        ...
+
+    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
+        """Returns what a function returns of each env."""
+        ...
+
+    def try_save(self, slots: NDArray[Any]) -> None:
+        """Saves the states of the envs of `slots` under the numbers in the segment, and writes 0 there.
+
+        Where a number is left, nothing was done, and `save_states` will do it, or say why it can't.
+        """
+        ...
+
+    def try_restore(self, slots: NDArray[Any]) -> None:
+        """Has the envs of `slots` go on from the states of these numbers in the segment; as `try_save`.
+
+        Where a number is left, the env may have its state all the same; `restore_states` gives it again.
+        """
+        ...
+
+    def save_states(
+        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
+    ) -> list[bytes] | None:
+        """Keeps the states of envs under these numbers, and no states before the oldest."""
+        ...
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        oldest: int,
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Has envs go on from states."""
+        ...
+
+    def simulate_states(
+        self,
+        sources: Sequence[int],
+        numbers: Sequence[int],
+        actions: Sequence[NDArray[Any]],
+        oldest: int,
+    ) -> list[NDArray[Any]] | Gone:
+        """Steps copies of envs from their states, and keeps the states after that."""
+        ...
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Returns states as bytes."""
+        ...
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
+    ) -> None:
+        """Keeps states that come as bytes."""
+        ...
+
+    def close(self) -> None:
+        """Closes what it has built itself; the envs that it was given are others' to close."""
+        ...
+
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        """Sets an attribute of each env."""
+        ...

@@ -1,1 +1,0 @@
-"""Who may touch a slot now: between processes the hand-off, between threads the engine."""

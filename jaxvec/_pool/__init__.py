@@ -1,0 +1,1 @@
+"""A pool of envs, as one program uses it."""

@@ -1,0 +1,1 @@
+"""Workers on other nodes of a Ray cluster."""

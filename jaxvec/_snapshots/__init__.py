@@ -1,0 +1,1 @@
+"""Copies of the object graphs that envs consist of."""

@@ -1,0 +1,182 @@
+"""MuJoCo's models and data, which are in its own memory, and dm_control's `Physics`."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, TakesParts
+
+
+def _mujoco() -> Any:
+    return sys.modules["mujoco"]  # it is loaded: one of its objects is there
+
+
+class _Memory:
+    """The numbers of a model, as blocks of the memory that it has them in.
+
+    Pictures and shapes, which can be megabytes, are left out: an env that changes them says its state itself.
+    """
+
+    def __init__(self, model: Any) -> None:
+        spans: list[tuple[int, int]] = []
+        for name in dir(model):
+            value = getattr(model, name, None) if not name.startswith(("_", *_SHAPES)) else None
+            if isinstance(value, np.ndarray) and value.flags.writeable and value.nbytes:
+                start = value.__array_interface__["data"][0]
+                spans.append((start, start + value.nbytes))
+        blocks: list[tuple[int, int]] = []
+        for start, end in sorted(spans):
+            # MuJoCo allocates them at once, and aligns each.
+            if blocks and 0 <= start - blocks[-1][1] < 64:
+                blocks[-1] = blocks[-1][0], end
+            elif not blocks or start >= blocks[-1][1]:
+                blocks.append((start, end))
+        self.blocks = [
+            np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
+            for start, end in blocks
+        ]
+        self.last: Any = None  # what was read last, for states to share
+
+    def read(self, options: Any) -> tuple[NDArray[np.uint8], list[Any]]:
+        """Returns the numbers, and those of `mjOption`; the same object if they are the same."""
+        blocks = np.concatenate(self.blocks)
+        values = [getattr(options, name) for name in _option_names(type(options))]
+        values = [value.tobytes() if isinstance(value, np.ndarray) else value for value in values]
+        last = self.last
+        if last is None or last[1] != values or not np.array_equal(last[0], blocks):
+            last = self.last = blocks, values
+        return last
+
+    def write(self, options: Any, numbers: tuple[NDArray[np.uint8], list[Any]]) -> None:
+        """Writes what was read, of this model or of one like it."""
+        blocks, values = numbers
+        if blocks.size != sum(block.size for block in self.blocks):
+            raise CannotCopy("its MjModel has other sizes now")
+        place = 0
+        for block in self.blocks:
+            np.copyto(block, blocks[place : place + block.size])
+            place += block.size
+        for name, value in zip(_option_names(type(options)), values, strict=True):
+            if isinstance(value, bytes):
+                array = getattr(options, name)
+                array[...] = np.frombuffer(value, array.dtype).reshape(array.shape)
+            else:
+                setattr(options, name, value)
+
+
+_SHAPES = ("tex_", "mesh_", "hfield_", "skin_", "bvh_", "oct_", "names", "paths", "text_")
+_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()  # by model
+
+
+def _memory(model: Any) -> _Memory:
+    found = _memories.get(model)
+    if found is None:
+        found = _memories[model] = _Memory(model)
+    return found
+
+
+def _option_names(kind: type, known: dict[type, list[str]] = {}) -> list[str]:  # noqa: B006
+    if kind not in known:
+        known[kind] = [name for name in dir(kind) if not name.startswith("_") and name != "signature"]
+    return known[kind]
+
+
+class _Model(Node):
+    """A `MjModel`: its numbers are written again."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers = numbers
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        _check(old, "MjModel")
+        memory = _memory(old)
+        if memory.read(old.opt) is not self.numbers:
+            memory.write(old.opt, self.numbers)
+        return old
+
+
+def take_model(taker: TakesParts, model: Any) -> Any:
+    node = _Model(_memory(model).read(model.opt))
+    taker.remember(model, node)
+    return node
+
+
+class _Data(Node):
+    """A `MjData`, with all that was computed from its state, because envs read that before they step."""
+
+    __slots__ = ("data", "free")
+
+    def __init__(self, data: Any, free: list[Any]) -> None:
+        self.data = data
+        self.free = free
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        _check(old, "MjData")
+        _mujoco().mj_copyData(old, old.model, self.data)
+        return old
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        for name in ("time", "qpos", "qvel", "act", "ctrl", "qacc_warmstart", "xpos", "sensordata"):
+            yield f".{name}", getattr(self.data, name), getattr(other.data, name)
+
+    def __del__(self) -> None:
+        self.free.append(self.data)
+
+    def __reduce__(self) -> Any:
+        return _Data, (self.data, [])
+
+
+# By an env's data, memory for copies that no state uses any more: to make it takes a millisecond.
+_free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+
+
+def take_data(taker: TakesParts, data: Any) -> Any:
+    model = data.model
+    taker.value(model)
+    free = _free.get(data)
+    if free is None:
+        free = _free[data] = []
+    copy = free.pop() if free else _mujoco().MjData(model)
+    _mujoco().mj_copyData(copy, model, data)
+    node = _Data(copy, free)
+    taker.remember(data, node)
+    return node
+
+
+class _Physics(Node):
+    """dm_control's `Physics`, whose many views of its data stay."""
+
+    __slots__ = ("data", "model")
+
+    def __init__(self, model: Any, data: Any) -> None:
+        self.model = model
+        self.data = data
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        _check(old, "Physics")
+        putter.value(self.model, old.model.ptr)
+        putter.value(self.data, old.data.ptr)
+        return old
+
+
+def take_physics(taker: TakesParts, physics: Any) -> Any:
+    node = _Physics(taker.value(physics.model.ptr), taker.value(physics.data.ptr))
+    taker.remember(physics, node)
+    return node
+
+
+def _check(old: Any, name: str) -> None:
+    if all(kind.__name__ != name for kind in type(old).__mro__):
+        raise CannotCopy(
+            f"there is no {name} where the state has one",
+            "Restore it into an env that the same function made and that was reset",
+        )

@@ -1,0 +1,332 @@
+"""Worker processes of this machine or of a cluster, and how they are started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._arguments import Options, options_changed, select_options
+from jaxvec._config import Budget
+from jaxvec._dispatch.channel import Channel
+from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff
+from jaxvec._dispatch.engine import Engine, Rules
+from jaxvec._dispatch.move import Verb
+from jaxvec._envs.slice import Arguments, Asked, Told
+from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
+from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
+from jaxvec._spec import PoolSpec
+from jaxvec._tracing._recorder import Loss, Record
+from jaxvec._util import usable_cores
+from jaxvec._workers import fork
+from jaxvec._workers.base import Launcher, Patience, Process, Slices, open_engine, parent_end
+from jaxvec._workers.fork import Forker
+from jaxvec._workers.forkserver import ThreadsError
+from jaxvec._workers.spawn import Spawner
+from jaxvec._workers.supervisor import Supervisor, check_all
+from jaxvec._workers.worker import Attach, WorkerRecipe
+
+# ----------------------------------------------------------------------------------------------------------
+# How workers of this machine are started: as forks of a fork server, or as interpreters of their own.
+# ----------------------------------------------------------------------------------------------------------
+
+_logger = logging.getLogger("jaxvec")
+
+
+@dataclass(frozen=True)
+class StartMethod:
+    """Of the workers of a pool.
+
+    Attributes:
+        name: `"forkserver"`, `"spawn"`, or `"auto"` for the first that works here.
+        worker_env: changes to their environment variables; `None` unsets one.
+        preload: modules that the fork server imports.
+        timeout: seconds that the start of one may take; `None` for ever.
+    """
+
+    name: str
+    worker_env: Mapping[str, str | None]
+    preload: tuple[str, ...]
+    timeout: float | None
+
+
+def choose_start_method(name: str) -> str:
+    """Returns `"forkserver"` or `"spawn"`.
+
+    Raises:
+        RuntimeError: `"forkserver"` was asked for and can't be had; says why.
+    """
+    reason = fork.reason_unavailable()
+    if name == "forkserver" and reason is not None:
+        raise RuntimeError(f'start_method="forkserver" is not possible here: {reason}')
+    if name == "auto":
+        return "forkserver" if reason is None else "spawn"
+    return name
+
+
+class LocalLauncher:
+    """Starts workers on this machine; see `Launcher`."""
+
+    at_sockets = False
+
+    def __init__(self, method: StartMethod) -> None:
+        """Prepares to start workers; raises as `choose`."""
+        self._method = method
+        self._launcher: Spawner | Forker = Spawner(method.worker_env)
+        if choose_start_method(method.name) == "forkserver":
+            self._launcher = Forker(method.worker_env, method.preload, method.timeout)
+
+    def partition(self, slices: Slices) -> Slices:
+        return slices
+
+    def launch(self, worker: int) -> tuple[Process, Channel]:
+        try:
+            return self._launcher.launch(worker)
+        except ThreadsError as error:
+            if self._method.name != "auto" or self._method.preload:
+                raise ThreadsError(
+                    f"the fork server can't be used: {error}, and forking threads is not safe; use "
+                    'start_method="spawn", or leave the module that starts them out of preload'
+                ) from error
+            _logger.info("workers are started as interpreters of their own: %s", error)
+            self._launcher = Spawner(self._method.worker_env)
+            return self._launcher.launch(worker)
+
+    def close(self) -> None:
+        self._launcher.close()
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The envs of a pool in worker processes: hands them over, waits for them, and asks them.
+# ----------------------------------------------------------------------------------------------------------
+
+_SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps
+
+
+class ProcessWorkers:
+    """The worker processes of one pool; see `Workers`. `close()` ends them, whatever state they are in."""
+
+    def __init__(
+        self, recipe: WorkerRecipe, *, launcher: Launcher, handoff: str, budget: Budget, learn_info: bool
+    ) -> None:
+        """Starts the workers and waits until every env is built.
+
+        Raises:
+            EnvError: an env's constructor raised.
+            WorkerDiedError: a worker died.
+            EnvTimeoutError: the envs were not built in time.
+        """
+        self._slices = recipe.slices
+        self._launcher = launcher
+        self._start_timeout = recipe.start_timeout
+        self._max_running = recipe.max_running
+        self._arrays: Arrays | None = None
+        self._kind = handoff
+        self._budget = budget
+        self._handoff: ParentHandoff | None = None
+        self.supervisor = Supervisor(recipe, budget, launcher)
+        try:
+            self.description = self.supervisor.build(learn_info=learn_info)
+        except BaseException:
+            self.close(timeout=0)
+            raise
+
+    @property
+    def restarts(self) -> Sequence[int]:
+        return self._budget.restarts
+
+    @property
+    def lives(self) -> Sequence[int]:
+        return self.supervisor.lives
+
+    @property
+    def ends(self) -> Sequence[JaxvecError | None]:
+        return self.supervisor.ends
+
+    @property
+    def maps_segment(self) -> bool:
+        return not self._launcher.at_sockets
+
+    @property
+    def moves_states(self) -> bool:
+        return self.maps_segment and not self._objects_in
+
+    @property
+    def told(self) -> Told | None:
+        return self.supervisor.told
+
+    def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
+        spin_ns = _spin_ns(len(self._slices))
+        descriptor = create_segment(layout)
+        try:
+            arrays = attach_segment(descriptor, layout)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        message = Attach(
+            0, self._slices[0], layout, spec, self._kind, spin_ns, self._max_running, replaces=None
+        )
+        self.supervisor.attach(message, descriptor, arrays)
+        self._spec, self._arrays = spec, arrays
+        self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
+        self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
+        self._partition = self._launcher.partition(self._slices)
+        self._handoff = parent_end(
+            self._kind,
+            Marks.of(arrays),
+            slices=self._partition,
+            channels=self.supervisor.channels,
+            spin_ns=spin_ns,
+        )
+        if not self._launcher.at_sockets:
+            self.supervisor.notify_worker = self._handoff.notify_worker
+        return arrays
+
+    def open_engine(self, rules: Rules) -> Engine:
+        assert self._handoff is not None
+        assert self._arrays is not None
+        return open_engine(self._handoff, self._spec, self._arrays, slices=self._partition, rules=rules)
+
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
+        assert self._handoff is not None
+        if verb is Verb.STEP and self._objects_out:
+            self._put_objects(slots)
+        self._handoff.send(verb, slots)
+
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        assert self._handoff is not None
+        return self._handoff.any_resetting(slots)
+
+    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
+        assert self._handoff is not None
+        supervisor, handoff = self.supervisor, self._handoff
+        while True:
+            seconds = min(supervisor.time_left(patience), LOOK_AROUND)
+            if handoff.wait(slots, count, seconds):
+                break
+            with supervisor.listening():
+                try:
+                    heard = supervisor.look(handoff.begin_look(slots, count, seconds), patience)
+                except (EnvError, WorkerDiedError) as error:
+                    supervisor.hear_others(error, lambda: self._late(slots)[0], patience)
+                    raise
+                # The slots count, not the wakes: a worker can be stopped between the two.
+                over = not heard and supervisor.time_left(patience) <= 0  # what was seen may have moved it
+                if over and not handoff.enough_completed(slots, count):
+                    late, unfinished = self._blame(slots)
+                    supervisor.expire(patience, late, unfinished)
+        if self._objects_in:
+            self._get_objects(slots, patience.timeout)
+
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        assert self._handoff is not None
+        return self._handoff.first_completed(slots, count)
+
+    def set_options(self, options: Options, timeout: float | None) -> None:
+        before, self.supervisor.options = self.supervisor.options, options  # for who is replaced meanwhile
+
+        def arguments(*slots: int) -> tuple[Options] | None:  # others may be in the middle of a long step
+            changed = options_changed(before, options, *slots)
+            return (select_options(options, *slots),) if changed else None
+
+        try:
+            self.request("set_options", arguments, timeout=timeout)
+        except NotPicklableError:
+            self.supervisor.options = before
+            raise
+
+    def request(
+        self,
+        name: Asked,
+        arguments: Arguments,
+        *,
+        timeout: float | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        return self.supervisor.ask(name, arguments, timeout, check)
+
+    def start_trace(self, capacity: int) -> None:
+        self.supervisor.losses.clear()
+        self.supervisor.trace = capacity  # a worker that is replaced is told, too
+        self.request("start_trace", lambda *_: (capacity,), timeout=self._start_timeout)
+
+    def stop_trace(self, *, hurry: bool) -> list[Record]:
+        self.supervisor.trace = None
+        if hurry:
+            answers = self.supervisor.salvage()
+        else:
+            answers = self.request("stop_trace", lambda *_: (), timeout=self._start_timeout)
+        losses = self.supervisor.losses
+        for worker, answer in enumerate(answers):
+            if isinstance(answer, JaxvecError):
+                losses.append((worker, Loss(str(answer), time.monotonic_ns())))
+        return [
+            replace(
+                answer.earlier(self.supervisor.ahead(worker)) if isinstance(answer, Record) else Record([]),
+                losses=tuple(loss for whose, loss in losses if whose == worker),
+            )
+            for worker, answer in enumerate(answers)
+        ]
+
+    def close(self, timeout: float | None, *, tell: bool = True) -> None:
+        try:
+            self.supervisor.close(timeout, tell=tell)
+        finally:
+            if self._handoff is not None:
+                self._handoff.close()
+            self._arrays = self._handoff = None
+
+    def kill(self) -> None:
+        self.supervisor.kill()
+
+    def _blame(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
+        """Returns the workers that hold up `slots`, and what else of theirs is unfinished, too."""
+        late, unfinished = self._late(slots)
+        if self._max_running is not None:  # who waits for its turn is late because of those that run
+            assert self._arrays is not None
+            waiting = Marks.of(self._arrays).running[:, 1]
+            late = [worker for worker in late if not waiting[worker]] or late
+        # In a first-ready pool those of other workers may have been sent a moment ago.
+        return late, [slot for slot in unfinished if self.supervisor.worker_of(slot) in late]
+
+    def _late(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
+        """Returns the workers that are not done with `slots`, and all slots that are not done."""
+        assert self._handoff is not None
+        unfinished = self._handoff.unfinished()
+        late = {self.supervisor.worker_of(slot) for slot in np.intersect1d(unfinished, slots).tolist()}
+        return sorted(late), unfinished.tolist()
+
+    def _put_objects(self, slots: NDArray[Any]) -> None:
+        """Gives the workers what of the actions of `slots` is not in the segment."""
+        assert self._arrays is not None
+        columns = {path: self._arrays[path] for path in self._objects_out}
+
+        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
+            mine = slots[(first <= slots) & (slots < stop)]
+            return (mine, {path: column[mine] for path, column in columns.items()}) if len(mine) else None
+
+        check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
+
+    def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
+        """Gets from the workers what of the time steps of `slots` is not in the segment."""
+        assert self._arrays is not None
+
+        def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
+            mine = slots[(first <= slots) & (slots < stop)]
+            return (mine, self._objects_in) if len(mine) else None
+
+        answers = check_all(self.request("get_objects", arguments, timeout=timeout))
+        for (first, stop), columns in zip(self._slices, answers, strict=True):
+            for path, column in (columns or {}).items():
+                self._arrays[path][slots[(first <= slots) & (slots < stop)]] = column
+
+
+def _spin_ns(num_workers: int) -> int:
+    """Spinning keeps cores awake; where workers share them, somebody else does."""
+    return _SPIN_NS if num_workers <= usable_cores() else 0

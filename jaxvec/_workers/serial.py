@@ -1,0 +1,171 @@
+"""The serial backend: the whole pool as one slice in this process. Same stepper, no processes.
+
+For debugging, and for envs so cheap that handing them over costs more than stepping them. It can't
+interrupt an env, so timeouts don't apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._arguments import Options
+from jaxvec._config import Budget
+from jaxvec._dispatch.engine import Engine, PyEngine, Rules
+from jaxvec._dispatch.move import Verb
+from jaxvec._envs import failures
+from jaxvec._envs.constructors import describe
+from jaxvec._envs.envs import EnvFailure, build_env, close_envs
+from jaxvec._envs.slice import Arguments, Asked, Told
+from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
+from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
+from jaxvec._spec import PoolSpec
+from jaxvec._tracing._recorder import Record
+from jaxvec._workers.base import Patience
+from jaxvec._workers.supervisor import tell_lost
+from jaxvec._workers.worker import WorkerRecipe
+
+
+class SerialWorkers:
+    """See `Workers`."""
+
+    def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
+        self._envs: list[Any] = []
+        self._close_slice: Callable[[], None] = lambda: None
+        self._recipe = recipe
+        self._budget = budget
+        self.told: Told | None = None
+        if budget.policy is not None:
+            self.told = Told(budget.policy, lambda value: value)  # envs have the very values
+        with _typed():
+            self._envs = build_env(recipe.env_fns, 0, recipe.slice_config.size)
+            self.description = describe(
+                self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.slice_config.equal_spaces
+            )
+        if self.description.mismatch is not None:
+            self.close(timeout=0)
+            raise SpaceMismatchError(self.description.mismatch)
+
+    @property
+    def restarts(self) -> Sequence[int]:
+        return self._budget.restarts
+
+    @property
+    def lives(self) -> Sequence[int]:
+        return [0]
+
+    @property
+    def ends(self) -> Sequence[None]:
+        return [None]
+
+    @property
+    def maps_segment(self) -> bool:
+        return True
+
+    @property
+    def moves_states(self) -> bool:
+        return False  # a request is a call
+
+    def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
+        arrays = private_segment(layout)
+        self._num_envs = spec.num_envs
+        self._requested = Marks.of(arrays).requested
+        make_slice = self._recipe.slice_config.slice_of(self._envs, self._recipe.env_fns)
+        self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
+        self._close_slice = self._slice.close
+        return arrays
+
+    def open_engine(self, rules: Rules) -> Engine:
+        self._rows = rules.admission.rows
+        return PyEngine(rules, done_at_once=True)
+
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
+        self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
+        self._move(verb, slots)
+
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        return False
+
+    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
+        """Returns at once, since all is done when `send` returns."""
+
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        return slots[:count]
+
+    def set_options(self, options: Options, timeout: float | None) -> None:
+        self._slice.set_options(options)
+
+    def request(
+        self,
+        name: Asked,
+        arguments: Arguments,
+        *,
+        timeout: float | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        mine = arguments(0, self._num_envs)
+        if mine is None:
+            return [None]
+        try:
+            with _typed():
+                return [getattr(self._slice, name)(*mine)]
+        except (EnvError, EnvStateError) as error:
+            return [error]
+
+    def start_trace(self, capacity: int) -> None:
+        self._slice.start_trace(capacity)
+
+    def stop_trace(self, *, hurry: bool) -> list[Record]:
+        return [self._slice.stop_trace() or Record([])]
+
+    def close(self, timeout: float | None, *, tell: bool = True) -> None:
+        envs, self._envs = self._envs, []
+        self._close_slice()
+        with _typed():
+            close_envs(envs, 0, self._recipe.slice_config.size)
+
+    def kill(self) -> None:
+        """There is nothing to kill."""
+
+    def _move(self, verb: Verb, slots: NDArray[Any]) -> None:
+        move = self._slice.step if verb is Verb.STEP else self._slice.reset
+        while slots.size:
+            try:
+                move(slots)
+                return
+            except EnvFailure as failure:
+                slots = np.setdiff1d(slots, failure.completed)
+                self._recover(failure)
+
+    def _recover(self, failure: EnvFailure) -> None:
+        slot, told, rebuild = failure.env_id, self.told, self._budget.rebuilds
+        while True:
+            self._budget.spend(0, _to_error(failure), tell_lost(told, [slot]) if rebuild else "")
+            parameters = told.of(slot) if rebuild and told is not None else None
+            try:
+                self._slice.recover(failure, rebuild=rebuild, parameters=parameters)
+            except EnvFailure as another:
+                failure = another
+            else:
+                return
+
+
+@contextmanager
+def _typed() -> Generator[None]:
+    try:
+        yield
+    except EnvFailure as failure:
+        raise _to_error(failure) from failure.__cause__
+
+
+def _to_error(failure: EnvFailure) -> EnvError | EnvStateError:
+    """Returns the error that the user gets; raises Ctrl-C, which is no failure of the env."""
+    if isinstance(failure.__cause__, KeyboardInterrupt):
+        raise failure.__cause__ from None
+    error = failures.to_error(failures.report(failure), worker=None)
+    error.__cause__ = failure.__cause__
+    return error
