@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from benchmarks import pictures
-from jaxvec._tracing import _timeline
 
 # What a span is, by how its name begins; a later one is drawn over those before it.
 KINDS = {
@@ -67,7 +68,10 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=50, help="number of the first hand-off to draw")
     parser.add_argument("--count", type=int, default=3, help="how many")
     options = parser.parse_args()
-    draw(_timeline.read(options.trace), options.picture, first=options.first, count=options.count)
+    read = gzip.open if options.trace.suffix == ".gz" else Path.open
+    with read(options.trace) as file:
+        timeline = json.load(file)
+    draw(timeline, options.picture, first=options.first, count=options.count)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,10 @@ from jaxvec._stats import Stats, WorkerStats
 if TYPE_CHECKING:
     from jaxvec import adapters, normalize, testing
     from jaxvec._rollouts import Rollout, Rollouts, RolloutStats
-    from jaxvec._tile_images import tile_images
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._call import Handle
     from jaxvec.callbacks._functions import call, get_attr, recv, reset, restore, save, send, simulate, step
     from jaxvec.callbacks._make import make
-    from jaxvec.callbacks._profile import merge_traces
 
 __version__ = "0.1.0"
 
@@ -83,7 +81,6 @@ __all__ = [
     "call",
     "get_attr",
     "make",
-    "merge_traces",
     "normalize",
     "recv",
     "reset",
@@ -93,7 +90,6 @@ __all__ = [
     "simulate",
     "step",
     "testing",
-    "tile_images",
 ]
 
 # Loaded on first use: workers import this package too, and must never import jax.
@@ -106,7 +102,6 @@ _LAZY = {
     "call": "jaxvec.callbacks._functions",
     "get_attr": "jaxvec.callbacks._functions",
     "make": "jaxvec.callbacks._make",
-    "merge_traces": "jaxvec.callbacks._profile",
     "recv": "jaxvec.callbacks._functions",
     "reset": "jaxvec.callbacks._functions",
     "restore": "jaxvec.callbacks._functions",
@@ -114,7 +109,6 @@ _LAZY = {
     "send": "jaxvec.callbacks._functions",
     "simulate": "jaxvec.callbacks._functions",
     "step": "jaxvec.callbacks._functions",
-    "tile_images": "jaxvec._tile_images",
 }
 
 

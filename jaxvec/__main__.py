@@ -7,7 +7,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from jaxvec.cli._command_line import main  # which imports jax, and takes its time
+        from jaxvec.cli._main import main  # which imports jax, and takes its time
 
         code: int = main()
         sys.stdout.flush()

@@ -195,6 +195,38 @@ def as_is(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
+def fold_space(
+    space: spaces.Space[Any],
+    leaf: Callable[[Space[Any], KeyPath], Any],
+    *,
+    root: KeyPath,
+    make_dict: Callable[[dict[Any, Any], KeyPath], Any],
+    make_tuple: Callable[[list[Any], KeyPath], Any],
+) -> Any:
+    """Converts a space from its leaves up: `Dict` and `Tuple` spaces after the spaces in them.
+
+    Args:
+        space: Space to convert.
+        leaf: Converts a space that is neither a `Dict` nor a `Tuple`, given its path.
+        root: Path of `space`.
+        make_dict: Converts a `Dict`, given what its spaces became, in their order, and its path.
+        make_tuple: The same for a `Tuple`.
+    """
+
+    def fold(space: Space[Any], path: KeyPath) -> Any:
+        match space:
+            case spaces.Dict():
+                return make_dict(
+                    {key: fold(child, (*path, key)) for key, child in space.spaces.items()}, path
+                )
+            case spaces.Tuple():
+                return make_tuple([fold(child, (*path, i)) for i, child in enumerate(space.spaces)], path)
+            case _:
+                return leaf(space, path)
+
+    return fold(space, root)
+
+
 def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, objects: bool = False) -> Node:
     """Walks `space` into a tree of leaves.
 
@@ -208,27 +240,28 @@ def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, object
         UnsupportedSpaceError: a leaf has no fixed shape, or no dtype that JAX can hold.
     """
 
-    def descend(key: Any, child: spaces.Space[Any]) -> Node:
-        return walk(child, root=(*root, key), policy=policy, objects=objects)
+    def leaf(space: spaces.Space[Any], path: KeyPath) -> Node:
+        match space:
+            case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
+                dtype = np.dtype(space.dtype).newbyteorder("=")
+                _check_known_dtype(dtype, path)
+                stored = policy(dtype)
+                _check_bounds_fit(space, stored, path)
+                return Leaf(path, tuple(space.shape or ()), dtype, stored)
+            case _ if objects:
+                return Leaf(path, (), np.dtype(object), np.dtype(object))
+            case _:
+                raise UnsupportedSpaceError(_unsupported(space, path))
 
-    match space:
-        case spaces.Dict():
-            if not objects:
-                _check_sortable_keys(space, root)
-            children = tuple(descend(key, child) for key, child in space.spaces.items())
-            return DictNode(root, tuple(space.spaces), children)
-        case spaces.Tuple():
-            return TupleNode(root, tuple(descend(*pair) for pair in enumerate(space.spaces)))
-        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
-            dtype = np.dtype(space.dtype).newbyteorder("=")
-            _check_known_dtype(dtype, root)
-            stored = policy(dtype)
-            _check_bounds_fit(space, stored, root)
-            return Leaf(root, tuple(space.shape or ()), dtype, stored)
-        case _ if objects:
-            return Leaf(root, (), np.dtype(object), np.dtype(object))
-        case _:
-            raise UnsupportedSpaceError(_unsupported(space, root))
+    def dict_node(children: dict[Any, Node], path: KeyPath) -> Node:
+        if not objects:
+            _check_sortable(children, path)
+        return DictNode(path, tuple(children), tuple(children.values()))
+
+    def tuple_node(children: list[Node], path: KeyPath) -> Node:
+        return TupleNode(path, tuple(children))
+
+    return fold_space(space, leaf, root=root, make_dict=dict_node, make_tuple=tuple_node)
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
@@ -311,13 +344,13 @@ def format_path(path: KeyPath) -> str:
     return str(head) + "".join(f"[{key!r}]" for key in tail)
 
 
-def _check_sortable_keys(space: spaces.Dict, root: KeyPath) -> None:
-    """JAX flattens a dict by sorted keys; keys that don't compare can't be a pytree."""
+def _check_sortable(keys: Iterable[Any], root: KeyPath) -> None:
+    """Refuses keys that don't compare: JAX flattens a dict by sorted keys."""
     try:
-        sorted(space.spaces)
+        sorted(keys)
     except TypeError as error:
         raise UnsupportedSpaceError(
-            f"{format_path(root)}: keys {list(space.spaces)!r} of this Dict space can't be sorted, "
+            f"{format_path(root)}: keys {list(keys)!r} of this Dict space can't be sorted, "
             "so JAX can't make a pytree of it; use keys of one type"
         ) from error
 
@@ -643,6 +676,6 @@ def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy) -> Node
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise UnsupportedSpaceError(
             f"{format_path(path)}: {dtype} can't be an array inside jax.jit; declare numbers or bools, or "
-            "leave the key out and read it with VectorEnv.infos"
+            "leave the key out and read it with VectorEnv.infos()"
         )
     return Leaf(path, tuple(shape), dtype, policy(dtype))

@@ -13,15 +13,13 @@ from typing import Any, Self, final
 
 import numpy as np
 from gymnasium import Space
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from jaxvec import _arguments, _spec, _trace
+from jaxvec import _arguments, _spec, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
-from jaxvec._envs.envs import is_wrapped
 from jaxvec._memory.segment import Place, copies, placed, views
 from jaxvec._pool import pool_states, registry
 from jaxvec._pool.pool import Pool
@@ -97,23 +95,6 @@ class VectorEnv:
     def pool(self) -> Pool:
         """The pool itself, for jaxvec's own compatibility APIs."""
         return self._pool
-
-    @property
-    def env_spec(self) -> EnvSpec | None:
-        """The `gymnasium.envs.registration.EnvSpec` of env 0; `None` if `gymnasium.make` did not make it.
-
-        Raises:
-            EnvError: it can't be pickled; the pool stays usable.
-            PoolBrokenError, PoolClosedError: the pool is broken, or closed.
-
-        Example:
-            ```python
-            with jaxvec.make("CartPole-v1", 2) as envs:
-                print(envs.env_spec.max_episode_steps)  # 500
-            ```
-        """
-        (spec,) = self.get_attr("spec", indices=0, call=False)
-        return spec
 
     @property
     def closed(self) -> bool:
@@ -424,43 +405,24 @@ class VectorEnv:
         """
         return self._pool.stats()
 
-    @property
-    def infos(self) -> tuple[dict[str, Any], ...]:
-        """The raw info of each env's last reset or step.
+    def infos(self, indices: Any = None) -> tuple[dict[str, Any], ...]:
+        """Returns the raw info of the last reset or step of each env, or of those of `indices`.
 
-        Where same-step autoreset began a new episode, it is that of the reset, with the last step's
-        under `final_info`, as in Gymnasium.
-
-        Example:
-            ```python
-            with jaxvec.make(jaxvec.testing.CountingEnv, 2) as envs:
-                envs.reset(seed=0)
-                envs.step([5, 6])
-                print(envs.infos)  # ({'steps': 1}, {'steps': 1})
-            ```
-        """
-        return self.infos_of(None)
-
-    def infos_of(self, indices: Any) -> tuple[dict[str, Any], ...]:
-        """Returns the raw info of each of these envs' last reset or step, as `infos` does of all.
+        Where same-step autoreset began a new episode, it is the info of the reset, with the last step's
+        under `final_info`, as in Gymnasium. Workers are asked only for infos that are not empty.
 
         Args:
-            indices: an env's index, or `[k]` of them, such as those of the envs whose episodes ended; `None`
-                for all. Negative ones count from the end.
-
-        Returns:
-            A dict for each; the workers are only asked for those that say anything.
+            indices: the index of an env, or `[k]` of them, negative ones from the end; `None` for all.
 
         Raises:
-            EnvIdError: an index comes twice, or is none of the pool's.
+            EnvIdError: an index is duplicated or out of range.
 
         Example:
             ```python
             with jaxvec.make(jaxvec.testing.CountingEnv, 2, episode_length=1) as envs:
                 envs.reset(seed=0)
                 timestep = envs.step([5, 6])
-                (info,) = envs.infos_of([1])
-                print(info["final_info"])  # {'steps': 1}
+                print(envs.infos([1])[0]["final_info"])  # {'steps': 1}
             ```
         """
         slots = self._pool.all if indices is None else _arguments.check_indices(indices, self.num_envs)
@@ -544,25 +506,6 @@ class VectorEnv:
             raise TypeError(f"fn must be a function of an env, not {fn!r}")
         return tuple(self._pool.questions.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
-    def env_is_wrapped(self, wrapper_class: type[Any], *, indices: Any = None) -> tuple[bool, ...]:
-        """Returns for each env, in the order of `indices`, whether a wrapper around it is a `wrapper_class`.
-
-        `wrapper_class` is a subclass of `gymnasium.Wrapper` or, for batched envs, of `VectorWrapper`.
-
-        Raises:
-            TypeError: `wrapper_class` is no class.
-            EnvIdError, NotPicklableError: As of `call`.
-
-        Example:
-            ```python
-            with jaxvec.make("CartPole-v1", 2) as envs:
-                print(envs.env_is_wrapped(gymnasium.wrappers.TimeLimit))  # (True, True)
-            ```
-        """
-        if not isinstance(wrapper_class, type):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"wrapper_class must be a class, not {wrapper_class!r}")
-        return self.map(is_wrapped, wrapper_class, indices=indices)
-
     def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
         """Returns an attribute of envs. Raises as `call`.
 
@@ -644,8 +587,8 @@ class VectorEnv:
         way they reach the pool. Programs have to be done by the end of the block: `jax.block_until_ready`.
         An event costs about 1 µs.
 
-        To see it beside JAX's own events, run the block inside `jax.profiler.trace(log_dir)`; then
-        `jaxvec.merge_traces(path, log_dir, both)`.
+        To see JAX's own events, run the block inside `jax.profiler.trace(log_dir)`, and open its trace in a
+        second tab.
 
         Args:
             path: of the file, written at the end of the block, also if that raises. Events in Chrome's JSON
@@ -674,7 +617,14 @@ class VectorEnv:
                 print(path)  # envs.json
             ```
         """
-        return _trace.tracing(self._pool, path, self._slices, max_events=max_events)
+        return _tracing.tracing(
+            self._pool.start_trace,
+            self._pool.stop_trace,
+            path,
+            self._slices,
+            pool_id=self._pool.id,
+            max_events=max_events,
+        )
 
     def raise_if_failed(self) -> None:
         """Raises the typed error behind the last failure of a compiled program, if there was one.

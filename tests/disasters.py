@@ -203,7 +203,7 @@ def assert_broken(driver: Driver, cause: BaseException) -> None:
         partial(envs.call, "steps"),
         partial(envs.set_attr, "steps", 0),
         envs.render,
-        lambda: envs.infos,
+        lambda: envs.infos(),
     ]
     for call in calls:
         with pytest.raises(jaxvec.PoolBrokenError) as again:

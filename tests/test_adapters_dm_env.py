@@ -413,4 +413,4 @@ def test_dm_control_is_rendered(make):
     frames = envs.render()
     assert [(frame.shape, frame.dtype) for frame in frames] == [((48, 64, 3), np.uint8)] * 3
     assert frames[0].std() > 1
-    assert jaxvec.tile_images(frames).shape == (96, 128, 3)
+    assert frames.shape == (3, 48, 64, 3)

@@ -268,7 +268,7 @@ def test_state_render_and_the_envs_own_attributes(make):
     action = jax.tree.map(lambda leaf: leaf[0], sample_actions(envs.single_action_space, 1, 3))
     assert state_after_a_step(handle, action).tolist() == [[1] * 3, [2] * 3, [3] * 3]
     assert [state.tolist() for state in envs.call("state")] == [[1] * 3, [2] * 3, [3] * 3]
-    assert jaxvec.tile_images(envs.render()).shape == (8, 12, 3)
+    assert envs.render().shape == (3, 4, 6, 3)
     assert envs.get_attr("agents") == (["walker", "seer"],) * 3
 
 

@@ -149,15 +149,15 @@ def test_without_autoreset_some_of_its_envs_are_reset(make):
     timestep = envs.reset(mask=over)
     assert timestep.obs[:, :3].tolist() == [[2, 2, 0], [1, 2, 2], [1, 2, 2]]
     assert timestep.info["episode_length"].tolist() == [0, 2, 2]
-    assert not envs.infos_of(0)[0]["options"]  # those of the others stay theirs
+    assert not envs.infos(0)[0]["options"]  # those of the others stay theirs
     assert envs.step([0, 0, 0]).obs[:, 2].tolist() == [1, 3, 3]
 
 
 def test_infos_seeds_options_and_calls(make):
     envs = make(counting(AutoresetMode.SAME_STEP), info={"steps": int})
     envs.reset(seed=4, options={"level": 3})
-    assert [info["seed"] for info in envs.infos] == [4, 5, 6]
-    assert [info["options"]["level"] for info in envs.infos] == [3, 3, 3]
+    assert [info["seed"] for info in envs.infos()] == [4, 5, 6]
+    assert [info["options"]["level"] for info in envs.infos()] == [3, 3, 3]
     timestep = envs.step([0, 0, 0])
     assert timestep.info["steps"].tolist() == [1, 1, 1]
     assert timestep.info["_steps"].all()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from functools import partial
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
-from gymnasium.wrappers import OrderEnforcing, TimeLimit
+from gymnasium.wrappers import TimeLimit
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -133,16 +132,6 @@ def test_what_can_not_be_pickled_is_refused_and_the_pool_stays_usable(make, ask)
     assert envs.reset().obs[:, 0].tolist() == [2, 2]
 
 
-def test_wrappers_are_found(make, backend):
-    envs = make([partial(wrapped, 0), partial(Leveled, 1)], backend=backend)
-    assert envs.env_is_wrapped(TimeLimit) == (True, False)
-    assert envs.env_is_wrapped(Shield) == (True, False)
-    assert envs.env_is_wrapped(gymnasium.Wrapper, indices=-1) == (False,)
-    assert envs.env_is_wrapped(OrderEnforcing) == (False, False)
-    with pytest.raises(TypeError, match="wrapper_class must be a class, not 'TimeLimit'"):
-        envs.env_is_wrapped("TimeLimit")
-
-
 # --- Attributes --------------------------------------------------------------------------------
 
 
@@ -214,7 +203,7 @@ ASK = {
     "call_async": lambda envs, indices: envs.call_async("index", indices=indices).result(200),
     "get_attr": lambda envs, indices: envs.get_attr("index", indices=indices),
     "map": lambda envs, indices: envs.map(lambda env: env.unwrapped.index, indices=indices),
-    "infos_of": lambda envs, indices: tuple(info["seed"] for info in envs.infos_of(indices)),
+    "infos": lambda envs, indices: tuple(info["seed"] for info in envs.infos(indices)),
 }
 
 

@@ -141,12 +141,12 @@ def test_each_env_of_a_factory_has_a_seed_of_its_own(stoa):
     seeds = []
     for env in envs:
         env.reset()
-        seeds += [info["seed"] for info in env.env.infos]
+        seeds += [info["seed"] for info in env.env.infos()]
     assert sorted(seeds) == list(range(7, 13))
     envs[0].reset()  # goes on
-    assert [info["seed"] for info in envs[0].env.infos] == [-1] * 3
+    assert [info["seed"] for info in envs[0].env.infos()] == [-1] * 3
     envs[0].reset(seed=[4, 8, 9])
-    assert [info["seed"] for info in envs[0].env.infos] == [4, 8, 9]
+    assert [info["seed"] for info in envs[0].env.infos()] == [4, 8, 9]
     for env in envs:
         env.close()
         env.close()
@@ -223,7 +223,7 @@ def test_cleanba_s_actors_get_old_gym_s_interface():
     assert envs.single_observation_space is envs.observation_space
     obs = envs.reset()
     assert obs["count"].tolist() == [[1, 0, 0, -1]] * 3
-    assert [info["seed"] for info in envs._envs.infos] == [7, 8, 9]
+    assert [info["seed"] for info in envs._envs.infos()] == [7, 8, 9]
     obs, reward, done, info = envs.step(np.array([4, 5, 6]))
     assert (reward.tolist(), done.tolist()) == ([1] * 3, [False] * 3)
     assert (info["env_id"].tolist(), info["elapsed_step"].tolist()) == ([0, 1, 2], [1, 1, 1])

@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxvec
 from jaxvec import _native
 from jaxvec._dispatch.move import Verb
-from jaxvec._native.engine import CEngine
+from jaxvec._native.native_engine import CEngine
 from jaxvec._pool import pool as _pool
 from jaxvec.callbacks import _call, _ffi, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv

@@ -570,7 +570,7 @@ def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, handoff,
     check_rows(envs.recv(at_least=1, timeout=PATIENCE), [3], [-1], resets=2)
     gate.touch()
     check_rows(envs.recv(timeout=PATIENCE), [0, 1], [-1, -1], resets=2)
-    assert [(info["seed"], info["options"]) for info in envs.infos] == [
+    assert [(info["seed"], info["options"]) for info in envs.infos()] == [
         (10, {"gate": gate}),
         (11, {"level": 1}),
         (-1, None),
@@ -579,7 +579,7 @@ def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, handoff,
     envs.send_reset(mask=~left)  # without options: none are left over from before
     ids = envs.recv().info["env_id"]
     assert sorted(ids.tolist()) == [2, 3]
-    assert [info["options"] for info in envs.infos_of([2, 3])] == [None, None]
+    assert [info["options"] for info in envs.infos([2, 3])] == [None, None]
     with pytest.raises(jaxvec.InFlightError, match="with the 0 of mask only 0 would be in flight"):
         envs.reset(mask=np.zeros(4, bool))
 
@@ -663,8 +663,8 @@ def test_a_reset_that_was_sent_is_received(make, how):
     with pytest.raises(jaxvec.InFlightError):
         envs.step([0, 0, 0])
     assert envs.recv().obs[:, :2].tolist() == [[1, 0]] * 3
-    assert [info["seed"] for info in envs.infos] == [5, 6, 7]
-    assert [info["options"] for info in envs.infos] == [{"level": 1}, None, {"level": 3}]
+    assert [info["seed"] for info in envs.infos()] == [5, 6, 7]
+    assert [info["options"] for info in envs.infos()] == [{"level": 1}, None, {"level": 3}]
     envs.step([0, 0, 0])
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import inspect
+import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium
 import numpy as np
@@ -212,3 +216,45 @@ def test_doctor_says_what_is_active():
     )
     active = "native" if _native.reason_unavailable() is None else "portable"
     assert found == {"jaxvec": jaxvec.__version__, "dispatch": active}
+
+
+# --- Short slices of the scheduler --------------------------------------------------------------
+
+
+def slice_of_thread():
+    """Returns the scheduler's slice of this thread, in ns; 0 of a kernel that does not say."""
+    attributes = (ctypes.c_uint64 * 6)()
+    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]  # sched_getattr
+    assert ctypes.CDLL(None).syscall(number, 0, attributes, 48, 0) == 0
+    return attributes[3]
+
+
+def slice_of_child():
+    """Returns the same of a process that this one starts."""
+    command = f"import ctypes, platform\n{inspect.getsource(slice_of_thread)}print(slice_of_thread())"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(_native.reason_unavailable() is not None, reason="there is no native library")
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_threads_that_wait_for_steps_get_short_slices(make, monkeypatch, setting):
+    default = slice_of_child()
+    if not default:
+        pytest.skip("this kernel has no slices that a thread can ask for")
+    if setting is not None:
+        monkeypatch.setenv("JAXVEC_SHORT_SLICES", setting)
+    envs = make(CountingEnv, 2, num_workers=1, handoff="native")
+    envs.reset()
+
+    def step():  # in a thread that has never waited before
+        envs.step([0, 0])
+        return slice_of_thread(), slice_of_child()
+
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(step).result(60)
+    there = envs.map(lambda env: (slice_of_thread(), slice_of_child()), indices=0)
+    expected = 100_000 if setting is None else default
+    assert (here, there) == ((expected, default), ((expected, default),))

@@ -249,7 +249,7 @@ def test_it_says_of_itself_what_gymnasium_would(make):
 def test_attributes_calls_and_raw_infos(make, backend):
     envs = make(lambda index: SizedEnv(flavour=index), 3, backend=backend)
     envs.reset(seed=5, options={"level": 2})
-    assert envs.infos == tuple({"seed": 5 + i, "options": {"level": 2}} for i in range(3))
+    assert envs.infos() == tuple({"seed": 5 + i, "options": {"level": 2}} for i in range(3))
     envs.set_attr("flavour", ["a", "b", "c"])
     assert envs.get_attr("flavour") == ("a", "b", "c")
     envs.set_attr("flavour", "d")
@@ -258,10 +258,10 @@ def test_attributes_calls_and_raw_infos(make, backend):
     with pytest.raises(ValueError, match="got 2 values for 3 envs"):
         envs.set_attr("flavour", ["a", "b"])
     envs.step(np.zeros(3, int))
-    assert envs.infos == ({"steps": 1},) * 3
-    assert envs.infos_of([2, 0]) == ({"steps": 1},) * 2
+    assert envs.infos() == ({"steps": 1},) * 3
+    assert envs.infos([2, 0]) == ({"steps": 1},) * 2
     with pytest.raises(jaxvec.EnvIdError):
-        envs.infos_of([3])
+        envs.infos([3])
 
 
 def test_it_cannot_be_pickled(make):
@@ -273,7 +273,7 @@ def test_seeds_reach_the_envs(make, backend):
     envs = make(CountingEnv, 3, backend=backend)
 
     def seeds():
-        return [info["seed"] for info in envs.infos]
+        return [info["seed"] for info in envs.infos()]
 
     envs.reset(seed=10)
     assert seeds() == [10, 11, 12]
@@ -338,18 +338,18 @@ def test_a_partial_reset_changes_only_its_rows(make, backend):
     partial = envs.reset(seed=4, mask=np.array([False, True, False]), options={"a": 1})
     assert partial.obs.tolist() == [[1, 1, 1, 5], [2, 1, 0, -1], [1, 1, 1, 7]]
     assert partial.reward.tolist() == [1, 0, 1]
-    assert envs.infos[1] == {"seed": 5, "options": {"a": 1}}
+    assert envs.infos()[1] == {"seed": 5, "options": {"a": 1}}
     assert stepped.obs[1].tolist() == [1, 1, 1, 6]  # earlier results are not overwritten
     assert envs.reset(mask=np.zeros(3, bool)).obs.tolist() == partial.obs.tolist()
     envs.reset(mask=np.ones(3, bool))
-    assert [info["options"] for info in envs.infos] == [None] * 3
+    assert [info["options"] for info in envs.infos()] == [None] * 3
 
 
 def test_options_in_a_program(make):
     envs = make(CountingEnv, 2)
     handle, _ = jax.jit(lambda: jaxvec.reset(envs, seed=0, options={"level": "hard"}))()
     jax.block_until_ready(handle)
-    assert [info["options"] for info in envs.infos] == [{"level": "hard"}] * 2
+    assert [info["options"] for info in envs.infos()] == [{"level": "hard"}] * 2
 
 
 class RewardEnv(CountingEnv):
@@ -562,12 +562,6 @@ def test_a_dotted_name_goes_on_from_an_attribute(make, backend):
     with pytest.raises(jaxvec.EnvAttributeError, match="lost"):
         envs.set_attr("lost.level", 3)
     envs.reset()
-
-
-def test_a_pool_knows_the_spec_of_its_envs(make, backend):
-    envs = make("CartPole-v1", 2, backend=backend, max_episode_steps=7)
-    assert (envs.env_spec.id, envs.env_spec.max_episode_steps) == ("CartPole-v1", 7)
-    assert make(CountingEnv, 2, backend=backend).env_spec is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs /proc")
@@ -929,13 +923,13 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
 
     monkeypatch.setattr(type(envs.pool._workers), "request", spy)
     envs.step([0, 5, 8, 0, 3])  # env 2 ends an episode, and nothing is said of it
-    assert envs.infos == ({}, {"said": 5}, {"final_info": {}}, {}, {"said": 3})
-    assert envs.infos_of([4, 2]) == ({"said": 3}, {"final_info": {}})
-    assert envs.infos_of([0, 2]) == ({}, {"final_info": {}})
+    assert envs.infos() == ({}, {"said": 5}, {"final_info": {}}, {}, {"said": 3})
+    assert envs.infos([4, 2]) == ({"said": 3}, {"final_info": {}})
+    assert envs.infos([0, 2]) == ({}, {"final_info": {}})
     assert asked == [[1, 4], [4]]
     assert envs.pool.questions.known_infos() is None
     envs.step([7, 9, 10, 8, 0])
-    assert envs.infos == (
+    assert envs.infos() == (
         {"final_info": {"said": 7}},
         {"begun": 9, "final_info": {"said": 9}},
         {"begun": 10, "final_info": {}},

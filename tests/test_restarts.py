@@ -336,7 +336,7 @@ def test_a_reset_that_fails_is_repeated_with_its_seed_and_options(make, left, fa
     fail(left, 2)
     timestep = envs.reset(seed=5, options={"hard": True})
     assert timestep.info["seed"].tolist() == [5, 6]
-    assert [info["options"] for info in envs.infos] == [{"hard": True}] * 2
+    assert [info["options"] for info in envs.infos()] == [{"hard": True}] * 2
     assert not timestep.info["fault"].any()
     assert envs.stats().total.restarts == 2
 
@@ -346,7 +346,7 @@ def test_a_reset_that_ends_a_worker_is_repeated_with_the_options_of_its_own_env(
     fail(left, 1)
     options = [{"level": 3}, {"level": 4}]
     envs.reset(options=options)
-    assert [info["options"] for info in envs.infos] == options
+    assert [info["options"] for info in envs.infos()] == options
     assert envs.stats().total.restarts == 1
 
 
@@ -577,7 +577,7 @@ def test_a_new_env_is_told_what_the_one_before_it_was(make, how):
     hit = [True, True, how == "replaced"]
     assert timestep.info["fault"].tolist() == hit
     told = [{"level": 0}, {"level": 7}, {"level": 2}]
-    assert [info.get("options") for info in envs.infos] == [
+    assert [info.get("options") for info in envs.infos()] == [
         one if new else None for one, new in zip(told, hit, strict=True)
     ]
     assert envs.get_attr("level") == (10, 11, 99)
@@ -585,10 +585,10 @@ def test_a_new_env_is_told_what_the_one_before_it_was(make, how):
     for _ in range(3):
         timestep = envs.step([0, 0, 0])
     assert timestep.terminated[:2].tolist() == [True, True]
-    assert [info["options"] for info in envs.infos[:2]] == [None, None]  # as any other autoreset
+    assert [info["options"] for info in envs.infos()[:2]] == [None, None]  # as any other autoreset
     envs.reset()
     assert envs.step([HARM, HARM, 0]).info["fault"].tolist() == hit
-    assert [info.get("options") for info in envs.infos] == [None] * 3
+    assert [info.get("options") for info in envs.infos()] == [None] * 3
     assert envs.get_attr("level") == (10, 11, 99)
 
 
@@ -597,11 +597,11 @@ def test_a_spare_env_that_is_rebuilt_is_told_its_options(make):
     envs.reset(options={"level": 3})
     envs.set_attr("level", 5)
     assert envs.step([HARM]).info["fault"].all()  # the spare env takes over
-    assert (envs.infos[0]["options"], envs.call("get_wrapper_attr", "resets")) == (None, (1,))
+    assert (envs.infos()[0]["options"], envs.call("get_wrapper_attr", "resets")) == (None, (1,))
     for _ in range(2):
         timestep = envs.step([0])
     assert timestep.terminated.all()
-    assert (envs.infos[0]["options"], envs.get_attr("level")) == ({"level": 3}, (5,))
+    assert (envs.infos()[0]["options"], envs.get_attr("level")) == ({"level": 3}, (5,))
 
 
 def test_a_new_env_can_be_left_as_it_is_built(make):
@@ -609,7 +609,7 @@ def test_a_new_env_can_be_left_as_it_is_built(make):
     envs.reset(options={"level": 3})
     envs.set_attr("resets", 70)
     assert envs.step([HARM, 0]).info["fault"].tolist() == [True, False]
-    assert (envs.infos[0]["options"], envs.get_attr("resets")) == (None, (1, 70))
+    assert (envs.infos()[0]["options"], envs.get_attr("resets")) == (None, (1, 70))
 
 
 @pytest.mark.parametrize("how", RENEWALS)
@@ -633,10 +633,10 @@ def test_a_worker_that_is_replaced_gets_the_options_of_resets(make):
     with pytest.raises(jaxvec.NotPicklableError):
         envs.reset(options={"level": threading.Lock()})  # which nobody gets, the next worker included
     envs.step([HARM])
-    assert envs.infos[0]["final_info"] == {}
+    assert envs.infos()[0]["final_info"] == {}
     envs.step([1])
     envs.reset(options={"level": 3})
-    assert envs.infos[0]["options"] == {"level": 3}
+    assert envs.infos()[0]["options"] == {"level": 3}
 
 
 def test_a_new_worker_with_other_spaces_breaks_the_pool(make, left):

@@ -148,7 +148,7 @@ def play(envs, models, turns):
             model.lose() if hit else model.step(int(action))
         faults += sum(model.row["fault"] for model in models)
         check(envs.step(actions), models, range(NUM_ENVS))
-        assert envs.infos == tuple(model.raw for model in models)
+        assert envs.infos() == tuple(model.raw for model in models)
     return faults
 
 

@@ -347,7 +347,7 @@ def test_all_is_as_the_model_foretells(make, no_jax_log, dispatch, face, mode, e
     total = envs.stats().total
     assert (total.steps, total.simulated) == (game.steps, game.simulated)
     if face == "host":
-        assert envs.infos == tuple(model.raw for model in models)
+        assert envs.infos() == tuple(model.raw for model in models)
 
 
 # --- what it does to programs -----------------------------------------------------------------
@@ -895,11 +895,11 @@ def test_an_env_may_change_the_info_that_it_returned(make, backend):
     envs.reset(seed=0)
     envs.step([0, 0])
     state = envs.save()  # the first proves that states are kept, by steps
-    assert envs.infos == ({"steps": 1},) * 2
+    assert envs.infos() == ({"steps": 1},) * 2
     envs.step([0, 0])
     for _ in range(2):
         envs.restore(state)
-        assert envs.infos == ({"steps": 1},) * 2
+        assert envs.infos() == ({"steps": 1},) * 2
         envs.step([0, 0])
 
 

@@ -331,7 +331,7 @@ def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, mak
                 envs.set_attr("_max_episode_steps", 6)
                 envs.reset(mask=[False, True, False])
         for envs, seen in zip(pools, steps, strict=True):
-            seen += [envs.step(np.ones(3, int)), envs.call("_elapsed_steps"), envs.infos]
+            seen += [envs.step(np.ones(3, int)), envs.call("_elapsed_steps"), envs.infos()]
     np.testing.assert_equal(*steps)
 
 

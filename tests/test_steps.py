@@ -357,7 +357,7 @@ def test_seeds_count_up_beyond_the_dtype_of_the_first(make, seed):
     envs = make(CountingEnv, 3, backend="serial")
     for reset in (jaxvec.reset, jax.jit(lambda envs, seed: jaxvec.reset(envs, seed=seed), static_argnums=0)):
         jax.block_until_ready(reset(envs, seed=jnp.asarray(seed)))
-        assert [info["seed"] for info in envs.infos] == [int(seed) + i for i in range(3)]
+        assert [info["seed"] for info in envs.infos()] == [int(seed) + i for i in range(3)]
 
 
 def test_a_key_gives_each_env_a_seed_of_its_own(make):
@@ -377,9 +377,9 @@ def test_options_reach_the_envs(make, backend):
     envs = make(CountingEnv, 2, backend=backend)
     options = {"level": [1, "two"]}
     jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs, options=options))())
-    assert [info["options"] for info in envs.infos] == [options] * 2
+    assert [info["options"] for info in envs.infos()] == [options] * 2
     jaxvec.reset(envs)
-    assert [info["options"] for info in envs.infos] == [None] * 2
+    assert [info["options"] for info in envs.infos()] == [None] * 2
 
 
 # --- one compiled program, many pools ---------------------------------------------------------
@@ -636,7 +636,7 @@ def test_a_closed_pool_says_so(make, verb, jit):
         lambda: jaxvec.reset(envs),
         envs.reset,
         lambda: envs.step(np.ones(3, int)),
-        lambda: envs.infos,
+        lambda: envs.infos(),
     ):
         with pytest.raises(jaxvec.PoolClosedError, match="is closed"):
             call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import threading
 from collections import Counter
@@ -15,10 +17,8 @@ from disasters import failing, in_two_ways, wait_until, wait_until_dead
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec import _native
-from jaxvec._tracing import _shares, _timeline
-from jaxvec._tracing._recorder import Record, Span
-from jaxvec.callbacks._trace_run import trace_run
+from jaxvec import _native, _tracing
+from jaxvec._tracing import Record, Span
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version
@@ -31,7 +31,8 @@ class Timeline:
     """A trace file, by the names of its tracks."""
 
     def __init__(self, path):
-        file = _timeline.read(path)
+        content = path.read_bytes()
+        file = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
         self.about = file["otherData"]
         self.duration = self.about["duration_ns"] / 1e3
         tracks = {e["tid"]: e["args"]["name"] for e in file["traceEvents"] if e["name"] == "thread_name"}
@@ -407,48 +408,18 @@ def test_bad_arguments_are_told_before_anything_runs(make, tmp_path):
     envs.reset()
 
 
-def test_a_profile_and_a_trace_in_one_file(make, tmp_path):
+def test_jax_profiler_sees_the_calls_of_the_host(make, tmp_path):
     envs = make(CountingEnv, 2, transport="io_callback")
     with jax.profiler.trace(tmp_path):
-        run(envs, tmp_path / "pool.json.gz", 5)
-    jaxvec.merge_traces(tmp_path / "pool.json.gz", tmp_path, tmp_path / "both.json.gz")
-    events = _timeline.read(tmp_path / "both.json.gz")["traceEvents"]
-    ours = [e for e in events if e["name"] == "io_callback"]
-    theirs = [e for e in events if e["name"] == "jaxvec.step (io_callback)"]
-    assert len(ours) == len(theirs) == 5  # the reset was eager
-    assert not {e["pid"] for e in ours} & {e["pid"] for e in theirs}
-    # Each of ours lies in the annotation around it, but for what the two clocks may differ by.
-    steps = sorted(e["ts"] for e in events if e["name"] == "jaxvec.step")
-    for start, outer in zip(steps, sorted(theirs, key=lambda e: e["ts"]), strict=True):
-        assert outer["ts"] - 5_000 <= start <= outer["ts"] + outer["dur"] + 5_000
-    with pytest.raises(FileNotFoundError, match=r"has no trace of jax\.profiler's"):
-        jaxvec.merge_traces(tmp_path / "pool.json.gz", tmp_path / "none", tmp_path / "both.json")
-    with pytest.raises(ValueError, match=r"was not written by envs\.trace"):
-        profile = next(tmp_path.glob("plugins/profile/*/*.trace.json.gz"))
-        jaxvec.merge_traces(profile, tmp_path, tmp_path / "both.json")
-
-
-def test_a_traced_run_says_what_its_time_went_into(tmp_path):
-    path = tmp_path / "pool.json"
-    run = trace_run("CartPole-v1", 4, num_workers=2, num_steps=20, path=path, transport="io_callback")
-    assert (run.path, run.num_envs, run.num_workers, run.num_steps) == (path, 4, 2, 20)
-    assert (run.dropped, run.shares.hand_offs) == ({}, 20)
-    timeline = Timeline(path)
-    assert sum(timeline.count(f"step env {env}") for env in range(4)) == 4 * 20
-    assert [worker.name for worker in run.shares.workers] == timeline.workers
-    assert 0 < run.shares.seconds < timeline.duration / 1e6
-    assert run.env_steps_per_second == pytest.approx(4 * 20 / run.shares.seconds)
-    workers = [(each.step, each.reset, each.wait) for each in run.shares.workers]
-    for parts in [(run.shares.wait, run.shares.hand_off), *workers]:
-        assert all(part >= 0 for part in parts)
-        assert 0 < sum(parts) <= 1 + 1e-6
-    with pytest.raises(ValueError, match="num_steps must be at least 1"):
-        trace_run("CartPole-v1", 4, num_steps=0)
+        run(envs, tmp_path / "pool.json", 5)
+    (profile,) = tmp_path.glob("plugins/profile/*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "jaxvec.step (io_callback)" for event in events) == 5
 
 
 def test_events_that_were_dropped_are_counted_once_however_many_threads_there_are():
     spans = [Span("jaxvec.step", 0, 1_000, thread) for thread in (1, 2)]
-    timeline = _timeline.build(
+    timeline = _tracing.build(
         [Record(spans, dropped=3), Record([], dropped=4)],
         [Record([], dropped=5)],
         [(0, 1)],
@@ -460,25 +431,3 @@ def test_events_that_were_dropped_are_counted_once_however_many_threads_there_ar
     assert list(timeline["otherData"]["dropped"].values()) == [7, 5]
     remarks = [event["name"] for event in timeline["traceEvents"] if event["ph"] == "i"]
     assert [remark.split()[0] for remark in remarks] == ["7", "5"]
-
-
-def test_shares_are_those_of_the_spans():
-    """Two workers; the program waits from 2 to 8 of a hand-off from 0 to 10, which ends the run."""
-    program = [("jaxvec.step", 0, 10), ("wait for workers", 2, 8), ("io_callback", -1, 11)]
-    workers = [[("wait", -5, 2), ("step env 0", 2, 5), ("reset env 0", 5, 6)], [("step env 1", 6, 9)]]
-    records = [
-        Record([Span(name, 1000 * start, 1000 * end, 0) for name, start, end in each])
-        for each in (program, *workers)
-    ]
-    timeline = _timeline.build(
-        records[:1], records[1:], [(0, 1), (1, 2)], pool_id=1, epoch_ns=0, began_ns=0, ended_ns=11_000
-    )
-    shares = _shares.of(timeline)
-    assert shares.seconds == pytest.approx(10e-6)
-    assert (shares.wait, shares.hand_off) == pytest.approx((0.6, 0.4))
-    first, second = shares.workers
-    assert (first.name, second.name) == ("worker 0 (env 0)", "worker 1 (env 1)")
-    assert (first.step, first.reset, first.wait) == pytest.approx((0.3, 0.1, 0.2))
-    assert (second.step, second.reset, second.wait) == pytest.approx((0.75, 0, 0))  # of what is known
-    with pytest.raises(ValueError, match="the trace has no reset or step"):
-        _shares.of(_timeline.build([Record([])], [], [], pool_id=1, epoch_ns=0, began_ns=0, ended_ns=0))

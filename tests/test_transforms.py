@@ -417,7 +417,7 @@ def test_each_device_can_reset_its_own_envs(envs, mesh):
 
     jax.block_until_ready(over(mesh, program, out_specs=P("d"))(handle))
     assert envs.get_attr("resets") == (2,) * 8
-    assert [info["seed"] for info in envs.infos] == [7, 8] * 4
+    assert [info["seed"] for info in envs.infos()] == [7, 8] * 4
     with pytest.raises(jaxvec.EnvIdError, match="pass each device a handle"):
         over(mesh, lambda _: jaxvec.reset(envs), out_specs=P("d"))(ACTION)
     assert envs.get_attr("resets") == (2,) * 8

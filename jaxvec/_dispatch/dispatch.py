@@ -11,7 +11,7 @@ be done is in the marks alone: a worker that replaces a dead one finds it there,
 Request numbers only grow; 60 bits don't run out.
 
 The portable implementation is here: one byte over the control socket wakes. The native one, in
-`_native/handoff.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
+`_native/native_dispatch.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
 then the mark, then the byte; the other reads them in the opposite order. The system calls order
 memory between the processes, so no fences are needed.
 """

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._memory.segment import Deliver, Rows, Views, copies
-from jaxvec._tracing._recorder import Record, Recorder, span
+from jaxvec._tracing import Record, Recorder, span
 
 # ----------------------------------------------------------------------------------------------------------
 #
@@ -141,7 +141,7 @@ def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any
 #   what it has received until it has read the rows.
 #
 # An engine answers with a `Status`; the pool makes an error of it. `Engine.move` makes a whole move in
-# Python. `CEngine` (_native/engine.py) makes the ordinary ones by one call of C++ and inherits the rest.
+# Python. `CEngine` (_native/native_engine.py) makes ordinary ones by one call of C++, and inherits the rest.
 # ----------------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from jaxvec._spec import (
     leaves,
     map_leaves,
 )
-from jaxvec._tracing._recorder import Record, RecordedEnv, Recorder
+from jaxvec._tracing import Record, RecordedEnv, Recorder
 
 
 class BatchSlice:

@@ -41,7 +41,7 @@ from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
 from jaxvec._spec import KeyPath, PoolSpec
-from jaxvec._tracing._recorder import Record, Recorder, span
+from jaxvec._tracing import Record, Recorder, span
 
 
 class EnvSlice:

@@ -72,15 +72,6 @@ class FailingAttribute(Failing):
         super().__exit__(kind, error, trace)
 
 
-def is_wrapped(env: Any, wrapper_class: type) -> bool:
-    """Says whether one of the wrappers around an env is of this class."""
-    while isinstance(env, (gymnasium.Wrapper, gymnasium.vector.VectorWrapper)):
-        if isinstance(env, wrapper_class):
-            return True
-        env = env.env
-    return False
-
-
 def find_attr(env: Env, name: str) -> Any:
     """Returns an attribute of an env or a wrapper, or what a dotted name finds from there on."""
     first, *rest = name.split(".")

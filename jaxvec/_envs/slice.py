@@ -13,7 +13,7 @@ from jaxvec._config import Restart
 from jaxvec._envs.env_states import Gone
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._spec import KeyPath
-from jaxvec._tracing._recorder import Record, Recorder
+from jaxvec._tracing import Record, Recorder
 
 # ----------------------------------------------------------------------------------------------------------
 # What the program has told envs, and a new env in the place of another has to be told again.

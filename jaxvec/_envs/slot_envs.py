@@ -21,7 +21,7 @@ from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, f
 from jaxvec._memory.rows import InvalidValue, scalars
 from jaxvec._memory.segment import Arrays
 from jaxvec._spec import KeyPath, Node, build, format_path, leaves
-from jaxvec._tracing._recorder import RecordedEnv, Recorder
+from jaxvec._tracing import RecordedEnv, Recorder
 
 # ----------------------------------------------------------------------------------------------------------
 #

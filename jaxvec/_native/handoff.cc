@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstdlib>
 #include <vector>
 
 namespace jaxvec {
@@ -25,6 +26,40 @@ namespace {
 // Workers wait for each other and for the parent's turn; the parent waits for whole steps, and should
 // leave its core to a worker soon.
 constexpr int64_t kParentSpinNs = 50'000;
+
+constexpr uint64_t kSliceNs = 100'000;  // the shortest that the kernel grants
+
+// The first version of the kernel's `struct sched_attr`, which glibc has had since 2.41 only.
+struct SchedAttr {
+  uint32_t size = sizeof(SchedAttr);
+  uint32_t policy = 0;
+  uint64_t flags = 0;
+  int32_t nice = 0;
+  uint32_t priority = 0;
+  uint64_t runtime = 0, deadline = 0, period = 0;
+};
+
+// Asks the scheduler for short slices for this thread, once, before it sleeps for the first time.
+//
+// A thread that is woken while every core is busy waits until a running thread has used up its slice, about
+// 3 ms. A step needs one such turn in each direction, so a busy machine would make it slow by that much. Since
+// 6.12 Linux gives a thread with a shorter slice its turn earlier, and no more time in all. It needs no
+// privilege. Older kernels ignore the field. Threads and processes that this thread starts get the default
+// (SCHED_FLAG_RESET_ON_FORK): envs run programs of their own. That flag would also take a negative nice value
+// from them, so such a thread passes its slices on.
+void ask_for_short_slices() {
+  thread_local bool asked = false;
+  if (asked) return;
+  asked = true;
+  const char* setting = getenv("JAXVEC_SHORT_SLICES");
+  if (setting != nullptr && *setting == '0') return;
+  SchedAttr attr;
+  // A thread that its program has put under another policy stays as it is.
+  if (syscall(SYS_sched_getattr, 0, &attr, sizeof(attr), 0) != 0 || attr.policy != SCHED_OTHER) return;
+  if (attr.nice >= 0) attr.flags |= 1;  // SCHED_FLAG_RESET_ON_FORK
+  attr.runtime = kSliceNs;
+  syscall(SYS_sched_setattr, 0, &attr, 0);
+}
 
 // Sleeps until `word` is woken, unless it is not `seen` any more. Returns 0 or an errno.
 int futex_wait(Line& line, uint32_t seen, const timespec* timeout) {
@@ -155,6 +190,7 @@ void notify_worker(Parent& parent, uint32_t worker) {
 }
 
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns) {
+  ask_for_short_slices();
   Board& board = parent.board;
   const int64_t deadline = now_ns() + timeout_ns;
   const Waiter waiter(parent);
@@ -195,6 +231,7 @@ void mark_notices_seen(Parent& parent) {
 }
 
 void take(Worker& worker, uint32_t* operation, int64_t* slots, uint32_t* count) {
+  ask_for_short_slices();
   Board& board = worker.board;
   Line& doorbell = board.doorbell[worker.index];
   Spin spin(board.spin_ns);

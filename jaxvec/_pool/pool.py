@@ -34,7 +34,7 @@ from jaxvec._pool.pool_states import PackedStates, SavedStates
 from jaxvec._pool.state import Closing, Condition, Pending, too_few
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats
-from jaxvec._tracing._recorder import Record, Recorder, span
+from jaxvec._tracing import Record, Recorder, span
 from jaxvec._workers.base import Patience, Workers
 
 _logger = logging.getLogger("jaxvec")

@@ -27,7 +27,7 @@ from jaxvec._errors import (
 )
 from jaxvec._memory.pinned import Pinned
 from jaxvec._native import interrupts
-from jaxvec._tracing._recorder import Recorder
+from jaxvec._tracing import Recorder
 from jaxvec._workers.base import Workers
 
 # ----------------------------------------------------------------------------------------------------------

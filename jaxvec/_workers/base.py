@@ -22,10 +22,10 @@ from jaxvec._envs.slice import Arguments, Asked, Told
 from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._native import load, reason_unavailable
-from jaxvec._native.engine import CEngine
-from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
+from jaxvec._native.native_dispatch import NativeParentEnd, NativeWorkerEnd
+from jaxvec._native.native_engine import CEngine
 from jaxvec._spec import Leaf, PoolSpec
-from jaxvec._tracing._recorder import Record
+from jaxvec._tracing import Record
 
 # ----------------------------------------------------------------------------------------------------------
 # What a supervisor asks of those who start its workers: processes here, or actors of a cluster.

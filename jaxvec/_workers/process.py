@@ -22,7 +22,7 @@ from jaxvec._envs.slice import Arguments, Asked, Told
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._spec import PoolSpec
-from jaxvec._tracing._recorder import Loss, Record
+from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork
 from jaxvec._workers.base import Launcher, Patience, Process, Slices, open_engine, parent_end

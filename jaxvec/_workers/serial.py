@@ -24,7 +24,7 @@ from jaxvec._envs.slice import Arguments, Asked, Told
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
-from jaxvec._tracing._recorder import Record
+from jaxvec._tracing import Record
 from jaxvec._workers.base import Patience
 from jaxvec._workers.supervisor import tell_lost
 from jaxvec._workers.worker import WorkerRecipe

@@ -39,7 +39,7 @@ from jaxvec._memory.rows import reader
 from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._spec import PoolSpec
-from jaxvec._tracing._recorder import Loss, Record
+from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
 from jaxvec._workers.base import Launcher, Patience, Process, Slices
 from jaxvec._workers.worker import (

@@ -34,7 +34,7 @@ from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
 from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._stats import WAIT_NS
-from jaxvec._tracing._recorder import span
+from jaxvec._tracing import span
 from jaxvec._util import dumps
 from jaxvec._workers.base import worker_end
 

@@ -385,6 +385,11 @@ def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
     )
 
 
+def annotate(verb: str, by: str) -> jax.profiler.TraceAnnotation:
+    """Makes the block an event of `jax.profiler`'s trace, if it makes one."""
+    return jax.profiler.TraceAnnotation(f"{verb} ({by})")
+
+
 def pool_id_of(token: Array) -> int:
     """Returns the id of the pool to whose envs this is a handle."""
     pools = token[:, 0]

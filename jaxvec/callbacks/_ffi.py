@@ -27,9 +27,9 @@ from jaxvec._dispatch.move import VERBS
 from jaxvec._memory import pinned
 from jaxvec._native.interrupts import raise_since
 from jaxvec._pool import registry
-from jaxvec._tracing._recorder import span
-from jaxvec.callbacks import _call, _profile
-from jaxvec.callbacks._call import PURE, Call
+from jaxvec._tracing import span
+from jaxvec.callbacks import _call
+from jaxvec.callbacks._call import PURE, Call, annotate
 from jaxvec.callbacks._packing import WORD, Packing
 
 _OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
@@ -180,7 +180,7 @@ def _serve(
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
     with (
-        _profile.annotate(VERBS[verb].function, "FFI by Python"),
+        annotate(VERBS[verb].function, "FFI by Python"),
         registry.serving(pool_id, fingerprint, rows) as pool,
         span(pool.condition.recorder, "FFI by Python"),
     ):

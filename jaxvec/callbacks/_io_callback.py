@@ -20,9 +20,8 @@ from jax.experimental import io_callback
 from numpy.typing import NDArray
 
 from jaxvec._pool import registry
-from jaxvec._tracing._recorder import span
-from jaxvec.callbacks import _profile
-from jaxvec.callbacks._call import PURE, Call, answer, pool_id_of
+from jaxvec._tracing import span
+from jaxvec.callbacks._call import PURE, Call, annotate, answer, pool_id_of
 from jaxvec.callbacks._packing import Packing
 
 _PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
@@ -57,7 +56,7 @@ class _Answer:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
         pool_id, fresh = pool_id_of(operands[0]), self.rows if self.call.fresh else None
         with (
-            _profile.annotate(self.call.verb.function, "io_callback"),
+            annotate(self.call.verb.function, "io_callback"),
             registry.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
             span(pool.condition.recorder, "io_callback"),
         ):

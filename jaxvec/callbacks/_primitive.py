@@ -20,8 +20,8 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
-from jaxvec.callbacks import _ffi, _io_callback, _profile
-from jaxvec.callbacks._call import EFFECT, PURE, Call, answer, pool_id_of
+from jaxvec.callbacks import _ffi, _io_callback
+from jaxvec.callbacks._call import EFFECT, PURE, Call, annotate, answer, pool_id_of
 
 # ----------------------------------------------------------------------------------------------------------
 # Chooses, by name, how compiled programs reach their pool.
@@ -75,7 +75,7 @@ def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     fresh = len(arrays[0]) if call.fresh else None
     pool = registry.find(pool_id_of(arrays[0]), call.spec.fingerprint, fresh)
     # The results are copies that nobody else holds, so jax may alias them.
-    with _profile.annotate(call.verb.function, "eager"):
+    with annotate(call.verb.function, "eager"):
         results = jax.device_put(call.read(answer(call, pool, arrays)))
     if call.verb is Verb.RESET and _on_gpu(results[0]):
         # Programs there will come next. Page-locking within one can wait for another GPU, which waits for it.

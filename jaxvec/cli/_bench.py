@@ -1,104 +1,305 @@
-"""`bench ENV`: how fast the env is, bare and in pools, what limits it, and which settings suit it."""
+"""Measures an env, alone and in pools, for `python -m jaxvec bench`.
+
+`measure` gives turns to bare loops of `env.step`, to Python loops of `envs.step` and to compiled programs,
+over a grid of pools. `report` writes the medians, notes about the machine, and one recommendation. Workers
+import this module to run `bare_loop`, so JAX is only imported where programs are made.
+"""
 
 from __future__ import annotations
 
 import logging
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from jaxvec._config import TRANSPORTS
-from jaxvec.cli import _plot, _target, _verdict
-from jaxvec.cli._bench_setup import Request
-from jaxvec.cli._command import Command, Outcome, counted
-from jaxvec.cli._measure import measure
-from jaxvec.cli._progress import progress
-from jaxvec.cli._records import Measurement
-from jaxvec.cli._target import Target
-from jaxvec.cli._verdict import Verdict
+import numpy as np
 
+import jaxvec
+from jaxvec._util import usable_cores
+from jaxvec._vector_env import VectorEnv
 
-def run(options: Namespace) -> Outcome:
-    """Measures an env and concludes."""
-    if options.plot:
-        _plot.require(options.plot)
-    target = _target.find(options)
-    request = Request(options.num_envs, options.num_workers, options.seconds, options.transport)
-    with _jax_log_off():
-        found = measure(target, request, progress(quiet=options.json))
-    verdict = _verdict.judge(found)
-    line = target.line(verdict.settings)
-    overlapping = None if verdict.overlapping is None else target.line(verdict.overlapping)
-    if options.plot:
-        _plot.draw(found, verdict, options.plot)
-    record = {
-        "schema": "jaxvec.bench/1",
-        "measurement": asdict(found),
-        "verdict": asdict(verdict),
-        "make": line,
-        "make_overlapping": overlapping,
-    }
-    return Outcome(record, "\n".join(_report(found, verdict, target, options.plot)))
+ROUNDS = 5
+
+_NUM_ACTIONS = 64  # batches, drawn in advance
+_DEFAULT_NUM_ENVS = (16, 64, 256)
+_MAX_START_S = 5.0  # for the constructors of a pool; larger default sizes are left out
+_MAX_STEP_S = 0.25  # for a step of the pool with the fewest workers; larger default sizes are left out
+_AS_GOOD = 0.95  # share of the best rate for which fewer workers and envs are preferred
+_BUSY = 0.5  # load per core from which other programs disturb the measurement
+_SHARED = 0.75  # share of the expected rate below which parallel loops must be sharing cores
+_WAITS = 0.5  # share of a core below which an env waits more than it computes
 
 
-def _report(found: Measurement, verdict: Verdict, target: Target, plot: Path | None) -> Iterator[str]:
-    bare = found.bare
-    yield (
-        f"{found.env}, env steps a second; medians of {found.rounds} turns of {found.seconds} s "
-        f"on {counted(found.cores, 'core')}, programs on {found.platform} by {found.transport}"
+@dataclass(frozen=True)
+class Sample:
+    """Env steps a second of one pool.
+
+    Attributes:
+        num_envs, num_workers: size of the pool.
+        host: rate of a Python loop of `envs.step`.
+        scan: rate inside a jitted `lax.scan`.
+    """
+
+    num_envs: int
+    num_workers: int
+    host: float
+    scan: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Result of one run of `bench`. Rates are env steps a second.
+
+    Attributes:
+        cores: number of cores that this process may use.
+        load: the system's load average of the minute before the run.
+        platform: platform of the compiled programs.
+        seconds: length of each turn.
+        one: rate of a loop of `env.step` in this process.
+        all: total rate of `copies` such loops, in a process each; the limit of this machine.
+        copies: number of these loops.
+        core_share: share of a loop's time in which the env computes; it waits in the rest.
+        samples: rates of the pools.
+        left_out: default numbers of envs that were not measured, since the env is slow.
+    """
+
+    cores: int
+    load: float
+    platform: str
+    seconds: float
+    one: float
+    all: float
+    copies: int
+    core_share: float
+    samples: tuple[Sample, ...]
+    left_out: tuple[int, ...] = ()
+
+
+def bare_loop(env: Any, seconds: float) -> tuple[float, float]:
+    """Steps an env with random actions, with nothing between loop and env.
+
+    Returns:
+        Steps a second, with the resets between; and the share of the time in which the env computed.
+    """
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    actions = [env.action_space.sample() for _ in range(_NUM_ACTIONS)]
+    step, reset = env.step, env.reset
+    steps, chunk = 0, 1
+    usage, cpu = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+    began = now = time.perf_counter()
+    while now - began < seconds or not steps:
+        for action in actions[:chunk]:
+            _, _, terminated, truncated, _ = step(action)
+            if terminated or truncated:
+                reset()
+        steps += chunk
+        before, now = now, time.perf_counter()
+        if now - before < 1e-3:  # so that fast envs do not pay for the clock
+            chunk = min(2 * chunk, _NUM_ACTIONS)
+    elapsed, cpu = now - began, time.process_time() - cpu
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    # A process that hardly ever gave up its core by itself was only kept waiting by other programs.
+    preempted = after.ru_nivcsw - usage.ru_nivcsw
+    waited = after.ru_nvcsw - usage.ru_nvcsw > max(preempted, 100 * elapsed)
+    return steps / elapsed, cpu / elapsed if waited else 1.0
+
+
+def measure(
+    make: Callable[..., VectorEnv],
+    *,
+    num_envs: Sequence[int] | None,
+    num_workers: Sequence[int] | None,
+    seconds: float,
+    transport: str,
+) -> Measurement:
+    """Measures an env.
+
+    Args:
+        make: makes a pool of the env, from keyword arguments of `jaxvec.make`.
+        num_envs: sizes of pools; by default those that suit the env's speed.
+        num_workers: worker counts; by default up to the usable cores, and more if the env waits.
+        seconds: length of each turn.
+        transport: transport of the programs.
+
+    Raises:
+        JaxvecError: the env failed.
+    """
+    import jax
+
+    cores, load = usable_cores(), os.getloadavg()[0]
+    with ExitStack() as stack, _jax_log_off():
+        one = stack.enter_context(make(num_envs=1, num_workers=1, backend="serial"))
+        began = time.perf_counter()
+        make(num_envs=1, num_workers=1, backend="serial").close()
+        build = time.perf_counter() - began  # of the second: the first imports modules
+        rate, core_share = one.map(bare_loop, seconds)[0]
+        workers = num_workers or default_workers(cores, core_share)
+        at_once = max(int(cores / max(core_share, 0.01)), 1)  # envs that this machine steps at a time
+        fits = {
+            n: n * build / cores <= _MAX_START_S and n / rate / min(*workers, at_once) <= _MAX_STEP_S
+            for n in _DEFAULT_NUM_ENVS
+        }
+        sizes = num_envs or [n for n in fits if fits[n] and n >= min(workers)] or [max(workers)]
+        grid = [(n, [w for w in workers if w <= n]) for n in sizes]
+        copies = max(cores, *(w for _, some in grid for w in some))
+        every = stack.enter_context(make(num_envs=copies, num_workers=copies))
+        samples: list[Sample] = []
+        bare: list[tuple[float, float]] = []
+        for n, some in grid:
+            with ExitStack() as pools:
+                systems: dict[str, Callable[[float], float]] = {
+                    "one": partial(_bare_rate, one),
+                    "all": partial(_bare_rate, every),
+                }
+                for w in some:
+                    envs = pools.enter_context(make(num_envs=n, num_workers=w, transport=transport))
+                    step = n / rate / min(w, at_once) + 1e-4
+                    host, scan = _host_and_scan(envs, int(np.clip(seconds / 4 / step, 1, 1000)))
+                    systems |= {f"host {w}": host, f"scan {w}": scan}
+                rates = _take_turns(systems, seconds)
+            bare.append((rates["one"], rates["all"]))
+            samples += [Sample(n, w, rates[f"host {w}"], rates[f"scan {w}"]) for w in some]
+    ones, alls = zip(*bare, strict=True)
+    return Measurement(
+        cores=cores,
+        load=load,
+        platform=jax.default_backend(),
+        seconds=seconds,
+        one=statistics.median(ones),
+        all=statistics.median(alls),
+        copies=copies,
+        core_share=core_share,
+        samples=tuple(samples),
+        left_out=() if num_envs else tuple(n for n in fits if not fits[n]),
     )
-    yield ""
-    yield f"  env.step in a loop             {bare.one:12,.0f}"
-    loops = f"{counted(bare.copies, 'such loop')}, a process each"
-    yield f"  {loops:30} {bare.all:12,.0f}   the limit of this machine"
-    yield (
-        f"  a step takes {bare.step_us:,.1f} us (median {bare.step_us_median:,.1f}, 99% within "
-        f"{bare.step_us_p99:,.1f}), a reset {bare.reset_us:,.1f} us"
-        if bare.reset_us
-        else f"  a step takes {bare.step_us:,.1f} us (median {bare.step_us_median:,.1f}, 99% within "
-        f"{bare.step_us_p99:,.1f}); no episode ended"
-    )
-    yield ""
-    yield "  num_envs  num_workers   in lax.scan  of limit   envs.step  of limit  workers busy"
-    for each in found.samples:
+
+
+def default_workers(cores: int, core_share: float) -> list[int]:
+    """Returns worker counts worth trying: more than cores only if envs wait more than they compute."""
+    more = (2 * cores, 4 * cores) if core_share < _WAITS else ()
+    return sorted({1, max(cores // 4, 1), max(cores // 2, 1), cores, *more})
+
+
+def best(samples: Sequence[Sample]) -> Sample:
+    """Returns the pool with the fewest workers, then envs, that is about as fast as the fastest."""
+    fastest = max(sample.scan for sample in samples)
+    good = [sample for sample in samples if sample.scan >= _AS_GOOD * fastest]
+    return min(good, key=lambda sample: (sample.num_workers, sample.num_envs))
+
+
+def notes(found: Measurement) -> Iterator[str]:
+    """Yields reasons why the figures are lower than this machine could have them, and what was left out."""
+    if found.load > _BUSY * found.cores:
         yield (
-            f"  {each.num_envs:8}  {each.num_workers:11}  {each.scan:12,.0f}  {each.scan / bare.all:8.2f}"
-            f"  {each.host:10,.0f}  {each.host / bare.all:8.2f}  {each.busy:12.0%}"
+            f"other programs keep this machine busy (load {found.load:.1f}, usable cores {found.cores}): "
+            "all figures are lower than they would be on a quiet machine"
         )
-    for why in found.left_out:
-        yield f"  not measured: {why}"
-    yield ""
-    pool = found.breakdown
+    # Loops that wait more than they compute don't need a core each.
+    at_once = min(found.copies, found.cores)
+    if found.core_share >= _WAITS and at_once > 1 and found.all < _SHARED * at_once * found.one:
+        yield (
+            f"{found.copies} loops together are only {found.all / found.one:.2f} times as fast as one: the "
+            "cores are shared with others or slow down together, and no pool can be faster than these loops"
+        )
+    if found.left_out:
+        sizes = ", ".join(map(str, found.left_out))
+        yield (
+            f"the env is slow, so pools of {sizes} envs were not measured; "
+            f"--num-envs {found.left_out[0]} does"
+        )
+
+
+def report(found: Measurement, name: str, line: str) -> Iterator[str]:
+    """Yields the lines that people read.
+
+    Args:
+        found: the measurement.
+        name: name of the env.
+        line: the line of Python that makes the recommended pool.
+    """
     yield (
-        f"A step of {counted(pool.num_envs, 'env')} on {counted(pool.num_workers, 'worker')} takes "
-        f"{pool.step_us:,.0f} us "
-        "in lax.scan: " + ", ".join(f"{name} {us:,.0f}" for name, us in verdict.parts.items())
+        f"{name}, env steps a second: medians of {ROUNDS} turns of {found.seconds} s, programs on "
+        f"{found.platform}, usable cores {found.cores}"
     )
-    yield f"Limited by {verdict.because}."
-    for advice in verdict.advice:
-        yield f"  {advice}"
-    for doubt in verdict.doubts:
-        yield f"  note: {doubt}"
-    for variant in found.variants:
-        yield f"  tried {_target.arguments(variant.settings)}: {variant.ratio:.2f} times as fast"
     yield ""
+    loops = f"{found.copies} such loops, a process each"
+    yield f"  {'env.step in a loop':32} {found.one:12,.0f}"
+    yield f"  {loops:32} {found.all:12,.0f}   the limit of this machine"
+    yield ""
+    yield "  num_envs  num_workers   in lax.scan  of limit   envs.step  of limit"
+    for sample in found.samples:
+        yield (
+            f"  {sample.num_envs:8}  {sample.num_workers:11}  {sample.scan:12,.0f}  "
+            f"{sample.scan / found.all:8.2f}  {sample.host:10,.0f}  {sample.host / found.all:8.2f}"
+        )
+    yield ""
+    yield from (f"note: {note}" for note in notes(found))
     yield "Recommended:"
-    yield f"  {target.line(verdict.settings)}"
-    if verdict.overlapping is not None:
-        policy = "for a policy on an accelerator"
-        if verdict.overlap_from_us >= 0.5:
-            policy += f" that takes more than {verdict.overlap_from_us:,.0f} us for {pool.num_envs} envs"
-        yield f"or, double buffering, {policy}:"
-        yield f"  {target.line(verdict.overlapping)}"
-    if plot:
-        yield f"\nPlotted to {plot}"
+    yield f"  {line}"
+
+
+def _bare_rate(envs: VectorEnv, seconds: float) -> float:
+    return sum(rate for rate, _ in envs.map(bare_loop, seconds))
+
+
+def _host_and_scan(envs: VectorEnv, length: int) -> tuple[Callable[[float], float], Callable[[float], float]]:
+    """Returns functions that step a pool with random actions for so many seconds, and return the rate."""
+    import jax
+    import jax.numpy as jnp
+
+    envs.action_space.seed(0)
+    actions = [envs.action_space.sample() for _ in range(_NUM_ACTIONS)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *actions)
+
+    @jax.jit
+    def rollout(handle: Any, actions: Any) -> Any:
+        def step(handle: Any, i: jax.Array) -> Any:
+            action = jax.tree.map(lambda leaf: leaf[i % _NUM_ACTIONS], actions)
+            return jaxvec.step(handle, action)[0], None
+
+        return jax.lax.scan(step, handle, jnp.arange(length))[0]
+
+    def host(seconds: float) -> float:
+        envs.reset(seed=0)
+        steps, began, elapsed = 0, time.perf_counter(), 0.0
+        while not steps or elapsed < seconds:
+            envs.step(actions[steps % _NUM_ACTIONS])
+            steps += 1
+            elapsed = time.perf_counter() - began
+        return steps * envs.num_envs / elapsed
+
+    def scan(seconds: float) -> float:
+        handle, _ = jaxvec.reset(envs, seed=0)
+        steps, began, elapsed = 0, time.perf_counter(), 0.0
+        while not steps or elapsed < seconds:
+            handle = jax.block_until_ready(rollout(handle, stacked))
+            steps += length
+            elapsed = time.perf_counter() - began
+        return steps * envs.num_envs / elapsed
+
+    scan(0.0)  # compiles
+    return host, scan
+
+
+def _take_turns(systems: dict[str, Callable[[float], float]], seconds: float) -> dict[str, float]:
+    """Returns the median rate of each system. They take turns: a machine that slows down slows them all."""
+    rates: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(ROUNDS):
+        for name, system in systems.items():
+            rates[name].append(system(seconds))
+    return {name: statistics.median(some) for name, some in rates.items()}
 
 
 @contextmanager
 def _jax_log_off() -> Generator[None]:
-    """Keeps JAX from logging a failing env's error: it is told once, by its own error."""
+    """Keeps JAX from logging the error of an env that fails, which is raised anyway."""
     log = logging.getLogger("jax")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -106,72 +307,3 @@ def _jax_log_off() -> Generator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(int(word) for word in text.split(",")))
-    except ValueError as error:
-        raise ArgumentTypeError(f"expected numbers, as 16,64,256, not {text!r}") from error
-    if min(numbers) < 1:
-        raise ArgumentTypeError(f"must be at least 1, not {min(numbers)}")
-    return numbers
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 60:
-        raise ArgumentTypeError(f"must be above 0 and at most 60, not {text!r}")
-    return seconds
-
-
-def _add_arguments(parser: ArgumentParser) -> None:
-    _target.add_arguments(parser)
-    parser.add_argument(
-        "--num-envs",
-        type=_numbers,
-        metavar="N,N,…",
-        help="sizes of pools; 16,64,256 unless the env is too slow",
-    )
-    parser.add_argument(
-        "--num-workers",
-        type=_numbers,
-        metavar="N,N,…",
-        help="worker counts; up to the usable cores by default",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=0.2,
-        metavar="S",
-        help="seconds of each turn, 0.2 by default; a run has about 120 turns",
-    )
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="also draw it, to a .png, .pdf or .svg file"
-    )
-
-
-COMMAND = Command(
-    name="bench",
-    summary="measure an env, bare and in pools, say what limits it, and recommend settings",
-    details="""\
-It steps the env with random actions: alone, in pools of all sizes, from a Python loop and inside a jitted
-lax.scan. Then it measures what a step of the best pool is made of, with envs of the same spaces that do
-nothing, of as many bytes, and of none. Systems take turns, and figures are medians. Keep the machine quiet.
-
---json prints {"schema": "jaxvec.bench/1", "measurement": {…}, "verdict": {…}, "make": TEXT,
-"make_overlapping": TEXT or null}; jaxvec/cli/_records.py has the fields of Measurement, and
-jaxvec/cli/_verdict.py those of Verdict.
-
-examples:
-  python -m jaxvec bench CartPole-v1
-  python -m jaxvec bench ALE/Pong-v5 --kwargs '{"frameskip": 4}' --num-envs 16,64
-  python -m jaxvec bench my_package.envs:make_env --num-workers 1,2 --plot speed.png
-  python -m jaxvec bench CartPole-v1 --num-envs 8 --num-workers 1 --seconds 0.02 --json""",
-    add_arguments=_add_arguments,
-    run=run,
-)

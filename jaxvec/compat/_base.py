@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
 
+from jaxvec._errors import EnvError
 from jaxvec._spec import STATISTICS, TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._family import EnvFamily
 
 # ----------------------------------------------------------------------------------------------------------
-# What the faces of single envs have in common: their pools, and their end.
+# Base class of the APIs of single envs.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -50,8 +52,15 @@ class Face:
         self._family.__exit__(kind, error, trace)
 
 
+def max_episode_steps(envs: VectorEnv) -> int | None:
+    """Returns the time limit in the envs' Gymnasium spec; `None` if there is none."""
+    with suppress(EnvError):  # the env has no `spec`, as it is not a Gymnasium env
+        return getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
+    return None
+
+
 # ----------------------------------------------------------------------------------------------------------
-# What the envs returned in a step, where same-step autoreset has put what a new episode begins with.
+# The last observation and info of an episode, which same-step autoreset has replaced by the next one's first.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +109,7 @@ def _choose(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# EnvPool's info, from jaxvec's.
+# Conversion of jaxvec's info to EnvPool's.
 # ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as those of other libraries."""
+"""Conversion of Gymnasium's spaces to those of gymnax and old Gym, and to dm_env's specs and time steps."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium import spaces as gymnasium_spaces
 
 import jaxvec
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, TupleNode
+from jaxvec._spec import KeyPath, Leaf, Node, PoolSpec, fold_space, format_path, map_leaves
 from jaxvec.compat._base import info_extras
 
 # ----------------------------------------------------------------------------------------------------------
-# gymnax's spaces: its own classes where it is installed, else these, which sample and check alike.
+# gymnax's spaces: these classes replace its own where it is not installed.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -100,41 +99,40 @@ def to_gymnax_space(space: Space[Any], root: str) -> Any:
     """Returns the gymnax space of a Gymnasium space; `MultiDiscrete` and `MultiBinary` become a `Box`.
 
     Args:
-        space: of an env.
-        root: names it in errors.
+        space: Space of one env.
+        root: Name of the space in errors.
 
     Raises:
         UnsupportedSpaceError: gymnax has no such space.
     """
-    module = _module()
-    match space:
-        case gymnasium_spaces.Discrete():
-            if space.start != 0:
+    try:
+        module = importlib.import_module("gymnax.environments.spaces")
+    except ImportError:
+        module = importlib.import_module(__name__)
+
+    def leaf(space: Space[Any], path: KeyPath) -> Any:
+        match space:
+            case spaces.Discrete(start=0):
+                return module.Discrete(int(space.n))
+            case spaces.Discrete():
                 raise UnsupportedSpaceError(
-                    f"{root}: this Discrete space starts at {space.start}, gymnax's do at 0; wrap the env"
+                    f"{format_path(path)}: this Discrete space starts at {space.start}, gymnax's do at 0; "
+                    "wrap the env"
                 )
-            return module.Discrete(int(space.n))
-        case gymnasium_spaces.Box():
-            return _box(module, space.low, space.high, space)
-        case gymnasium_spaces.MultiDiscrete():
-            return _box(module, space.start, space.start + space.nvec - 1, space)
-        case gymnasium_spaces.MultiBinary():
-            return _box(module, 0, 1, space)
-        case gymnasium_spaces.Dict():
-            pairs = space.spaces.items()
-            return module.Dict({key: to_gymnax_space(child, f"{root}[{key!r}]") for key, child in pairs})
-        case gymnasium_spaces.Tuple():
-            return module.Tuple(
-                [to_gymnax_space(child, f"{root}[{i}]") for i, child in enumerate(space.spaces)]
-            )
-        case _:
-            raise UnsupportedSpaceError(f"{root}: gymnax has no space like {space}")
+            case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
+                dtype = jax.dtypes.canonicalize_dtype(space.dtype)
+                low, high = (_simplest(np.asarray(bound).astype(dtype)) for bound in _bounds(space))
+                return module.Box(low, high, shape=tuple(space.shape), dtype=dtype)
+            case _:
+                raise UnsupportedSpaceError(f"{format_path(path)}: gymnax has no space like {space}")
 
-
-def _box(module: Any, low: Any, high: Any, space: Space[Any]) -> Any:
-    dtype = jax.dtypes.canonicalize_dtype(space.dtype)
-    bounds = [_simplest(np.asarray(bound).astype(dtype)) for bound in (low, high)]
-    return module.Box(*bounds, shape=tuple(space.shape or ()), dtype=dtype)
+    return fold_space(
+        space,
+        leaf,
+        root=(root,),
+        make_dict=lambda children, _: module.Dict(children),
+        make_tuple=lambda children, _: module.Tuple(children),
+    )
 
 
 def _simplest(bound: np.ndarray[Any, Any]) -> Any:
@@ -143,51 +141,45 @@ def _simplest(bound: np.ndarray[Any, Any]) -> Any:
     return bound.flat[0].item() if equal else jnp.asarray(bound)
 
 
-def _module() -> Any:
-    """Returns gymnax's module of spaces, or this one."""
-    name = "gymnax.environments.spaces"
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return importlib.import_module(__name__)
-
-
 def _all(parts: Sequence[Any]) -> jax.Array:
     return jnp.all(jnp.stack([jnp.asarray(part) for part in parts]))
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Spaces of the old `gym` package, for code that looks for them.
+# Spaces of the old `gym` package.
 # ----------------------------------------------------------------------------------------------------------
 
 
-def to_old_gym(space: spaces.Space[Any]) -> Any:
-    """Returns the old package's like of `space`; `space` itself where the old package isn't installed."""
+def to_old_gym(space: Space[Any]) -> Any:
+    """Returns the space of the old package for `space`; `space` itself where that isn't installed."""
     if importlib.util.find_spec("gym") is None:
         return space
-    return _convert(importlib.import_module("gym.spaces"), space)
+    old = importlib.import_module("gym.spaces")
 
+    def leaf(space: Space[Any], _: KeyPath) -> Any:
+        match space:
+            case spaces.Box():
+                return old.Box(space.low, space.high, space.shape, space.dtype)
+            case spaces.Discrete():  # the oldest have no start
+                return old.Discrete(int(space.n), **({"start": int(space.start)} if space.start else {}))
+            case spaces.MultiDiscrete() if not space.start.any():
+                return old.MultiDiscrete(space.nvec)
+            case spaces.MultiBinary():
+                return old.MultiBinary(space.n)
+            case _:
+                raise TypeError(f'gym has no space like {space}; use env_type="gymnasium"')
 
-def _convert(old: Any, space: spaces.Space[Any]) -> Any:
-    match space:
-        case spaces.Box():
-            return old.Box(space.low, space.high, space.shape, space.dtype)
-        case spaces.Discrete():  # the oldest have no start
-            return old.Discrete(int(space.n), **({"start": int(space.start)} if space.start else {}))
-        case spaces.MultiDiscrete() if not space.start.any():
-            return old.MultiDiscrete(space.nvec)
-        case spaces.MultiBinary():
-            return old.MultiBinary(space.n)
-        case spaces.Dict():
-            return old.Dict({key: _convert(old, child) for key, child in space.spaces.items()})
-        case spaces.Tuple():
-            return old.Tuple([_convert(old, child) for child in space.spaces])
-        case _:
-            raise TypeError(f'gym has no space like {space}; use env_type="gymnasium"')
+    return fold_space(
+        space,
+        leaf,
+        root=(),
+        make_dict=lambda children, _: old.Dict(children),
+        make_tuple=lambda children, _: old.Tuple(children),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What `env_type="dm"` returns and says of itself, in dm_env's words.
+# Time steps and specs of `env_type="dm"`.
 # ----------------------------------------------------------------------------------------------------------
 
 FIRST, MID, LAST = 0, 1, 2  # dm_env.StepType
@@ -209,8 +201,8 @@ except ImportError:
 
 
 @lru_cache
-def _record(name: str, fields: tuple[str, ...]) -> Any:
-    """Returns a namedtuple, the same one for the same fields: as pytrees they are to be of one type."""
+def record_type(name: str, fields: tuple[str, ...]) -> Any:
+    """Returns the one namedtuple type of these fields, so that its pytrees have equal structure."""
     return namedtuple(name, fields, rename=True)  # pyright: ignore[reportUntypedNamedTuple]
 
 
@@ -218,7 +210,7 @@ def record(name: str, values: Mapping[str, Any]) -> Any:
     """Returns nested dicts as nested namedtuples."""
     fields = tuple(str(key) for key in values)
     parts = (record(str(key), part) if isinstance(part, dict) else part for key, part in values.items())
-    return _record(name, fields)(*parts)
+    return record_type(name, fields)(*parts)
 
 
 def to_dm_timestep(timestep: jaxvec.TimeStep) -> Any:
@@ -238,7 +230,7 @@ def dm_observation_spec(space: Space[Any], data: PoolSpec) -> Any:
     leaves = zip(data.info.keys, data.info.children, strict=True)
     specs = importlib.import_module("dm_env.specs")
     info = {key: specs.Array(leaf.shape, leaf.stored, key) for key, leaf in leaves if isinstance(leaf, Leaf)}
-    return record("State", _state(info, dm_spec(space, data.obs, "obs")))
+    return record("State", _state(info, dm_spec(space, data.obs)))
 
 
 def _state(info: dict[str, Any], obs: Any) -> dict[str, Any]:
@@ -246,32 +238,27 @@ def _state(info: dict[str, Any], obs: Any) -> dict[str, Any]:
     return {"env_id": info["env_id"], **own, "obs": obs}
 
 
-def dm_spec(space: Space[Any], node: Node, name: str) -> Any:
-    """Returns dm_env's spec of a leaf; nested ones in dicts and tuples, as the space is.
+def dm_spec(space: Space[Any], node: Node) -> Any:
+    """Returns dm_env's spec of a space; nested ones in dicts and tuples, as the space is.
 
     Args:
-        space: of one env.
-        node: the same, with the dtypes that are stored.
-        name: of the spec.
+        space: Space of one env.
+        node: The same space as a node, with the dtypes that are stored.
 
     Raises:
         ImportError: dm_env is not installed.
     """
     specs = importlib.import_module("dm_env.specs")
-    match space, node:
-        case spaces.Dict(), DictNode():
-            pairs = zip(node.keys, node.children, strict=True)
-            return {key: dm_spec(space[key], child, str(key)) for key, child in pairs}
-        case spaces.Tuple(), TupleNode():
-            pairs = enumerate(zip(space.spaces, node.children, strict=True))
-            return tuple(dm_spec(one, child, f"{name}_{index}") for index, (one, child) in pairs)
-        case spaces.Discrete(start=0), Leaf():
-            return specs.DiscreteArray(int(space.n), node.stored, name)
-        case _, Leaf():
-            low, high = _bounds(space)
-            return specs.BoundedArray(node.shape, node.stored, low, high, name)
-        case _:
-            raise TypeError(f"{name}: {space} and {node} differ")
+
+    def convert(leaf: Leaf, space: Any) -> Any:
+        name, *rest = leaf.path
+        for part in rest:
+            name = f"{name}_{part}" if isinstance(part, int) else str(part)
+        if isinstance(space, spaces.Discrete) and space.start == 0:
+            return specs.DiscreteArray(int(space.n), leaf.stored, name)
+        return specs.BoundedArray(leaf.shape, leaf.stored, *_bounds(space), name)
+
+    return map_leaves(node, space, convert)
 
 
 def _bounds(space: Space[Any]) -> tuple[Any, Any]:

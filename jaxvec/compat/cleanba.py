@@ -6,7 +6,6 @@ They expect of EnvPool its old Gym interface; for actors that `send` and `recv`,
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, final
@@ -14,7 +13,6 @@ from typing import Any, final
 import numpy as np
 from gymnasium import Space
 
-from jaxvec._errors import EnvError
 from jaxvec._spec import STATISTICS
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat import _atari, _base, envpool
@@ -22,7 +20,6 @@ from jaxvec.compat.envpool import Task
 
 __all__ = ["GymVectorEnv", "make_env"]
 
-_NO_LIMIT = 2**31 - 1
 _ATARI = {  # as Cleanba asks for Atari's games
     "repeat_action_probability": 0.25,
     "noop_max": 1,
@@ -100,7 +97,10 @@ class GymVectorEnv:
         self.single_action_space: Space[Any] = self.action_space
         self.is_vector_env = True
         config: dict[str, Any] = {"num_envs": envs.num_envs, "seed": seed}
-        config |= _limit(envs) if task.atari is None else asdict(task.atari)
+        if task.atari is None:
+            config["max_episode_steps"] = _base.max_episode_steps(envs) or envpool.NO_LIMIT
+        else:
+            config |= asdict(task.atari)
         self.spec: SimpleNamespace = SimpleNamespace(config=SimpleNamespace(**config))
 
     def reset(self) -> Any:
@@ -132,10 +132,3 @@ class GymVectorEnv:
     def close(self) -> None:
         """Closes the pool. Twice is fine."""
         self._envs.close()
-
-
-def _limit(envs: VectorEnv) -> dict[str, int]:
-    limit: int | None = None
-    with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
-        limit = getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
-    return {"max_episode_steps": limit or _NO_LIMIT}

@@ -1,14 +1,13 @@
-"""What users pass to the verbs of the face."""
+"""EnvPool's interface over any Python env: `make`, then `reset`, `step`, `send`, `recv` and `xla`."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
 from abc import ABC, abstractmethod
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeAlias, final
 
@@ -32,7 +31,21 @@ from jaxvec.callbacks import _functions
 from jaxvec.callbacks._call import Handle, token_of
 from jaxvec.compat import _atari
 from jaxvec.compat._base import convert_info
-from jaxvec.compat._spaces import dm_observation_spec, dm_spec, to_dm_timestep, to_old_gym
+from jaxvec.compat._spaces import dm_observation_spec, dm_spec, record_type, to_dm_timestep, to_old_gym
+
+__all__ = [
+    "DMEnvPool",
+    "EnvPool",
+    "EnvSpec",
+    "GymEnvPool",
+    "GymnasiumEnvPool",
+    "list_all_envs",
+    "make",
+    "make_dm",
+    "make_gym",
+    "make_gymnasium",
+    "make_spec",
+]
 
 
 def split(action: Any, env_id: Any) -> tuple[Any, Any]:
@@ -43,24 +56,14 @@ def split(action: Any, env_id: Any) -> tuple[Any, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a task is, and how its pool was made: EnvPool's `spec`.
+# EnvPool's `spec`: the task and the options of its pool.
 # ----------------------------------------------------------------------------------------------------------
-
-
-@lru_cache
-def _config_type(names: tuple[str, ...]) -> Any:
-    return namedtuple("Config", names, rename=True)  # pyright: ignore[reportUntypedNamedTuple]
-
-
-def make_config(options: dict[str, Any]) -> Any:
-    """Returns a namedtuple of what a pool was made with."""
-    return _config_type(tuple(options))(*options.values())
 
 
 @final
 @dataclass(frozen=True)
 class EnvSpec:
-    """Of a task and its pool.
+    """The spaces and options of a task and its pool.
 
     Attributes:
         config: namedtuple: `num_envs`, `batch_size`, `num_threads`, `seed`, `gym_reset_return_info`,
@@ -106,15 +109,14 @@ class EnvSpec:
         Raises:
             ImportError: dm_env is not installed.
         """
-        return dm_spec(self.gymnasium_action_space, self.data.action, "action")
+        return dm_spec(self.gymnasium_action_space, self.data.action)
 
 
 # ----------------------------------------------------------------------------------------------------------
+# `xla`: EnvPool's three functions for compiled programs, made of jaxvec's functions.
 #
-# `xla`: EnvPool's three functions for compiled programs, made of jaxvec's verbs.
-#
-# EnvPool's handle is a plain array, so its users convert it, and save it with other arrays. So is this: the
-# token of a `Handle`, whose static part the functions know.
+# As in EnvPool the handle is a plain array, which users may convert and save: the token of a `Handle`. The
+# functions keep its static part.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -176,11 +178,10 @@ def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeSt
 
 
 # ----------------------------------------------------------------------------------------------------------
+# `EnvPool`: the methods on NumPy arrays, for all result formats.
 #
-# `EnvPool`: the verbs on NumPy, whatever the form of what they return.
-#
-# Handles that `xla` returned stay fresh while these verbs move envs, as EnvPool's do: EnvPool's users take
-# the handle first, and reset on the host afterwards.
+# Handles from `xla` stay fresh while these methods move envs, as in EnvPool: its users take the handle first
+# and reset on the host afterwards.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -430,12 +431,12 @@ class EnvPool(ABC):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What EnvPool calls a task: an env with its options, Atari's among them.
+# Tasks: envs with their options, including the Atari tasks of EnvPool.
 # ----------------------------------------------------------------------------------------------------------
 
 TaskId: TypeAlias = str | registration.EnvSpec | Callable[..., Any]
 
-_NO_LIMIT = 2**31 - 1  # EnvPool's word for no `max_episode_steps`
+NO_LIMIT = 2**31 - 1  # EnvPool's `max_episode_steps` of a task without a limit
 
 
 @dataclass(frozen=True)
@@ -494,7 +495,7 @@ class Task:
         ):  # gymnasium.make made it, and knows all that was asked of it
             (spec,) = envs.pool.questions.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
-        return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or _NO_LIMIT}
+        return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or NO_LIMIT}
 
 
 def resolve_task(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
@@ -528,7 +529,7 @@ def list_all_envs() -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The three forms in which pools return what they do: Gymnasium's, old Gym's and dm_env's.
+# Result formats: Gymnasium's, old Gym's and dm_env's.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -637,7 +638,7 @@ class DMEnvPool(EnvPool):
 
 
 # ----------------------------------------------------------------------------------------------------------
-# `make` and its like.
+# `make` and its variants.
 # ----------------------------------------------------------------------------------------------------------
 
 _FACES = {"gymnasium": GymnasiumEnvPool, "gym": GymEnvPool, "dm": DMEnvPool}
@@ -791,31 +792,13 @@ def _spec(config: dict[str, Any], task: Task, envs: VectorEnv, env_type: str) ->
     returns_info = config["gym_reset_return_info"]
     if returns_info is None:
         config = {**config, "gym_reset_return_info": env_type != "gym"}
+    options = {**config, **task.options(envs)}
     translate = to_old_gym if env_type == "gym" else lambda space: space
     return EnvSpec(
-        config=make_config({**config, **task.options(envs)}),
+        config=record_type("Config", tuple(options))(*options.values()),
         observation_space=translate(envs.single_observation_space),
         action_space=translate(envs.single_action_space),
         gymnasium_observation_space=envs.single_observation_space,
         gymnasium_action_space=envs.single_action_space,
         data=envs.spec,
     )
-
-
-# ----------------------------------------------------------------------------------------------------------
-# EnvPool's interface over any Python env: `make`, then `reset`, `step`, `send`, `recv` and `xla`.
-# ----------------------------------------------------------------------------------------------------------
-
-__all__ = [
-    "DMEnvPool",
-    "EnvPool",
-    "EnvSpec",
-    "GymEnvPool",
-    "GymnasiumEnvPool",
-    "list_all_envs",
-    "make",
-    "make_dm",
-    "make_gym",
-    "make_gymnasium",
-    "make_spec",
-]

@@ -1,4 +1,7 @@
-"""Turns jaxvec's errors into those that Gymnasium's vector envs raise."""
+"""Gymnasium's vector envs over a pool: drop-in classes, and an entry point for `gymnasium.register`.
+
+They keep Gymnasium's dtypes and take envs of every space: values without fixed shape travel pickled.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,10 @@ from jaxvec._errors import (
     SpaceMismatchError,
 )
 from jaxvec._memory.segment import Rows, copies, views
-from jaxvec._spec import Autoreset, Leaf, Node, as_is, map_leaves, parse_autoreset_mode
+from jaxvec._spec import Autoreset, Leaf, Node, as_is, fold_space, map_leaves, parse_autoreset_mode
 from jaxvec._util import run_in_thread, usable_cores
+
+__all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]
 
 
 @contextmanager
@@ -64,7 +69,7 @@ def raise_original(error: EnvError) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Batches the envs' infos as Gymnasium does: a dict of arrays, each with a mask.
+# Infos, batched as Gymnasium does: a dict of arrays, each with a mask.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +133,7 @@ def _objects(values: dict[int, Any], num_envs: int) -> NDArray[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What both vector envs are: a pool behind Gymnasium's `VectorEnv`.
+# Base class of both vector envs: a pool behind Gymnasium's `VectorEnv`.
 # ----------------------------------------------------------------------------------------------------------
 
 _NOT_CALLED = ("reset", "step", "close", "_setattr", "_check_spaces")
@@ -304,7 +309,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self._observations(obs), *scalars, self._batch(infos, info)
 
     def _infos(self) -> list[dict[str, Any]]:
-        return self.pool.pool.questions.known_infos() or list(self.pool.infos)
+        return self.pool.pool.questions.known_infos() or list(self.pool.infos())
 
     def _batch(self, infos: Sequence[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
         """Returns the infos as Gymnasium batches them; of episodic envs with `idle`, `[num_envs]` bool."""
@@ -405,20 +410,16 @@ def _check_mode(mode: Any) -> None:
 
 def _check_known(space: Space[Any]) -> None:
     """Refuses spaces of the user's own under `shared_memory`, as Gymnasium does."""
-    match space:
-        case gymnasium.spaces.Dict():
-            children = list(space.spaces.values())
-        case gymnasium.spaces.Tuple():
-            children = list(space.spaces)
-        case _:
-            children = []
-    for child in children:
-        _check_known(child)
-    if create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object):  # pyright: ignore
-        raise ValueError(
-            "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature with "
-            f"`shared_memory=False` however this is slower. {space} is not one of Gymnasium's own spaces."
-        )
+
+    def check(space: Space[Any], _: Any) -> None:
+        if create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object):  # pyright: ignore
+            raise ValueError(
+                "Using `AsyncVector(..., shared_memory=True)` caused an error, you can disable this feature "
+                f"with `shared_memory=False` however this is slower. {space} is not one of Gymnasium's own "
+                "spaces."
+            )
+
+    fold_space(space, check, root=(), make_dict=lambda *_: None, make_tuple=lambda *_: None)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -757,7 +758,7 @@ def _the_same(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A `vector_entry_point` for `gymnasium.register`, and for envs that are registered.
+# `vector_entry_point` for `gymnasium.register` and for registered envs.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -816,13 +817,3 @@ def _make(
 ) -> gymnasium.Env[Any, Any]:
     env: Any = (entry_point if callable(entry_point) else load_env_creator(entry_point))(**env_kwargs)
     return env if max_episode_steps is None else TimeLimit(env, max_episode_steps)
-
-
-# ----------------------------------------------------------------------------------------------------------
-#
-# Gymnasium's vector envs over a pool: drop-in classes, and an entry point for `gymnasium.register`.
-#
-# They keep Gymnasium's dtypes, and take envs of every space: values without fixed shape travel pickled.
-# ----------------------------------------------------------------------------------------------------------
-
-__all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]

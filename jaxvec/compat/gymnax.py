@@ -9,7 +9,6 @@ program: whoever trains and evaluates in turn on equally many envs makes an env 
 from __future__ import annotations
 
 import dataclasses
-from contextlib import suppress
 from typing import Any, Literal, Self, final
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from jax.core import Tracer
 
-from jaxvec._errors import EnvError, UnsupportedSpaceError
+from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import TimeStep
 from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
@@ -100,9 +99,7 @@ class Environment(Face):
     def __init__(self, family: EnvFamily, *, name: str, num_returns: Literal[5, 6]) -> None:
         super().__init__(family)
         self._num_returns = num_returns
-        self._max_steps: int | None = None
-        with suppress(EnvError):  # no env of Gymnasium's, so it has no spec
-            self._max_steps = getattr(family.first.get_attr("spec")[0], "max_episode_steps", None)
+        self._max_steps = _base.max_episode_steps(family.first)
         self.name = name
 
     @property

@@ -275,7 +275,7 @@ class _PooledVecEnv(_VecEnv):
         return self.pool.pool.questions.known_infos() or self._ask_infos()
 
     def _ask_infos(self) -> list[dict[str, Any]]:
-        return list(self.pool.infos)
+        return list(self.pool.infos())
 
 
 class SubprocVecEnv(_PooledVecEnv):

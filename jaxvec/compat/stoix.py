@@ -17,7 +17,7 @@ from gymnasium import Space, spaces
 
 from jaxvec import _util
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spec import TimeStep
+from jaxvec._spec import KeyPath, TimeStep, fold_space, format_path
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat import _base, envpool
 from jaxvec.compat.envpool import Task
@@ -245,29 +245,31 @@ class StoaVectorEnv:
 
 
 def _convert(space: Space[Any], root: str) -> Any:
-    """Returns stoa's space for a Gymnasium space, which `root` names."""
+    """Returns stoa's space for a Gymnasium space, named `root` in errors."""
     stoa = _stoa()
-    dtype = jax.dtypes.canonicalize_dtype(space.dtype or np.int32)
-    shape = space.shape or ()
-    match space:
-        case spaces.Discrete() if space.start == 0:
-            return stoa.DiscreteSpace(int(space.n), dtype, root)
-        case spaces.MultiDiscrete() if not space.start.any():
-            return stoa.MultiDiscreteSpace(space.nvec.astype(dtype), dtype, root)
-        case spaces.MultiBinary():
-            return stoa.BoundedArraySpace(shape, dtype, 0, 1, root)
-        case spaces.Box():
-            return stoa.BoundedArraySpace(
-                shape, dtype, space.low.astype(dtype), space.high.astype(dtype), root
-            )
-        case spaces.Dict():
-            children = space.spaces.items()
-            return stoa.DictSpace({key: _convert(child, f"{root}[{key!r}]") for key, child in children}, root)
-        case spaces.Tuple():
-            parts = [_convert(child, f"{root}[{i}]") for i, child in enumerate(space.spaces)]
-            return stoa.TupleSpace(parts, root)
-        case _:
-            raise UnsupportedSpaceError(f"{root}: stoa has no space like {space}; wrap the env")
+
+    def leaf(space: Space[Any], path: KeyPath) -> Any:
+        name, dtype = format_path(path), jax.dtypes.canonicalize_dtype(space.dtype or np.int32)
+        match space:
+            case spaces.Discrete() if space.start == 0:
+                return stoa.DiscreteSpace(int(space.n), dtype, name)
+            case spaces.MultiDiscrete() if not space.start.any():
+                return stoa.MultiDiscreteSpace(space.nvec.astype(dtype), dtype, name)
+            case spaces.MultiBinary():
+                return stoa.BoundedArraySpace(space.shape, dtype, 0, 1, name)
+            case spaces.Box():
+                low, high = space.low.astype(dtype), space.high.astype(dtype)
+                return stoa.BoundedArraySpace(space.shape, dtype, low, high, name)
+            case _:
+                raise UnsupportedSpaceError(f"{name}: stoa has no space like {space}; wrap the env")
+
+    return fold_space(
+        space,
+        leaf,
+        root=(root,),
+        make_dict=lambda children, path: stoa.DictSpace(children, format_path(path)),
+        make_tuple=lambda children, path: stoa.TupleSpace(children, format_path(path)),
+    )
 
 
 def _stoa() -> Any:

@@ -13,7 +13,7 @@ from jaxvec._dispatch.engine import FOREVER, Engine, Made, Rules, Status
 from jaxvec._dispatch.move import VERBS, Caller, Move, name_caller
 from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
-from jaxvec._tracing._recorder import Record, Span
+from jaxvec._tracing import Record, Span
 
 _WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
 
