@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import jaxvec
-from jaxvec._native import engine
+from jaxvec._native import native_engine
 from jaxvec._util import usable_cores
 from jaxvec._workers import base, fork, lifeline, supervisor
 from jaxvec._workers import process as _process
@@ -150,7 +150,7 @@ def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets programs wait without Python for longer than even a busy machine takes for a step."""
-    monkeypatch.setattr(engine, "_WAIT", disasters.PATIENCE * 10**9)
+    monkeypatch.setattr(native_engine, "_WAIT", disasters.PATIENCE * 10**9)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ be done is in the marks alone: a worker that replaces a dead one finds it there,
 Request numbers only grow; 60 bits don't run out.
 
 The portable implementation is here: one byte over the control socket wakes. The native one, in
-`_native/handoff.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
+`_native/native_dispatch.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
 then the mark, then the byte; the other reads them in the opposite order. The system calls order
 memory between the processes, so no fences are needed.
 """
@@ -45,8 +45,8 @@ class ParentHandoff(Protocol):
     """The parent's end, to all workers."""
 
     @property
-    def address(self) -> int | None:
-        """Of C++'s part, if there is one; it lives as long as we do."""
+    def native_end(self) -> Any:
+        """C++'s part; `None` if there is none."""
         ...
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
@@ -231,7 +231,7 @@ class Slots:
 class ParentEnd:
     """The portable `ParentHandoff`."""
 
-    address = None
+    native_end = None
 
     def __init__(
         self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]

@@ -141,7 +141,7 @@ def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any
 #   what it has received until it has read the rows.
 #
 # An engine answers with a `Status`; the pool makes an error of it. `Engine.move` makes a whole move in
-# Python. `CEngine` (_native/engine.py) makes the ordinary ones by one call of C++ and inherits the rest.
+# Python. `CEngine` (_native/native_engine.py) makes ordinary ones by one call of C++, and inherits the rest.
 # ----------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stats, _stepper
+from jaxvec import _native, _stats
 from jaxvec._arguments import Options
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.env_states import Gone, SlotState, StateFunctions, States, pack, unpack
@@ -92,7 +92,7 @@ class EnvSlice:
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
         # The compiled loop knows numbers for rewards, and no spaces.
-        compiled = None if strict or spec.reward.shape else _stepper.compiled
+        compiled = None if strict or spec.reward.shape else _native.ext
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
         self._delivered = Delivered(spec, rows) if spec.has_fault else None

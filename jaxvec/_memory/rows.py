@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._memory.segment import Arrays, align, index_of
 from jaxvec._spec import DictNode, KeyPath, Leaf, Node, TupleNode, format_path, leaves
 
@@ -35,7 +35,7 @@ def writer(node: Node, arrays: Arrays) -> Write:
 
     It raises `InvalidValue` where the value has another structure, shape or dtype than `node`.
     """
-    compiled = _stepper.compiled
+    compiled = _native.ext
     if isinstance(node, Leaf):
         write_leaf = _leaf_writer(node, arrays[node.path])
         return write_leaf if compiled is None else compiled.leaf_writer(write_leaf, arrays[node.path])

@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._snapshots.ale import WatchedALE, take_ale
 from jaxvec._snapshots.mujoco import take_data, take_model, take_physics
 from jaxvec._snapshots.node_types import (
@@ -256,7 +256,7 @@ class Again:
         self._told = [told(layer) for layer in layers]
         self._before: list[Fields] | None = None
         slotted = any(slots_of(type(layer)) for layer in layers)
-        self._compiled = None if slotted else _stepper.compiled
+        self._compiled = None if slotted else _native.ext
 
     def take(self) -> list[Fields] | None:
         """Returns the attributes of each layer; `None` if they have to be walked through."""

@@ -21,9 +21,9 @@ from jaxvec._envs.constructors import Description
 from jaxvec._envs.slice import Arguments, Asked, Told
 from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout, Marks
-from jaxvec._native import library
-from jaxvec._native.engine import CEngine
-from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
+from jaxvec._native import load, reason_unavailable
+from jaxvec._native.native_dispatch import NativeParentEnd, NativeWorkerEnd
+from jaxvec._native.native_engine import CEngine
 from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._tracing import Record
 
@@ -289,13 +289,13 @@ def choose_dispatch(kind: str) -> str:
         NativeUnavailableError: `"native"` was asked for and can't be had; says why.
     """
     if kind == "auto":
-        reason = library.reason_unavailable()
+        reason = reason_unavailable()
         if reason is None:
             return "native"
         _logger.info("portable hand-off: %s", reason)
         return "portable"
     if kind == "native":
-        library.load()
+        load()
     return kind
 
 
@@ -348,7 +348,7 @@ def open_engine(
     rules: Rules,
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
-    if end.address is None or spec.object_leaves:
+    if end.native_end is None or spec.object_leaves:
         return PyEngine(rules)
     return CEngine(
         end,

@@ -24,7 +24,6 @@ from typing import NoReturn
 import numpy as np
 
 from jaxvec._dispatch.channel import Channel, adopt_channel
-from jaxvec._native import library
 from jaxvec._workers import lifeline as _lifeline
 from jaxvec._workers import worker as _worker
 
@@ -214,7 +213,6 @@ class _Server:
             except BaseException as error:
                 return ImportError(f"preload: {module!r} can't be imported: {type(error).__name__}: {error}")
         sys.path[:] = ours
-        library.reason_unavailable()  # loads it
         os.chdir("/")  # to hold on to no folder
         gc.collect()
         gc.freeze()  # a collection in a worker would copy the memory that all share
