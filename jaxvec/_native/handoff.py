@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
-from jaxvec._dispatch.dispatch import LOOK_AROUND, Partition, Slots, Work
+from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff, Partition, Work, WorkerHandoff
 from jaxvec._dispatch.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import library
@@ -74,8 +74,8 @@ class _Worker(ctypes.Structure):
     ]
 
 
-class NativeParentEnd:
-    """The parent's end; see `ParentEnd`."""
+class NativeParentEnd(ParentHandoff):
+    """The native end of the parent."""
 
     def __init__(
         self,
@@ -85,29 +85,24 @@ class NativeParentEnd:
         *,
         spin_ns: int,
     ) -> None:
+        super().__init__(marks)
         self._library = _declared()
-        self._slots = Slots(marks)
         self._board = _Board(marks, spin_ns)
         sockets = {channel.fileno() for channel in channels}
         self._sockets = (ctypes.c_int32 * len(sockets))(*sockets)
         self._parent = _Parent(self._board, self._sockets, len(sockets))
         self._reference = ctypes.byref(self._parent)
         self._partition = Partition(slices)
-        self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
-        self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
 
     @property
     def address(self) -> int:
-        """See `ParentHandoff`."""
         return ctypes.addressof(self._parent)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        """See `ParentHandoff`."""
         for worker, part in self._partition.of(slots):
             self._library.jaxvec_send(self._reference, worker, verb, part.ctypes.data, len(part))
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        """See `ParentHandoff`."""
         for worker, part in self._partition.of(slots):
             theirs = np.ascontiguousarray(requests[part])
             self._library.jaxvec_pass_on(
@@ -115,33 +110,29 @@ class NativeParentEnd:
             )
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        """See `ParentHandoff`. After an interrupt, Python's signal handlers run once it returns."""
+        # After an interrupt, Python's signal handlers run once this returns.
         outcome: int = self._library.jaxvec_wait(
             self._reference, slots.ctypes.data, len(slots), count, int(seconds * 1e9)
         )
         return outcome == _DONE
 
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        """See `ParentHandoff`."""
         self._library.jaxvec_mark_notices_seen(self._reference)  # before: another may come meanwhile
         return 0  # it sleeps in `wait`
 
     def notify_worker(self, worker: int) -> None:
-        """Tells a worker that a message, or the end, is on its control socket."""
         self._library.jaxvec_notify_worker(self._reference, worker)
 
     def notify_parent(self) -> None:
-        """See `ParentHandoff`."""
         self._library.jaxvec_notify_parent(ctypes.byref(self._board))
 
     def close(self) -> None:
-        """See `ParentHandoff`."""
-        self._slots.close()
+        super().close()
         self._board.forget()
 
 
-class NativeWorkerEnd:
-    """One worker's end; see `WorkerEnd`."""
+class NativeWorkerEnd(WorkerHandoff):
+    """The native end of a worker."""
 
     def __init__(
         self,
@@ -153,13 +144,14 @@ class NativeWorkerEnd:
         spin_ns: int,
         notices: int,
     ) -> None:
+        super().__init__(marks)
         self._library = _declared()
         self._board = _Board(marks, spin_ns)
         self._worker = _Worker(self._board, worker, *slots, notices)
         self._reference = ctypes.byref(self._worker)
         self._channel = channel
         self._operation, self._count = ctypes.c_uint32(), ctypes.c_uint32()
-        self._own, self._ownership = slice(*slots), Slots(marks)
+        self._own = slice(*slots)
         self._slots = np.empty(slots[1] - slots[0], np.int64)
         self._address = self._slots.ctypes.data  # slow to ask for
         self._out = ctypes.byref(self._operation), self._address, ctypes.byref(self._count)
@@ -168,11 +160,9 @@ class NativeWorkerEnd:
         self._slot_0 = self._all.ctypes.data - 8 * slots[0]  # where slot 0 would be, among all of ours
 
     def idle(self) -> bool:
-        """See `WorkerHandoff`."""
-        return self._ownership.next_work(self._own) is None and not self._channel.readable()
+        return self.next_work(self._own) is None and not self._channel.readable()
 
     def receive(self) -> Any:
-        """Waits for the parent, then returns `Work`, or the message that came instead."""
         self._library.jaxvec_take(self._reference, *self._out)
         count = self._count.value
         if not count:
@@ -182,26 +172,21 @@ class NativeWorkerEnd:
         return Work(VERBS[self._operation.value], self._taken)
 
     def post(self, slots: NDArray[Any]) -> None:
-        """Hands finished `slots` back."""
         address = self._address if slots is self._taken else slots.ctypes.data
         self._library.jaxvec_post(self._reference, address, len(slots))
 
     def post_some(self, first: int, count: int) -> None:
-        """See `WorkerHandoff`."""
         self._library.jaxvec_post(self._reference, self._slot_0 + 8 * first, count)
 
     def receive_message(self) -> Any:
-        """See `WorkerHandoff`."""
         message = self._channel.receive()
         self._worker.seen_notices += 1  # the one that came with it
         return message
 
     def notify_worker(self) -> None:
-        """See `WorkerHandoff`."""
         self._library.jaxvec_notify_worker(ctypes.byref(_Parent(self._board)), self._worker.index)
 
     def notify_parent(self) -> None:
-        """Makes the parent look at its control sockets at once."""
         self._library.jaxvec_notify_parent(ctypes.byref(self._board))
 
 
