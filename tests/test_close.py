@@ -29,6 +29,7 @@ from scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
 from jaxvec._dispatch import dispatch
+from jaxvec._pool.pool import Timeouts
 from jaxvec._workers import supervisor
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
@@ -47,7 +48,7 @@ def death(driver):
 
 def timeout(driver):
     driver.workers[0].suspend()
-    driver.envs.pool._timeouts = jaxvec._pool.Timeouts(1, 1, 0.5)
+    driver.envs.pool._timeouts = Timeouts(1, 1, 0.5)
     with pytest.raises(jaxvec.EnvTimeoutError):
         driver.step()
 
