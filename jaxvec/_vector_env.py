@@ -32,25 +32,26 @@ from jaxvec._util import run_in_thread
 
 @final
 class VectorEnv:
-    """A pool of envs, stepped together. Made by `jaxvec.make`; closed by `close`, `with` or its end.
+    """A pool of envs that are stepped together.
 
-    Its own `reset` and `step` serve Python loops on NumPy; `jaxvec.reset` and `jaxvec.step` serve
-    JAX. Both step the same envs: a call of one makes the handles of the other stale.
+    Create it with `jaxvec.make`. It is closed by `close()`, by `with`, or when garbage-collected. Its methods
+    are for Python loops on NumPy; the functions of the same names, such as `jaxvec.step`, are for JAX. Both
+    step the same envs: a step by a method makes the handles of the functions stale.
 
     Attributes:
-        num_envs: how many envs.
-        num_workers: how many worker processes.
-        batch_size: how many envs `recv` returns.
-        single_observation_space: of one env.
-        single_action_space: of one env.
-        observation_space: of all envs, as Gymnasium batches spaces.
-        action_space: likewise.
-        reward_space: of one env, `None` for a scalar reward.
-        autoreset_mode: what happens when an episode ends.
-        metadata: of env 0.
-        render_mode: of env 0.
-        spec: the shapes and dtypes of the pool's data.
-        transport: how compiled programs reach the pool.
+        num_envs: Number of envs.
+        num_workers: Number of worker processes.
+        batch_size: Number of envs that `recv` returns.
+        single_observation_space: Observation space of one env.
+        single_action_space: Action space of one env.
+        observation_space: Observation space of all envs, as Gymnasium batches spaces.
+        action_space: Action space of all envs, batched likewise.
+        reward_space: Reward space of one env, `None` for a scalar reward.
+        autoreset_mode: The pool's `AutoresetMode`.
+        metadata: Metadata of env 0.
+        render_mode: Render mode of env 0.
+        spec: Shapes and dtypes of the pool's data.
+        transport: The way in which compiled programs reach the pool.
 
     Example:
         ```python
@@ -128,26 +129,19 @@ class VectorEnv:
         return self._pool.closed
 
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep:
-        """Resets all envs, or those of `mask`; the results of the others stay as they are.
+        """Resets all envs, or those of `mask`; see `jaxvec.reset`.
 
-        Without a mask, pending envs are waited for, and what they return is lost.
-
-        Args:
-            seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool, of envs that are not pending.
-            options: a dict for every env's `reset`, or one for each env.
+        Without a mask it waits for pending envs, and discards their results. `seed` and `options` are one for
+        all envs (an int seeds env *i* with `seed + i`) or a list with an entry for each env.
 
         Returns:
-            Arrays that later calls don't overwrite, NumPy's or, if the pool was made with a `device` or
-            `sharding`, JAX's; reward 0, flags false for envs reset. Of a pool with `batch_size`, the envs
-            that are ready first, as from `recv`: with a mask, perhaps others that were pending before.
+            Arrays that later calls don't overwrite: NumPy's, or JAX's if the pool was made with a `device` or
+            `sharding`. With `batch_size`, the envs that are ready first, as from `recv`.
 
         Raises:
-            InFlightError: an env of `mask` is pending; or, with `batch_size`, fewer envs than that would
-                be. Nothing was reset.
-            EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-            PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
-            ValueError, TypeError: a bad argument; nothing was reset.
+            InFlightError: A masked env is pending, or fewer than `batch_size` envs would be.
+            ValueError, TypeError: A bad argument. Nothing was reset.
+            JaxvecError: Any error of `step`.
 
         Example:
             ```python
@@ -168,20 +162,19 @@ class VectorEnv:
         return self.spec.build_timestep(rows)
 
     def step(self, action: Any) -> TimeStep:
-        """Steps every env once.
+        """Steps every env once; see `jaxvec.step`.
 
         Args:
-            action: pytree of the action space, leaves `[num_envs, ...]`. Instead of a dict also a tuple or
-                list of a dict for each env, such as samples of `single_action_space`.
+            action: Pytree of the action space with leaves `[num_envs, ...]`. A tuple or list with a dict for
+                each env may replace a dict.
 
         Returns:
             Arrays, as of `reset`.
 
         Raises:
-            ActionError: wrong structure, shape or dtype; nothing was stepped.
-            ResetNeededError: an env was never reset or, without autoreset, has ended its episode.
-            EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-            PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
+            ActionError, ResetNeededError: Nothing was stepped.
+            EnvError, WorkerDiedError, EnvTimeoutError: An env failed; this breaks the pool.
+            PoolBrokenError, PoolClosedError: The pool was broken, or closed, before.
 
         Example:
             ```python
@@ -196,17 +189,15 @@ class VectorEnv:
         return self.spec.build_timestep(rows)
 
     def send(self, action: Any, env_id: Any = None) -> None:
-        """Starts a step of some envs, and does not wait for it; `recv` does. From any thread.
+        """Starts a step of some envs without waiting for it; see `jaxvec.send`. Any thread may call it.
 
         Args:
-            action: pytree of the action space, leaves `[k, ...]`.
-            env_id: `[k]` integers, whose actions they are; `None` for all.
+            action: Pytree of the action space with leaves `[k, ...]`.
+            env_id: Indices `[k]` of the envs; `None` for all.
 
         Raises:
-            ActionError: wrong structure, shape or dtype; nothing was sent.
-            EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
-            InFlightError: an env is pending already; nothing was sent.
-            PoolBrokenError, PoolClosedError: the pool is broken, or closed.
+            ActionError, EnvIdError, InFlightError: Nothing was sent.
+            PoolBrokenError, PoolClosedError: The pool is broken, or closed.
 
         Example:
             ```python
@@ -221,18 +212,9 @@ class VectorEnv:
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
     def send_reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
-        """Starts a reset of all envs, or of those of `mask`, and does not wait for it; `recv` does.
+        """Starts a reset of all envs, or of those of `mask`, without waiting for it; `recv` does.
 
-        Args:
-            seed: an int (env *i* gets `seed + i`), a seed or `None` for each env, or `None`.
-            mask: `[num_envs]` bool, of envs that are not pending.
-            options: a dict for every env's `reset`, or one for each env.
-
-        Raises:
-            InFlightError: an env of `mask` is pending; nothing was reset.
-            PoolBrokenError, PoolClosedError: the pool is broken, or closed. What the resets raise,
-                `recv` raises.
-            ValueError, TypeError: a bad argument; nothing was reset.
+        The arguments and errors are those of `reset`. Errors of the envs are raised by `recv`.
 
         Example:
             ```python
@@ -252,29 +234,25 @@ class VectorEnv:
     def recv(
         self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
     ) -> TimeStep:
-        """Waits for `batch_size` of the pending envs; see `jaxvec.recv`. From any thread.
+        """Waits for `batch_size` of the pending envs; see `jaxvec.recv`. Any thread may call it.
 
         Args:
-            timeout: seconds after which it raises `NotReadyError` and leaves the envs pending, to be
-                waited for again; `None` for never. With 0 it does not wait.
-            copy: `False` leaves results in the segment where they are evenly spaced, as those of all envs
-                are, or of a half with `recv_order="sent"`: read-only views, until their envs are sent. Of
-                NumPy's arrays; JAX's are always theirs alone.
-            at_least: waits for so many envs instead, from 1 to `num_envs`, and returns all that are ready
-                then, however many: in the order in which they were done or, with `recv_order="sent"`, those
-                that were sent first, as far as they are ready, in that order. Without `batch_size` a worker
-                returns what it was sent at a time together. Of batched envs, whole ones.
+            timeout: Seconds after which `NotReadyError` is raised, or `None`. The envs stay pending.
+            copy: `False` returns read-only views into the segment if the results are evenly spaced, as
+                those of all envs are. They are valid until their envs are sent. JAX arrays are always copies.
+            at_least: Number of envs to wait for in place of `batch_size`. All envs that are ready then are
+                returned, in the order in which they finished or, with `recv_order="sent"`, were sent.
+                Batched envs are returned whole.
 
         Returns:
-            Arrays `[batch_size, ...]`, as of `reset`; `info["env_id"]` says whose. With `at_least`
-            `[k, ...]`, where `k` differs from call to call.
+            Arrays `[batch_size, ...]`, as of `reset`; with `at_least` `[k, ...]`, where `k` varies.
+            `info["env_id"]` identifies the envs.
 
         Raises:
-            ValueError: `at_least` is no number of envs of this pool; nothing was received.
-            InFlightError: fewer envs than that are pending; the pool is as it was.
-            NotReadyError: they were not done in time; the pool is as it was.
-            EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
-            PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
+            ValueError: `at_least` is not from 1 to `num_envs`.
+            InFlightError: Fewer envs are pending than that.
+            NotReadyError: They did not finish in time.
+            JaxvecError: Any error of `step`.
 
         Example:
             ```python
@@ -291,18 +269,10 @@ class VectorEnv:
         return self.spec.build_timestep(rows)
 
     def save(self, *, indices: Any = None) -> EnvState:
-        """Saves the states of envs; see `jaxvec.save`. Handles stay fresh, as nothing is moved.
-
-        Args:
-            indices: which envs, as of `call`.
+        """Saves the states of all envs, or of those of `indices`; see `jaxvec.save`. Handles stay fresh.
 
         Returns:
             The states, `[k]`.
-
-        Raises:
-            EnvStateError: the state of an env can't be saved, or is not put back exactly.
-            ValueError: the pool keeps fewer states than that.
-            EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
 
         Example:
             ```python
@@ -317,19 +287,14 @@ class VectorEnv:
         return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
 
     def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep:
-        """Has envs go on from states, whose time step it returns; see `jaxvec.restore`.
-
-        Args:
-            state: `[k]`, for each env one.
-            indices: which envs, as of `call`.
+        """Restores all envs, or those of `indices`, to the states `[k]`; see `jaxvec.restore`.
 
         Returns:
             Arrays `[k, ...]`, as of `reset`.
 
         Raises:
-            StaleStateError: a state is gone; nothing was restored.
-            EnvStateError: a state can't be put back; the pool is broken by it.
-            EnvIdError, InFlightError, PoolBrokenError, PoolClosedError: as of `send`.
+            StaleStateError: A state is gone. Nothing was restored.
+            EnvStateError: A state can't be restored; this breaks the pool.
 
         Example:
             ```python
@@ -346,22 +311,14 @@ class VectorEnv:
         return self.spec.build_timestep(registry.restore(self._pool, move, ids, deliver=self._deliver))
 
     def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep]:
-        """Steps copies of envs from their states, and leaves the envs alone; see `jaxvec.simulate`.
-
-        Args:
-            state: `[n]`, any number of them.
-            action: pytree of the action space, leaves `[n, ...]`.
+        """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.
 
         Returns:
             The states after the step, `[n]`, and arrays, `[n, ...]`, as of `reset`.
 
         Raises:
-            ActionError: wrong structure, shape or dtype.
-            StaleStateError: a state is gone.
-            ValueError: the pool keeps fewer states than `n`.
-            ResetNeededError: without autoreset, an episode was over.
-            EnvError: an env raised; the pool stays usable.
-            EnvTimeoutError, WorkerDiedError, PoolBrokenError, PoolClosedError: as of `step`.
+            StaleStateError, ResetNeededError, ActionError: Nothing was stepped.
+            EnvError: An env raised an exception. The pool stays usable.
 
         Example:
             ```python
@@ -378,18 +335,13 @@ class VectorEnv:
         return EnvState(ids), self.spec.build_timestep(rows)
 
     def save_states(self, path: str | Path, state: EnvState | None = None) -> None:
-        """Writes states into a file, from which `load_states` takes them in another process, at another time.
+        """Writes the states `[n]`, or those of all envs now, into a file for `load_states`.
 
-        The file is written whole or not at all, also if the process is killed meanwhile.
-
-        Args:
-            path: of the file; one that is there is replaced.
-            state: `[n]` states; those of all envs as they are now if `None`.
+        The file is replaced as a whole or not at all, even if the process is killed.
 
         Raises:
-            EnvStateError: a state can't be saved, or not be pickled.
-            OSError: the file can't be written.
-            JaxvecError: as `save` and `restore`.
+            EnvStateError: A state can't be saved or pickled.
+            OSError: The file can't be written.
 
         Example:
             ```python
@@ -405,18 +357,15 @@ class VectorEnv:
         pool_states.write_states(Path(path), self.pack_states(state).tobytes())
 
     def load_states(self, path: str | Path) -> EnvState:
-        """Returns the states that `save_states` has written, to be restored into envs of this pool.
+        """Returns the states of a file of `save_states`, for envs of this pool.
 
-        The pool must be made as the one was that saved them; how many envs and workers it has may differ.
-        Load only files that you trust: they hold pickles, which run code when they are read.
-
-        Args:
-            path: of the file.
+        The pool must have the same kind of envs; the numbers of envs and workers may differ. Load only files
+        that you trust: they hold pickles, which run code when they are read.
 
         Raises:
-            StateFileError: it holds something else, is damaged, or its states are of other envs.
-            ValueError: the pool keeps fewer states than the file has.
-            OSError: the file can't be read.
+            StateFileError: The file holds something else, is damaged, or has states of other envs.
+            ValueError: The pool keeps fewer states than the file has.
+            OSError: The file can't be read.
 
         Example:
             ```python
@@ -546,19 +495,13 @@ class VectorEnv:
     def call_async(
         self, name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> Future[tuple[Any, ...]]:
-        """Begins a `call`, and does not wait for it.
+        """Starts a `call` without waiting for it. The arguments are those of `call`.
 
-        Whatever needs workers that have some of these envs waits until the call is done, such as another call
-        for these or a step; so it is later in order. For others, calls are made at the same time.
-
-        Args:
-            name: of the method.
-            *args: for each call.
-            indices: which envs, as of `call`.
-            **kwargs: for each call.
+        Later calls and steps of workers that have some of these envs wait until this call is done. Calls of
+        other workers run at the same time.
 
         Returns:
-            What `call` would return or raise, by its `result(timeout)`.
+            A future whose `result(timeout)` returns or raises what `call` would.
 
         Example:
             ```python
@@ -602,18 +545,13 @@ class VectorEnv:
         return tuple(self._pool.questions.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
     def env_is_wrapped(self, wrapper_class: type[Any], *, indices: Any = None) -> tuple[bool, ...]:
-        """Says of each env whether one of the wrappers around it is a `wrapper_class`.
+        """Returns for each env, in the order of `indices`, whether a wrapper around it is a `wrapper_class`.
 
-        Args:
-            wrapper_class: a class of `gymnasium.Wrapper`s; of batched envs, of `VectorWrapper`s.
-            indices: which envs, as of `call`.
-
-        Returns:
-            A bool for each env, in the order of `indices`.
+        `wrapper_class` is a subclass of `gymnasium.Wrapper` or, for batched envs, of `VectorWrapper`.
 
         Raises:
             TypeError: `wrapper_class` is no class.
-            EnvIdError, NotPicklableError: as of `call`.
+            EnvIdError, NotPicklableError: As of `call`.
 
         Example:
             ```python

@@ -1,4 +1,4 @@
-"""Every public docstring has an Example, which runs, and prints what it says, like those of the pages.
+"""Every public docstring but an error's has an Example, which runs and prints what it says.
 
 The docstrings are read, not imported: so none is missed where another library is not installed. What an
 example may take as imported is `NAMES`, as the pages of the reference say. All run in this process, which has
@@ -24,19 +24,19 @@ from test_docs import check, installed
 from test_words import private_words
 
 import jaxvec
-from jaxvec import _start
+from jaxvec import _errors, _start
 
 SOURCES = Path(jaxvec.__file__).parent
 NAMES = {"gymnasium": gymnasium, "jax": jax, "jaxvec": jaxvec, "jnp": jnp, "np": np}
 
 # These classes' methods have an example each; elsewhere that of the class shows them, or they are our own.
 EACH_METHOD = {"jaxvec.VectorEnv", "jaxvec.normalize.RunningMeanStd"}
-NO_EXAMPLE = {"jaxvec.VectorEnv.pool": "for jaxvec's own faces"}
+NO_EXAMPLE = {f"jaxvec.{name}": "docs/errors.md has them" for name in _errors.__all__} | {
+    "jaxvec.VectorEnv.pool": "for jaxvec's own faces"
+}
 NOT_RUN = {
-    "jaxvec.ActorDiedError": "needs a cluster",
     "jaxvec.Ray": "needs a cluster",
     "jaxvec.Rollout": "needs a cluster; tests/test_rollouts.py makes rollouts",
-    "jaxvec.RolloutError": "needs a cluster",
     "jaxvec.RolloutStats": "needs a cluster",
     "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",
     "jaxvec.adapters.mlagents.MlAgentsEnv": "needs a built Unity scene",

@@ -461,8 +461,9 @@ def test_who_needs_slots_waits_for_those_who_hold_them(kind):
 
     def enter(name, exclusive, slots):
         slots = None if slots is None else np.array(slots, int)
-        with engine._locked(slots, exclusive=exclusive, if_busy=lambda: busy.append(name), patience=0):
-            pass
+        with engine._entering() as enter_now:
+            if not enter_now(slots, exclusive, 0):
+                busy.append(name)
 
     try:
         for held, slots in {"shared": [1], "alone": [1], "queue": [QUEUE]}.items():

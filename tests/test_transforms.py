@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxvec
-from jaxvec.callbacks import _call, _ffi
+from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
@@ -55,13 +55,14 @@ def envs(request, make):
 def hand_offs(monkeypatch):
     """The verbs of the calls that reach a pool."""
     calls = []
-    answer = _call.answer
+    answer = _io_callback.answer
 
     def counting(call, *args, **kwargs):
         calls.append(call.verb.function)
         return answer(call, *args, **kwargs)
 
-    monkeypatch.setattr(_call, "answer", counting)
+    for module in (_call, _io_callback, _primitive):
+        monkeypatch.setattr(module, "answer", counting)
     return calls
 
 

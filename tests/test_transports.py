@@ -18,9 +18,11 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
+from jaxvec._dispatch.engine import Engine
 from jaxvec._dispatch.move import Verb
 from jaxvec._native import library
 from jaxvec._pool import pool
+from jaxvec._workers import base
 from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -440,3 +442,33 @@ def test_what_nobody_reads_is_not_copied_and_what_somebody_reads_is_the_same(mak
             for leaf, result in zip(some, got, strict=True):
                 np.testing.assert_array_equal(result, expected[leaf])
     assert envs.stats().total.steps == 4 * 7 * 4
+
+
+@pytest.mark.parametrize("verb", ["step", "recv"])
+def test_unread_results_over_io_callback_take_the_fast_path(make, monkeypatch, verb):
+    if base.choose_dispatch("auto") != "native":
+        pytest.skip("there is no native library, so every move is made in Python")
+    options = {"batch_size": 4} if verb == "recv" else {}
+    envs = make(CountingEnv, 8, num_workers=2, transport="io_callback", **options)
+    slow = []
+    move = Engine.move
+    monkeypatch.setattr(Engine, "move", lambda *args, **kwargs: (slow.append(args), move(*args, **kwargs))[1])
+    handle, timestep = jaxvec.reset(envs, seed=0)
+
+    def play(carry, _):
+        handle, env_id = carry
+        if verb == "step":
+            handle, timestep = jaxvec.step(handle, jnp.zeros(8, int))
+        else:
+            handle = jaxvec.send(handle, jnp.zeros(4, int), env_id)
+            handle, timestep = jaxvec.recv(handle)
+        # Of the time step the program reads the rewards and ids alone.
+        return (handle, timestep.info["env_id"]), timestep.reward
+
+    @jax.jit
+    def run(handle, env_id):
+        return jax.lax.scan(play, (handle, env_id), length=200)
+
+    (handle, _), rewards = run(handle, timestep.info["env_id"])
+    assert rewards.shape == (200, len(timestep.reward))
+    assert slow == []

@@ -1,21 +1,24 @@
-"""The engine of a pool: which thread may move which envs now, and the moves that it makes itself."""
+"""The engine of a pool: which thread may move which envs now, and the moves themselves."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Move, Verb
-from jaxvec._tracing._recorder import Record
+from jaxvec._memory.segment import Deliver, Rows, Views, copies
+from jaxvec._tracing._recorder import Record, Recorder, span
 
 # ----------------------------------------------------------------------------------------------------------
 #
@@ -41,6 +44,7 @@ class Admission:
             flight, in the order in which they were sent. C++ changes them, too.
         due: `[num_envs]` int64, when those in flight are late, in ns of the monotonic clock. C++, too.
         together: how many neighbours are one batched env, which moves as a whole; 1 for none.
+        batch_size: how many envs `recv` returns.
         spread: the order in which a reset sends all envs, so that each batch has envs of all workers, as
             far as it goes: a worker holds neighbours, and if a batch were neighbours, too, few workers
             would have work while the caller is at it. Those that move together stay together.
@@ -56,6 +60,7 @@ class Admission:
         self.num_sent: NDArray[np.uint32] = np.zeros(1, np.uint32)
         self.due: NDArray[np.int64] = np.zeros(num_envs, np.int64)
         self.together: int = together
+        self.batch_size: int = batch_size
         batches = -(-num_envs // batch_size)
         groups = np.arange(num_envs).reshape(-1, together)
         spread = np.concatenate([groups[first::batches] for first in range(batches)])
@@ -120,237 +125,333 @@ def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any
 
 
 # ----------------------------------------------------------------------------------------------------------
+# Engine: which thread may move which envs now, and the moves themselves.
 #
-# Decides which calls may move which envs, lets one thread at a time do so, and counts the moves.
+# The lock is a readers-writer lock on each slot, and on the queue of pending envs. Threads get in one after
+# the other and stay for a short while: a step is inside while it checks its handle, writes its actions and
+# dispatches its envs; then it leaves, holds their slots, and waits for them. So calls for different envs, of
+# several devices or threads, overlap.
 #
-# Its lock is a readers-writer lock on each slot, and on the queue of those in flight. Threads get in one
-# after the other, and stay for a short while: a step is inside while it checks its handle and sends its
-# envs; then it leaves, holds their slots, and waits for them. So calls for different envs, of several
-# devices or threads, overlap.
+# - A move by handle enters `shared`: it need not wait for another of the same envs, since one of the two
+#   handles is stale. It waits for a call that holds these slots alone.
+# - A caller without a handle enters `exclusive`: it waits until no other thread holds its slots.
+# - A call that asks workers holds all slots of these alone until they have answered. So a worker that is
+#   asked gets nothing new to do, which might keep it from the question for ever. Earlier work comes first.
+# - A `recv` holds the queue, so there is one at a time. Other threads may send meanwhile, and ask. It holds
+#   what it has received until it has read the rows.
 #
-# - A move by handle gets in `shared`: it need not wait for another of the same envs, as one of the two
-#   handles is stale. It waits for a call that holds them alone.
-# - Who has no handle gets in `exclusive`: it waits until nobody else holds its slots.
-# - A call that asks workers holds all slots of these alone, until they have answered. So a worker that is
-#   asked is not sent anything new, which might keep it from the question for ever. What it was sent comes
-#   first.
-# - A `recv` holds the queue, so there is one at a time. Others may send meanwhile, and ask. What it has
-#   received it holds until it has read the rows.
-#
-# An engine answers with a `Status`; what error that is, and what it says, is the pool's affair. There are
-# two: `PyEngine`, which all callers reach through Python, and `CEngine` of `_native/engine.py`. The serial
-# backend's (`_dispatch/engine.py`) is a `PyEngine` that makes ordinary steps itself.
+# An engine answers with a `Status`; the pool makes an error of it. `Engine.move` makes a whole move in
+# Python. `CEngine` (_native/engine.py) makes the ordinary ones by one call of C++ and inherits the rest.
 # ----------------------------------------------------------------------------------------------------------
 
 
 class Status(IntEnum):
-    """What came of a move, or would; pool.h has the same. But for the first two, nothing was done."""
+    """The outcome of a move. pool.h has the same numbers. Only the first two have changed anything."""
 
     DONE = 0
     UNDER_WAY = 1  # begun, not finished; the caller holds its slots
-    ELSEWHERE = 2  # not a move that the engine makes as a whole
+    ELSEWHERE = 2  # no move that C++ makes
     BARRED = 3  # the pool is closed or broken
-    BUSY = 4  # others are inside, or hold slots that the caller needs
-    COPYING = 5  # a GPU copies from the segment yet
+    BUSY = 4  # other threads are inside, or hold slots that the caller needs
+    COPYING = 5  # a GPU still copies from the segment
     NO_SUCH_ENV = 6
     NAMED_TWICE = 7
     STALE = 8  # the envs were moved since the caller got its handle
     IN_FLIGHT = 9  # an env was sent, and not received
     NEEDS_RESET = 10
     TOO_FEW = 11  # envs are in flight for a `recv`
-    LATE = 12  # is an env in flight, which others' being ready hides
+    LATE = 12  # an env in flight is overdue, which other envs that are ready would hide
     PART = 13  # of a batched env, which moves as a whole
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a pool's engine goes by.
+    """What an engine needs of its pool.
 
     Attributes:
-        pool_id: what a program's call must name.
-        admission: of the pool.
+        pool_id: the number by which a program's call names the pool.
+        admission: the pool's.
+        views: the segment's rows, as calls read and write them.
+        dispatch: hands slots to their workers, `Workers.send`.
         in_order: whether `recv` returns envs in the order in which they were sent.
-        over: terminated and truncated, if a step sets `needs_reset` by them.
+        ends_need_reset: whether an env whose episode has ended must be reset before it is stepped.
         timeout: seconds of a step, `None` for ever; a program that waits so long asks Python.
     """
 
     pool_id: int
     admission: Admission
+    views: Views
+    dispatch: Callable[[Verb, NDArray[Any]], None]
     in_order: bool
-    over: Sequence[NDArray[np.bool_]] | None
+    ends_need_reset: bool
     timeout: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What an engine has made of a move.
+    """The outcome of `Engine.move`.
 
     Attributes:
-        status: what came of it.
-        rows: of the time step; empty yet if it is `UNDER_WAY`.
-        waited: seconds so far, in that case.
+        status: its status.
+        rows: the delivered rows of the time step, if it is `DONE`.
+        waited: seconds of waiting so far, if it is `UNDER_WAY`.
+        recorded: whether C++ has recorded its span.
     """
 
     status: Status
-    rows: Sequence[NDArray[Any]] = ()
+    rows: Rows = ()
     waited: float = 0
+    recorded: bool = False
 
 
-ELSEWHERE = Made(Status.ELSEWHERE)
+NOTHING: NDArray[np.int_] = np.zeros(0, np.int_)  # slots of a caller that only has to be inside
 
 
-NOTHING: NDArray[np.int_] = np.zeros(0, np.int_)  # slots: who needs none of them waits for those inside
+class Engine(ABC):
+    """Moves the envs of a pool, for one thread at a time.
 
+    Attributes:
+        generation: `[num_envs]` uint32, how often each env was moved, as fresh handles say.
+        last_caller: `Move.caller_code` of the latest move.
+        served: number of calls of compiled programs that succeeded, modulo 2**32.
+        recorder: the pool's, while it records what Python does.
+        done_at_once: whether a dispatch returns when the envs are done.
+    """
 
-class Engine(Protocol):
-    """What the pool asks of its engine."""
+    generation: NDArray[np.uint32]
+    last_caller: int
+    served: int
+    done_at_once = False
 
-    generation: NDArray[np.uint32]  # [num_envs] how often each was moved, modulo 2**32, as fresh handles say
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._admission = rules.admission
+        self._barred = False
+        self._process = os.getpid()
+        self.recorder: Recorder | None = None
 
-    @property
-    def last_caller(self) -> int:
-        """Who moved envs last, `Move.caller_code`."""
-        ...
+    # --- moves ---------------------------------------------------------------------------------------------
 
-    @property
-    def served(self) -> int:
-        """Calls of compiled programs that succeeded, modulo 2**32."""
-        ...
+    def move(
+        self,
+        move: Move,
+        actions: Rows = (),
+        env_ids: NDArray[Any] | None = None,
+        *,
+        deliver: Deliver | None = copies,
+        at_least: int | None = None,
+    ) -> Made:
+        """Makes a step, a send or a recv; does nothing if anything stands against it.
 
-    def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
-        """Waits until nobody else is inside or holds some of `slots` alone; of none, if they are left out.
+        It waits neither for other threads (`BUSY`) nor, here in Python, for workers (`UNDER_WAY`).
+
+        Args:
+            move: a step of some envs or, of all envs, a send or a recv.
+            actions: `[n, ...]` or, of a send, `[k, ...]`.
+            env_ids: `[k]`, the envs of a send.
+            deliver: takes the rows, if the move can be finished here; `None` if it is not to be.
+            at_least: how many envs have to be in flight for a recv, in place of `batch_size`.
+        """
+        admission = self._admission
+        slots = move.slots if env_ids is None else env_ids
+        with self._entering() as enter:
+            if not enter(*self._needs(move, env_ids), 0):
+                return Made(Status.BUSY)
+            if self._barred or os.getpid() != self._process:
+                return Made(Status.BARRED)
+            status = self.check_handle(move)
+            if status is Status.DONE and move.verb is not Verb.RECV:
+                status = self.check_envs(slots, stepped=True)
+            elif status is Status.DONE:
+                enough = admission.batch_size if at_least is None else at_least
+                status = Status.DONE if admission.num_sent[0] >= enough else Status.TOO_FEW
+            if status is not Status.DONE:
+                return Made(status)
+            if move.generation is None:
+                self.wait_for_copies()  # the owner of a fresh handle has waited for the rows before it
+            if move.verb is Verb.RECV:
+                self.hold(admission.queue)
+            else:
+                with span(self.recorder, "write actions"):
+                    self._rules.views.write_actions(slots, actions)
+                self.dispatch(Verb.STEP, slots)
+            if move.verb is Verb.SEND:
+                admission.note_sent(slots, self._rules.timeout)
+            self.advance(move)
+        return Made(Status.DONE if move.verb is Verb.SEND else Status.UNDER_WAY)
+
+    def dispatch(self, verb: Verb, slots: NDArray[Any], held: NDArray[Any] | None = None) -> None:
+        """Hands slots to their workers; the caller, who is inside, then holds them, or `held`."""
+        self.hold(slots if held is None else held)  # first: from here on an interrupt breaks the pool
+        with span(self.recorder, "hand over"):
+            self._rules.dispatch(verb, slots)
+
+    def take(self, slots: NDArray[Any], deliver: Deliver) -> Any:
+        """Delivers the rows of a step that is completed; the caller holds the slots."""
+        if self._rules.ends_need_reset:
+            terminated, truncated = self._rules.views.over
+            self._admission.needs_reset[slots] = terminated[slots] | truncated[slots]
+        with span(self.recorder, "copy results"):
+            return self._rules.views.read(slots, deliver)
+
+    # --- the lock ------------------------------------------------------------------------------------------
+
+    def inside(self, move: Move, env_ids: NDArray[Any] | None) -> AbstractContextManager[None]:
+        """Waits until `move` finds no other thread in its way, in `shared` or `exclusive`."""
+        slots, alone = self._needs(move, env_ids)
+        return self.exclusive(slots) if slots is None or alone else self.shared(slots)
+
+    def _needs(self, move: Move, env_ids: NDArray[Any] | None) -> tuple[NDArray[Any] | None, bool]:
+        """Returns the slots that a move needs (`None` for all, and the queue), and whether alone."""
+        if move.verb is Verb.RECV:
+            return self._admission.queue, True  # one recv at a time
+        if env_ids is not None:
+            return env_ids, move.generation is None
+        return (None, True) if move.generation is None else (move.slots, False)
+
+    @contextmanager
+    def shared(self, slots: NDArray[Any] = NOTHING) -> Generator[None]:
+        """Waits until no other thread is inside or holds some of `slots` alone; of none, if left out.
 
         A thread does not wait for itself: it was interrupted, and has left without saying so, or is asked
         from a signal handler.
         """
-        ...
+        with self._entering() as enter:
+            while not enter(slots, False, _SIGNALS_INTERVAL):
+                pass
+            yield
 
+    @contextmanager
     def exclusive(
         self,
         slots: NDArray[Any] | None = None,
         *,
         if_busy: Callable[[], None] | None = None,
         patience: float | None = None,
-    ) -> AbstractContextManager[None]:
-        """Waits until nobody else is inside or holds some of `slots`; else as `shared`.
+    ) -> Generator[None]:
+        """Waits until no other thread is inside or holds some of `slots`; else as `shared`.
 
         Args:
             slots: which may have the queue among them; `None` for all, and the queue.
-            if_busy: is called first if there is somebody to wait for.
-            patience: seconds after which to go in all the same; `None` for never.
+            if_busy: is called first if there is another thread to wait for.
+            patience: seconds after which to go on all the same; `None` for never.
         """
-        ...
+        with self._entering() as enter:
+            if not enter(slots, True, 0):
+                if if_busy is not None:
+                    if_busy()
+                deadline = math.inf if patience is None else time.monotonic() + patience
+                while not enter(slots, True, _SIGNALS_INTERVAL) and time.monotonic() <= deadline:
+                    pass
+            yield
 
-    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
-        """Makes a whole step, send or recv, if it meets with nothing unusual; else does nothing.
+    @contextmanager
+    def _entering(self) -> Generator[Callable[[NDArray[Any] | None, bool, float], bool]]:
+        """Lends `_enter` to a block, at whose end the thread leaves.
 
-        Args:
-            move: a step of some envs or, of all envs, a send or a recv.
-            actions: `[n, ...]` or, of a send, `[k, ...]`.
-            env_ids: `[k]`, whom to send.
+        An interrupt may come when the thread has entered and does not know it yet. So the thread enters
+        inside the `try`, and to leave twice does no harm.
         """
-        ...
+        try:
+            yield self._enter
+        finally:
+            self._leave()
 
-    def check_handle(self, move: Move) -> Status:
-        """Says whether a caller may ask for these envs, with the handle it has: `DONE` if so; inside."""
-        ...
+    @abstractmethod
+    def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
+        """Waits for at most `seconds` to get inside; returns whether it is. See `shared`, `exclusive`."""
 
-    def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
-        """Says whether these envs can be moved, and stepped if they are to be; inside, too."""
-        ...
+    @abstractmethod
+    def _leave(self) -> None:
+        """Leaves, if this thread is inside."""
 
+    @abstractmethod
     def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
         """Lets this thread, which is inside, hold `slots`, too, when it leaves; others share them or not."""
-        ...
 
+    @abstractmethod
     def holds(self) -> bool:
-        """Says whether this thread holds slots."""
-        ...
+        """Returns whether this thread holds slots."""
 
+    @abstractmethod
     def release(self) -> None:
-        """Releases all that this thread holds; nothing, if it holds nothing."""
-        ...
+        """Releases all slots that this thread holds, if it holds any."""
 
-    def advance(self, move: Move) -> None:
-        """Makes the handles to the move's envs stale: they have a new generation. The caller is inside."""
-        ...
+    # --- handles, and what stands against a move; the caller is inside -------------------------------------
 
-    def retract(self, move: Move, last_caller: int) -> None:
-        """Undoes `advance` of a call that came to nothing, before which `last_caller` moved envs; inside."""
-        ...
-
-    def serve(self) -> None:
+    @abstractmethod
+    def count_success(self) -> None:
         """Counts a program's call that succeeded."""
-        ...
 
-    def wait_for_copies(self) -> None:
-        """Waits until no GPU copies from the segment any more; see cuda.cc for who need not."""
-        ...
+    @abstractmethod
+    def check_handle(self, move: Move) -> Status:
+        """Returns `DONE` if a caller with this handle, or none, may ask for these envs."""
 
-    def admit_devices(self) -> None:
+    @abstractmethod
+    def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
+        """Returns `DONE` if these envs can be moved, and stepped if they are to be."""
+
+    @abstractmethod
+    def advance(self, move: Move) -> None:
+        """Makes the handles to the move's envs stale, unless the caller counts no moves."""
+
+    @abstractmethod
+    def retract(self, move: Move, last_caller: int) -> None:
+        """Undoes `advance` of a call that came to nothing, before which `last_caller` moved envs."""
+
+    # --- programs without Python: nothing to do where there are none ---------------------------------------
+
+    def wait_for_copies(self) -> None:  # noqa: B027 - a default
+        """Waits until no GPU copies from the segment; see cuda.cc for the callers that need not."""
+
+    def allow_gpu(self) -> None:  # noqa: B027 - a default
         """Lets programs on a GPU move envs without asking the pool."""
-        ...
 
-    def bar(self) -> None:
+    def close_fast_path(self) -> None:
         """Makes every program ask the pool from now on: it is closed or broken. For good."""
-        ...
+        self._barred = True
 
-    def start_trace(self, capacity: int) -> None:
+    def start_trace(self, capacity: int) -> None:  # noqa: B027 - a default
         """Records what compiled programs do without Python, the latest `capacity` spans of it."""
-        ...
 
     def stop_trace(self) -> Record:
-        """Records no more, and returns what was."""
-        ...
+        """Ends the recording, and returns it."""
+        return Record([])
 
     def close(self) -> None:
         """Forgets the pool's memory."""
-        ...
+        self.close_fast_path()
+        del self._rules
+
+
+_SIGNALS_INTERVAL = 0.2  # seconds without Python, whose signal handlers then get to run
 
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """What a thread holds: slots, `[n]`, of which one may be the queue."""
+    """Slots, `[n]`, that a thread holds; one may be the queue."""
 
     thread: int
     slots: NDArray[Any]
     alone: bool
 
 
-class PyEngine:
-    """See `Engine`."""
+class PyEngine(Engine):
+    """An engine whose callers all come through Python."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-        self.generation = np.zeros(len(admission.needs_reset), np.uint32)
-        self.last_caller = 0
-        self.served = 0
-        self._lock = threading.Lock()  # of what follows; no interrupt can leave it locked
+    last_caller = 0
+    served = 0
+
+    def __init__(self, rules: Rules, *, done_at_once: bool = False) -> None:
+        super().__init__(rules)
+        self.done_at_once = done_at_once
+        self.generation = np.zeros(len(self._admission.needs_reset), np.uint32)
+        self._lock = threading.Lock()  # guards the next three; no interrupt can leave it locked
         self._changed = threading.Condition(self._lock)
         self._inside: int | None = None  # the thread
         self._holds: list[_Hold] = []
 
-    def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
-        return self._locked(slots, exclusive=False)
-
-    def exclusive(
-        self,
-        slots: NDArray[Any] | None = None,
-        *,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
-    ) -> AbstractContextManager[None]:
-        return self._locked(slots, exclusive=True, if_busy=if_busy, patience=patience)
-
-    @contextmanager
-    def _locked(
-        self,
-        slots: NDArray[Any] | None,
-        *,
-        exclusive: bool,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
-    ) -> Generator[None]:
+    def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
         me = threading.get_ident()
 
         def vacant() -> bool:
@@ -361,15 +462,11 @@ class PyEngine:
                 for hold in self._holds
             )
 
-        try:  # first: an interrupt may come between entering and our knowing of it
-            if if_busy is not None and not vacant():
-                if_busy()
-            with self._lock:
-                self._changed.wait_for(vacant, patience)
-                self._inside = me
-            yield
-        finally:
-            self._leave()
+        with self._lock:
+            if not (vacant() or (seconds and self._changed.wait_for(vacant, seconds))):
+                return False
+            self._inside = me
+            return True
 
     def _leave(self) -> None:
         with self._lock:
@@ -377,8 +474,20 @@ class PyEngine:
                 self._inside = None
                 self._changed.notify_all()
 
-    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
-        return ELSEWHERE  # the pool makes it, step by step
+    def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
+        with self._lock:
+            self._holds.append(_Hold(threading.get_ident(), slots, alone))
+
+    def holds(self) -> bool:
+        return any(hold.thread == threading.get_ident() for hold in self._holds)
+
+    def release(self) -> None:
+        with self._lock:
+            self._holds = [hold for hold in self._holds if hold.thread != threading.get_ident()]
+            self._changed.notify_all()
+
+    def count_success(self) -> None:
+        self.served = (self.served + 1) % 2**32
 
     def check_handle(self, move: Move) -> Status:
         met = self._meet(move.slots)
@@ -399,138 +508,20 @@ class PyEngine:
         return Status.NEEDS_RESET if stepped and self._admission.needs_reset[rows].any() else Status.DONE
 
     def _meet(self, env_ids: NDArray[Any]) -> Status:
-        """Says whether there are such envs, and none is named twice."""
+        """Returns `DONE` if there are such envs, and none is named twice."""
         if env_ids is self._admission.all:
             return Status.DONE
         if ((env_ids < 0) | (env_ids >= len(self.generation))).any():
             return Status.NO_SUCH_ENV
         return Status.NAMED_TWICE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
 
-    def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
-        with self._lock:
-            self._holds.append(_Hold(threading.get_ident(), slots, alone))
-
-    def holds(self) -> bool:
-        return any(hold.thread == threading.get_ident() for hold in self._holds)
-
-    def release(self) -> None:
-        with self._lock:
-            self._holds = [hold for hold in self._holds if hold.thread != threading.get_ident()]
-            self._changed.notify_all()
-
     def advance(self, move: Move) -> None:
-        self.generation[self._admission.rows(move.slots)] += np.uint32(1)
-        self.last_caller = move.caller_code
+        if move.caller is not None:
+            self.generation[self._admission.rows(move.slots)] += np.uint32(1)
+            self.last_caller = move.caller_code
 
     def retract(self, move: Move, last_caller: int) -> None:
-        self.generation[self._admission.rows(move.slots)] -= np.uint32(1)
-        if self.last_caller == move.caller_code:
-            self.last_caller = last_caller
-
-    def serve(self) -> None:
-        self.served = (self.served + 1) % 2**32
-
-    def wait_for_copies(self) -> None:
-        pass  # rows leave the segment as copies
-
-    def admit_devices(self) -> None:
-        pass
-
-    def bar(self) -> None:
-        pass
-
-    def start_trace(self, capacity: int) -> None:
-        pass  # all come to Python
-
-    def stop_trace(self) -> Record:
-        return Record([])
-
-    def close(self) -> None:
-        pass
-
-
-# ----------------------------------------------------------------------------------------------------------
-# The engine of the serial backend: a step of all envs in one go, which is most of what such a pool does.
-# ----------------------------------------------------------------------------------------------------------
-
-
-class SerialEngine(PyEngine):
-    """See `Engine`. Whatever is not ordinary is left to the pool, before anything was done."""
-
-    def __init__(
-        self,
-        rules: Rules,
-        *,
-        step: Callable[[NDArray[np.int_]], bool],
-        actions: Sequence[NDArray[Any]],
-        results: Sequence[NDArray[Any]],
-    ) -> None:
-        """Opens the engine.
-
-        Args:
-            rules: of the pool.
-            step: steps the envs of slots; returns whether all is done, and leaves the rest to `Workers.wait`.
-            actions, results: `[num_envs, ...]` arrays in the segment, in the order of moves.
-        """
-        super().__init__(rules.admission)
-        self._over = rules.over
-        self._step = step
-        self._actions = actions
-        self._results = results
-        self._process = os.getpid()
-        self._barred = False
-        self._traced = False
-
-    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
-        # Also what a signal handler asks of a thread that is inside: leaving here, it would end that, too.
-        if move.verb is not Verb.STEP or move.generation is not None or self._inside is not None:
-            return ELSEWHERE
-        try:  # first: an interrupt may come between entering and our knowing of it
-            if not self._enter_at_once():
-                return ELSEWHERE
-            for stored, action in zip(self._actions, actions, strict=True):
-                stored[...] = action
-            self.hold(move.slots)  # Ctrl-C breaks the pool from here on
-            if move.caller is not None:
-                self.advance(move)
-            done = self._step(move.slots)
-            if self._over is not None and done:
-                np.logical_or(*self._over, out=self._admission.needs_reset)
-            rows = [leaf.copy() for leaf in self._results]
-            if not done:
-                return Made(Status.UNDER_WAY, rows)
-            self.release()
-            return Made(Status.DONE, rows)
-        finally:
-            self._leave()
-
-    def bar(self) -> None:
-        self._barred = True
-
-    def start_trace(self, capacity: int) -> None:
-        self._traced = True
-
-    def stop_trace(self) -> Record:
-        self._traced = False
-        return super().stop_trace()
-
-    def close(self) -> None:
-        self.bar()
-        self._actions = self._results = ()
-
-    def _enter_at_once(self) -> bool:
-        """Gets inside if nobody is, and nothing stands against a step of all envs."""
-        admission = self._admission
-        with self._lock:
-            usual = not (
-                self._inside is not None
-                or self._holds
-                or self._barred
-                or self._traced
-                or admission.num_sent[0]
-                or admission.needs_reset.any()
-                or os.getpid() != self._process
-            )
-            if usual:
-                self._inside = threading.get_ident()
-            return usual
+        if move.caller is not None:
+            self.generation[self._admission.rows(move.slots)] -= np.uint32(1)
+            if self.last_caller == move.caller_code:
+                self.last_caller = last_caller

@@ -77,6 +77,11 @@ class Move:
         """Verb and caller in one number."""
         return self.verb + (self.caller or 0)
 
+    @property
+    def name(self) -> str:
+        """The function that the user has called or, of an API that counts no moves, the verb."""
+        return self.verb.word if self.caller is None else name_caller(self.caller_code)
+
 
 def name_caller(code: int) -> str:
     """Returns what a user has called, by `Move.caller_code`."""

@@ -154,7 +154,7 @@ class Slice(ABC):
         """Whether `prepare` would reset an env."""
         return False
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - a default
         """Resets a spare env in advance, in idle time."""
 
     @abstractmethod
@@ -317,7 +317,7 @@ class Slice(ABC):
         """Keeps states that come as bytes, as those of the envs of `slots`."""
         raise self._refusal("keep states")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a default
         """Closes what it has built itself; the envs that it was given are others' to close."""
 
     def _refusal(self, what: str) -> NotImplementedError:

@@ -310,10 +310,25 @@ class Views:
         return rows if isinstance(rows, slice) else index_of(rows)
 
 
-def copies(leaves: Rows, index: Index) -> Rows:
-    """Delivers new arrays."""
-    copy = isinstance(index, slice)  # else NumPy does
-    return [leaf[index].copy() if copy else leaf[index] for leaf in leaves]
+@dataclass(frozen=True)
+class Copies:
+    """Delivers new arrays; those of leaves that the caller does not read have no rows.
+
+    Attributes:
+        unread: the places of such leaves.
+    """
+
+    unread: frozenset[int] = frozenset()
+
+    def __call__(self, leaves: Rows, index: Index) -> Rows:
+        copy = isinstance(index, slice)  # else NumPy copies by itself
+        return [
+            leaf[:0] if place in self.unread else leaf[index].copy() if copy else leaf[index]
+            for place, leaf in enumerate(leaves)
+        ]
+
+
+copies = Copies()
 
 
 def views(leaves: Rows, index: Index) -> Rows:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -16,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.dispatch import ParentHandoff
-from jaxvec._dispatch.engine import FOREVER, NOTHING, Made, Rules, Status
+from jaxvec._dispatch.engine import FOREVER, Engine, Made, Rules, Status
 from jaxvec._dispatch.move import VERBS, Caller, Move, Verb, name_caller
+from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import library
 from jaxvec._tracing._recorder import Record, Span
 
@@ -105,8 +104,12 @@ class _Span(ctypes.Structure):
 class _Results:
     """New memory for the rows of a time step: one piece, since what is made has its price."""
 
-    def __init__(self, leaves: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], rows: int) -> None:
-        self._shapes = [((rows, *shape), dtype) for shape, dtype in leaves]
+    def __init__(
+        self, leaves: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], rows: int, unread: frozenset[int]
+    ) -> None:
+        self._shapes = [
+            ((0 if place in unread else rows, *shape), dtype) for place, (shape, dtype) in enumerate(leaves)
+        ]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes]
         *self._offsets, self._size = itertools.accumulate(
             (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0
@@ -114,14 +117,15 @@ class _Results:
         self._pointers = ctypes.c_void_p * len(leaves)
 
     def make(self) -> tuple[list[NDArray[Any]], Any]:
-        """Returns arrays for the leaves, and their addresses."""
+        """Returns arrays for the leaves, and their addresses; none of leaves without rows."""
         memory = np.empty(self._size, np.uint8)
         address = _address(memory)
         rows = [
             np.ndarray(shape, dtype, memory, offset)
             for (shape, dtype), offset in zip(self._shapes, self._offsets, strict=True)
         ]
-        return rows, self._pointers(*[address + offset for offset in self._offsets])
+        pairs = zip(self._shapes, self._offsets, strict=True)
+        return rows, self._pointers(*[address + offset if shape[0] else None for (shape, _), offset in pairs])
 
 
 def _words(array: Any, dtype: type[np.generic]) -> NDArray[Any]:
@@ -133,8 +137,8 @@ def _address(array: NDArray[Any]) -> int:
     return address
 
 
-class CEngine:
-    """See `Engine`. Compiled programs find it by the pool's id."""
+class CEngine(Engine):
+    """An engine whose ordinary moves are made by C++. Compiled programs find it by the pool's id."""
 
     def __init__(
         self,
@@ -160,8 +164,9 @@ class CEngine:
                 are such.
             batch_size: how many envs `recv` returns.
         """
+        super().__init__(rules)
         self._library = _declared()
-        admission, over = rules.admission, rules.over
+        admission, over = rules.admission, rules.views.over if rules.ends_need_reset else None
         self.generation = np.zeros(len(admission.needs_reset), np.uint32)
         stops = np.array([stop for _, stop in slices])
         terminated, truncated = (None, None) if over is None else (flag.ctypes.data for flag in over)
@@ -201,50 +206,38 @@ class CEngine:
         weakref.finalize(self, self._library.jaxvec_pool_free, self._pool).atexit = False
 
     @property
-    def last_caller(self) -> int:
+    def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._state.last_caller
 
     @property
-    def served(self) -> int:
+    def served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._state.served
 
-    def shared(self, slots: NDArray[Any] = NOTHING) -> AbstractContextManager[None]:
-        return self._locked(slots, exclusive=False)
-
-    def exclusive(
-        self,
-        slots: NDArray[Any] | None = None,
-        *,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
-    ) -> AbstractContextManager[None]:
-        return self._locked(slots, exclusive=True, if_busy=if_busy, patience=patience)
-
-    @contextmanager
-    def _locked(
-        self,
-        slots: NDArray[Any] | None,
-        *,
-        exclusive: bool,
-        if_busy: Callable[[], None] | None = None,
-        patience: float | None = None,
-    ) -> Generator[None]:
+    def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
         words = None if slots is None else _words(slots, np.int64)
         named = (None, 0) if words is None else (_address(words), len(words))
-        enter = partial(self._library.jaxvec_pool_enter, self._pool, *named, exclusive)
-        try:  # first: an interrupt may come between entering and our knowing of it
-            if not enter(0):
-                if if_busy is not None:
-                    if_busy()
-                deadline = None if patience is None else time.monotonic() + patience
-                while not enter(_WAIT):  # signal handlers run
-                    if deadline is not None and time.monotonic() > deadline:
-                        break
-            yield
-        finally:
-            self._library.jaxvec_pool_leave(self._pool)
+        return bool(self._library.jaxvec_pool_enter(self._pool, *named, exclusive, int(seconds * 1e9)))
 
-    def move(self, move: Move, actions: Sequence[NDArray[Any]], env_ids: NDArray[Any] | None = None) -> Made:
+    def _leave(self) -> None:
+        self._library.jaxvec_pool_leave(self._pool)
+
+    def move(
+        self,
+        move: Move,
+        actions: Rows = (),
+        env_ids: NDArray[Any] | None = None,
+        *,
+        deliver: Deliver | None = copies,
+        at_least: int | None = None,
+    ) -> Made:
+        if at_least is None and isinstance(deliver, Copies):
+            made = self._move(move, actions, env_ids, deliver.unread)
+            if made.status not in (Status.ELSEWHERE, Status.LATE):
+                return made
+        return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
+
+    def _move(self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]) -> Made:
+        """Makes a move by one call of C++; `ELSEWHERE` if it is none that C++ knows."""
         request = _Request(
             verb=move.verb, caller_code=move.caller_code, new_generation=move.caller is not None
         )
@@ -261,10 +254,10 @@ class CEngine:
         request.actions = ctypes.addressof(pointers)
         rows: list[NDArray[Any]] = []
         if move.verb is not Verb.SEND:
-            rows, addresses = self._new_results(num_rows).make()
+            rows, addresses = self._new_results(num_rows, unread).make()
             request.results = ctypes.addressof(addresses)
         status = self._library.jaxvec_pool_move(self._pool, ctypes.byref(request))
-        return Made(_STATUSES[status], rows, request.waited_ns / 1e9)
+        return Made(_STATUSES[status], rows, request.waited_ns / 1e9, recorded=True)
 
     def check_handle(self, move: Move) -> Status:
         slots = _words(move.slots, np.int64)
@@ -291,24 +284,27 @@ class CEngine:
         self._library.jaxvec_pool_release(self._pool)
 
     def advance(self, move: Move) -> None:
-        self.generation[move.slots] += np.uint32(1)
-        self._state.last_caller = move.caller_code
+        if move.caller is not None:
+            self.generation[move.slots] += np.uint32(1)
+            self._state.last_caller = move.caller_code
 
     def retract(self, move: Move, last_caller: int) -> None:
-        self.generation[move.slots] -= np.uint32(1)
-        if self._state.last_caller == move.caller_code:
-            self._state.last_caller = last_caller
+        if move.caller is not None:
+            self.generation[move.slots] -= np.uint32(1)
+            if self._state.last_caller == move.caller_code:
+                self._state.last_caller = last_caller
 
-    def serve(self) -> None:
+    def count_success(self) -> None:
         self._state.served += 1
 
     def wait_for_copies(self) -> None:
         self._library.jaxvec_pool_wait_for_copies(self._pool)
 
-    def admit_devices(self) -> None:
+    def allow_gpu(self) -> None:
         self._state.devices = 1
 
-    def bar(self) -> None:
+    def close_fast_path(self) -> None:
+        super().close_fast_path()
         self._state.open = 0
 
     def start_trace(self, capacity: int) -> None:
@@ -323,7 +319,7 @@ class CEngine:
         return Record(list(spans), max(count - self._capacity, 0))
 
     def close(self) -> None:
-        self.bar()
+        super().close()
         self._library.jaxvec_pool_withdraw(self._pool_id)
         self._alive = None
 

@@ -19,7 +19,6 @@ from jaxvec._dispatch.move import Move, Verb
 from jaxvec._envs.slice import Arguments, Asked
 from jaxvec._memory.segment import RawInfo, known
 from jaxvec._pool.state import Condition
-from jaxvec._tracing._recorder import span
 from jaxvec._workers.base import Workers
 from jaxvec._workers.supervisor import check_all
 
@@ -61,7 +60,7 @@ class Questions:
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks only for those that we can't know."""
-        with self._asking(Move(Verb.CALL, slots)):
+        with self._asking(Move(Verb.CALL, slots), name="infos"):
             assert self._raw_info is not None
             kinds = self._raw_info[slots]
             infos = dict(zip(slots.tolist(), known(kinds.tobytes()), strict=True))
@@ -114,7 +113,7 @@ class Questions:
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
-        with span(self._condition.recorder, "set_attr"), self._asking(Move(Verb.CALL, slots)):
+        with self._asking(Move(Verb.CALL, slots), name="set_attr"):
             self.ask_each("set_attr", slots, values, name)
             if self._workers.told is not None:
                 self._workers.told.set_attr(slots, values, name)
@@ -169,7 +168,7 @@ class Questions:
     ) -> list[Any]:
         """Asks envs, and returns an answer of each; see `call` and `ask_each`."""
         slots = move.slots
-        with self._condition.recording(move), self._asking(move, begun):
+        with self._asking(move, begun):
             if move.verb is Verb.CALL and name != "get_attr" and self._workers.told is not None:
                 self._workers.told.call(slots)
             slices = self.ask_each(name, slots, args, *more)
@@ -177,27 +176,28 @@ class Questions:
         return [results[slot] for slot in slots.tolist()]
 
     @contextmanager
-    def _asking(self, move: Move, begun: Callable[[], None] | None = None) -> Generator[None]:
+    def _asking(
+        self, move: Move, begun: Callable[[], None] | None = None, *, name: str | None = None
+    ) -> Generator[None]:
         """Holds the move's envs, and all others of their workers, for a block that asks these.
 
         The handle is stale from the beginning on, lest another call gets in with it: a `send` or `recv` names
         all envs by its handle, and needs other ones alone. If the block fails, it is fresh again.
         """
         held = self.of_workers(move.slots)
-        with self._condition.pending(move):
+        with self._condition.pending(move, name):
             with self._engine.exclusive(held):
                 if begun is not None:
                     begun()
                 self._condition.enter(move)
                 self._engine.hold(held, alone=True)
                 last_caller = self._engine.last_caller
-                self._condition.advance(move)
+                self._engine.advance(move)
             try:
                 yield
             except Exception:
-                if move.caller is not None:
-                    with self._engine.shared():
-                        self._engine.retract(move, last_caller)
+                with self._engine.shared():
+                    self._engine.retract(move, last_caller)
                 raise
 
 

@@ -39,8 +39,6 @@ from jaxvec._workers.base import Patience, Workers
 
 _logger = logging.getLogger("jaxvec")
 
-_MADE = (Status.DONE, Status.UNDER_WAY)
-
 _ids = itertools.count(1)  # handles name their pool by number, see _pool/registry.py
 
 
@@ -107,9 +105,17 @@ class Pool:
         if not resets_required:
             self._admission.needs_reset[:] = False
 
-        self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
-        over = self._views.over if self._ends_need_reset else None
-        self._engine = workers.open_engine(Rules(self.id, self._admission, in_order, over, timeouts.step))
+        self._engine = workers.open_engine(
+            Rules(
+                self.id,
+                self._admission,
+                self._views,
+                workers.send,
+                in_order,
+                resets_required and spec.autoreset is Autoreset.DISABLED,
+                timeouts.step,
+            )
+        )
         self.closing: Closing = Closing(workers, self._engine)
         self.condition: Condition = Condition(self.id, self._engine, self._admission, self.closing)
         self.questions: Questions = Questions(
@@ -179,7 +185,7 @@ class Pool:
                 self.closing.pinned = pinned.pin(self._segment)
             except pinned.PinningError as error:
                 _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
-            self._engine.admit_devices()
+            self._engine.allow_gpu()
 
     def reset(
         self,
@@ -207,7 +213,7 @@ class Pool:
         first_ready = self.spec.first_ready  # then it ends by a recv, and there is one at a time
         alone = move.generation is None or first_ready or self._sets_options(options, move.slots)
         moved = move.slots if mask is None else move.slots[mask]
-        with self.condition.pending(move) as pending, self.condition.recording(move):
+        with self.condition.pending(move) as pending:
             with self._engine.exclusive() if alone else self._engine.shared(moved):
                 self.condition.enter(move)
                 chosen = self._choose(pending, mask)
@@ -236,18 +242,8 @@ class Pool:
             deliver: as in `reset`.
         """
         with self.condition.pending(move) as pending:
-            if deliver is copies:
-                made = self._engine.move(move, actions)
-                if made.status in _MADE:
-                    return self._finish(pending, made)
-            with self.condition.recording(move):
-                alone = move.generation is None
-                with self._engine.exclusive() if alone else self._engine.shared(move.slots):
-                    self.condition.enter(move)
-                    self._send_step(move.slots, actions)
-                    self.condition.advance(move)
-                self._wait(pending, move.slots, len(move.slots), Verb.STEP)
-                return self._end_step(move.slots, deliver)
+            made = self._make(pending, actions, deliver=deliver)
+            return self._finish(pending, made, deliver)
 
     def end(self, move: Move, *, waited: float, interrupt: Callable[[], None], out: Rows) -> None:
         """Waits for a step or a `recv` that was begun, and ends it. The caller holds its slots.
@@ -261,7 +257,8 @@ class Pool:
             interrupt: raises if Ctrl-C came since the call began.
             out: where to copy the leaves of the time step.
         """
-        self._end(Pending(move, interrupt), out, waited)
+        begun = Made(Status.UNDER_WAY, waited=waited, recorded=True)
+        self._finish(Pending(move, interrupt), begun, into(out))
 
     def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
@@ -272,20 +269,18 @@ class Pool:
             actions: `[k, ...]`, as of `step`.
             as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
-        with self.condition.pending(move):
-            if not as_they_are and self._engine.move(move, actions, env_ids).status is Status.DONE:
+        with self.condition.pending(move) as pending:
+            if not as_they_are:
+                self._make(pending, actions, env_ids)
                 return
-            # The workers are asked for what is as it is.
-            taken = self.questions.of_workers(env_ids) if as_they_are else env_ids
-            alone = as_they_are or move.generation is None
-            with (
-                self.condition.recording(move),
-                self._engine.exclusive(taken) if alone else self._engine.shared(taken),
-            ):
+            with self._engine.exclusive(self.questions.of_workers(env_ids)):
                 self.condition.enter(move)
-                self._send_step(env_ids, actions, as_they_are=as_they_are)
+                self.condition.check_status(self._engine.check_envs(env_ids, stepped=True), env_ids)
+                self.questions.ask_each("give_actions", env_ids, actions)
+                with self.condition.breaking():
+                    self._engine.dispatch(Verb.STEP, env_ids)
                 self._admission.note_sent(env_ids, self._timeouts.step)
-                self.condition.advance(move)
+                self._engine.advance(move)
 
     def recv(
         self,
@@ -307,21 +302,13 @@ class Pool:
             everything: whether to wait for all envs in flight, and to return the rows of all envs.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
+        enough = 0 if everything else at_least
         with self.condition.pending(move) as pending:
-            if deliver is copies and timeout is None and at_least is None and not everything:
-                made = self._engine.move(move, ())
-                if made.status in _MADE:
-                    return self._finish(pending, made)
-            with self.condition.recording(move):
-                with self._engine.exclusive(self._admission.queue):  # one recv at a time
-                    self.condition.enter(move)
-                    if not everything:
-                        self._check_enough(at_least=at_least)
-                    self._engine.hold(self._admission.queue)
-                    self.condition.advance(move)
-                return self._receive(
-                    pending, deliver, give_up=give_up, at_least=at_least, everything=everything
-                )
+            if timeout is None and enough is None:
+                made = self._make(pending, deliver=deliver)
+                return self._finish(pending, made, deliver)
+            self._make(pending, deliver=None, at_least=enough)
+            return self._receive(pending, deliver, give_up=give_up, at_least=at_least, everything=everything)
 
     def save(self, move: Move) -> NDArray[np.uint32]:
         """Saves the states of envs; one that can't be saved doesn't break us.
@@ -337,7 +324,7 @@ class Pool:
             self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
             needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, pending)
             ids = self._saved.save(send, slots, needs_reset, self._read)
-            self.condition.advance(move)
+            self._engine.advance(move)
             return ids
 
     def restore(
@@ -369,7 +356,7 @@ class Pool:
                 self._saved.put(send, slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
-            self.condition.advance(move)
+            self._engine.advance(move)
             return self._read(slots, deliver)
 
     def simulate(
@@ -385,7 +372,7 @@ class Pool:
         Returns:
             `[n, 3]`, what names the states after the steps; and what `deliver` made of the time steps.
         """
-        with self.condition.recording(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
+        with self.condition.pending(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
             self.condition.check()
             return self._saved.simulate(states, actions, deliver)
 
@@ -410,7 +397,7 @@ class Pool:
             with self.condition.breaking():
                 self._workers.start_trace(capacity)
             self._engine.start_trace(capacity)
-            self.condition.recorder = Recorder(capacity)
+            self._engine.recorder = self.condition.recorder = Recorder(capacity)
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
         """Records no more; also if the pool is broken or closed by now.
@@ -423,7 +410,7 @@ class Pool:
         hurry = self.closed or self.condition.broken_by is not None
         with self._engine.exclusive(patience=1.0 if hurry else None):
             programs = [self.condition.recorder.take(), self._engine.stop_trace()]
-            self.condition.recorder = None
+            self._engine.recorder = self.condition.recorder = None
             if self.closed:
                 return programs, []
             try:
@@ -451,11 +438,7 @@ class Pool:
     @contextmanager
     def _alone(self, move: Move) -> Generator[Pending]:
         """Makes a move in a block that is inside the engine, alone."""
-        with (
-            self.condition.pending(move) as pending,
-            self.condition.recording(move),
-            self._engine.exclusive(),
-        ):
+        with self.condition.pending(move) as pending, self._engine.exclusive():
             self.condition.enter(move)
             yield pending
 
@@ -507,20 +490,12 @@ class Pool:
             self._options = held
         if self._workers.told is not None:
             self._workers.told.reset(chosen, options)
-        self._hand_over(Verb.RESET, chosen, held=self._admission.queue if in_flight else chosen)
+        with self.condition.breaking():
+            self._engine.dispatch(Verb.RESET, chosen, self._admission.queue if in_flight else chosen)
         self._admission.needs_reset[chosen] = False
         if in_flight:
             self._admission.note_sent(chosen, self._timeouts.reset)
-        self.condition.advance(pending.move)
-
-    def _send_step(self, slots: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
-        self.condition.check_status(self._engine.check_envs(slots, stepped=True), slots)
-        if as_they_are:
-            self.questions.ask_each("give_actions", slots, actions)
-        else:
-            with span(self.condition.recorder, "write actions"):
-                self._views.write_actions(slots, actions)
-        self._hand_over(Verb.STEP, slots, held=slots)
+        self._engine.advance(pending.move)
 
     def _send_states(
         self, pending: Pending, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
@@ -528,14 +503,10 @@ class Pool:
         """Has states of these numbers saved, or restored; returns the places of those that are left."""
         self._views.states[slots] = numbers
         self._views.oldest_state[0] = self._saved.table.oldest
-        self._hand_over(verb, slots, held=slots)
+        with self.condition.breaking():
+            self._engine.dispatch(verb, slots)
         self._wait(pending, slots, len(slots), verb)
         return np.flatnonzero(self._views.states[slots])
-
-    def _hand_over(self, verb: Verb, slots: NDArray[Any], *, held: NDArray[Any]) -> None:
-        self._engine.hold(held)
-        with span(self.condition.recorder, "hand over"), self.condition.breaking():
-            self._workers.send(verb, slots)
 
     def _wait(
         self,
@@ -557,28 +528,56 @@ class Pool:
         """Says what those in flight are at: the rest of a reset has a reset's time."""
         return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
 
-    def _finish(self, pending: Pending, made: Made) -> Rows:
-        """Ends what the engine has made, if that took longer, and returns the rows."""
-        if made.status is Status.UNDER_WAY:
-            return self._end(pending, made.rows, made.waited)
-        pending.interrupt()  # the steps of a program may all be so quick that no wait hears of it
-        return made.rows
+    def _make(
+        self,
+        pending: Pending,
+        actions: Rows = (),
+        env_ids: NDArray[Any] | None = None,
+        *,
+        deliver: Deliver | None = copies,
+        at_least: int | None = None,
+    ) -> Made:
+        """Has the engine make the move; where that can't be at once, waits until it can, or raises why not.
 
-    def _end(self, pending: Pending, out: Rows, waited: float) -> Rows:
-        """See `end`."""
+        Args:
+            pending: a step, a send or a recv.
+            actions, env_ids, at_least: as of `Engine.move`.
+            deliver: as of `Engine.move`; `None` if the caller itself waits for the rows.
+        """
+        move, engine = pending.move, self._engine
+        attempt = partial(engine.move, move, actions, env_ids, deliver=deliver, at_least=at_least)
+        try:
+            made = attempt()
+            if made.status not in (Status.DONE, Status.UNDER_WAY):
+                with engine.inside(move, env_ids):
+                    self.condition.enter(move)
+                    if move.verb is Verb.RECV:
+                        self._check_enough(at_least)
+                    else:
+                        slots = move.slots if env_ids is None else env_ids
+                        self.condition.check_status(engine.check_envs(slots, stepped=True), slots)
+                    made = attempt()  # nothing stands against it while this thread is inside
+                    assert made.status in (Status.DONE, Status.UNDER_WAY), made.status
+        except Exception:
+            if not engine.holds():
+                raise  # before any env was moved
+            with self.condition.breaking():
+                raise
+        pending.recorded = made.recorded
+        return made
+
+    def _finish(self, pending: Pending, made: Made, deliver: Deliver) -> Any:
+        """Waits for what the engine has begun, and returns the rows of a step or a recv."""
+        if made.status is Status.DONE:
+            pending.interrupt()  # the steps of a program may all be so quick that no wait notices Ctrl-C
+            return made.rows
         slots = pending.move.slots
-        with span(self.condition.recorder, "go on"):
+        with span(self.condition.recorder if made.recorded else None, "go on"):
             if pending.move.verb is Verb.RECV:
-                return self._receive(pending, into(out), waited=waited)
-            self._wait(pending, slots, len(slots), Verb.STEP, waited=waited)
-            return self._end_step(slots, into(out))
-
-    def _end_step(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
-        if self._ends_need_reset:
-            terminated, truncated = self._views.over
-            self._admission.needs_reset[slots] = terminated[slots] | truncated[slots]
-        with span(self.condition.recorder, "copy results"):
-            return self._read(slots, deliver)
+                return self._receive(pending, deliver, waited=made.waited)
+            if not self._engine.done_at_once:
+                self._wait(pending, slots, len(slots), Verb.STEP, waited=made.waited)
+            return self._engine.take(slots, deliver)
 
     def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
         """Delivers the rows of `slots`. The caller holds them, so nobody has them stepped meanwhile."""
@@ -613,7 +612,7 @@ class Pool:
         with self._engine.shared():
             self._admission.note_received(slots)
             self._engine.hold(slots)  # until their rows are read
-        return self._end_step(slots, deliver)
+        return self._engine.take(slots, deliver)
 
     def _wait_for_some(
         self, pending: Pending, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
@@ -640,9 +639,10 @@ class Pool:
         together = self._admission.together
         return slots if together == 1 else whole(slots, sent, together)
 
-    def _check_enough(self, *, at_least: int | None = None, resetting: int | None = None) -> None:
+    def _check_enough(self, at_least: int | None = None, *, resetting: int | None = None) -> None:
         """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""
-        in_flight, count = int(self._admission.num_sent[0]), at_least or self.spec.batch_size
+        in_flight = int(self._admission.num_sent[0])
+        count = self.spec.batch_size if at_least is None else at_least
         if in_flight + (resetting or 0) < count:
             returned = str(count) if at_least is None else f"at least {count}"
             raise too_few(returned, in_flight, resetting=resetting)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +160,7 @@ class Closing:
             return
         self.closed = self._closing = True
         try:
-            self._engine.bar()
+            self._engine.close_fast_path()
             with self._engine.exclusive(if_busy=self._workers.kill, patience=_PATIENCE):
                 self._end(min(_HURRY if timeout is None else timeout, _HURRY) if self.hurry else timeout)
         finally:
@@ -185,12 +186,19 @@ class Closing:
 # ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending:
-    """A move under way; `interrupt` raises if Ctrl-C came since it began."""
+    """A move under way.
+
+    Attributes:
+        move: the move.
+        interrupt: raises if Ctrl-C came since it began.
+        recorded: whether C++ has recorded its span.
+    """
 
     move: Move
     interrupt: Callable[[], None]
+    recorded: bool = False
 
 
 class Condition:
@@ -233,18 +241,19 @@ class Condition:
         if self.broken_by is None:
             self.broken_by = error
             self._closing.hurry = True
-            self._engine.bar()
+            self._engine.close_fast_path()
 
     # --- a call: only who is inside the engine, or holds slots there, changes anything ------------------
 
     @contextmanager
-    def pending(self, move: Move) -> Generator[Pending]:
-        """Releases what its block holds when the move that it makes has ended.
+    def pending(self, move: Move, name: str | None = None) -> Generator[Pending]:
+        """Releases what its block holds when the move that it makes has ended, and records it.
 
         Once envs are moved or asked, Ctrl-C breaks the pool wherever it comes, also between the parts that
         break it by themselves: envs may be on their way of which nobody knows any more.
         """
         pending = Pending(move, interrupts.since_now())  # before an env can hang
+        recorder, began = self.recorder, time.monotonic_ns()
         try:
             yield pending
         except (Exception, GeneratorExit):
@@ -254,13 +263,9 @@ class Condition:
                 self.break_by(error)
             raise
         finally:
+            if recorder is not None and not pending.recorded:
+                recorder.add(name or move.name, began)
             self._engine.release()
-
-    def recording(self, move: Move) -> AbstractContextManager[None]:
-        """Records the move under the name by which it was called or, of faces that count none, the verb's."""
-        if self.recorder is None:
-            return nullcontext()
-        return self.recorder.span(move.verb.word if move.caller is None else name_caller(move.caller_code))
 
     def enter(self, move: Move) -> None:
         """Checks a move before it changes anything."""
@@ -282,11 +287,6 @@ class Condition:
                 admission=self._admission,
                 pool_id=self._pool_id,
             )
-
-    def advance(self, move: Move) -> None:
-        """Has other handles to the move's envs go stale."""
-        if move.caller is not None:
-            self._engine.advance(move)
 
     @contextmanager
     def breaking(self) -> Generator[None]:
@@ -316,7 +316,7 @@ class Condition:
 
     def served(self) -> None:
         """Counts a program's call that succeeded; it makes an earlier error old news."""
-        self._engine.serve()
+        self._engine.count_success()
 
     def take_error(self) -> BaseException | None:
         """Returns the error of the last program that failed in this pool, once."""

@@ -374,10 +374,10 @@ class Wire(ABC):
             ActorLostError, RayError: the actor is lost; says why.
         """
 
-    def break_off(self) -> None:
+    def break_off(self) -> None:  # noqa: B027 - a default
         """Ends it, unless the end of the actor does; from any thread."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a default
         """Gives back what it holds; the thread that receives does so in the end."""
 
 

@@ -91,7 +91,7 @@ class Launcher(ABC):
             OSError: there is no room for it: no memory, descriptor or process is left.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a default
         """Lets go of what workers share. They have ended."""
 
 
@@ -256,7 +256,7 @@ class Workers(ABC):
         `tell` says whether to log which of them were cut off.
         """
 
-    def kill(self) -> None:
+    def kill(self) -> None:  # noqa: B027 - a default
         """Ends the envs at once, if they have processes; from any thread. Waits for them get an error."""
 
 
@@ -336,7 +336,7 @@ def open_engine(
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
     if end.address is None or spec.object_leaves:
-        return PyEngine(rules.admission)
+        return PyEngine(rules)
     return CEngine(
         end,
         rules,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._config import Budget
-from jaxvec._dispatch.engine import Engine, Rules, SerialEngine
+from jaxvec._dispatch.engine import Engine, PyEngine, Rules
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe
@@ -36,7 +36,6 @@ class SerialWorkers(Workers):
     def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
         self._envs: list[Any] = []
         self._close_slice: Callable[[], None] = lambda: None
-        self._left: Exception | None = None  # by a step that the engine made
         self._recipe = recipe
         self._budget = budget
         self.restarts, self.lives, self.ends = budget.restarts, [0], [None]
@@ -55,8 +54,6 @@ class SerialWorkers(Workers):
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = private_segment(layout)
         self._num_envs = spec.num_envs
-        self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
-        self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
         self._requested = Marks.of(arrays).requested
         make_slice = self._recipe.slice_config.slice_of(self._envs, self._recipe.env_fns)
         self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
@@ -65,20 +62,14 @@ class SerialWorkers(Workers):
 
     def open_engine(self, rules: Rules) -> Engine:
         self._rows = rules.admission.rows
-        return SerialEngine(rules, step=self._step, actions=self._actions, results=self._results)
+        return PyEngine(rules, done_at_once=True)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._note_requested(slots)
+        self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
         self._move(verb, slots)
 
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
-        """Does what a step of the engine has left; else all is done when `send` returns."""
-        failure, self._left = self._left, None
-        if isinstance(failure, EnvFailure):
-            self._recover(failure)
-            self._move(Verb.STEP, np.setdiff1d(slots, failure.completed))
-        elif failure is not None:
-            raise failure
+        """Returns at once, since all is done when `send` returns."""
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return slots[:count]
@@ -111,23 +102,9 @@ class SerialWorkers(Workers):
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         envs, self._envs = self._envs, []
-        self._actions = self._results = []
         self._close_slice()
         with _typed():
             close_envs(envs, 0, self._recipe.slice_config.size)
-
-    def _note_requested(self, slots: NDArray[Any]) -> None:
-        self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
-
-    def _step(self, slots: NDArray[Any]) -> bool:
-        """Steps envs; returns whether no failure is left to `wait`, which can break the pool by it."""
-        self._note_requested(slots)
-        self._left = None
-        try:
-            self._slice.step(slots)
-        except Exception as failure:
-            self._left = failure
-        return self._left is None
 
     def _move(self, verb: Verb, slots: NDArray[Any]) -> None:
         move = self._slice.step if verb is Verb.STEP else self._slice.reset

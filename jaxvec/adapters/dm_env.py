@@ -1,4 +1,4 @@
-"""From dm_env's specs to Gymnasium's spaces."""
+"""dm_env's environments, dm_control's among them, as Gymnasium envs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import numpy as np
-from dm_env import specs
 from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 
@@ -15,6 +14,22 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import KeyPath, format_path
 from jaxvec._util import install_command
 from jaxvec.adapters._adapter import Adapter
+
+try:
+    import dm_env
+    from dm_env import specs
+except ImportError as _error:
+    _install = install_command("dm-env")
+    raise ImportError(f"jaxvec.adapters.dm_env needs dm_env: {_install}") from _error
+
+
+__all__ = ["INFO", "DmEnv"]
+
+INFO = ("discount", "step_type")
+"""What info holds beyond an env's own: `jaxvec.make(..., info=INFO)` returns it."""
+
+
+# --- specs and spaces ------------------------------------------------------------------------------------
 
 
 def to_space(spec: Any, root: KeyPath) -> spaces.Space[Any]:
@@ -94,22 +109,7 @@ def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
             return np.iinfo(dtype).min, np.iinfo(dtype).max
 
 
-# ----------------------------------------------------------------------------------------------------------
-# dm_env's environments, dm_control's among them, as Gymnasium envs.
-# ----------------------------------------------------------------------------------------------------------
-
-try:
-    import dm_env
-    from dm_env import specs
-except ImportError as _error:
-    _install = install_command("dm-env")
-    raise ImportError(f"jaxvec.adapters.dm_env needs dm_env: {_install}") from _error
-
-
-__all__ = ["INFO", "DmEnv"]
-
-INFO = ("discount", "step_type")
-"""What info holds beyond an env's own: `jaxvec.make(..., info=INFO)` returns it."""
+# --- the env ---------------------------------------------------------------------------------------------
 
 
 @final

@@ -22,7 +22,7 @@ from jaxvec._arguments import NO_SEED, castable, check_mask, check_seeds, expand
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._memory.rows import InvalidValue, conform
-from jaxvec._memory.segment import Deliver, Index, Rows, copies, into
+from jaxvec._memory.segment import Copies, into
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, Leaf, PoolSpec
@@ -202,6 +202,11 @@ class Call:
         """Whether the call is for all envs of the pool, and can't be split."""
         return self.verb in (Verb.SEND, Verb.RECV) or (self.verb is Verb.RESET and self.spec.first_ready)
 
+    @property
+    def copies(self) -> Copies:
+        """Delivers the leaves of the time step that the program reads."""
+        return Copies(frozenset(place - 1 for place in self.unread))  # the token comes before them
+
     def operands(self, rows: int, sent: int) -> list[Struct]:
         """Returns the type of each operand; `rows` are the token's, `sent` those of what is sent."""
         token = _struct((3,), np.uint32, rows)
@@ -280,7 +285,7 @@ def answer(
     call.check_rows(len(token), pool.spec.num_envs)
     if call.verb is Verb.SIMULATE:
         ids, *actions = rest
-        ids, rows = pool.simulate(ids, actions, deliver=_copies_for(call) if out is None else into(out[1:]))
+        ids, rows = pool.simulate(ids, actions, deliver=call.copies if out is None else into(out[1:]))
         if out is None:
             return [ids, *rows]
         out[0][:] = ids
@@ -289,7 +294,7 @@ def answer(
     if call.verb is Verb.GET_ATTR:
         given = ask_envs(call, pool, move, [])
         return given if out is None else [*into(out)(given, slice(None))]
-    deliver = _copies_for(call) if out is None else into(out[1:])
+    deliver = call.copies if out is None else into(out[1:])
     match call.verb:
         case Verb.RESET:
             words, mask = rest
@@ -372,19 +377,6 @@ def ask_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> l
             except InvalidValue as error:
                 raise _wrong_answer(slot, name, str(error)) from error
     return [np.stack(column) for column in columns]
-
-
-def _copies_for(call: Call) -> Deliver:
-    """Returns what delivers new arrays, and none of rows that are not read."""
-    if not call.unread:
-        return copies
-
-    def deliver(leaves: Rows, index: Index) -> Rows:
-        return [
-            leaf[:0] if i in call.unread else copies([leaf], index)[0] for i, leaf in enumerate(leaves, 1)
-        ]
-
-    return deliver
 
 
 def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium import Space
-from gymnasium.envs.registration import EnvSpec as GymnasiumSpec
+from gymnasium.envs import registration
 from numpy.typing import NDArray
 
 import jaxvec
@@ -433,7 +433,7 @@ class EnvPool(ABC):
 # What EnvPool calls a task: an env with its options, Atari's among them.
 # ----------------------------------------------------------------------------------------------------------
 
-TaskId: TypeAlias = str | GymnasiumSpec | Callable[..., Any]
+TaskId: TypeAlias = str | registration.EnvSpec | Callable[..., Any]
 
 _NO_LIMIT = 2**31 - 1  # EnvPool's word for no `max_episode_steps`
 
@@ -490,7 +490,7 @@ class Task:
             return asdict(self.atari)
         threshold, limit = None, None
         if isinstance(
-            self.env, str | GymnasiumSpec
+            self.env, str | registration.EnvSpec
         ):  # gymnasium.make made it, and knows all that was asked of it
             (spec,) = envs.pool.questions.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
