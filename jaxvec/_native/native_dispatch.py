@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
-from jaxvec._dispatch.dispatch import LOOK_AROUND, Partition, Slots, Work
+from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff, Partition, Work, WorkerHandoff
 from jaxvec._dispatch.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
 
 
-class NativeParentEnd:
-    """The parent's end; see `ParentEnd`."""
+class NativeParentEnd(ParentHandoff):
+    """The native end of the parent."""
 
     def __init__(
         self,
@@ -26,52 +26,48 @@ class NativeParentEnd:
         *,
         spin_ns: int,
     ) -> None:
-        self._slots = Slots(marks)
-        self.native_end = load().Parent(
+        super().__init__(marks)
+        self._native_end = load().Parent(
             marks=marks,
             sockets=np.array(sorted({channel.fileno() for channel in channels}), np.int32),
             spin_ns=spin_ns,
             look_around_ns=int(LOOK_AROUND * 1e9),
         )
         self._partition = Partition(slices)
-        self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
-        self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
+
+    @property
+    def native_end(self) -> Any:
+        return self._native_end
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        """See `ParentHandoff`."""
         for worker, part in self._partition.of(slots):
-            self.native_end.send(worker, verb, part)
+            self._native_end.send(worker, verb, part)
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        """See `ParentHandoff`."""
         for worker, part in self._partition.of(slots):
-            self.native_end.pass_on(worker, requests[part], part)
+            self._native_end.pass_on(worker, requests[part], part)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        """See `ParentHandoff`. After an interrupt, Python's signal handlers run once it returns."""
-        return self.native_end.wait(slots, count, int(seconds * 1e9))
+        # After an interrupt, Python's signal handlers run once this returns.
+        return self._native_end.wait(slots, count, int(seconds * 1e9))
 
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        """See `ParentHandoff`."""
-        self.native_end.mark_notices_seen()  # before: another may come meanwhile
+        self._native_end.mark_notices_seen()  # before: another may come meanwhile
         return 0  # it sleeps in `wait`
 
     def notify_worker(self, worker: int) -> None:
-        """Tells a worker that a message, or the end, is on its control socket."""
-        self.native_end.notify_worker(worker)
+        self._native_end.notify_worker(worker)
 
     def notify_parent(self) -> None:
-        """See `ParentHandoff`."""
-        self.native_end.notify_parent()
+        self._native_end.notify_parent()
 
     def close(self) -> None:
-        """See `ParentHandoff`."""
-        self._slots.close()
-        self.native_end.close()
+        super().close()
+        self._native_end.close()
 
 
-class NativeWorkerEnd:
-    """One worker's end; see `WorkerEnd`."""
+class NativeWorkerEnd(WorkerHandoff):
+    """The native end of a worker."""
 
     def __init__(
         self,
@@ -83,21 +79,20 @@ class NativeWorkerEnd:
         spin_ns: int,
         notices: int,
     ) -> None:
+        super().__init__(marks)
         first, stop = slots
         self._worker = load().Worker(
             marks=marks, index=worker, first=first, stop=stop, notices=notices, spin_ns=spin_ns
         )
         self._channel = channel
-        self._own, self._ownership = slice(*slots), Slots(marks)
+        self._own = slice(*slots)
         self._slots = np.empty(stop - first, np.int64)
         self._taken = self._slots  # as many as there were last
 
     def idle(self) -> bool:
-        """See `WorkerHandoff`."""
-        return self._ownership.next_work(self._own) is None and not self._channel.readable()
+        return self.next_work(self._own) is None and not self._channel.readable()
 
     def receive(self) -> Any:
-        """Waits for the parent, then returns `Work`, or the message that came instead."""
         operation, count = self._worker.take(self._slots)
         if not count:
             return self._channel.receive()
@@ -106,23 +101,18 @@ class NativeWorkerEnd:
         return Work(VERBS[operation], self._taken)
 
     def post(self, slots: NDArray[Any]) -> None:
-        """Hands finished `slots` back."""
         self._worker.post(slots)
 
     def post_some(self, first: int, count: int) -> None:
-        """See `WorkerHandoff`."""
         self._worker.post_some(first, count)
 
     def receive_message(self) -> Any:
-        """See `WorkerHandoff`."""
         message = self._channel.receive()
         self._worker.mark_notice_seen()  # the one that came with it
         return message
 
     def notify_worker(self) -> None:
-        """See `WorkerHandoff`."""
         self._worker.notify_worker()
 
     def notify_parent(self) -> None:
-        """Makes the parent look at its control sockets at once."""
         self._worker.notify_parent()
