@@ -103,7 +103,7 @@ class CEngine(Engine):
     ) -> Made:
         if at_least is None and isinstance(deliver, Copies):
             made = self._move(move, actions, env_ids, deliver.unread)
-            if made.status not in (Status.ELSEWHERE, Status.LATE):
+            if made.status not in (Status.ELSEWHERE, Status.COPYING, Status.LATE):
                 return made
         return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
 

@@ -183,7 +183,7 @@ class Call:
         arguments, answers: of each argument and result of a call the shape, without the env axis, and
             the dtype.
         elastic: of a fresh reset, whether it starts from the pool's family, with as many envs as the
-            token has rows; see `_pools.Family`.
+            token has rows; see `registry.publish_family`.
         unread: the numbers of the results that the program does not read, and which are not copied for it.
     """
 
