@@ -21,7 +21,6 @@ from jaxvec._memory.segment import Deliver, Rows, Views, copies
 from jaxvec._tracing import Record, Recorder, span
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Which envs are in flight, and which must be reset: the state of a pool that both engines share.
 #
 # It is read and changed by who is inside the engine, but for `needs_reset`, whose rows belong to who has

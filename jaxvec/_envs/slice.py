@@ -28,7 +28,7 @@ class Parameters:
     Attributes:
         options: for its first reset, if that is not one from outside, which has its own.
         attributes: to be set before, by name; on their way to a worker, each a cloudpickled value.
-        state: to go on from after a step that is lost, in place of that reset; see `_states.pack`.
+        state: to go on from after a step that is lost, in place of that reset; see `env_states.pack`.
     """
 
     options: dict[str, Any] | None

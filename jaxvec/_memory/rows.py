@@ -16,7 +16,6 @@ from jaxvec._memory.segment import Arrays, align, index_of
 from jaxvec._spec import DictNode, KeyPath, Leaf, Node, TupleNode, format_path, leaves
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Between an env's values and rows of the segment: checks and casts one way, copies the other.
 #
 # The rules of casting are those of `gymnasium.vector.SyncVectorEnv`, which stacks observations with NumPy's

@@ -47,7 +47,7 @@ def known(kinds: bytes) -> list[dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The words in a segment by which parent and workers hand slots to each other; see `_handoff.py`.
+# The words in a segment by which parent and workers hand slots to each other; see `dispatch.py`.
 # ----------------------------------------------------------------------------------------------------------
 
 _LINE = (16,)  # uint32: one word that has a cache line to itself
@@ -186,7 +186,6 @@ def align(offset: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Creates and maps a pool's memory; NumPy views of it by path.
 #
 # The memory has no name: nothing to collide with, nothing to leak whatever is killed. It lives for as long

@@ -1,7 +1,7 @@
 // A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
 //
 // Whoever changes the pool has its lock, a readers-writer lock on each slot, and on the queue of those in
-// flight; see _engine.py, which says who takes it how. Threads are inside one at a time, and for a short
+// flight; see engine.py, which says who takes it how. Threads are inside one at a time, and for a short
 // while only: a step is inside when it sends its envs, then it leaves, holds their slots, and waits for them.
 // So programs on several devices, or in several threads, step envs of their own at the same time.
 //
@@ -123,7 +123,7 @@ struct Leaf {
   size_t row;  // bytes
 };
 
-// What came of a move, or would: `Status` of _engine.py. But for the first two, nothing was done.
+// What came of a move, or would: `Status` of engine.py. But for the first two, nothing was done.
 enum class Status : uint32_t {
   kDone = 0,
   kUnderWay,   // begun, not finished: for Python to end. The caller holds its slots, to be released.

@@ -53,7 +53,6 @@ from jaxvec._workers.process import StartMethod
 from jaxvec._workers.worker import Attach, Reply
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # A worker process in a Ray actor, as the pool's supervisor sees it: a process and a channel in one.
 #
 # It has no socket here. What it is told goes with its number through its actor's link; what it says waits
@@ -187,10 +186,9 @@ class RemoteWorker(Process, ParentChannel):
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Ships slots that the pool asks for to their Ray actor, and writes the rows that come back.
 #
-# A slot belongs to its worker while `completed` differs from `requested`, see `_handoff.py`. To know what
+# A slot belongs to its worker while `completed` differs from `requested`, see `dispatch.py`. To know what
 # is shipped already, there is another `completed` here, in which that counts as completed: so several
 # requests can be on their way.
 # ----------------------------------------------------------------------------------------------------------
@@ -340,7 +338,6 @@ class Shipper:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # How a pool's process and an actor talk: by a TCP connection of their own, or by Ray's calls and stream.
 #
 # Ray takes some milliseconds of Python for a call and its answer, and a connection does not. But it needs
@@ -516,7 +513,6 @@ def _receive_all(host: ActorHost, connection: Connection) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # This process's end of a Ray actor, from its start to its end, and of the workers in it.
 #
 # To the pool's supervisor each of these workers is a process with a channel, as local ones are. Three

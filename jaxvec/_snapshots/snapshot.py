@@ -140,7 +140,6 @@ def find(kind: type, value: Any) -> Taking:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Takes and puts back what was taken before, in C++, as long as only what is ordinary has changed.
 #
 # From one snapshot of an env to the next hardly anything changes but numbers, arrays and random numbers.

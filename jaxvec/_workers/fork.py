@@ -1,4 +1,4 @@
-"""Starts workers as forks of a fork server; see `_forkserver.py`, which is the other end."""
+"""Starts workers as forks of a fork server; see `forkserver.py`, which is the other end."""
 
 from __future__ import annotations
 

@@ -101,7 +101,6 @@ def _ignored() -> set[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The fork server: a process that has imported what every worker imports, and forks into workers.
 #
 # It is an interpreter of its own, so it has neither JAX nor its threads; nor has it code of the user, but

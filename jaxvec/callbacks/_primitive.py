@@ -48,7 +48,6 @@ def choose_transport(name: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The JAX primitive that every verb is: how a call is traced, transformed, lowered, or made at once.
 #
 # All operands and results have the env axis first, so to batch a call is to make one for more envs. To a
