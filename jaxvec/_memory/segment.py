@@ -60,7 +60,7 @@ class Marks:
     Attributes:
         running: `[num_workers, 16]`; worker writes: 1 + the slot whose env runs, or 0; then whether it waits
             for its turn, see `max_running`.
-        requested: `[num_slots]` int64; parent writes: the latest request, as `requests` of _move.py.
+        requested: `[num_slots]` int64; parent writes: the latest request, as `requests` of move.py.
         completed: `[num_slots]` int64; worker writes: the request it completed last.
         completed_at: `[num_slots]` int64; worker writes: when, in ns of the monotonic clock.
         doorbell, worker_notices, asleep, finished, target, sleepers, parent_notices: of the native hand-off;

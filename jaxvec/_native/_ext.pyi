@@ -162,12 +162,12 @@ def nested_writer(
 def put_again(
     layers: list[Any], told: list[frozenset[str] | None], fields: list[Fields], nodes: Nodes, /
 ) -> bool:
-    """Puts a snapshot back, as `_slices/_snapshots/_again.py` says."""
+    """Puts a snapshot back, as `_snapshots/snapshot.py` says."""
 
 def take_again(
     layers: list[Any], told: list[frozenset[str] | None], before: list[Fields], nodes: Nodes, /
 ) -> list[Fields] | None:
-    """Takes a snapshot, as `_slices/_snapshots/_again.py` says."""
+    """Takes a snapshot, as `_snapshots/snapshot.py` says."""
 
 def stepper(
     *,

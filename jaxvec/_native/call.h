@@ -11,7 +11,7 @@
 namespace jaxvec {
 
 struct Call {
-  uint32_t verb;         // `Verb` of _move.py
+  uint32_t verb;         // `Verb` of move.py
   uint32_t status;       // how far it has come, of `Status`
   uint32_t fresh;        // of a reset: it starts from the pool, not from a handle
   uint32_t num_extra;    // bytes

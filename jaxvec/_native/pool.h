@@ -40,12 +40,12 @@ struct TokenRow {
 };
 bool is_token(const Array& array);
 
-// What a pool can be asked for without Python, beside `Operation`; `Verb` of _move.py, too.
+// What a pool can be asked for without Python, beside `Operation`; `Verb` of move.py, too.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
 // What Python reads and writes of a pool, being inside.
 struct State {
-  uint32_t last_caller;          // who moved last: `Move.caller_code` of _move.py
+  uint32_t last_caller;          // who moved last: `Move.caller_code` of move.py
   uint32_t open;                 // 0 when programs must ask Python, which knows why
   std::atomic<uint32_t> served;  // calls of programs that succeeded; outside, too
   // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
