@@ -49,7 +49,6 @@ from jaxvec.callbacks._functions import reset
 from jaxvec.callbacks._make import make
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # What runs in an actor: a local pool, and the user's rollout, compiled for it.
 #
 # Pytrees travel as a list of NumPy arrays, which Ray does not copy once more, and their structure. That is
@@ -221,7 +220,6 @@ def _describe(error: Exception) -> Raised:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The actors of a learner: started, kept busy with the newest weights, and replaced when they are lost.
 #
 # One thread does all of this. It takes its turns from a queue, which Ray fills when an answer is there, and

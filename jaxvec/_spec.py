@@ -119,7 +119,6 @@ def check_states_type(shape: tuple[int, ...], dtype: Any, num_envs: int) -> None
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Walks a space once into a tree of leaves; the only file that names space classes.
 #
 # A `Node` mirrors a space with fixed-shape arrays at its leaves. Everything else in jaxvec is a loop over
@@ -399,7 +398,6 @@ def _unsupported(space: object, root: KeyPath) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The specification of a pool: what goes into a step and what comes out, hashable by value.
 #
 # Two pools of equal specification can serve the same compiled program. The memory layout and the

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import jaxvec
-from jaxvec._native import engine
+from jaxvec._native import native_engine
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork, lifeline, process, supervisor
 
@@ -143,7 +143,7 @@ def free_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def patient_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets programs wait without Python for longer than even a busy machine takes for a step."""
-    monkeypatch.setattr(engine, "_WAIT", disasters.PATIENCE * 10**9)
+    monkeypatch.setattr(native_engine, "_WAIT", disasters.PATIENCE * 10**9)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,7 +25,7 @@ import psutil
 import pytest
 
 import jaxvec
-from jaxvec._native import library
+from jaxvec import _native
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -46,7 +46,7 @@ class Way:
         return f"{self.handoff}-{self.face}-{'first ready' if self.first_ready else 'sync'}"
 
     def reason_unavailable(self) -> str | None:
-        return (library.reason_unavailable() if self.handoff == "native" else None) or (
+        return (_native.reason_unavailable() if self.handoff == "native" else None) or (
             _ffi.reason_unavailable() if self.face == "ffi" else None
         )
 

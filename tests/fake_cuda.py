@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import pickle
 import shutil
 import subprocess
@@ -14,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxvec import _native
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory import pinned
-from jaxvec._native import engine, library
 from jaxvec.callbacks import _call, _ffi
 from jaxvec.callbacks._packing import Packing
 
@@ -34,6 +33,13 @@ def build(folder: Path, name: str, *flags: str) -> Path:
     command = ["g++", *common, *flags, "-o", path, SOURCES / f"{name}.cc"]
     subprocess.run(command, check=True, timeout=200)
     return path
+
+
+def pointer(capsule) -> ctypes.c_void_p:
+    """Returns the address that a capsule holds."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return ctypes.c_void_p(get(capsule, None))
 
 
 class Driver:
@@ -100,13 +106,6 @@ class Gpu:
 
     def __init__(self, driver: Driver, envs, stream: int = 0x1001) -> None:
         self.driver, self.envs, self.stream = driver, envs, stream
-        self._native = library.declare(
-            jaxvec_cuda_call=(
-                ctypes.c_int32,
-                [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint32],
-            ),
-            jaxvec_interrupts=(ctypes.c_uint32, []),
-        )
 
     def reset(self, seed: int):
         """Returns the token and the rows, neither of which may be there yet."""
@@ -132,34 +131,26 @@ class Gpu:
         """As `reset`."""
         return self.call(Verb.RECV, [token])
 
-    def call(self, verb, operands, *, fresh=False, extra=b"", spoil=lambda call: None):
+    def call(self, verb, operands, *, fresh=False, extra=b""):
         """Makes a call; returns the token and the rows."""
         spec = self.envs.spec
         operands = [np.ascontiguousarray(operand) for operand in operands]
         packing = Packing.of(_call.Call(verb, spec, "ffi").results(len(operands[0])))
         arrays = [np.full(each.shape, 77).astype(each.dtype) for each in packing.transfers]
         results = packing.views(arrays)
-        more = pickle.dumps((extra, (), ()))
-        buffer = ctypes.create_string_buffer(more, len(more))
-        call = _ffi._Call(
+        self.driver.kept.append((operands, arrays))
+        error = _native.load().call_cuda(
+            stream=self.stream,
             verb=verb,
             fresh=fresh,
+            extra=pickle.dumps((extra, (), ())),
             fingerprint=spec.fingerprint,
-            extra=ctypes.addressof(buffer),
-            num_extra=len(more),
-            operands=engine._arrays(operands, itertools.repeat(None, len(operands))),
-            results=engine._arrays(results, itertools.repeat(None, len(results))),
-            num_operands=len(operands),
-            num_results=len(results),
-            interrupts=self._native.jaxvec_interrupts(),
-            packed=arrays[0].ctypes.data,
-            packed_bytes=arrays[0].nbytes,
+            operands=operands,
+            results=results,
+            packed=arrays[0],
         )
-        spoil(call)
-        self.driver.kept.append((operands, arrays, buffer))
-        error = ctypes.create_string_buffer(1 << 16)
-        if not self._native.jaxvec_cuda_call(ctypes.byref(call), self.stream, error, len(error)):
-            raise CallError(error.value.decode())
+        if error:
+            raise CallError(error)
         return results[0], results[1:]
 
     def wait(self) -> None:
@@ -177,14 +168,14 @@ def driver(built, monkeypatch):
     """The fake driver in place of the machine's."""
     if _ffi.reason_unavailable() is not None:
         pytest.skip(_ffi.reason_unavailable())
-    native = library.declare(jaxvec_cuda_use=(None, [ctypes.c_char_p]))
-    native.jaxvec_cuda_use(str(built.path).encode())
+    native = _native.load()
+    native.use_cuda(str(built.path))
     monkeypatch.setattr(pinned, "_LIBRARY", str(built.path))
     built.reset()
     yield built
     assert built.context is None
     built.reset()
-    native.jaxvec_cuda_use(None)
+    native.use_cuda(None)
 
 
 _XLA_TARGET = "jaxvec_test_cuda_call"
@@ -194,7 +185,7 @@ _XLA_TARGET = "jaxvec_test_cuda_call"
 def _registered(built, tmp_path_factory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("cpu_as_cuda")
     shim = ctypes.CDLL(str(build(folder, "cpu_as_cuda", "-isystem", jax.ffi.include_dir())))
-    shim.prepare(library.load().jaxvec_ffi_cuda_call, built.flush)
+    shim.prepare(pointer(_native.load().FFI_CUDA_CALL), built.flush)
     jax.ffi.register_ffi_target(_XLA_TARGET, jax.ffi.pycapsule(shim.call), platform="cpu")
     return shim
 

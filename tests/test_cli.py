@@ -387,9 +387,9 @@ def test_bench_refuses_before_it_measures(run, words, said):
 
 
 def test_a_transport_that_can_not_be_had_says_why(run, monkeypatch, free_choice):
-    monkeypatch.setattr(_ffi, "reason_unavailable", lambda: "libjaxvec.so was not built")
+    monkeypatch.setattr(_ffi, "reason_unavailable", lambda: "the native library was not built")
     code, _, err = run("bench", "my_package.envs:Env", *QUICK, "--transport", "ffi")
-    assert (code, err.splitlines()[-1]) == (2, "python -m jaxvec bench: libjaxvec.so was not built")
+    assert (code, err.splitlines()[-1]) == (2, "python -m jaxvec bench: the native library was not built")
 
 
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])

@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxvec
+from jaxvec import _native
 from jaxvec._dispatch import channel as _channel
 from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.dispatch import LOOK_AROUND, Work
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._memory import segment
 from jaxvec._memory.segment import Marks
-from jaxvec._native import library
 from jaxvec._pool.pool import Pool, Timeouts
 from jaxvec._spec import Autoreset, EnvSpaces, as_jax, make_spec
 from jaxvec._workers import base
 
 WAIT, END, DIE = 6, 7, 8  # actions: the worker waits for the gate; the episode ends; the worker does
 
-KINDS = ["portable"] if library.reason_unavailable() else ["portable", "native"]
+KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]
 
 
 class Threads:

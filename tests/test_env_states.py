@@ -24,7 +24,7 @@ from gymnasium import spaces, wrappers
 from gymnasium.utils import EzPickle
 
 import jaxvec
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._envs.env_states import StatefulEnv
 from jaxvec._snapshots.snapshot import difference
 from jaxvec.adapters.replay import ReplayEnv
@@ -426,7 +426,7 @@ def assert_same_state(one, other):
     assert difference(*([fields[0] | fields[1] for fields in state.layers] for state in (one, other))) is None
 
 
-@pytest.mark.skipif(_stepper.compiled is None, reason="not compiled")
+@pytest.mark.skipif(_native.ext is None, reason="not compiled")
 def test_what_is_taken_again_is_what_a_walk_takes():
     """C++ takes and puts what it can; what it leaves and what it does are both as if there were none."""
     counts = Counter()

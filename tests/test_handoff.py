@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxvec
+from jaxvec import _native
 from jaxvec._dispatch import dispatch
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory import segment
 from jaxvec._memory.segment import Marks
-from jaxvec._native import library
 from jaxvec._spec import Autoreset, EnvSpaces, as_jax, make_spec
 from jaxvec._workers import base
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -32,7 +32,7 @@ KINDS = [
     pytest.param(
         "native",
         marks=pytest.mark.skipif(
-            library.reason_unavailable() is not None, reason=str(library.reason_unavailable())
+            _native.reason_unavailable() is not None, reason=str(_native.reason_unavailable())
         ),
     ),
 ]
@@ -180,8 +180,8 @@ def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers)
 
 
 def test_both_hand_offs_give_the_same_bits(make):
-    if library.reason_unavailable() is not None:
-        pytest.skip(str(library.reason_unavailable()))
+    if _native.reason_unavailable() is not None:
+        pytest.skip(str(_native.reason_unavailable()))
     pools = [make(NestedEnv, 5, num_workers=2, dispatch=kind) for kind in ("native", "portable")]
     timesteps = [envs.reset(seed=3) for envs in pools]
     pools[0].action_space.seed(0)
@@ -198,9 +198,9 @@ def test_an_unknown_hand_off_is_refused():
 
 def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
     def missing():
-        raise library.NativeUnavailableError("libjaxvec.so was not built")
+        raise _native.NativeUnavailableError("the native library was not built")
 
-    monkeypatch.setattr(library, "load", missing)
+    monkeypatch.setattr(base, "load", missing)
     assert base.choose_dispatch("portable") == "portable"
     with pytest.raises(ImportError, match="was not built"):
         disasters.make(CountingEnv, 1, dispatch="native")
@@ -215,7 +215,7 @@ def test_doctor_says_what_is_active():
         for line in done.stdout.splitlines()
         if line.split()[0] in ("jaxvec", "dispatch")
     )
-    active = "native" if library.reason_unavailable() is None else "portable"
+    active = "native" if _native.reason_unavailable() is None else "portable"
     assert found == {"jaxvec": jaxvec.__version__, "dispatch": active}
 
 
@@ -239,7 +239,7 @@ def slice_of_child():
     return int(done.stdout)
 
 
-@pytest.mark.skipif(library.reason_unavailable() is not None, reason="there is no native library")
+@pytest.mark.skipif(_native.reason_unavailable() is not None, reason="there is no native library")
 @pytest.mark.parametrize("setting", [None, "0"])
 def test_threads_that_wait_for_steps_get_short_slices(make, monkeypatch, setting):
     default = slice_of_child()

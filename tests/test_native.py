@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).resolve().parent / "native"
 SOURCES = HERE.parent.parent / "jaxvec" / "_native"
 
-# Without ffi.cc, which needs jaxlib's headers, and exports.cc, which needs ffi.cc: both only pass calls on.
+# Without ffi.cc, which needs jaxlib's headers, and what needs Python's: these only pass calls on.
 PROGRAMS = {
     "handoff_stress": ["handoff"],
     "pool_stress": ["handoff", "pool"],

@@ -14,11 +14,11 @@ import pytest
 from disasters import PATIENCE, Background, wait_until, within
 
 import jaxvec
-from jaxvec._native import library
+from jaxvec import _native
 from jaxvec._workers.supervisor import Turns
 from jaxvec.testing import CountingEnv
 
-KINDS = ["portable"] if library.reason_unavailable() else ["portable", "native"]
+KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]
 HELD = 7  # action of a step, and seed of a reset, that is held up
 
 

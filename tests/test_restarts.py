@@ -24,8 +24,7 @@ from gymnasium import spaces
 from scripts import gone, workers
 
 import jaxvec
-from jaxvec import _config
-from jaxvec._native import library
+from jaxvec import _config, _native
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
@@ -69,8 +68,8 @@ class FragileEnv(CountingEnv):
 
 @pytest.fixture(params=["native", "portable"])
 def handoff(request):
-    if request.param == "native" and library.reason_unavailable() is not None:
-        pytest.skip(str(library.reason_unavailable()))
+    if request.param == "native" and _native.reason_unavailable() is not None:
+        pytest.skip(str(_native.reason_unavailable()))
     return request.param
 
 

@@ -14,8 +14,7 @@ from gymnasium.wrappers import TimeLimit
 from test_states import CAPACITY, HostFace, Model, Walk, check
 
 import jaxvec
-from jaxvec import _arguments
-from jaxvec._native import library
+from jaxvec import _arguments, _native
 from jaxvec.testing import CountingEnv
 
 RESTORE = jaxvec.Restart(retry="restore", max_restarts=None, rate=None)
@@ -165,8 +164,8 @@ def play(envs, models, turns):
     ],
 )
 def test_all_is_as_the_model_foretells(make, kind, dispatch, mode):
-    if dispatch == "native" and library.reason_unavailable():
-        pytest.skip(library.reason_unavailable())
+    if dispatch == "native" and _native.reason_unavailable():
+        pytest.skip(_native.reason_unavailable())
     how = {"backend": "serial"} if dispatch == "serial" else {"dispatch": dispatch, "num_workers": 2}
     env_fn = lambda: TimeLimit(kind(), 7)  # noqa: E731
     envs = make(

@@ -23,8 +23,8 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 import jaxvec
+from jaxvec import _native
 from jaxvec._envs.env_states import unpack
-from jaxvec._native import library
 from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
@@ -325,7 +325,7 @@ _GAMES = [
 )
 def test_all_is_as_the_model_foretells(make, no_jax_log, dispatch, face, mode, env_fn):
     for reason in (
-        library.reason_unavailable() if dispatch == "native" else None,
+        _native.reason_unavailable() if dispatch == "native" else None,
         _ffi.reason_unavailable() if face == "ffi" else None,
     ):
         if reason:

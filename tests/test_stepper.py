@@ -17,7 +17,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 import jaxvec
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvFailure
@@ -27,9 +27,7 @@ from jaxvec._memory import segment
 from jaxvec._memory.segment import make_layout
 from jaxvec._spec import Autoreset, EnvSpaces, as_is, as_jax, make_spec
 
-pytestmark = pytest.mark.skipif(
-    _stepper.compiled is None, reason=f"not compiled: {_stepper.reason_unavailable}"
-)
+pytestmark = pytest.mark.skipif(_native.ext is None, reason=f"not compiled: {_native.reason_unavailable()}")
 
 SPACE = spaces.Dict(
     a=spaces.Box(-9, 9, (2, 3), np.float32),
@@ -183,7 +181,7 @@ def test_it_does_what_python_does(mode, policy, first_ready, monkeypatch):
         for seed in range(8):
             compiled = play(seed, mode, policy, first_ready)
             with monkeypatch.context() as without:
-                without.setattr(_stepper, "compiled", None)
+                without.setattr(_native, "ext", None)
                 expected = play(seed, mode, policy, first_ready)
             assert len(compiled) == len(expected)
             for number, (a, b) in enumerate(zip(compiled, expected, strict=True)):

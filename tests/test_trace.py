@@ -17,8 +17,7 @@ from disasters import failing, in_two_ways, wait_until, wait_until_dead
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec import _tracing
-from jaxvec._native import library
+from jaxvec import _native, _tracing
 from jaxvec._tracing import Record, Span
 from jaxvec.testing import CountingEnv
 
@@ -197,8 +196,8 @@ def test_the_env_that_has_taken_a_slot_is_the_one_that_is_stepped_and_traced(mak
 @pytest.mark.usefixtures("patient_programs")  # else Python is asked, which has spans of its own
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
 def test_the_earliest_events_are_dropped_and_counted(make, transport, tmp_path):
-    if transport == "ffi" and library.reason_unavailable():
-        pytest.skip(library.reason_unavailable())
+    if transport == "ffi" and _native.reason_unavailable():
+        pytest.skip(_native.reason_unavailable())
     envs = make(CountingEnv, 2, num_workers=1, transport=transport)
     full = run(envs, tmp_path / "full.json", 50)
     timeline = run(envs, tmp_path / "pool.json", 50, max_events=10)

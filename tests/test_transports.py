@@ -19,9 +19,9 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
+from jaxvec import _native
 from jaxvec._dispatch.engine import Engine
 from jaxvec._dispatch.move import Verb
-from jaxvec._native import library
 from jaxvec._pool import pool
 from jaxvec._workers import base
 from jaxvec.callbacks import _call, _ffi, _io_callback, _primitive
@@ -84,7 +84,7 @@ def test_the_platform_decides_when_the_program_is_lowered(
 @needs_ffi
 def test_the_ffi_is_refused_where_it_is_not(make, free_choice):
     handle, _ = jaxvec.reset(make(CountingEnv, 2, backend="serial", transport="ffi"))
-    with pytest.raises(library.NativeUnavailableError, match="on the CPU or on CUDA"):
+    with pytest.raises(_native.NativeUnavailableError, match="on the CPU or on CUDA"):
         step.trace(handle, jnp.zeros(2, int)).lower(lowering_platforms=("tpu",))
 
 
@@ -100,9 +100,7 @@ REFUSED = pytest.param(
 
 @needs_ffi
 def test_the_native_library_may_be_loaded_before_jax():
-    source = (
-        "from jaxvec._native import library; library.load(); import jax.numpy as jnp; print(jnp.ones(1) + 1)"
-    )
+    source = "from jaxvec import _native; _native.load(); import jax.numpy as jnp; print(jnp.ones(1) + 1)"
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, text=True, timeout=200, check=False
     )
@@ -119,7 +117,7 @@ def test_where_the_ffi_is_refused_programs_use_io_callback_and_a_log_says_why(
     with caplog.at_level(logging.INFO, "jaxvec"):
         assert _primitive.choose_transport("auto") == "io_callback"
     assert reason in caplog.text
-    with pytest.raises(library.NativeUnavailableError, match=reason):
+    with pytest.raises(_native.NativeUnavailableError, match=reason):
         disasters.make(CountingEnv, 2, transport="ffi")
 
 

@@ -15,10 +15,11 @@ import socket
 import struct
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from jaxvec._util import dumps
 
@@ -35,83 +36,41 @@ class _Wake:
 WAKE: Final = _Wake()
 
 
-class WorkerChannel(Protocol):
+class WorkerChannel(ABC):
     """A worker's end."""
 
+    @abstractmethod
     def wake(self) -> None:
-        """Makes the other end look at its slots. That it is dead is not an error here."""
-        ...
+        """Makes the other end look at its slots. A dead peer is not an error here: `receive` will tell."""
 
+    @abstractmethod
     def readable(self) -> bool:
-        """Says whether `receive` finds something at once."""
-        ...
+        """Tells whether `receive` finds something at once."""
 
+    @abstractmethod
     def receive(self, deadline: float | None = None) -> Any:
-        """Waits for `WAKE` or a message; see `Channel.receive`."""
-        ...
+        """Waits for `WAKE` or a message; who must not wait polls the channel first.
+
+        Raises:
+            TimeoutError: it came in part, but not whole by `deadline` (`time.monotonic()` seconds).
+            EOFError: the peer is dead, or has closed its end.
+        """
 
 
-class ParentChannel(WorkerChannel, Protocol):
-    """The pool's end, to one worker. One thread at a time may receive, and any number send."""
-
-    @property
-    def sending(self) -> AbstractContextManager[Any]:
-        """Is held by who sends; and by who has to keep others from it."""
-        ...
-
-    def fileno(self) -> int:
-        """Returns a descriptor that is readable when `receive` finds something; several can share one."""
-        ...
-
-    def send(
-        self,
-        message: Any,
-        *,
-        deadline: float | None = None,
-        descriptors: Sequence[int] = (),
-        notify: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Sends a message; see `Channel.send`."""
-        ...
-
-    def shut(self) -> None:
-        """Tells the worker that nothing more will come."""
-        ...
-
-    def break_off(self) -> None:
-        """Ends whatever is being sent; from any thread."""
-        ...
-
-    def replace(self, other: Any) -> ParentChannel:
-        """Returns what is to another's worker, under our own descriptor's number, which others go by."""
-        ...
-
-    def close(self) -> None:
-        """Gives back what it holds."""
-        ...
-
-
-class Channel:
-    """One end of a control socket. One thread at a time may receive, and any number send.
+class ParentChannel(WorkerChannel):
+    """The pool's end, to one worker. One thread at a time may receive, and any number send.
 
     Attributes:
-        sending: see `ParentChannel`; so frames come whole.
-        descriptors: that came with frames; the receiver takes them from here.
+        sending: a lock that is held while sending, or to keep others from it.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self.sending = threading.RLock()  # a signal handler may send, too
-        self.descriptors: list[int] = []
+    sending: AbstractContextManager[Any]
 
+    @abstractmethod
     def fileno(self) -> int:
-        return self._socket.fileno()
+        """Returns a descriptor that is readable when `receive` finds something; several can share one."""
 
-    def wake(self) -> None:
-        """Sends a wake byte. A dead peer is not an error here: the next `receive` will tell."""
-        with suppress(BrokenPipeError, ConnectionResetError), self.sending:
-            self._socket.send(_WAKE_BYTE)
-
+    @abstractmethod
     def send(
         self,
         message: Any,
@@ -132,6 +91,49 @@ class Channel:
             TimeoutError: the peer didn't take it by `deadline`.
             EOFError: the peer is dead.
         """
+
+    @abstractmethod
+    def shut(self) -> None:
+        """Tells the peer that nothing more will come; it sees an end of file."""
+
+    def break_off(self) -> None:
+        """Ends whatever is being sent, if that can take long; from any thread."""
+
+    @abstractmethod
+    def replace(self, other: Any) -> ParentChannel:
+        """Returns what is to another's worker, under this one's descriptor number, which others go by."""
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+class Channel(ParentChannel):
+    """One end of a control socket, the pool's or a worker's. Frames come whole, whoever sends.
+
+    Attributes:
+        descriptors: that came with frames; the receiver takes them from here.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.sending = threading.RLock()  # a signal handler may send, too
+        self.descriptors: list[int] = []
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def wake(self) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError), self.sending:
+            self._socket.send(_WAKE_BYTE)
+
+    def send(
+        self,
+        message: Any,
+        *,
+        deadline: float | None = None,
+        descriptors: Sequence[int] = (),
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
         payload = message if isinstance(message, bytes) else dumps(message)
         notify()  # before: a long message needs its reader, who finds a short one when it is awake
         frame = _FRAME_BYTE + _HEADER.pack(len(payload))
@@ -143,16 +145,10 @@ class Channel:
             self._send_all(frame + payload, deadline)  # in one piece, or the peer would wake for each
 
     def readable(self, deadline: float | None = 0) -> bool:
-        """Says whether `receive` finds something by `deadline`, `time.monotonic()` seconds; `None` waits."""
+        """Tells whether `receive` finds something by `deadline`, `time.monotonic()` seconds; `None` waits."""
         return _ready(self._socket, select.POLLIN, deadline)
 
     def receive(self, deadline: float | None = None) -> Any:
-        """Waits for `WAKE` or a message; who must not wait polls the channel first.
-
-        Raises:
-            TimeoutError: it came in part, but not whole by `deadline` (`time.monotonic()` seconds).
-            EOFError: the peer is dead, or has closed its end.
-        """
         try:
             kind = self._socket.recv(1)
         except ConnectionResetError as error:
@@ -172,17 +168,15 @@ class Channel:
         return message
 
     def shut(self) -> None:
-        """Tells the peer that nothing more will come; it sees an end of file."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def break_off(self) -> None:
-        """Lets both ends see an end of file; from any thread, also while another uses this end."""
+        # Both ends see an end of file, also while another thread uses this one.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def replace(self, other: Channel) -> Channel:
-        """Takes over another's socket, under our own descriptor's number, which others go by."""
         os.dup2(other.fileno(), self.fileno(), inheritable=False)
         other.close()
         return self

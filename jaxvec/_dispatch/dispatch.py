@@ -11,7 +11,7 @@ be done is in the marks alone: a worker that replaces a dead one finds it there,
 Request numbers only grow; 60 bits don't run out.
 
 The portable implementation is here: one byte over the control socket wakes. The native one, in
-`_native/handoff.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
+`_native/native_dispatch.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
 then the mark, then the byte; the other reads them in the opposite order. The system calls order
 memory between the processes, so no fences are needed.
 """
@@ -21,8 +21,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,22 +42,72 @@ class Work(NamedTuple):
     slots: NDArray[Any]
 
 
-class ParentHandoff(Protocol):
+class Slots:
+    """Who owns which slot, by the marks in the segment."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._requested, self._completed, self._completed_at = (
+            marks.requested,
+            marks.completed,
+            marks.completed_at,
+        )
+
+    def next_work(self, slots: slice) -> Work | None:
+        """Returns the oldest work among the worker's slots, or `None` if all are the parent's."""
+        requested = self._requested[slots].copy()  # others' requests may come meanwhile
+        mine = np.flatnonzero(requested != self._completed[slots])
+        if not mine.size:
+            return None
+        mine = mine[requested[mine].argsort()]
+        verbs = verbs_of(requested[mine])
+        same = np.logical_and.accumulate(verbs == verbs[0])
+        return Work(VERBS[verbs[0]], slots.start + mine[same])
+
+    def are_completed(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
+        """Tells which of `slots` are the parent's."""
+        return self._completed[slots] == self._requested[slots]
+
+    def enough_completed(self, slots: NDArray[Any], count: int) -> bool:
+        """Tells whether `count` of `slots` are the parent's."""
+        return bool(np.count_nonzero(self.are_completed(slots)) >= count)
+
+    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
+        """Returns those of `slots` that were completed first, in that order, and `count` of them at most."""
+        completed = slots[self.are_completed(slots)]
+        return completed[self._completed_at[completed].argsort(kind="stable")[:count]]
+
+    def any_resetting(self, slots: NDArray[Any]) -> bool:
+        """Tells whether one of `slots` has not finished a reset."""
+        requested = self._requested[slots]
+        unfinished = requested != self._completed[slots]
+        return bool((unfinished & (verbs_of(requested) == int(Verb.RESET))).any())
+
+    def unfinished(self) -> NDArray[Any]:
+        """Returns the ids of slots whose latest request is not finished."""
+        return np.flatnonzero(self._requested != self._completed)
+
+    def close(self) -> None:
+        """Forgets the segment, which an error's frames may else keep mapped."""
+        self._requested = self._completed = self._completed_at = np.zeros(0, np.int64)
+
+
+class ParentHandoff(Slots, ABC):
     """The parent's end, to all workers."""
 
     @property
-    def address(self) -> int | None:
-        """Of C++'s part, if there is one; it lives as long as we do."""
-        ...
+    def native_end(self) -> Any:
+        """C++'s part; `None` if there is none."""
+        return None
 
+    @abstractmethod
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Hands `slots` to their workers. The parent must own them. One thread at a time."""
-        ...
 
+    @abstractmethod
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """Hands `slots` to their workers with requests that another hand-off made, `[num_envs]`."""
-        ...
 
+    @abstractmethod
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         """Waits for `count` of `slots`, for at most `seconds`. Any number of threads at a time.
 
@@ -64,79 +115,54 @@ class ParentHandoff(Protocol):
             Whether they are the parent's, and nothing else is to be seen to. If not, the caller looks at
             the control sockets, as only one thread does at a time, and waits again.
         """
-        ...
 
+    @abstractmethod
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        """Is told that a thread is about to look at the control sockets, which waits for `count` of `slots`.
+        """Announces that a thread is about to look at the control sockets, and waits for `count` of `slots`.
 
         Returns:
             How long it may sleep there, of `seconds`.
         """
-        ...
-
-    def enough_completed(self, slots: NDArray[Any], count: int) -> bool:
-        """Says whether `count` of `slots` are the parent's."""
-        ...
-
-    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        """Returns those of `slots` that were completed first, in that order, and `count` of them at most."""
-        ...
-
-    def any_resetting(self, slots: NDArray[Any]) -> bool:
-        """Says whether one of `slots` has not finished a reset."""
-        ...
 
     def notify_worker(self, worker: int) -> None:
-        """Tells a worker that a message, or the end, is on its control socket."""
-        ...
-
-    def unfinished(self) -> NDArray[Any]:
-        """Returns the ids of slots whose latest request is not finished."""
-        ...
+        """Tells a worker that a message, or the end, is on its control socket, if it does not wait there."""
 
     def notify_parent(self) -> None:
-        """Makes `wait`, in another thread, look around at once."""
-        ...
-
-    def close(self) -> None:
-        """Forgets the segment, which an error's frames may else keep mapped."""
-        ...
+        """Makes `wait`, in another thread, look around at once, if it does not wait at the sockets."""
 
 
-class WorkerHandoff(Protocol):
+class WorkerHandoff(Slots, ABC):
     """A worker's end."""
 
+    @abstractmethod
     def idle(self) -> bool:
-        """Says whether `receive` would have to wait."""
-        ...
+        """Tells whether `receive` would have to wait."""
 
+    @abstractmethod
     def receive(self) -> Any:
         """Waits for the parent, then returns `Work`, or the message that came instead.
 
         Raises:
             EOFError: the parent closed the pool, or is dead.
         """
-        ...
 
+    @abstractmethod
     def post(self, slots: NDArray[Any]) -> None:
         """Hands finished `slots` back."""
-        ...
 
     def post_some(self, first: int, count: int) -> None:
         """Hands finished neighbours back, which are then completed at the same time."""
-        ...
+        self.post(np.arange(first, first + count))
 
     def notify_parent(self) -> None:
-        """Makes the parent look at its control sockets at once."""
-        ...
+        """Makes the parent look at its control sockets at once, if it does not wait there."""
 
     def notify_worker(self) -> None:
-        """Makes `receive`, in another thread, look at the control socket."""
-        ...
+        """Makes `receive`, in another thread, look at the control socket, if it does not wait there."""
 
+    @abstractmethod
     def receive_message(self) -> Any:
         """Waits for a message, whatever else there is to do: what answers a report, in the end."""
-        ...
 
 
 class Partition:
@@ -163,95 +189,25 @@ class Partition:
             yield int(owners[start]), slots[start:stop]
 
 
-class Slots:
-    """Who owns which slot, by the words that both hand-offs share."""
-
-    def __init__(self, marks: Marks) -> None:
-        self._requested, self._completed, self._completed_at = (
-            marks.requested,
-            marks.completed,
-            marks.completed_at,
-        )
-        self._request_number = 0
-
-    def request(self, verb: Verb, slots: NDArray[Any]) -> None:
-        """Makes a request to each of `slots`, which are the workers' from now on."""
-        numbers = self._request_number + np.arange(1, len(slots) + 1)
-        self._request_number += len(slots)
-        self.pass_on(requests(numbers, verb), slots)
-
-    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        """Makes these requests, `[n]`, to `slots`."""
-        self._requested[slots] = requests
-
-    def next_work(self, slots: slice) -> Work | None:
-        """Returns the oldest work among the worker's slots, or `None` if all are the parent's."""
-        requested = self._requested[slots].copy()  # others' requests may come meanwhile
-        mine = np.flatnonzero(requested != self._completed[slots])
-        if not mine.size:
-            return None
-        mine = mine[requested[mine].argsort()]
-        verbs = verbs_of(requested[mine])
-        same = np.logical_and.accumulate(verbs == verbs[0])
-        return Work(VERBS[verbs[0]], slots.start + mine[same])
-
-    def finish(self, slots: NDArray[Any]) -> None:
-        """Gives `slots` back to the parent."""
-        self._completed_at[slots] = time.monotonic_ns()
-        self._completed[slots] = self._requested[slots]
-
-    def are_completed(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
-        """Says which of `slots` are the parent's."""
-        return self._completed[slots] == self._requested[slots]
-
-    def enough_completed(self, slots: NDArray[Any], count: int) -> bool:
-        """See `ParentHandoff`."""
-        return bool(np.count_nonzero(self.are_completed(slots)) >= count)
-
-    def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        """See `ParentHandoff`."""
-        completed = slots[self.are_completed(slots)]
-        return completed[self._completed_at[completed].argsort(kind="stable")[:count]]
-
-    def close(self) -> None:
-        """See `ParentHandoff`."""
-        self._requested = self._completed = self._completed_at = np.zeros(0, np.int64)
-
-    def any_resetting(self, slots: NDArray[Any]) -> bool:
-        """See `ParentHandoff`."""
-        requested = self._requested[slots]
-        unfinished = requested != self._completed[slots]
-        return bool((unfinished & (verbs_of(requested) == int(Verb.RESET))).any())
-
-    def unfinished(self) -> NDArray[Any]:
-        """See `ParentHandoff`."""
-        return np.flatnonzero(self._requested != self._completed)
-
-
-class ParentEnd:
-    """The portable `ParentHandoff`."""
-
-    address = None
+class ParentEnd(ParentHandoff):
+    """The portable end of the parent. It waits at the control sockets, so it needs no notice."""
 
     def __init__(
         self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]
     ) -> None:
-        self._slots = Slots(marks)
+        super().__init__(marks)
+        self._request_number = 0
         self._partition = Partition(slices)
         self._channels = channels
         self._looked = -math.inf
-        self.first_completed, self.unfinished = self._slots.first_completed, self._slots.unfinished
-        self.any_resetting, self.enough_completed = self._slots.any_resetting, self._slots.enough_completed
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._slots.request(verb, slots)
-        for worker, _ in self._partition.of(slots):
-            self._channels[worker].wake()
+        numbers = self._request_number + np.arange(1, len(slots) + 1)
+        self._request_number += len(slots)
+        self._request(requests(numbers, verb), slots)
 
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        self._slots.pass_on(requests[slots], slots)
-        for worker, _ in self._partition.of(slots):
-            self._channels[worker].wake()
+        self._request(requests[slots], slots)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         if time.monotonic() - self._looked > LOOK_AROUND:  # also where nobody ever has to wait
@@ -263,27 +219,24 @@ class ParentEnd:
         # Who looks takes the wakes of all, so the others look at their slots again after it.
         return 0 if self.enough_completed(slots, count) else seconds
 
-    def notify_worker(self, worker: int) -> None:
-        pass  # the worker waits at its socket
-
-    def notify_parent(self) -> None:
-        pass  # who waits looks at its sockets
-
-    def close(self) -> None:
-        self._slots.close()
+    def _request(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+        """Makes these requests, `[n]`, to `slots`, which are the workers' from now on."""
+        self._requested[slots] = requests
+        for worker, _ in self._partition.of(slots):
+            self._channels[worker].wake()
 
 
-class WorkerEnd:
-    """The portable `WorkerHandoff`."""
+class WorkerEnd(WorkerHandoff):
+    """The portable end of a worker. It waits at its control socket, as the parent does."""
 
     def __init__(self, marks: Marks, slots: tuple[int, int], channel: WorkerChannel) -> None:
-        self._slots = Slots(marks)
+        super().__init__(marks)
         self._own = slice(*slots)
         self._channel = channel
         self._heard: Any = None  # a message, on the way to `receive`
 
     def idle(self) -> bool:
-        while self._heard is None and self._slots.next_work(self._own) is None:
+        while self._heard is None and self.next_work(self._own) is None:
             if not self._channel.readable():
                 return True
             message = self._channel.receive()
@@ -292,7 +245,7 @@ class WorkerEnd:
 
     def receive(self) -> Any:
         while True:
-            work = self._slots.next_work(self._own)
+            work = self.next_work(self._own)
             if work is not None:
                 return work
             message, self._heard = self._heard or self._channel.receive(), None
@@ -300,17 +253,9 @@ class WorkerEnd:
                 return message
 
     def post(self, slots: NDArray[Any]) -> None:
-        self._slots.finish(slots)
+        self._completed_at[slots] = time.monotonic_ns()
+        self._completed[slots] = self._requested[slots]
         self._channel.wake()
-
-    def post_some(self, first: int, count: int) -> None:
-        self.post(np.arange(first, first + count))
-
-    def notify_parent(self) -> None:
-        pass  # the parent waits at its sockets
-
-    def notify_worker(self) -> None:
-        pass  # it waits there
 
     def receive_message(self) -> Any:
         message, self._heard = self._heard or WAKE, None

@@ -21,7 +21,6 @@ from jaxvec._memory.segment import Deliver, Rows, Views, copies
 from jaxvec._tracing import Record, Recorder, span
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Which envs are in flight, and which must be reset: the state of a pool that both engines share.
 #
 # It is read and changed by who is inside the engine, but for `needs_reset`, whose rows belong to who has
@@ -141,7 +140,7 @@ def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any
 #   what it has received until it has read the rows.
 #
 # An engine answers with a `Status`; the pool makes an error of it. `Engine.move` makes a whole move in
-# Python. `CEngine` (_native/engine.py) makes the ordinary ones by one call of C++ and inherits the rest.
+# Python. `CEngine` (_native/native_engine.py) makes ordinary ones by one call of C++, and inherits the rest.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +220,7 @@ class Engine(ABC):
     generation: NDArray[np.uint32]
     last_caller: int
     served: int
-    done_at_once = False
+    done_at_once: bool = False
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules

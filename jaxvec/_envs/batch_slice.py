@@ -16,15 +16,13 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options
 from jaxvec._envs.env_rows import one_of
-from jaxvec._envs.env_states import Gone
 from jaxvec._envs.envs import BatchedEnv, EnvFailure, Failing, FailingAttribute, split_reset, wrong_step
-from jaxvec._envs.slice import Done, Parameters
+from jaxvec._envs.slice import Done, Slice
 from jaxvec._memory.rows import InvalidValue, conform, writer
 from jaxvec._memory.segment import Arrays, Marks, kind_of
 from jaxvec._spec import (
     Autoreset,
     DictNode,
-    KeyPath,
     Leaf,
     Node,
     PoolSpec,
@@ -36,8 +34,8 @@ from jaxvec._spec import (
 from jaxvec._tracing import Record, RecordedEnv, Recorder
 
 
-class BatchSlice:
-    """The instances that hold the slots from `first` on, `size` each; see `EnvSlice`.
+class BatchSlice(Slice):
+    """The instances that hold the slots from `first` on, `size` each.
 
     An instance moves as a whole: a request must name all of its slots, or none. Only without autoreset
     can some of its envs be reset.
@@ -77,12 +75,10 @@ class BatchSlice:
         arrays["info", "env_id"][first : first + count] = range(first, first + count)
 
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last call."""
         places = (divmod(slot - self.first, self._size) for slot in slots)
         return [one_of(self._raw[which], row, self._size) for which, row in places]
 
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Resets the envs of `slots` with the seeds in the segment and the options set last."""
         partly = not self._spec.autoreset.resets
         for which, rows, chosen in self._parts(slots, "reset", partly=partly):
             began = monotonic_ns()
@@ -110,7 +106,6 @@ class BatchSlice:
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Steps the envs of `slots` with the actions in the segment."""
         for which, rows, _ in self._parts(slots, "step", partly=False):
             began = monotonic_ns()
             actions = self._actions(rows)
@@ -131,83 +126,7 @@ class BatchSlice:
                 done(rows.start, self._size)
         self._running[0] = 0
 
-    @property
-    def can_prepare(self) -> bool:
-        """A batched env resets its envs by itself."""
-        return False
-
-    def prepare(self) -> None:
-        """Is not asked for."""
-
-    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
-        """Is not asked for: a failure ends the pool."""
-        raise failure
-
-    def restore(self, slot: int, parameters: Parameters) -> None:
-        """Is not asked for, as `recover`."""
-        raise NotImplementedError
-
-    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
-        """Is not asked for: batched envs take arrays."""
-        raise NotImplementedError
-
-    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
-        """Is not asked for: batched envs have no leaves of Python objects."""
-        raise NotImplementedError
-
-    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
-        """Is not asked for, as `put_objects`."""
-        raise NotImplementedError
-
-    def try_save(self, slots: NDArray[Any]) -> None:
-        """Is not asked for: a pool of batched envs keeps no states."""
-        raise NotImplementedError
-
-    def try_restore(self, slots: NDArray[Any]) -> None:
-        """Is not asked for, as `try_save`."""
-        raise NotImplementedError
-
-    def save_states(
-        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
-    ) -> list[bytes] | None:
-        """Is not asked for, as `try_save`."""
-        raise NotImplementedError
-
-    def restore_states(
-        self,
-        slots: Sequence[int],
-        sources: Sequence[int | bytes],
-        oldest: int,
-        rows: Sequence[NDArray[Any]] | None,
-    ) -> Gone | None:
-        """Is not asked for, as `save_states`."""
-        raise NotImplementedError
-
-    def simulate_states(
-        self,
-        sources: Sequence[int],
-        numbers: Sequence[int],
-        actions: Sequence[NDArray[Any]],
-        oldest: int,
-    ) -> list[NDArray[Any]] | Gone:
-        """Is not asked for, as `save_states`."""
-        raise NotImplementedError
-
-    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
-        """Is not asked for, as `save_states`."""
-        raise NotImplementedError
-
-    def import_states(
-        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
-    ) -> None:
-        """Is not asked for, as `save_states`."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Has nothing to close."""
-
     def start_trace(self, capacity: int) -> None:
-        """Records steps and resets from now on, the latest `capacity` of them."""
         recorder = self.recorder = Recorder(capacity)
         self._record = None
         starts = [self.first + which * self._size for which in range(len(self._instances))]
@@ -217,14 +136,12 @@ class BatchSlice:
         ]
 
     def stop_trace(self) -> Record | None:
-        """Records no more, and returns what was; again, if it is asked again."""
         recorder, self.recorder, self._targets = self.recorder, None, self._instances
         if recorder is not None:
             self._record = recorder.take()
         return self._record
 
     def set_options(self, options: Options) -> None:
-        """Sets the options that resets from outside pass on from now on."""
         self._options = options
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stats, _stepper
+from jaxvec import _native, _stats
 from jaxvec._arguments import Options
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
@@ -38,7 +38,7 @@ from jaxvec._envs.envs import (
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Delivered, Episodes, Saved
 from jaxvec._envs.simulator import Simulator
-from jaxvec._envs.slice import Done, Parameters
+from jaxvec._envs.slice import Done, Parameters, Slice
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
@@ -46,7 +46,7 @@ from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._tracing import Record, Recorder, span
 
 
-class EnvSlice:
+class EnvSlice(Slice):
     """The envs `first`, `first + 1`, … of a pool. Inside, an env goes by its index in the slice."""
 
     def __init__(
@@ -88,7 +88,7 @@ class EnvSlice:
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
         # The compiled loop knows numbers for rewards, and no spaces.
-        compiled = None if config.strict or spec.reward.shape else _stepper.compiled
+        compiled = None if config.strict or spec.reward.shape else _native.ext
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
         self._delivered = Delivered(spec, rows) if spec.has_fault else None
@@ -138,15 +138,17 @@ class EnvSlice:
             env_fns,
             first=first,
             spec=spec,
-            slice_of=lambda envs, env_fn, arrays: EnvSlice(
-                envs,
-                [env_fn] * len(envs),
-                first=0,
-                worker=0,
-                spec=spec,
-                arrays=arrays,
-                config=replace(config, settings=replace(config.settings, wrapper_bypass=False)),
-                lends=False,
+            stepper_of=lambda envs, env_fn, arrays: (
+                EnvSlice(
+                    envs,
+                    [env_fn] * len(envs),
+                    first=0,
+                    worker=0,
+                    spec=spec,
+                    arrays=arrays,
+                    config=replace(config, settings=replace(config.settings, wrapper_bypass=False)),
+                    lends=False,
+                ).step_from
             ),
         )
         if replaces is None:
@@ -156,7 +158,6 @@ class EnvSlice:
             self._delivered.take_over(replaces)
 
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Resets the envs of `slots` with the seeds in the segment and the options set last; see `Slice`."""
         for place, slot in enumerate(slots.tolist()):
             index = slot - self.first
             self._running[0] = slot + 1
@@ -173,7 +174,6 @@ class EnvSlice:
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Steps the envs of `slots` with the actions in the segment; see `Slice`."""
         self._counted = monotonic_ns(), self._stats[_stats.RESET_NS]
         asked = slots.tobytes()
         if asked != self._asked:
@@ -199,18 +199,6 @@ class EnvSlice:
         self._running[0] = 0
 
     def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
-        """Makes ready for another try at what `failure` left: slots that are not done are to be asked again.
-
-        A step that failed is not taken again: its row then says that a fault has cut the episode.
-
-        Args:
-            failure: that was raised.
-            rebuild: whether its env is closed, and another is built in its place.
-            parameters: what that is told.
-
-        Raises:
-            EnvFailure: the constructor raised, or an attribute can't be set.
-        """
         if rebuild:
             self._running[0] = failure.env_id + 1
             self._slots.rebuild(failure.env_id - self.first)
@@ -219,7 +207,6 @@ class EnvSlice:
             self._running[0] = 0
 
     def restore(self, slot: int, parameters: Parameters) -> None:
-        """Tells an env, built in the place of another, what that was told; raises `EnvFailure`."""
         index = slot - self.first
         for name, value in parameters.attributes.items():
             self.set_attr([slot], [value], name)
@@ -230,21 +217,17 @@ class EnvSlice:
 
     @property
     def can_prepare(self) -> bool:
-        """Whether `prepare` would reset an env."""
         return self._slots.spares.unready is not None
 
     def prepare(self) -> None:
-        """Resets a spare env in advance."""
         with span(self.recorder, "reset a spare env"):
             self._slots.prepare()
 
     def start_trace(self, capacity: int) -> None:
-        """Records steps and resets from now on, the latest `capacity` of them."""
         self.recorder, self._record = Recorder(capacity), None
         self._slots.record(self.recorder)
 
     def stop_trace(self) -> Record | None:
-        """Records no more, and returns what was; again, if it is asked again."""
         recorder, self.recorder = self.recorder, None
         self._slots.record(None)
         if recorder is not None:
@@ -252,28 +235,22 @@ class EnvSlice:
         return self._record
 
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last call."""
         return [self._rows.infos[slot - self.first] for slot in slots]
 
     def set_options(self, options: Options) -> None:
-        """Sets the options that resets from outside pass to each of our envs from now on."""
         self._options = options
 
     def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
-        """Takes the actions of the next step, one for each of `slots`, that are not in the segment."""
         self._rows.given = {slot - self.first: action for slot, action in zip(slots, actions, strict=True)}
 
     def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
-        """Takes over leaves of Python objects from the parent, rows of `slots` each."""
         for path, column in columns.items():
             self._rows.objects[path][slots - self.first] = column
 
     def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
-        """Returns leaves of Python objects, rows of `slots` each."""
         return {path: self._rows.objects[path][slots - self.first] for path in paths}
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        """Returns attribute `name` of the envs of `slots`, called if it can be, with `args` of each."""
 
         def ask(slot: int, env: Env, *mine: Any) -> Any:
             with FailingAttribute(slot, name):
@@ -284,7 +261,6 @@ class EnvSlice:
         return self._ask(slots, args, ask)
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        """Returns attribute `name` of the envs of `slots` as it is."""
 
         def read(slot: int, env: Env) -> Any:
             with FailingAttribute(slot, name):
@@ -293,7 +269,6 @@ class EnvSlice:
         return self._ask(slots, args, read)
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        """Returns what `function` returns of the envs of `slots`, with `args` of each."""
 
         def run(slot: int, env: Env, *mine: Any) -> Any:
             with Failing(slot, "map"):
@@ -302,7 +277,6 @@ class EnvSlice:
         return self._ask(slots, args, run)
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        """Sets attribute `name` of the envs of `slots` to one of `values` each."""
 
         def put(slot: int, env: Env, value: Any) -> None:
             with FailingAttribute(slot, f"set_attr({name!r})"):
@@ -311,7 +285,6 @@ class EnvSlice:
         self._ask(slots, [(value,) for value in values], put)
 
     def try_save(self, slots: NDArray[Any]) -> None:
-        """Saves states under the numbers in the segment, if they are ordinary ones; see `Slice`."""
         indices = slots - self.first
         if not self._unproved.isdisjoint(indices.tolist()):
             return
@@ -324,7 +297,6 @@ class EnvSlice:
             self._asked_states[indices] = 0
 
     def try_restore(self, slots: NDArray[Any]) -> None:
-        """Has envs go on from the states of the numbers in the segment, if all are here; see `Slice`."""
         indices = slots - self.first
         numbers = self._asked_states[indices].tolist()
         with self._states.keeping(int(self._oldest[0])), self._trying():
@@ -345,16 +317,6 @@ class EnvSlice:
     def save_states(
         self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:
-        """Keeps the states of envs under these numbers, and none whose number is before `oldest`.
-
-        Envs whose states are saved for the first time have to prove that they can be put back.
-
-        Returns:
-            The states with their observations as bytes, for `restore`, if they are to be `packed`.
-
-        Raises:
-            EnvFailure: of an env whose state can't be saved, or is not put back exactly.
-        """
         states: list[SlotState] = []
         slot = slots[0]
         with self._states.keeping(oldest):
@@ -379,17 +341,6 @@ class EnvSlice:
         oldest: int,
         rows: Sequence[NDArray[Any]] | None,
     ) -> Gone | None:
-        """Has envs go on from states.
-
-        Args:
-            slots: `[n]`, whose envs.
-            sources: `[n]`, the number of a state, or its bytes.
-            oldest: as of `save_states`.
-            rows: the time steps that were current then, `[n, ...]`, if the parent can't write them here.
-
-        Raises:
-            EnvFailure: a state could not be put back; envs before it have theirs.
-        """
         with self._states.keeping(oldest):
             missing = self._states.missing(source for source in sources if isinstance(source, int))
             if missing:
@@ -412,20 +363,6 @@ class EnvSlice:
         actions: Sequence[NDArray[Any]],
         oldest: int,
     ) -> list[NDArray[Any]] | Gone:
-        """Steps copies of envs from their states, and keeps the states after that.
-
-        Args:
-            sources: `[k]` numbers of the states before.
-            numbers: `[k]` of those after.
-            actions: a leaf each, `[k, ...]`.
-            oldest: as of `save_states`; sources may be before it.
-
-        Returns:
-            A leaf of the time step each, `[k, ...]`; but for `env_id`.
-
-        Raises:
-            EnvFailure: an env raised; it is called by the slot whose state was the first of this line.
-        """
         with self._states.keeping(oldest):
             missing = self._states.missing(sources)
             if missing:
@@ -439,7 +376,6 @@ class EnvSlice:
             return rows
 
     def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
-        """Returns states as bytes; raises `EnvFailure` of one that can't be pickled."""
         missing = self._states.missing(numbers)
         if missing:
             return Gone(missing)
@@ -450,11 +386,17 @@ class EnvSlice:
     def import_states(
         self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
     ) -> None:
-        """Keeps states that come as bytes, as those of the envs of `slots`."""
         with self._states.keeping(oldest):
             for slot, number, one in zip(slots, numbers, packed, strict=True):
                 with Failing(slot, "import"):
                     self._states.keep([number], [unpack(one)._replace(slot=slot)])
+
+    def step_from(self, row: NDArray[Any], state: SlotState) -> SlotState:
+        """Steps the env of a row, `[1]`, from a state of another, and returns the state after that."""
+        index = int(row[0])
+        self.put_state(index, state, new_row=True)
+        self.step(row)
+        return self.take_state(index, state.slot)
 
     def take_state(self, index: int, slot: int) -> SlotState:
         """Returns the state of an env, as that of a slot."""
@@ -500,7 +442,6 @@ class EnvSlice:
         self._slots.restore(index, state.env, state.seed, state.new_seed, state.options)
 
     def close(self) -> None:
-        """Closes the envs that were built to simulate."""
         self._simulator.close()
 
     def _prove(self, slot: int) -> None:

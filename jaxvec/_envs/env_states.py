@@ -25,12 +25,13 @@ from jaxvec._snapshots.nodes import (
     Node,
     Putter,
     Shared,
+    Taker,
     compare_fields,
     layer_nodes,
     put_layer,
     take_layer,
 )
-from jaxvec._snapshots.snapshot import Again, Taker, difference
+from jaxvec._snapshots.snapshot import Again, difference, find
 from jaxvec._spec import KeyPath
 from jaxvec._util import dumps
 
@@ -225,7 +226,7 @@ class StatefulEnv:
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
         base, functions, methods = self._layers[-1], self._functions, self._methods
-        taker = Taker(self._nodes.copy(), self._shared)
+        taker = Taker(find, self._nodes.copy(), self._shared)
         taken: list[Fields] = []
         own: Any = None
         layer: Any = base
@@ -400,7 +401,7 @@ class _Played:
 
 
 def _value(result: Any) -> Any:
-    return Taker({}, {}, lenient=True).value(result)
+    return Taker(find, {}, {}, lenient=True).value(result)
 
 
 def _reset(env: Env, seed: int) -> None:

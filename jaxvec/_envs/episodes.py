@@ -162,7 +162,6 @@ class Episodes:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # What the program has of each env: its row as it was before the step that runs.
 #
 # The row of a fault says what was delivered before, and never what a worker left half-done. So before a

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +21,8 @@ from jaxvec._util import dumps
 _MOST = 64  # steps whose rows are held at once
 
 
-class Stepper(Protocol):
-    """The slice of one env that steps here, in one row after the other."""
-
-    def put_state(self, index: int, state: SlotState, *, new_row: bool = False) -> None:
-        """Has the env of a row go on from a state."""
-        ...
-
-    def take_state(self, index: int, slot: int) -> SlotState:
-        """Returns the state of the env of a row, as that of the env in a slot."""
-        ...
-
-    def step(self, slots: NDArray[Any]) -> None:
-        """Steps the envs of rows."""
-        ...
+# Steps the env of a row, `[1]`, from a state, and returns the state after that.
+Stepper: TypeAlias = Callable[[NDArray[Any], SlotState], SlotState]
 
 
 class Simulator:
@@ -50,7 +38,7 @@ class Simulator:
         *,
         first: int,
         spec: PoolSpec,
-        slice_of: Callable[[list[Env], EnvFn, Arrays], Stepper],
+        stepper_of: Callable[[list[Env], EnvFn, Arrays], Stepper],
     ) -> None:
         """Begins without envs.
 
@@ -58,12 +46,12 @@ class Simulator:
             env_fns: of the envs `first`, `first + 1`, …
             first: id of the first env.
             spec: of the pool.
-            slice_of: makes the slice of envs, by the function that made them, over these arrays.
+            stepper_of: makes the stepper of envs, by the function that made them, over these arrays.
         """
         self.steps = 0
         self._env_fns, self._first = env_fns, first
         self._spec = replace(spec, num_envs=_MOST, batch_size=_MOST)
-        self._slice_of = slice_of
+        self._stepper_of = stepper_of
         self._kinds: list[Hashable] | None = None
         self._built: dict[Hashable, tuple[Env, Stepper, Arrays]] = {}
         self._layout = make_layout(self._spec, 1)
@@ -134,9 +122,7 @@ class Simulator:
                 after[place] = state
                 continue
             try:
-                stepper.put_state(index, state, new_row=True)
-                stepper.step(rows[index : index + 1])
-                after[place] = stepper.take_state(index, state.slot)
+                after[place] = stepper(rows[index : index + 1], state)
             except BaseException as error:
                 del self._built[kind]  # who knows how it is now
                 with suppress(BaseException):
@@ -155,7 +141,7 @@ class Simulator:
         envs = build_env([env_fn], slot)
         with Failing(slot, "simulate"):
             arrays = private_segment(self._layout)
-            stepper = self._slice_of(envs * _MOST, env_fn, arrays)  # first, since it watches the env
+            stepper = self._stepper_of(envs * _MOST, env_fn, arrays)  # first, since it watches the env
             envs[0].reset(seed=0)  # wrappers and simulators want that before they go on from a state
         self._built[kind] = envs[0], stepper, arrays
 

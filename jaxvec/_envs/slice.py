@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -27,7 +28,7 @@ class Parameters:
     Attributes:
         options: for its first reset, if that is not one from outside, which has its own.
         attributes: to be set before, by name; on their way to a worker, each a cloudpickled value.
-        state: to go on from after a step that is lost, in place of that reset; see `_states.pack`.
+        state: to go on from after a step that is lost, in place of that reset; see `env_states.pack`.
     """
 
     options: dict[str, Any] | None
@@ -135,103 +136,133 @@ Asked: TypeAlias = Literal[
 ]
 
 
-class Slice(Protocol):
-    """The envs of some neighbouring slots, and the rows of the segment that they fill."""
+class Slice(ABC):
+    """The envs of some neighbouring slots, and the rows of the segment that they fill.
+
+    Methods that only some kinds of envs have refuse by default: a pool does not ask for them.
+    """
 
     first: int
     recorder: Recorder | None  # while steps and resets are recorded
 
+    @abstractmethod
     def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last call."""
-        ...
 
     @property
     def can_prepare(self) -> bool:
-        """Whether `prepare` has something to do."""
-        ...
+        """Whether `prepare` would reset an env."""
+        return False
 
-    def prepare(self) -> None:
-        """Does in idle time what will be needed."""
-        ...
+    def prepare(self) -> None:  # noqa: B027 - a default
+        """Resets a spare env in advance, in idle time."""
 
+    @abstractmethod
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Resets the envs of `slots`, and tells `done` of each that is, if that is given.
+        """Resets the envs of `slots` with the seeds in the segment and the options set last.
+
+        Args:
+            slots: of the envs.
+            done: called for each env that is reset, if it is given.
 
         Raises:
-            EnvFailure: an env raised or returned wrong data; says which slots are done all the same.
+            EnvFailure: an env raised or returned wrong data; lists the slots that are done all the same.
         """
-        ...
 
+    @abstractmethod
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Steps the envs of `slots`; otherwise as `reset`."""
-        ...
+        """Steps the envs of `slots` with the actions in the segment; otherwise as `reset`."""
 
     def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
-        """Makes ready for another try at what `failure` left; a new env is told its `parameters`."""
-        ...
+        """Makes ready for another try at what `failure` left: slots that are not done are to be asked again.
+
+        A step that failed is not taken again: its row then says that a fault has cut the episode.
+
+        Args:
+            failure: that was raised.
+            rebuild: whether its env is closed, and another is built in its place.
+            parameters: settings of that one.
+
+        Raises:
+            EnvFailure: the constructor raised, or an attribute can't be set; `failure`, if it ends the pool.
+        """
+        raise failure
 
     def restore(self, slot: int, parameters: Parameters) -> None:
-        """Tells an env, built in the place of another, what that was told."""
-        ...
+        """Gives an env, built in the place of another, the settings of that; raises `EnvFailure`."""
+        raise self._refusal("restart")
 
+    @abstractmethod
     def start_trace(self, capacity: int) -> None:
         """Records steps and resets from now on, the latest `capacity` of them."""
-        ...
 
+    @abstractmethod
     def stop_trace(self) -> Record | None:
-        """Records no more, and returns what was; again, if it is asked again.
+        """Records no more, and returns the record; again, if it is asked again.
 
-        Who asked first may have been cut off by the end of another worker.
+        The first to ask may have been cut off by the end of another worker.
         """
-        ...
 
+    @abstractmethod
     def set_options(self, options: Options) -> None:
         """Sets the options that resets from outside pass to each env from now on."""
-        ...
 
     def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
-        """Takes the actions of the next step, in place of those in the segment."""
-        ...
+        """Takes the actions of the next step, one for each of `slots`, that are not in the segment."""
+        raise self._refusal("take Python objects as actions")
 
     def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
-        """Takes over leaves of Python objects, which are not in the segment, from the parent."""
-        ...
+        """Takes over leaves of Python objects, rows of `slots` each, which are not in the segment."""
+        raise self._refusal("have leaves of Python objects")
 
     def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
-        """Returns leaves of Python objects."""
-        ...
+        """Returns leaves of Python objects, rows of `slots` each."""
+        raise self._refusal("have leaves of Python objects")
 
+    @abstractmethod
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        """Returns an attribute of each env, called if it can be."""
-        ...
+        """Returns attribute `name` of the envs of `slots`, called if it can be, with `args` of each."""
 
+    @abstractmethod
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        """Returns an attribute of each env as it is; `args` are empty."""
-        ...
+        """Returns attribute `name` of the envs of `slots` as it is; `args` are empty."""
 
+    @abstractmethod
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        """Sets attribute `name` of the envs of `slots` to one of `values` each."""
+
+    @abstractmethod
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        """Returns what a function returns of each env."""
-        ...
+        """Returns the results of `function` for the envs of `slots`, with `args` of each."""
 
     def try_save(self, slots: NDArray[Any]) -> None:
         """Saves the states of the envs of `slots` under the numbers in the segment, and writes 0 there.
 
         Where a number is left, nothing was done, and `save_states` will do it, or say why it can't.
         """
-        ...
+        raise self._refusal("keep states")
 
     def try_restore(self, slots: NDArray[Any]) -> None:
         """Has the envs of `slots` go on from the states of these numbers in the segment; as `try_save`.
 
         Where a number is left, the env may have its state all the same; `restore_states` gives it again.
         """
-        ...
+        raise self._refusal("keep states")
 
     def save_states(
         self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
     ) -> list[bytes] | None:
-        """Keeps the states of envs under these numbers, and no states before the oldest."""
-        ...
+        """Keeps the states of envs under these numbers, and none whose number is before `oldest`.
+
+        Envs whose states are saved for the first time have to prove that they can be put back.
+
+        Returns:
+            The states with their observations as bytes, for `restore`, if they are to be `packed`.
+
+        Raises:
+            EnvFailure: of an env whose state can't be saved, or is not put back exactly.
+        """
+        raise self._refusal("keep states")
 
     def restore_states(
         self,
@@ -240,8 +271,18 @@ class Slice(Protocol):
         oldest: int,
         rows: Sequence[NDArray[Any]] | None,
     ) -> Gone | None:
-        """Has envs go on from states."""
-        ...
+        """Has envs go on from states.
+
+        Args:
+            slots: `[n]`, whose envs.
+            sources: `[n]`, the number of a state, or its bytes.
+            oldest: as of `save_states`.
+            rows: the time steps that were current then, `[n, ...]`, if the parent can't write them here.
+
+        Raises:
+            EnvFailure: a state could not be put back; envs before it have theirs.
+        """
+        raise self._refusal("keep states")
 
     def simulate_states(
         self,
@@ -250,23 +291,34 @@ class Slice(Protocol):
         actions: Sequence[NDArray[Any]],
         oldest: int,
     ) -> list[NDArray[Any]] | Gone:
-        """Steps copies of envs from their states, and keeps the states after that."""
-        ...
+        """Steps copies of envs from their states, and keeps the states after that.
+
+        Args:
+            sources: `[k]` numbers of the states before.
+            numbers: `[k]` of those after.
+            actions: a leaf each, `[k, ...]`.
+            oldest: as of `save_states`; sources may be before it.
+
+        Returns:
+            A leaf of the time step each, `[k, ...]`; but for `env_id`.
+
+        Raises:
+            EnvFailure: an env raised; it is called by the slot whose state was the first of this line.
+        """
+        raise self._refusal("keep states")
 
     def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
-        """Returns states as bytes."""
-        ...
+        """Returns states as bytes; raises `EnvFailure` of one that can't be pickled."""
+        raise self._refusal("keep states")
 
     def import_states(
         self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
     ) -> None:
-        """Keeps states that come as bytes."""
-        ...
+        """Keeps states that come as bytes, as those of the envs of `slots`."""
+        raise self._refusal("keep states")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a default
         """Closes what it has built itself; the envs that it was given are others' to close."""
-        ...
 
-    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        """Sets an attribute of each env."""
-        ...
+    def _refusal(self, what: str) -> NotImplementedError:
+        return NotImplementedError(f"the envs of a {type(self).__name__} do not {what}")

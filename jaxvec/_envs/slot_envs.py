@@ -25,7 +25,6 @@ from jaxvec._spec import KeyPath, Node, build, format_path, leaves
 from jaxvec._tracing import RecordedEnv, Recorder
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # What the compiled loop steps for each env: what is inside Gymnasium's own wrappers, if that is the same.
 #
 # A step or a reset through `TimeLimit`, `OrderEnforcing` and `PassiveEnvChecker` takes three more calls,

@@ -11,12 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._memory.segment import Arrays, align, index_of
 from jaxvec._spec import DictNode, KeyPath, Leaf, Node, TupleNode, format_path, leaves
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Between an env's values and rows of the segment: checks and casts one way, copies the other.
 #
 # The rules of casting are those of `gymnasium.vector.SyncVectorEnv`, which stacks observations with NumPy's
@@ -35,7 +34,7 @@ def writer(node: Node, arrays: Arrays) -> Write:
 
     It raises `InvalidValue` where the value has another structure, shape or dtype than `node`.
     """
-    compiled = _stepper.compiled
+    compiled = _native.ext
     if isinstance(node, Leaf):
         write_leaf = _leaf_writer(node, arrays[node.path])
         return write_leaf if compiled is None else compiled.leaf_writer(write_leaf, arrays[node.path])

@@ -47,7 +47,7 @@ def known(kinds: bytes) -> list[dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The words in a segment by which parent and workers hand slots to each other; see `_handoff.py`.
+# The words in a segment by which parent and workers hand slots to each other; see `dispatch.py`.
 # ----------------------------------------------------------------------------------------------------------
 
 _LINE = (16,)  # uint32: one word that has a cache line to itself
@@ -60,7 +60,7 @@ class Marks:
     Attributes:
         running: `[num_workers, 16]`; worker writes: 1 + the slot whose env runs, or 0; then whether it waits
             for its turn, see `max_running`.
-        requested: `[num_slots]` int64; parent writes: the latest request, as `requests` of _move.py.
+        requested: `[num_slots]` int64; parent writes: the latest request, as `requests` of move.py.
         completed: `[num_slots]` int64; worker writes: the request it completed last.
         completed_at: `[num_slots]` int64; worker writes: when, in ns of the monotonic clock.
         doorbell, worker_notices, asleep, finished, target, sleepers, parent_notices: of the native hand-off;
@@ -186,7 +186,6 @@ def align(offset: int) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Creates and maps a pool's memory; NumPy views of it by path.
 #
 # The memory has no name: nothing to collide with, nothing to leak whatever is killed. It lives for as long
@@ -280,11 +279,12 @@ class Views:
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
         """Takes the views that calls need; `rows` knows a slice for all envs, as `Admission.rows`."""
-        self.seeds = arrays["seed",]
-        self.states, self.oldest_state = arrays["state",], arrays["oldest_state",]
-        self.stats = arrays["stats",]
-        self.raw_info = arrays["raw_info",]
-        self.over = (arrays["terminated",], arrays["truncated",])
+        self.seeds: NDArray[Any] = arrays["seed",]
+        self.states: NDArray[Any] = arrays["state",]
+        self.oldest_state: NDArray[Any] = arrays["oldest_state",]
+        self.stats: NDArray[Any] = arrays["stats",]
+        self.raw_info: NDArray[Any] = arrays["raw_info",]
+        self.over: tuple[NDArray[Any], NDArray[Any]] = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
         self._rows = rows
@@ -328,7 +328,7 @@ class Copies:
         ]
 
 
-copies = Copies()
+copies: Copies = Copies()
 
 
 def views(leaves: Rows, index: Index) -> Rows:

@@ -11,7 +11,7 @@
 namespace jaxvec {
 
 struct Call {
-  uint32_t verb;         // `Verb` of _move.py
+  uint32_t verb;         // `Verb` of move.py
   uint32_t status;       // how far it has come, of `Status`
   uint32_t fresh;        // of a reset: it starts from the pool, not from a handle
   uint32_t num_extra;    // bytes
@@ -29,25 +29,12 @@ struct Call {
   // token's.
   void* packed;
   uint64_t packed_bytes;
-  std::string* error;
-  void* exception;  // a Python object: what the call has to end with, or null
 };
 
-// Python's side of a call, and what of Python's own functions it takes to get there.
-struct Python {
-  void* answer;  // Python's function of a call's address; see `ask`
-  int (*ensure_gil)();
-  void (*release_gil)(int);
-  int (*run_signal_handlers)();  // returns 0, or leaves an exception
-  void (*take_exception)(void** type, void** value, void** traceback);
-  void (*make_exception)(void** type, void** value, void** traceback);
-  void* (*make_int)(void* address);
-  void* (*call)(void* function, void* argument);  // returns null and leaves an exception if it fails
-  void (*release)(void* object);                  // takes null, too
-};
-
-// Sets who answers; null when the interpreter ends.
-void set_python(const Python* python);
+// Sets what has Python answer a call, or end it with an error, whose text it returns; null when the
+// interpreter ends.
+using Answer = std::string (*)(Call&);
+void set_python(Answer answer);
 
 // The pool that a call is for; null if it is closed, or not with the native hand-off.
 std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands);

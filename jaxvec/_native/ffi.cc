@@ -165,14 +165,10 @@ uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
 
 }  // namespace jaxvec
 
-// What XLA is given, by name. Neither has the trait of being compatible with command buffers: a CUDA graph
-// would repeat the copies and leave out the envs, so XLA must not capture a call, and by default does not.
-#pragma GCC visibility push(default)
-
+// Neither has the trait of being compatible with command buffers: a CUDA graph would repeat the copies and
+// leave out the envs, so XLA must not capture a call, and by default does not.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_call, jaxvec::call_on_host, jaxvec::bind(xla::ffi::Ffi::Bind()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_cuda_call, jaxvec::call_on_cuda,
                               jaxvec::bind(xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>())
                                   .Attr<xla::ffi::Span<const int64_t>>("layout"));
-
-#pragma GCC visibility pop

@@ -42,8 +42,8 @@ struct SchedAttr {
 // Asks the scheduler for short slices for this thread, once, before it sleeps for the first time.
 //
 // A thread that is woken while every core is busy waits until a running thread has used up its slice, about
-// 3 ms. A step needs one such turn in each direction, so a busy machine would make it slow by that much. Since
-// 6.12 Linux gives a thread with a shorter slice its turn earlier, and no more time in all. It needs no
+// 3 ms. A step needs one such turn in each direction, so a busy machine would make it slow by that much.
+// Since 6.12 Linux gives a thread with a shorter slice its turn earlier, and no more time in all. It needs no
 // privilege. Older kernels ignore the field. Threads and processes that this thread starts get the default
 // (SCHED_FLAG_RESET_ON_FORK): envs run programs of their own. That flag would also take a negative nice value
 // from them, so such a thread passes its slices on.

@@ -36,7 +36,7 @@ struct Board {
   Line* parent_notices;                // anyone adds: the parent should look at its control sockets
 };
 
-// What workers are asked for: `Verb` of _move.py, below kEnd. A request is kEnd * number + operation.
+// What workers are asked for: `Verb` of move.py, below kEnd. A request is kEnd * number + operation.
 enum Operation : uint32_t { kReset = 0, kStep = 1, kSave = 6, kRestore = 7, kEnd = 8 };
 
 // What a wait ended with.

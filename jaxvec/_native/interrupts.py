@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
-from jaxvec._native import library
+from jaxvec import _native
 
 
 def watch() -> None:
     """Counts Ctrl-C from now on, if there is a native library."""
-    if library.reason_unavailable() is None:
-        _declared().jaxvec_watch_interrupts()
+    if _native.ext is not None:
+        _native.ext.watch_interrupts()
 
 
 def count() -> int:
     """Returns how many there were."""
-    return 0 if library.reason_unavailable() is not None else _declared().jaxvec_interrupts()
+    return 0 if _native.ext is None else _native.ext.interrupts()
 
 
 def since_now() -> Callable[[], None]:
@@ -38,8 +37,3 @@ def raise_since(before: int) -> None:
         and count() != before
     ):
         raise KeyboardInterrupt
-
-
-@cache
-def _declared() -> ctypes.CDLL:
-    return library.declare(jaxvec_watch_interrupts=(None, []), jaxvec_interrupts=(ctypes.c_uint32, []))

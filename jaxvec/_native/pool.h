@@ -1,7 +1,7 @@
 // A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
 //
 // Whoever changes the pool has its lock, a readers-writer lock on each slot, and on the queue of those in
-// flight; see _engine.py, which says who takes it how. Threads are inside one at a time, and for a short
+// flight; see engine.py, which says who takes it how. Threads are inside one at a time, and for a short
 // while only: a step is inside when it sends its envs, then it leaves, holds their slots, and waits for them.
 // So programs on several devices, or in several threads, step envs of their own at the same time.
 //
@@ -40,12 +40,12 @@ struct TokenRow {
 };
 bool is_token(const Array& array);
 
-// What a pool can be asked for without Python, beside `Operation`; `Verb` of _move.py, too.
+// What a pool can be asked for without Python, beside `Operation`; `Verb` of move.py, too.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
 // What Python reads and writes of a pool, being inside.
 struct State {
-  uint32_t last_caller;          // who moved last: `Move.caller_code` of _move.py
+  uint32_t last_caller;          // who moved last: `Move.caller_code` of move.py
   uint32_t open;                 // 0 when programs must ask Python, which knows why
   std::atomic<uint32_t> served;  // calls of programs that succeeded; outside, too
   // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
@@ -123,7 +123,7 @@ struct Leaf {
   size_t row;  // bytes
 };
 
-// What came of a move, or would: `Status` of _engine.py. But for the first two, nothing was done.
+// What came of a move, or would: `Status` of engine.py. But for the first two, nothing was done.
 enum class Status : uint32_t {
   kDone = 0,
   kUnderWay,   // begun, not finished: for Python to end. The caller holds its slots, to be released.

@@ -14,7 +14,7 @@
 
 namespace jaxvec {
 
-// What is recorded besides the calls themselves, which go by their `Verb`; engine.py has the names.
+// What is recorded besides the calls themselves, which go by their `Verb`; native_engine.py has the names.
 enum Part : uint32_t { kWriting = 32, kHandingOver, kWaiting, kCopying };
 
 struct Span {

@@ -194,7 +194,7 @@ class Pool:
             seeds: `[n]` int64, `NONE` where an env gets none.
             mask: `[n]` bool, which envs to reset, of those that are not in flight; the others' rows stay as
                 they are. `None` for all.
-            options: for the envs' `reset`, as `_options.expand`.
+            options: for the envs' `reset`, as `expand_options`.
             deliver: what becomes of the leaves of the time step, `[n, ...]` in the segment.
 
         Returns:

@@ -192,7 +192,6 @@ class StateTable:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Saved states as bytes: the format of files, and of arrays in others' checkpoints.
 #
 # A line that says what it is and the version of the format, the fingerprint of the specification of the
@@ -260,7 +259,6 @@ def _check(content: bytes) -> bytes:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The parent's part of saving, restoring and simulating: which worker has to do with which states.
 #
 # Whoever calls is inside the pool's engine, alone.

@@ -7,9 +7,9 @@ its specification.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,16 +22,8 @@ from jaxvec._pool.pool_states import PackedStates
 
 _pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 
-
-class Family(Protocol):
-    """Pools of the same envs, one of each size that a reset asks for."""
-
-    def pool(self, num_envs: int) -> Pool:
-        """Returns the one of so many envs; starts it if there is none. May be called in a callback."""
-        ...
-
-
-_families: weakref.WeakValueDictionary[int, Family] = weakref.WeakValueDictionary()
+PoolOf: TypeAlias = Callable[[int], Pool]  # finds or starts the pool of so many envs
+_families: dict[int, weakref.WeakMethod[PoolOf]] = {}
 
 
 def publish(pool: Pool) -> None:
@@ -39,9 +31,12 @@ def publish(pool: Pool) -> None:
     _pools[pool.id] = pool
 
 
-def publish_family(pool_id: int, family: Family) -> None:
-    """Lets resets that name the pool go to the pool of their size, for as long as the family lives."""
-    _families[pool_id] = family
+def publish_family(pool_id: int, pool_of: PoolOf) -> None:
+    """Lets resets that name the pool go to the pool of their size, for as long as the method's object lives.
+
+    Programs call the method while they run, so it must not use JAX.
+    """
+    _families[pool_id] = weakref.WeakMethod(pool_of, lambda _: _families.pop(pool_id, None))
 
 
 def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
@@ -64,7 +59,8 @@ def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
         )
     pool.check_spec(fingerprint)
     family = None if fresh is None else _families.get(pool_id)
-    return pool if family is None or fresh is None else family.pool(fresh)
+    pool_of = family and family()
+    return pool if pool_of is None or fresh is None else pool_of(fresh)
 
 
 def of_spec(fingerprint: int) -> list[Pool]:

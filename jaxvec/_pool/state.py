@@ -122,7 +122,6 @@ def too_few(returned: str, in_flight: int, *, resetting: int | None = None) -> I
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The end of a pool, apart from the pool itself.
 #
 # A pool that broke keeps the error, whose traceback has frames that hold the pool's `VectorEnv`. Who waits
@@ -178,7 +177,6 @@ class Closing:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The one state machine of a pool: OPEN, then BROKEN by a cause, or CLOSED. Each call begins and ends here.
 #
 # A call's handle is checked before it changes anything; what it holds is released when it ends; and what

@@ -29,7 +29,7 @@ from jaxvec._ray.nodes import (
     split_runtime_env,
 )
 from jaxvec._util import install_command
-from jaxvec._workers.base import Slices
+from jaxvec._workers.base import Launcher, Slices
 
 _REACHED = 10.0  # seconds for the head's machine to answer
 
@@ -134,8 +134,8 @@ class RayCluster:
         return RayLauncher(self._ray, self._options, slices, config, placement)
 
 
-class RayLauncher:
-    """Starts actors, and workers in them; see `Launcher`."""
+class RayLauncher(Launcher):
+    """Starts actors, and workers in them."""
 
     at_sockets = True
 

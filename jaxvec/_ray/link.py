@@ -9,17 +9,18 @@ import pickle
 import queue
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxvec._config import PoolConfig
-from jaxvec._dispatch.channel import WAKE
+from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs.failures import Report
 from jaxvec._memory.segment import Arrays, Layout, Marks
@@ -48,11 +49,10 @@ from jaxvec._ray.wire import (
     connect_to_actor,
 )
 from jaxvec._util import dumps
-from jaxvec._workers.base import Slices, worker_end
+from jaxvec._workers.base import Process, Slices, worker_end
 from jaxvec._workers.worker import Attach, Reply
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # A worker process in a Ray actor, as the pool's supervisor sees it: a process and a channel in one.
 #
 # It has no socket here. What it is told goes with its number through its actor's link; what it says waits
@@ -83,29 +83,10 @@ class WakePipe:
         os.close(self._writer)
 
 
-class Link(Protocol):
-    """What a worker has to do with its actor's link."""
+class RemoteWorker(Process, ParentChannel):
+    """A worker process in an actor, and the pool's channel to it."""
 
-    node: str
-    ahead: int
-
-    def end(self, remote: RemoteWorker) -> None:
-        """Ends a worker process."""
-        ...
-
-    def tell(self, remote: RemoteWorker, message: Any, descriptors: Sequence[int]) -> None:
-        """Passes a message on, or the end of file for `None`; raises `EOFError` if the worker has ended."""
-        ...
-
-    def wake(self) -> None:
-        """Looks at the slots of the actor's workers."""
-        ...
-
-
-class RemoteWorker:
-    """A worker process in an actor, and the pool's channel to it; see `Process` and `ParentChannel`."""
-
-    def __init__(self, link: Link, worker: int, incarnation: int, wake_pipe: WakePipe) -> None:
+    def __init__(self, link: ActorLink, worker: int, incarnation: int, wake_pipe: WakePipe) -> None:
         """Names a process that is about to start.
 
         Args:
@@ -182,17 +163,11 @@ class RemoteWorker:
         with suppress(EOFError):
             self._link.tell(self, None, ())
 
-    def break_off(self) -> None:
-        pass  # who sends does not wait
-
     def replace(self, other: RemoteWorker) -> RemoteWorker:
         while self._said:  # nobody hears it any more
             with suppress(EOFError):
                 self.receive()
         return other
-
-    def close(self) -> None:
-        pass  # the pipe is the whole pool's
 
     # --- what the link says for it, under its lock -------------------------------------------------
 
@@ -211,21 +186,23 @@ class RemoteWorker:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Ships slots that the pool asks for to their Ray actor, and writes the rows that come back.
 #
-# A slot belongs to its worker while `completed` differs from `requested`, see `_handoff.py`. To know what
+# A slot belongs to its worker while `completed` differs from `requested`, see `dispatch.py`. To know what
 # is shipped already, there is another `completed` here, in which that counts as completed: so several
 # requests can be on their way.
 # ----------------------------------------------------------------------------------------------------------
 
 
-class _WorkersEnd:
-    """What a hand-off of all the actor's workers has for a control socket; see `WorkerChannel`."""
+class _WorkersEnd(WorkerChannel):
+    """The queue that a hand-off of all the actor's workers has for a control socket."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._come: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.wake, self.put = wake, self._come.put
+        self._wake, self.put = wake, self._come.put
+
+    def wake(self) -> None:
+        self._wake()
 
     def readable(self) -> bool:
         return not self._come.empty()
@@ -361,7 +338,6 @@ class Shipper:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # How a pool's process and an actor talk: by a TCP connection of their own, or by Ray's calls and stream.
 #
 # Ray takes some milliseconds of Python for a call and its answer, and a connection does not. But it needs
@@ -376,36 +352,34 @@ _logger = logging.getLogger("jaxvec")
 Came: TypeAlias = Payload | WorkerMessage | HostFailure
 
 
-class Wire(Protocol):
+class Wire(ABC):
     """The end of the pool's process. Any thread may send, and one receives."""
 
+    @abstractmethod
     def do(self, name: str, *args: Any) -> None:
         """Has the actor's host call a method, after all that it was asked for before."""
-        ...
 
+    @abstractmethod
     def move(self, verb: Verb, request: Payload) -> None:
         """Has it move slots; `request` is the caller's again."""
-        ...
 
+    @abstractmethod
     def receive(self) -> Iterator[Came]:
         """Yields what comes back; rows are good until the next.
 
         Raises:
             ActorLostError, RayError: the actor is lost; says why.
         """
-        ...
 
-    def break_off(self) -> None:
-        """Ends it; from any thread."""
-        ...
+    def break_off(self) -> None:  # noqa: B027 - a default
+        """Ends it, unless the end of the actor does; from any thread."""
 
-    def close(self) -> None:
-        """Gives back what it holds; whoever receives does so in the end."""
-        ...
+    def close(self) -> None:  # noqa: B027 - a default
+        """Gives back what it holds; the thread that receives does so in the end."""
 
 
-class RayWire:
-    """Calls of the actor, and a stream that Ray brings here; see `Wire`."""
+class RayWire(Wire):
+    """Calls of the actor, and a stream that Ray brings here."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray
@@ -421,15 +395,9 @@ class RayWire:
         for reference in self._actor.run.options(num_returns="streaming").remote():
             yield self._ray.get(reference)
 
-    def break_off(self) -> None:
-        pass  # it ends with the actor
 
-    def close(self) -> None:
-        pass
-
-
-class TcpWire:
-    """A connection to the actor; see `Wire`."""
+class TcpWire(Wire):
+    """A connection to the actor."""
 
     def __init__(self, ray: Any, connection: Connection, serving: Any) -> None:
         """Takes over a connection.
@@ -545,7 +513,6 @@ def _receive_all(host: ActorHost, connection: Connection) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # This process's end of a Ray actor, from its start to its end, and of the workers in it.
 #
 # To the pool's supervisor each of these workers is a process with a channel, as local ones are. Three

@@ -215,7 +215,6 @@ def describe_loss(error: BaseException) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Where a pool's actors are put: in a group of its own, in the group of this process, or anywhere.
 #
 # An actor of Ray's Tune and Train is in a placement group that captures what it starts: its actors are put

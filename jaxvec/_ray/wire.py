@@ -21,7 +21,6 @@ from jaxvec._memory.segment import Arrays
 from jaxvec._spec import PoolSpec
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # A TCP connection between two processes that share a key, at both ends: frames of bytes, in order.
 #
 # The key is new for each connection, and came to both ends by Ray. Each proves that it has the key before

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, TakesParts
+from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
 
 _PERIOD, _SHIFT = 624, 397  # of MT19937, of which ALE's random numbers are
 _NUMBERS = re.compile(rb"(?:\d+ ){%d}\d+" % _PERIOD)
@@ -146,7 +146,7 @@ class _ALE(Node):
         yield "", self.state.serialize(), other.state.serialize()
 
 
-def take_ale(taker: TakesParts, value: Any) -> Any:
+def take_ale(taker: Taker, value: Any) -> Any:
     watched = isinstance(value, WatchedALE)
     ale = value.ale if watched else value
     state = ale.cloneState(include_rng=True)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, TakesParts
+from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
 
 
 def _mujoco() -> Any:
@@ -104,7 +104,7 @@ class _Model(Node):
         return old
 
 
-def take_model(taker: TakesParts, model: Any) -> Any:
+def take_model(taker: Taker, model: Any) -> Any:
     node = _Model(_memory(model).read(model.opt))
     taker.remember(model, node)
     return node
@@ -139,7 +139,7 @@ class _Data(Node):
 _free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
-def take_data(taker: TakesParts, data: Any) -> Any:
+def take_data(taker: Taker, data: Any) -> Any:
     model = data.model
     taker.value(model)
     free = _free.get(data)
@@ -168,7 +168,7 @@ class _Physics(Node):
         return old
 
 
-def take_physics(taker: TakesParts, physics: Any) -> Any:
+def take_physics(taker: Taker, physics: Any) -> Any:
     node = _Physics(taker.value(physics.model.ptr), taker.value(physics.data.ptr))
     taker.remember(physics, node)
     return node

@@ -22,7 +22,7 @@ from jaxvec._snapshots.nodes import (
     Fields,
     Node,
     Putter,
-    TakesParts,
+    Taker,
     compare_fields,
     slots_of,
 )
@@ -56,7 +56,7 @@ class Plain(Node):
         return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
 
 
-def take_plain(taker: TakesParts, value: Any) -> Plain | None:
+def take_plain(taker: Taker, value: Any) -> Plain | None:
     """Takes a container of atoms. While it stays equal, all snapshots of an env share one copy."""
     known = taker.shared.get(id(value))
     if known is not None and known[0] is value and known[1].is_same(value):
@@ -207,7 +207,7 @@ def _is_elsewhere(value: Any) -> bool:
     return isinstance(value, np.ndarray) and not _owner(value).flags.owndata
 
 
-def take_array(taker: TakesParts, value: Any) -> Any:
+def take_array(taker: Taker, value: Any) -> Any:
     node: Any
     if value.dtype.hasobject:
         if value.dtype != object:
@@ -230,7 +230,7 @@ def take_array(taker: TakesParts, value: Any) -> Any:
     return node
 
 
-def _take_view(taker: TakesParts, value: Any, owner: Any) -> Any:
+def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
     dense = owner.flags.forc and owner.size
     if (
         not dense
@@ -264,7 +264,7 @@ class _List(Node):
         return target
 
 
-def take_list(taker: TakesParts, value: list[Any]) -> Any:
+def take_list(taker: Taker, value: list[Any]) -> Any:
     if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
         taker.remember(value, plain)
         return plain
@@ -288,7 +288,7 @@ class _Deque(Node):
         return target
 
 
-def take_deque(taker: TakesParts, value: deque[Any]) -> Any:
+def take_deque(taker: Taker, value: deque[Any]) -> Any:
     node = _Deque(value.maxlen)
     taker.remember(value, node)
     node.items = taker.items(value)
@@ -305,7 +305,7 @@ class _Tuple(Node):
         return tuple(putter.items(self.items, old if type(old) is tuple else ()))
 
 
-def take_tuple(taker: TakesParts, value: tuple[Any, ...]) -> Any:
+def take_tuple(taker: Taker, value: tuple[Any, ...]) -> Any:
     items = taker.items(value)
     if all(item is one for item, one in zip(items, value, strict=True)):
         return value
@@ -332,7 +332,7 @@ class _Dict(Node):
         return target
 
 
-def take_dict(taker: TakesParts, value: dict[Any, Any]) -> Any:
+def take_dict(taker: Taker, value: dict[Any, Any]) -> Any:
     if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
         taker.remember(value, plain)
         return plain
@@ -356,7 +356,7 @@ class _Set(Node):
         yield "", len(self.items), len(other.items)  # which have no order
 
 
-def take_set(taker: TakesParts, value: Any) -> Any:
+def take_set(taker: Taker, value: Any) -> Any:
     if all(type(item) in ATOMS for item in value):
         node: Any = Plain(value.copy())
     else:
@@ -386,7 +386,7 @@ class _Method(Node):
         return types.MethodType(self.function, owner)
 
 
-def take_method(taker: TakesParts, value: Any) -> Any:
+def take_method(taker: Taker, value: Any) -> Any:
     owner = value.__self__
     if owner is None or isinstance(owner, (type, types.ModuleType)):
         return value
@@ -435,7 +435,7 @@ class _Function(Node):
         return _Function, (self.name, None), (None, {"cells": self.cells})
 
 
-def take_function(taker: TakesParts, value: Any) -> Any:
+def take_function(taker: Taker, value: Any) -> Any:
     if value.__closure__ is None:
         return value
     node = _Function(_full_name(value), value)
@@ -475,7 +475,7 @@ class _Weak(Node):
         return weakref.ref(target)
 
 
-def take_weak(taker: TakesParts, value: Any) -> Any:
+def take_weak(taker: Taker, value: Any) -> Any:
     target = value()
     return value if target is None else _Weak(taker.value(target))
 
@@ -502,7 +502,7 @@ class Generator(Node):
         return old if bits is before and putter.reuse(old) else self.kind(bits)
 
 
-def take_generator(taker: TakesParts, value: Any) -> Any:
+def take_generator(taker: Taker, value: Any) -> Any:
     bits = value.bit_generator
     node = Generator(type(value), taker.memo.get(id(bits)) or take_bits(taker, bits))
     taker.memo[id(value)] = node
@@ -554,7 +554,7 @@ def _seed(sequence: Any) -> Any:
     return sequence.entropy, sequence.spawn_key, sequence.pool_size
 
 
-def take_bits(taker: TakesParts, value: Any) -> Any:
+def take_bits(taker: Taker, value: Any) -> Any:
     sequence = value.seed_seq
     if type(sequence) is np.random.SeedSequence:
         node = BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
@@ -582,7 +582,7 @@ class _Random(Node):
         return target
 
 
-def take_random(taker: TakesParts, value: Any) -> Any:
+def take_random(taker: Taker, value: Any) -> Any:
     state = value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else value.getstate()
     node = _Random(type(value), state)
     taker.remember(value, node)
@@ -612,7 +612,7 @@ class _Object(Node):
         yield from compare_fields(self.fields, other.fields)
 
 
-def take_object(taker: TakesParts, value: Any) -> Any:
+def take_object(taker: Taker, value: Any) -> Any:
     node = _Object()
     taker.remember(value, node)
     node.kind = type(value)
@@ -678,7 +678,7 @@ class _Reduced(Node):
         return target
 
 
-def take_reduced(taker: TakesParts, value: Any) -> Any:
+def take_reduced(taker: Taker, value: Any) -> Any:
     try:
         reduced = value.__reduce_ex__(4)
     except Exception as error:
@@ -744,7 +744,7 @@ class Space(Node):
         yield "", self.generators, other.generators
 
 
-def take_space(taker: TakesParts, value: Any) -> Any:
+def take_space(taker: Taker, value: Any) -> Any:
     if type(value) in _SIMPLE_SPACES and value._np_random is None:
         known = taker.shared.get(id(value))  # which keeps the space, so the number is its own
         if known is None:
@@ -777,14 +777,12 @@ _SIMPLE_SPACES = {
 # pygame's surfaces.
 # ----------------------------------------------------------------------------------------------------------
 
-# What is drawn on anew for each picture, by the names that envs use.
-CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_surface"})
-
 
 class Picture(Node):
     """A surface of pygame, such as a sprite's, which is shared: envs replace it, and don't draw on it."""
 
     __slots__ = ("surface",)
+    is_drawn = True
 
     def __init__(self, surface: Any) -> None:
         self.surface = surface
@@ -808,7 +806,7 @@ def _picture(pixels: bytes, size: tuple[int, int], flags: int) -> Picture:
     return Picture(surface)
 
 
-def take_picture(taker: TakesParts, value: Any) -> Any:
+def take_picture(taker: Taker, value: Any) -> Any:
     pygame: Any = importlib.import_module("pygame")
     if pygame.display.get_init() and value is pygame.display.get_surface():
         return KEPT

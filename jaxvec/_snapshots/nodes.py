@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from gymnasium import Wrapper
@@ -90,6 +90,7 @@ class Node:
     """Stands in a snapshot for something mutable. It never changes, so many snapshots may share it."""
 
     __slots__ = ()
+    is_drawn = False  # whether it is a picture, which an env may draw anew
 
     def put(self, putter: Putter, old: Any) -> Any:
         """Returns what it stands for: `old`, which is in its place now, if that fits, or another."""
@@ -183,43 +184,6 @@ class Putter:
 Shared: TypeAlias = dict[int, tuple[Any, Any]]
 
 
-class TakesParts(Protocol):
-    """Takes what something holds: all that a kind knows of `Taker`, which knows all kinds.
-
-    Attributes:
-        memo: nodes by the `id` of what they stand for.
-        lenient: leave what is no value as it is, in place of an error.
-        shared: what all snapshots of an env share.
-    """
-
-    memo: dict[int, Any]
-    lenient: bool
-    shared: Shared
-
-    def value(self, value: Any) -> Any:
-        """Returns an atom as it is, and a node for all else."""
-        ...
-
-    def remember(self, value: Any, node: Any) -> None:
-        """Notes that a node stands for a value, which lives as long as this."""
-        ...
-
-    def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
-        """Takes the attributes of an object."""
-        ...
-
-    def items(self, values: Any) -> list[Any]:
-        """Takes the items of a list or the like."""
-        ...
-
-    def pairs(self, values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-        """Takes keys and values of a dict."""
-        ...
-
-
-Taking: TypeAlias = Callable[[TakesParts, Any], Any]
-
-
 # ----------------------------------------------------------------------------------------------------------
 # What a snapshot holds as it is, because it can't change.
 # ----------------------------------------------------------------------------------------------------------
@@ -233,8 +197,117 @@ ATOMS: set[type] = {
 } - {np.void, np.object_}
 
 
-def take_atom(taker: TakesParts, value: Any) -> Any:
+def take_atom(taker: Taker, value: Any) -> Any:
     return value
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Takes snapshots of envs. How each kind of thing is taken stands in `snapshot.py`.
+# ----------------------------------------------------------------------------------------------------------
+
+# What is drawn on anew for each picture, by the names that envs use.
+_CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_surface"})
+
+# By class, the attributes that were no atoms when one was last taken: a guess, which is checked each time. So
+# all others are looked at in one go.
+_others: dict[type, tuple[str, ...]] = {}
+
+# How values are taken, by class. `snapshot.py` fills it, and `Taker` adds the classes that it meets.
+Taking: TypeAlias = Callable[["Taker", Any], Any]
+TAKINGS: dict[type, Taking] = {}
+
+
+class Taker:
+    """Takes one snapshot. Whatever is met twice is one node, so aliases stay aliases.
+
+    Attributes:
+        memo: nodes by the `id` of what they stand for; first those of an env's wrappers and the env.
+        shared: what all snapshots of the env share.
+        lenient: leave what is no value as it is, in place of an error.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[type, Any], Taking],
+        memo: dict[int, Any],
+        shared: Shared,
+        *,
+        lenient: bool = False,
+    ) -> None:
+        """Starts a snapshot; `find` tells how values of a class are taken that `TAKINGS` lacks."""
+        self._find = find
+        self.memo = memo
+        self.shared = shared
+        self.lenient = lenient
+        self._alive: list[Any] = []  # or another object may get the `id` of one that is gone
+
+    def value(self, value: Any) -> Any:
+        """Returns an atom as it is, and a node for all else."""
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        node = self.memo.get(id(value))
+        if node is not None:
+            return node
+        taking = TAKINGS.get(kind)
+        if taking is None:
+            taking = TAKINGS[kind] = self._find(kind, value)
+        if not self.lenient:
+            return taking(self, value)
+        try:
+            return taking(self, value)
+        except CannotCopy:
+            return KEPT
+
+    def remember(self, value: Any, node: Any) -> None:
+        """Notes that a node stands for a value, which lives as long as this."""
+        self.memo[id(value)] = node
+        self._alive.append(value)
+
+    def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
+        """Takes the attributes of an object."""
+        held = attributes_of(owner)
+        atoms, nodes = held.copy(), {}
+        name, absent = "", self
+        try:
+            for name in _others.get(type(owner), ()):
+                value = atoms.pop(name, absent)
+                if value is not absent and name not in without:
+                    node = self.value(value)
+                    drawn = name in _CANVASES and isinstance(node, Node) and node.is_drawn
+                    nodes[name] = KEPT if drawn else node
+        except CannotCopy as error:
+            error.path.insert(0, name)
+            raise
+        if ATOMS.issuperset(map(type, atoms.values())):
+            return atoms, nodes, len(held)
+        _others[type(owner)] = tuple(name for name, value in held.items() if type(value) not in ATOMS)
+        return self.fields(owner, without)
+
+    def items(self, values: Any) -> list[Any]:
+        """Takes the items of a list or the like."""
+        taken: list[Any] = []
+        for number, value in enumerate(values):
+            if type(value) in ATOMS:
+                taken.append(value)
+                continue
+            try:
+                taken.append(self.value(value))
+            except CannotCopy as error:
+                error.path.insert(0, f"[{number}]")
+                raise
+        return taken
+
+    def pairs(self, values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+        """Takes keys and values of a dict."""
+        taken: list[tuple[Any, Any]] = []
+        for key, value in values.items():
+            try:
+                taken.append((self.value(key), self.value(value)))
+            except CannotCopy as error:
+                error.path.insert(0, f"[{key!r}]")
+                raise
+        return taken
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -274,7 +347,7 @@ def told(layer: Any) -> frozenset[str] | None:
     return _TOLD_WRAPPERS if issubclass(kind, Wrapper) else _TOLD
 
 
-def take_layer(taker: TakesParts, layer: Any) -> Fields:
+def take_layer(taker: Taker, layer: Any) -> Fields:
     """Takes the attributes of an env or a wrapper."""
     without = told(layer)
     return NOTHING if without is None else taker.fields(layer, without)

@@ -9,21 +9,18 @@ import struct
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
 
-from jaxvec import _stepper
+from jaxvec import _native
 from jaxvec._snapshots.ale import WatchedALE, take_ale
 from jaxvec._snapshots.mujoco import take_data, take_model, take_physics
 from jaxvec._snapshots.node_types import (
-    CANVASES,
     Array,
     BitGenerator,
     Generator,
-    Picture,
     Space,
     is_ordinary,
     name_of,
@@ -47,13 +44,12 @@ from jaxvec._snapshots.node_types import (
 from jaxvec._snapshots.nodes import (
     ATOMS,
     KEPT,
+    TAKINGS,
     CannotCopy,
     Fields,
     Node,
-    Shared,
-    TakesParts,
+    Taker,
     Taking,
-    attributes_of,
     slots_of,
     take_atom,
     told,
@@ -64,12 +60,12 @@ from jaxvec._snapshots.nodes import (
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _take_kept(taker: TakesParts, value: Any) -> Any:
+def _take_kept(taker: Taker, value: Any) -> Any:
     return KEPT
 
 
 def _refuse(what: str) -> Taking:
-    def refuse(taker: TakesParts, value: Any) -> Any:
+    def refuse(taker: Taker, value: Any) -> Any:
         raise CannotCopy(f"it is {what}")
 
     return refuse
@@ -103,24 +99,25 @@ _NAMED: dict[str, Taking] = {
 }
 
 
-# By class; `Taker` adds to it what `find` says of others.
-TAKINGS: dict[type, Taking] = {
-    np.ndarray: take_array,
-    list: take_list,
-    dict: take_dict,
-    tuple: take_tuple,
-    deque: take_deque,
-    set: take_set,
-    frozenset: take_set,
-    types.FunctionType: take_function,
-    types.MethodType: take_method,
-    types.BuiltinMethodType: take_method,
-    types.MethodWrapperType: take_method,
-    weakref.ref: take_weak,
-    io.BytesIO: take_reduced,
-    io.StringIO: take_reduced,
-    WatchedALE: take_ale,
-}
+TAKINGS.update(
+    {
+        np.ndarray: take_array,
+        list: take_list,
+        dict: take_dict,
+        tuple: take_tuple,
+        deque: take_deque,
+        set: take_set,
+        frozenset: take_set,
+        types.FunctionType: take_function,
+        types.MethodType: take_method,
+        types.BuiltinMethodType: take_method,
+        types.MethodWrapperType: take_method,
+        weakref.ref: take_weak,
+        io.BytesIO: take_reduced,
+        io.StringIO: take_reduced,
+        WatchedALE: take_ale,
+    }
+)
 
 
 def find(kind: type, value: Any) -> Taking:
@@ -143,99 +140,6 @@ def find(kind: type, value: Any) -> Taking:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Takes snapshots of envs.
-# ----------------------------------------------------------------------------------------------------------
-
-# By class, the attributes that were no atoms when one was last taken: a guess, which is checked each time. So
-# all others are looked at in one go.
-_others: dict[type, tuple[str, ...]] = {}
-
-
-class Taker:
-    """Takes one snapshot. Whatever is met twice is one node, so aliases stay aliases.
-
-    Args:
-        memo: nodes of an env's wrappers and the env, which stand for themselves, by their `id`.
-        shared: what all snapshots of the env share.
-        lenient: leave what is no value as it is, in place of an error.
-    """
-
-    def __init__(self, memo: dict[int, Any], shared: Shared, *, lenient: bool = False) -> None:
-        self.memo = memo
-        self.shared = shared
-        self.lenient = lenient
-        self._alive: list[Any] = []  # or another object may get the `id` of one that is gone
-
-    def value(self, value: Any) -> Any:
-        """Returns an atom as it is, and a node for all else."""
-        kind = type(value)
-        if kind in ATOMS:
-            return value
-        node = self.memo.get(id(value))
-        if node is not None:
-            return node
-        taking = TAKINGS.get(kind)
-        if taking is None:
-            taking = TAKINGS[kind] = find(kind, value)
-        if not self.lenient:
-            return taking(self, value)
-        try:
-            return taking(self, value)
-        except CannotCopy:
-            return KEPT
-
-    def remember(self, value: Any, node: Any) -> None:
-        """Notes that a node stands for a value, which lives as long as this."""
-        self.memo[id(value)] = node
-        self._alive.append(value)
-
-    def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
-        """Takes the attributes of an object."""
-        held = attributes_of(owner)
-        atoms, nodes = held.copy(), {}
-        name, absent = "", self
-        try:
-            for name in _others.get(type(owner), ()):
-                value = atoms.pop(name, absent)
-                if value is not absent and name not in without:
-                    node = self.value(value)
-                    nodes[name] = KEPT if type(node) is Picture and name in CANVASES else node
-        except CannotCopy as error:
-            error.path.insert(0, name)
-            raise
-        if ATOMS.issuperset(map(type, atoms.values())):
-            return atoms, nodes, len(held)
-        _others[type(owner)] = tuple(name for name, value in held.items() if type(value) not in ATOMS)
-        return self.fields(owner, without)
-
-    def items(self, values: Any) -> list[Any]:
-        """Takes the items of a list or the like."""
-        taken: list[Any] = []
-        for number, value in enumerate(values):
-            if type(value) in ATOMS:
-                taken.append(value)
-                continue
-            try:
-                taken.append(self.value(value))
-            except CannotCopy as error:
-                error.path.insert(0, f"[{number}]")
-                raise
-        return taken
-
-    def pairs(self, values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-        """Takes keys and values of a dict."""
-        taken: list[tuple[Any, Any]] = []
-        for key, value in values.items():
-            try:
-                taken.append((self.value(key), self.value(value)))
-            except CannotCopy as error:
-                error.path.insert(0, f"[{key!r}]")
-                raise
-        return taken
-
-
-# ----------------------------------------------------------------------------------------------------------
-#
 # Takes and puts back what was taken before, in C++, as long as only what is ordinary has changed.
 #
 # From one snapshot of an env to the next hardly anything changes but numbers, arrays and random numbers.
@@ -256,7 +160,7 @@ class Again:
         self._told = [told(layer) for layer in layers]
         self._before: list[Fields] | None = None
         slotted = any(slots_of(type(layer)) for layer in layers)
-        self._compiled = None if slotted else _stepper.compiled
+        self._compiled = None if slotted else _native.ext
 
     def take(self) -> list[Fields] | None:
         """Returns the attributes of each layer; `None` if they have to be walked through."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,9 @@ from jaxvec._envs.constructors import Description
 from jaxvec._envs.slice import Arguments, Asked, Told
 from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout, Marks
-from jaxvec._native import library
-from jaxvec._native.engine import CEngine
-from jaxvec._native.handoff import NativeParentEnd, NativeWorkerEnd
+from jaxvec._native import load, reason_unavailable
+from jaxvec._native.native_dispatch import NativeParentEnd, NativeWorkerEnd
+from jaxvec._native.native_engine import CEngine
 from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._tracing import Record
 
@@ -34,49 +35,53 @@ from jaxvec._tracing import Record
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class Process(Protocol):
-    """A worker, as far as it can be told from outside."""
+class Process(ABC):
+    """A worker, as far as it can be told from outside.
+
+    Attributes:
+        place: where it is, in words, if that is not this machine.
+        ahead: how far its monotonic clock is ahead of ours, in ns.
+    """
 
     @property
     def place(self) -> str:
-        """Says where it is, if that is not this machine."""
-        ...
+        return ""
 
     @property
     def ahead(self) -> int:
-        """How far its monotonic clock is ahead of ours, in ns."""
-        ...
+        return 0
 
+    @abstractmethod
     def ended(self) -> bool:
-        """Says whether it has ended."""
-        ...
+        """Tells whether it has ended."""
 
+    @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Waits for its end, for at most `timeout` seconds; says whether it has ended."""
-        ...
+        """Waits for its end, for at most `timeout` seconds; returns whether it has ended."""
 
+    @abstractmethod
     def end(self) -> None:
         """Ends it at once, and whatever its envs have started; from any thread, and twice."""
-        ...
 
+    @abstractmethod
     def ending(self) -> tuple[int | None, str]:
-        """Returns the exit code, if there is one, and says in words how it ended."""
-        ...
+        """Returns the exit code, if there is one, and how it ended, in words."""
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Starts workers, each with a control socket, on which it waits for what to build.
 
     Attributes:
         at_sockets: whether workers that serve listen at their sockets all the same, and need no notice.
     """
 
-    at_sockets: bool
+    at_sockets: ClassVar[bool] = False
 
     def partition(self, slices: Slices) -> Slices:
         """Returns for which slots each worker's doorbell is rung, of the slots that each holds."""
-        ...
+        return slices
 
+    @abstractmethod
     def launch(self, worker: int) -> tuple[Process, ParentChannel]:
         """Starts a worker, or another in its place; returns it, and our end of its control socket.
 
@@ -85,11 +90,9 @@ class Launcher(Protocol):
             TimeoutError: it was not started in time.
             OSError: there is no room for it: no memory, descriptor or process is left.
         """
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a default
         """Lets go of what workers share. They have ended."""
-        ...
 
 
 def tell_ending(ended: bool, exitcode: int | None) -> tuple[int | None, str]:
@@ -137,60 +140,46 @@ class Patience:
         return max(self.began + max(self.timeout - self.waited, 0), grace + self.timeout)
 
 
-class Workers(Protocol):
+class Workers(ABC):
     """The envs, wherever they live.
 
     One call at a time, but for `wait`, `close`, `kill`, and requests of slices whose slots the caller holds.
+
+    Attributes:
+        description: of the envs.
+        restarts: number of recovered faults, per worker.
+        lives: number of replacements, per worker.
+        ends: the error for which each worker was replaced last.
+        told: settings of the envs that new ones are told again, if the pool goes on after faults.
+        maps_segment: whether the envs see what the pool writes into the segment.
+        moves_states: whether `send` takes saves and restores, of states whose numbers are in the segment.
     """
 
     description: Description
+    restarts: Sequence[int]
+    lives: Sequence[int]
+    ends: Sequence[JaxvecError | None]
+    told: Told | None
+    maps_segment: bool = True
+    moves_states: bool = False
 
-    @property
-    def restarts(self) -> Sequence[int]:
-        """How many faults of each worker were gone on from."""
-        ...
-
-    @property
-    def lives(self) -> Sequence[int]:
-        """How often each worker was replaced by another."""
-        ...
-
-    @property
-    def ends(self) -> Sequence[JaxvecError | None]:
-        """By what error each worker was replaced last."""
-        ...
-
-    @property
-    def maps_segment(self) -> bool:
-        """Whether the envs see what the pool writes into the segment."""
-        ...
-
-    @property
-    def moves_states(self) -> bool:
-        """Whether `send` can be asked for saves and restores, of states whose numbers are in the segment."""
-        ...
-
-    @property
-    def told(self) -> Told | None:
-        """Takes note of what envs are told, if the pool goes on after faults."""
-        ...
-
+    @abstractmethod
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         """Creates the segment, lets the envs write there, and returns its arrays."""
-        ...
 
+    @abstractmethod
     def open_engine(self, rules: Rules) -> Engine:
         """Returns the engine, which decides who may move the envs."""
-        ...
 
+    @abstractmethod
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         """Hands `slots` to their envs."""
-        ...
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
-        """Says whether one of `slots` is being reset."""
-        ...
+        """Tells whether one of `slots` is being reset."""
+        return False
 
+    @abstractmethod
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """Waits until `count` of `slots` are done.
 
@@ -205,8 +194,8 @@ class Workers(Protocol):
             EnvTimeoutError: the envs did not finish in time.
             NotReadyError: the caller has waited long enough; nothing has failed.
         """
-        ...
 
+    @abstractmethod
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         """Returns those of `slots` that were done first, in that order.
 
@@ -214,12 +203,12 @@ class Workers(Protocol):
             slots: that were sent, in that order.
             count: how many of them, at most; as many as are done, if these are fewer.
         """
-        ...
 
+    @abstractmethod
     def set_options(self, options: Options, timeout: float | None) -> None:
         """Sets what every `reset` from now on passes to its envs; raises as `wait` and `request`."""
-        ...
 
+    @abstractmethod
     def request(
         self,
         name: Asked,
@@ -244,12 +233,12 @@ class Workers(Protocol):
             NotPicklableError: of the arguments; nobody was asked.
             JaxvecError: as `wait`, if envs in flight fail meanwhile.
         """
-        ...
 
+    @abstractmethod
     def start_trace(self, capacity: int) -> None:
         """Lets each slice record the latest `capacity` spans from now on; raises as `request`."""
-        ...
 
+    @abstractmethod
     def stop_trace(self, *, hurry: bool) -> list[Record]:
         """Ends that, and returns the record of each slice.
 
@@ -259,18 +248,16 @@ class Workers(Protocol):
         Raises:
             As `request`, unless in a hurry.
         """
-        ...
 
+    @abstractmethod
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         """Closes the envs, by force after `timeout` seconds; `None` waits for them for ever.
 
         `tell` says whether to log which of them were cut off.
         """
-        ...
 
-    def kill(self) -> None:
-        """Ends the envs at once, from any thread; whoever waits for them gets an error."""
-        ...
+    def kill(self) -> None:  # noqa: B027 - a default
+        """Ends the envs at once, if they have processes; from any thread. Waits for them get an error."""
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -289,13 +276,13 @@ def choose_dispatch(kind: str) -> str:
         NativeUnavailableError: `"native"` was asked for and can't be had; says why.
     """
     if kind == "auto":
-        reason = library.reason_unavailable()
+        reason = reason_unavailable()
         if reason is None:
             return "native"
         _logger.info("portable hand-off: %s", reason)
         return "portable"
     if kind == "native":
-        library.load()
+        load()
     return kind
 
 
@@ -348,7 +335,7 @@ def open_engine(
     rules: Rules,
 ) -> Engine:
     """Makes the engine of a pool with this hand-off."""
-    if end.address is None or spec.object_leaves:
+    if end.native_end is None or spec.object_leaves:
         return PyEngine(rules)
     return CEngine(
         end,

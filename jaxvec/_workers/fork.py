@@ -1,4 +1,4 @@
-"""Starts workers as forks of a fork server; see `_forkserver.py`, which is the other end."""
+"""Starts workers as forks of a fork server; see `forkserver.py`, which is the other end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
-from jaxvec._workers.base import Slices, tell_ending
+from jaxvec._workers.base import Launcher, Process, tell_ending
 from jaxvec._workers.forkserver import (
     ANSWER,
     FORK,
@@ -44,11 +44,8 @@ _PATIENCE = 1.0  # seconds for an answer that comes at once
 _IDLE = 2  # how many servers without workers are kept, in case there is another pool
 
 
-class ForkedWorker:
-    """A worker of this machine, forked, the first of a process group of its own; see `Process`."""
-
-    place = ""
-    ahead = 0
+class ForkedWorker(Process):
+    """A worker of this machine, forked, the first of a process group of its own."""
 
     def __init__(self, pid: int, pidfd: int, reap: Callable[[int], int | None]) -> None:
         """Takes over a worker.
@@ -165,10 +162,8 @@ _servers: dict[tuple[Any, ...], _Server] = {}  # by what they have that a fork c
 _lock = threading.RLock()  # Ctrl-C may come while it is held
 
 
-class Forker:
-    """Starts workers on this machine, as forks of a server; see `Launcher`."""
-
-    at_sockets = False
+class Forker(Launcher):
+    """Starts workers on this machine, as forks of a server."""
 
     def __init__(self, config: PoolConfig) -> None:
         """Prepares to start workers; `Timeouts(start=...)` includes the start of the server."""
@@ -176,9 +171,6 @@ class Forker:
         self._modules = tuple(config.workers.preload)
         self._timeout = config.timeouts.start
         self._server: _Server | None = None
-
-    def partition(self, slices: Slices) -> Slices:
-        return slices
 
     def launch(self, worker: int) -> tuple[ForkedWorker, Channel]:
         env = environ(self._changes)

@@ -24,7 +24,6 @@ from typing import NoReturn
 import numpy as np
 
 from jaxvec._dispatch.channel import Channel, adopt_channel
-from jaxvec._native import library
 from jaxvec._workers import lifeline as _lifeline
 from jaxvec._workers import worker as _worker
 
@@ -102,7 +101,6 @@ def _ignored() -> set[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The fork server: a process that has imported what every worker imports, and forks into workers.
 #
 # It is an interpreter of its own, so it has neither JAX nor its threads; nor has it code of the user, but
@@ -214,7 +212,6 @@ class _Server:
             except BaseException as error:
                 return ImportError(f"preload: {module!r} can't be imported: {type(error).__name__}: {error}")
         sys.path[:] = ours
-        library.reason_unavailable()  # loads it
         os.chdir("/")  # to hold on to no folder
         gc.collect()
         gc.freeze()  # a collection in a worker would copy the memory that all share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,14 @@ from jaxvec._dispatch.channel import Channel
 from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff
 from jaxvec._dispatch.engine import Engine, Rules
 from jaxvec._dispatch.move import Verb
-from jaxvec._envs.slice import Arguments, Asked, Told
+from jaxvec._envs.slice import Arguments, Asked
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork
-from jaxvec._workers.base import Launcher, Patience, Process, Slices, open_engine, parent_end
+from jaxvec._workers.base import Launcher, Patience, Process, Workers, open_engine, parent_end
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
 from jaxvec._workers.spawn import Spawner
@@ -53,19 +53,14 @@ def choose_start_method(name: str) -> str:
     return name
 
 
-class LocalLauncher:
-    """Starts workers on this machine; see `Launcher`."""
-
-    at_sockets = False
+class LocalLauncher(Launcher):
+    """Starts workers on this machine, by the start method that is possible."""
 
     def __init__(self, config: PoolConfig) -> None:
         """Prepares to start workers; raises as `choose_start_method`."""
         self._config = config
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config) if forks else Spawner(config)
-
-    def partition(self, slices: Slices) -> Slices:
-        return slices
 
     def launch(self, worker: int) -> tuple[Process, Channel]:
         try:
@@ -91,8 +86,8 @@ class LocalLauncher:
 _SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps
 
 
-class ProcessWorkers:
-    """The worker processes of one pool; see `Workers`. `close()` ends them, whatever state they are in."""
+class ProcessWorkers(Workers):
+    """The worker processes of one pool. `close()` ends them, whatever state they are in."""
 
     def __init__(
         self, recipe: WorkerRecipe, *, launcher: Launcher, handoff: str, budget: Budget, learn_info: bool
@@ -110,38 +105,16 @@ class ProcessWorkers:
         self._max_running = recipe.config.workers.max_running
         self._arrays: Arrays | None = None
         self._kind = handoff
-        self._budget = budget
         self._handoff: ParentHandoff | None = None
-        self.supervisor = Supervisor(recipe, budget, launcher)
+        supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
+        self.restarts, self.lives, self.ends = budget.restarts, supervisor.lives, supervisor.ends
+        self.told = supervisor.told
+        self.maps_segment = not launcher.at_sockets
         try:
             self.description = self.supervisor.build(learn_info=learn_info)
         except BaseException:
             self.close(timeout=0)
             raise
-
-    @property
-    def restarts(self) -> Sequence[int]:
-        return self._budget.restarts
-
-    @property
-    def lives(self) -> Sequence[int]:
-        return self.supervisor.lives
-
-    @property
-    def ends(self) -> Sequence[JaxvecError | None]:
-        return self.supervisor.ends
-
-    @property
-    def maps_segment(self) -> bool:
-        return not self._launcher.at_sockets
-
-    @property
-    def moves_states(self) -> bool:
-        return self.maps_segment and not self._objects_in
-
-    @property
-    def told(self) -> Told | None:
-        return self.supervisor.told
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         spin_ns = _spin_ns(len(self._slices))
@@ -156,6 +129,7 @@ class ProcessWorkers:
         self._spec, self._arrays = spec, arrays
         self._objects_out = [leaf.path for leaf in spec.action_leaves if leaf.is_object]
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
+        self.moves_states = self.maps_segment and not self._objects_in
         self._partition = self._launcher.partition(self._slices)
         self._handoff = parent_end(
             self._kind,

@@ -6,7 +6,7 @@ interrupt an env, so timeouts don't apply.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,20 +25,21 @@ from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
-from jaxvec._workers.base import Patience
+from jaxvec._workers.base import Patience, Workers
 from jaxvec._workers.supervisor import tell_lost
 from jaxvec._workers.worker import WorkerRecipe
 
 
-class SerialWorkers:
-    """See `Workers`."""
+class SerialWorkers(Workers):
+    """The envs of one pool in this process."""
 
     def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
         self._envs: list[Any] = []
         self._close_slice: Callable[[], None] = lambda: None
         self._recipe = recipe
         self._budget = budget
-        self.told: Told | None = None
+        self.restarts, self.lives, self.ends = budget.restarts, [0], [None]
+        self.told = None
         if budget.policy is not None:
             self.told = Told(budget.policy, lambda value: value)  # envs have the very values
         with _typed():
@@ -49,26 +50,6 @@ class SerialWorkers:
         if self.description.mismatch is not None:
             self.close(timeout=0)
             raise SpaceMismatchError(self.description.mismatch)
-
-    @property
-    def restarts(self) -> Sequence[int]:
-        return self._budget.restarts
-
-    @property
-    def lives(self) -> Sequence[int]:
-        return [0]
-
-    @property
-    def ends(self) -> Sequence[None]:
-        return [None]
-
-    @property
-    def maps_segment(self) -> bool:
-        return True
-
-    @property
-    def moves_states(self) -> bool:
-        return False  # a request is a call
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = private_segment(layout)
@@ -86,9 +67,6 @@ class SerialWorkers:
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
         self._move(verb, slots)
-
-    def any_resetting(self, slots: NDArray[Any]) -> bool:
-        return False
 
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
         """Returns at once, since all is done when `send` returns."""
@@ -127,9 +105,6 @@ class SerialWorkers:
         self._close_slice()
         with _typed():
             close_envs(envs, 0, self._recipe.config.envs_per_instance)
-
-    def kill(self) -> None:
-        """There is nothing to kill."""
 
     def _move(self, verb: Verb, slots: NDArray[Any]) -> None:
         move = self._slice.step if verb is Verb.STEP else self._slice.reset

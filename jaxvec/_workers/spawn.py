@@ -18,7 +18,7 @@ import gymnasium
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers import lifeline
-from jaxvec._workers.base import Slices, tell_ending
+from jaxvec._workers.base import Launcher, Process, tell_ending
 
 # Workers share the machine's cores, so each gets one thread; and they never touch the accelerator.
 _WORKER_ENV: dict[str, str | None] = {
@@ -37,11 +37,8 @@ _MPI = ("OMPI_", "PMI_", "PMIX_")
 _GLANCE = 0.002  # seconds between looks for the end of a process
 
 
-class SpawnedWorker:
-    """A worker with an interpreter of its own, the first of a process group; see `Process`."""
-
-    place = ""
-    ahead = 0
+class SpawnedWorker(Process):
+    """A worker with an interpreter of its own, the first of a process group."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -69,16 +66,11 @@ class SpawnedWorker:
         return tell_ending(self.wait(timeout=1), self._process.returncode)
 
 
-class Spawner:
-    """Starts workers on this machine, each an interpreter of its own; see `Launcher`."""
-
-    at_sockets = False
+class Spawner(Launcher):
+    """Starts workers on this machine, each an interpreter of its own."""
 
     def __init__(self, config: PoolConfig) -> None:
         self._changes = config.workers.env
-
-    def partition(self, slices: Slices) -> Slices:
-        return slices
 
     def launch(self, worker: int) -> tuple[SpawnedWorker, Channel]:
         ours, theirs = channel_pair()
@@ -90,9 +82,6 @@ class Spawner:
         finally:
             os.close(theirs)
         return SpawnedWorker(process), ours
-
-    def close(self) -> None:
-        """There is nothing that workers share."""
 
 
 def environ(changes: Mapping[str, str | None]) -> dict[str, str]:

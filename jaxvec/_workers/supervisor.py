@@ -255,7 +255,6 @@ def name_envs(env_ids: Sequence[int]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # Starts, asks, watches, replaces and ends worker processes; whatever fails there is a typed error.
 #
 # Several threads may ask, and wait for envs, at a time.

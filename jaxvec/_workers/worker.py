@@ -59,7 +59,6 @@ def show_process_name(first: int, count: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # `RunLimit`: at most so many of a pool's workers run their envs at once; the others wait for their turn.
 #
 # A turn is a lock on one byte of the segment, which the kernel gives back whatever becomes of its holder.
@@ -270,11 +269,10 @@ def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # A worker. Attaches, builds its slice, serves until end of file.
 #
 # It never imports jax. It is its own interpreter, or a fork of one that did nothing but import
-# (`_forkserver.py`), not a child of `multiprocessing`: so it neither runs the user's script again nor has
+# (`forkserver.py`), not a child of `multiprocessing`: so it neither runs the user's script again nor has
 # JAX's threads.
 # ----------------------------------------------------------------------------------------------------------
 

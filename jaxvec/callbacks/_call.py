@@ -78,7 +78,6 @@ class Handle:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The effect of a call: what JAX may do to the program around it.
 #
 # It is a kind of `io_callback`'s: JAX neither drops, repeats nor reorders a call, and refuses `checkpoint`.
@@ -167,7 +166,7 @@ class Call:
     """All of a call that is fixed when its program is traced; equal calls compile to the same.
 
     The first operand and the first result are the token, `[n, 3]` uint32. More operands, by verb:
-    reset `[n, 2]` uint32 seeds (low and high word, as `_seeds.expand`) and an `[n]` bool mask; step the
+    reset `[n, 2]` uint32 seeds (low and high word, as `expand_seeds`) and an `[n]` bool mask; step the
     leaves of the action, `[n, ...]`; send those, `[k, ...]`, and `[k]` int32 env ids; call the leaves of
     its arguments, `[n, ...]`; restore `[n, 3]` uint32 ids of states; simulate those and the leaves of the
     action. More results: of reset, step, recv, restore and simulate the leaves of the time step, of save
@@ -177,13 +176,13 @@ class Call:
     Attributes:
         verb: what is asked for.
         spec: of the pool.
-        transport: as `_transports.choose` returned it.
+        transport: as `choose_transport` returned it.
         fresh: of a reset, whether it starts from the pool, with all envs, and not from a handle.
         extra: of a reset its options, and whether it has a mask; of a call what to call; pickled.
         arguments, answers: of each argument and result of a call the shape, without the env axis, and
             the dtype.
         elastic: of a fresh reset, whether it starts from the pool's family, with as many envs as the
-            token has rows; see `_pools.Family`.
+            token has rows; see `registry.publish_family`.
         unread: the numbers of the results that the program does not read, and which are not copied for it.
     """
 
@@ -466,10 +465,10 @@ def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
 
 
 def seed_words(seed: Any, num_envs: int) -> jax.Array:
-    """Returns `[num_envs, 2]` uint32: low and high word of each seed, as `_seeds.expand`.
+    """Returns `[num_envs, 2]` uint32: low and high word of each seed, as `expand_seeds`.
 
     Args:
-        seed: what `_seeds.expand` takes, also traced; or a JAX key, for a seed of each env's own.
+        seed: what `expand_seeds` takes, also traced; or a JAX key, for a seed of each env's own.
         num_envs: how many.
     """
     if _is_key(seed, num_envs):

@@ -82,7 +82,7 @@ class EnvFamily:
         self._pools = {1: self.first}
         self._starting = threading.Lock()  # one thread at a time; `close` does not wait for it
         self.closed: bool = False
-        registry.publish_family(self.first.pool.id, self)
+        registry.publish_family(self.first.pool.id, self.pool)
 
     @property
     def pools(self) -> Mapping[int, VectorEnv]:

@@ -1,13 +1,12 @@
 """The FFI transport: compiled programs call into C++, on the CPU and on CUDA. Twin of `_native/ffi.cc`.
 
 A step, send or recv that meets with nothing unusual never comes to Python. Everything else does:
-`_answer` serves other verbs, the pools without the native hand-off, and every call that ends in an error.
+`_serve` answers other verbs, the pools without the native hand-off, and every call that ends in an error.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import math
 import pickle
 import re
@@ -22,11 +21,11 @@ import numpy as np
 from jax.experimental import io_callback
 from numpy.typing import NDArray
 
+from jaxvec import _native
 from jaxvec._dispatch.engine import Status
 from jaxvec._dispatch.move import VERBS
 from jaxvec._memory import pinned
-from jaxvec._native import interrupts, library
-from jaxvec._native.engine import Array
+from jaxvec._native.interrupts import raise_since
 from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks import _call
@@ -46,7 +45,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
     """
     reason = reason_unavailable()
     if reason is not None:
-        raise library.NativeUnavailableError(reason)
+        raise _native.NativeUnavailableError(reason)
     if platform == "cpu":
         _make_synchronous(operands[0])
     attributes: dict[str, Any] = {
@@ -87,7 +86,7 @@ def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies
     # On each device, one call begins while the copies of the one before are still under way.
     calls = 2 * min(copies, devices)
     with suppress(pinned.PinningError), pinned.context():
-        library.load().jaxvec_cuda_prepare(calls, sizes.ctypes.data, len(sizes))
+        _native.load().prepare_cuda(calls, sizes)
 
 
 def _bind(
@@ -117,17 +116,10 @@ def reason_unavailable() -> str | None:
     A handler made for a newer FFI than the runtime's may take the whole CPU backend down, so the
     version is compared before anything is registered.
     """
-    try:
-        native = library.declare(
-            jaxvec_ffi_version=(ctypes.c_uint32, []),
-            jaxvec_set_python=(None, [ctypes.c_void_p]),
-            jaxvec_fail=(None, [ctypes.c_void_p, ctypes.c_char_p]),
-            jaxvec_cuda_prepare=(None, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32]),
-        )
-        library.check_records(_Call, _Python)
-    except library.NativeUnavailableError as error:
-        return str(error)
-    ours, theirs = native.jaxvec_ffi_version(), _runtime_version()
+    native = _native.ext
+    if native is None:
+        return _native.reason_unavailable()
+    ours, theirs = native.FFI_VERSION, _runtime_version()
     if not _OLDEST <= ours <= theirs:
         return (
             f"the native library was built for XLA FFI {_format(ours)}, but this jaxlib speaks "
@@ -135,12 +127,12 @@ def reason_unavailable() -> str | None:
         )
     try:
         # JAX keeps those of a platform that is not there, so it does not matter when it comes.
-        for platform, handler in (("cpu", native.jaxvec_ffi_call), ("CUDA", native.jaxvec_ffi_cuda_call)):
-            jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform=platform)
+        for platform, handler in (("cpu", native.FFI_CALL), ("CUDA", native.FFI_CUDA_CALL)):
+            jax.ffi.register_ffi_target(_TARGET, handler, platform=platform)
     except Exception as error:
         return f"jax refused the FFI handlers: {type(error).__name__}: {error}"
-    native.jaxvec_set_python(ctypes.byref(_PYTHON))
-    atexit.register(native.jaxvec_set_python, None)  # no Python for a program that runs on
+    native.set_python(_serve, _fail)
+    atexit.register(native.set_python, None, None)  # no Python for a program that runs on
     return None
 
 
@@ -159,125 +151,56 @@ def _nothing() -> None:
     pass
 
 
-class _Call(ctypes.Structure):
-    """`Call` of ffi.h."""
+def _fail(error: BaseException, pool_id: int, under_way: bool) -> bytes:
+    """Notes why a call ends, be it Ctrl-C or `sys.exit` of a signal's handler, and returns what XLA is told.
 
-    _fields_ = [
-        ("verb", ctypes.c_uint32),
-        ("status", ctypes.c_uint32),
-        ("fresh", ctypes.c_uint32),
-        ("num_extra", ctypes.c_uint32),
-        ("fingerprint", ctypes.c_int64),
-        ("waited_ns", ctypes.c_int64),
-        ("extra", ctypes.c_void_p),
-        ("operands", ctypes.POINTER(Array)),
-        ("results", ctypes.POINTER(Array)),
-        ("num_operands", ctypes.c_uint32),
-        ("num_results", ctypes.c_uint32),
-        ("interrupts", ctypes.c_uint32),
-        ("on_device", ctypes.c_uint32),
-        ("pool", ctypes.c_uint32),
-        ("packed", ctypes.c_void_p),
-        ("packed_bytes", ctypes.c_uint64),
-        ("error", ctypes.c_void_p),
-        ("exception", ctypes.c_void_p),
-    ]
+    It may be called twice for one call.
+    """
+    registry.keep(pool_id, error, under_way=under_way)
+    return f"{type(error).__name__}: {error}".encode(errors="replace")
 
 
-class _Python(ctypes.Structure):
-    """`Python` of ffi.h."""
-
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            "answer",
-            "ensure_gil",
-            "release_gil",
-            "run_signal_handlers",
-            "take_exception",
-            "make_exception",
-            "make_int",
-            "call",
-            "release",
-        )
-    ]
-
-
-def _answer(address: int) -> None:
-    """Answers the call at `address`. What it raises, C++ calls it again with, to end the call by that."""
-    call = _Call.from_address(address)
-    if call.exception:
-        _fail(call, ctypes.cast(call.exception, ctypes.py_object).value)
-    else:
-        _serve(call)
-
-
-def _fail(call: _Call, error: BaseException) -> None:
-    """Ends a call by an error: also by Ctrl-C or `sys.exit` of a signal's handler. May be done twice."""
-    registry.keep(call.pool, error, under_way=call.status == Status.UNDER_WAY)
-    text = f"{type(error).__name__}: {error}".encode(errors="replace")
-    library.load().jaxvec_fail(ctypes.addressof(call), text)
-
-
-_PYTHON = _Python(
-    id(_answer),
-    *(
-        ctypes.cast(function, ctypes.c_void_p).value
-        for function in (
-            ctypes.pythonapi.PyGILState_Ensure,
-            ctypes.pythonapi.PyGILState_Release,
-            ctypes.pythonapi.PyErr_CheckSignals,
-            ctypes.pythonapi.PyErr_Fetch,
-            ctypes.pythonapi.PyErr_NormalizeException,
-            ctypes.pythonapi.PyLong_FromVoidPtr,
-            ctypes.pythonapi.PyObject_CallOneArg,
-            ctypes.pythonapi.Py_DecRef,
-        )
-    ),
-)
-
-
-def _serve(theirs: _Call) -> None:
-    operands = [_view(theirs.operands[i]) for i in range(theirs.num_operands)]
-    out = [_view(theirs.results[i]) for i in range(theirs.num_results)]
+def _serve(
+    *,
+    verb: int,
+    status: int,
+    fresh: bool,
+    extra: bytes,
+    fingerprint: int,
+    waited_ns: int,
+    operands: Sequence[NDArray[Any]],
+    results: Sequence[NDArray[Any]],
+    interrupts: int,
+    on_device: bool,
+) -> None:
+    """Answers a call of a compiled program; see `Call` of call.h. What it raises comes to `_fail`."""
     if not operands or not operands[0].ndim:
         raise TypeError("a call without operands, or whose first is no token")
     token = operands[0]
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
-    pool_id, fresh = _call.pool_id_of(token), len(token) if theirs.fresh else None
+    pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
     with (
-        annotate(VERBS[theirs.verb].function, "FFI by Python"),
-        registry.serving(pool_id, theirs.fingerprint, fresh) as pool,
+        annotate(VERBS[verb].function, "FFI by Python"),
+        registry.serving(pool_id, fingerprint, rows) as pool,
         span(pool.condition.recorder, "FFI by Python"),
     ):
-        if theirs.on_device:
+        if on_device:
             pool.condition.errors_late = True
             pool.pin()
-        extra = pickle.loads(ctypes.string_at(theirs.extra, theirs.num_extra))
-        unread = frozenset(i for i, each in enumerate(out) if not len(each))
-        call = Call(VERBS[theirs.verb], pool.spec, "ffi", bool(theirs.fresh), *extra, unread=unread)
+        unread = frozenset(i for i, each in enumerate(results) if not len(each))
+        call = Call(VERBS[verb], pool.spec, "ffi", fresh, *pickle.loads(extra), unread=unread)
         _check_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
-        _check_types(out, call.results(len(token)))
-        interrupt = partial(interrupts.raise_since, theirs.interrupts)
-        if theirs.status == Status.DONE:  # asked because of a signal only; the pool is not broken by it
+        _check_types(results, call.results(len(token)))
+        interrupt = partial(raise_since, interrupts)
+        if status == Status.DONE:  # asked because of a signal only; the pool is not broken by it
             interrupt()
-        elif theirs.status == Status.UNDER_WAY:
+        elif status == Status.UNDER_WAY:
             move = _call.move_of(call, pool, token)
-            pool.end(move, waited=theirs.waited_ns / 1e9, interrupt=interrupt, out=out[1:])
-            out[0][:] = _call.token_of(pool, move)
+            pool.end(move, waited=waited_ns / 1e9, interrupt=interrupt, out=results[1:])
+            results[0][:] = _call.token_of(pool, move)
         else:
             interrupt()
-            _call.answer(call, pool, operands, out)
-
-
-def _view(array: Array) -> NDArray[Any]:
-    """Returns the memory of a program's operand or result; it is there as long as the call lasts."""
-    if not array.dtype:
-        raise TypeError("a buffer has a dtype that NumPy does not have")
-    dtype = np.dtype(f"{chr(array.dtype % 256)}{array.dtype // 256}")
-    shape = tuple(array.dims[axis] for axis in range(array.rank))
-    memory: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(array.data or 0)
-    return np.ndarray(shape, dtype, memory)
+            _call.answer(call, pool, operands, results)
 
 
 def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtypeStruct]) -> None:

@@ -343,7 +343,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
 
 
 def _extra(name: str, args: Any, tree: Any) -> bytes:
-    """Returns what `_program.ask_envs` has to know, equal for equal calls."""
+    """Returns what `ask_envs` has to know, equal for equal calls."""
     skeleton = jax.tree.unflatten(tree, range(tree.num_leaves))
     return dumps((name, args, skeleton))
 

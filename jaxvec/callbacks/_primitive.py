@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxvec._dispatch.move import Verb
 from jaxvec._errors import EnvIdError
-from jaxvec._native.library import NativeUnavailableError
+from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
 from jaxvec.callbacks import _ffi, _io_callback
 from jaxvec.callbacks._call import EFFECT, PURE, Call, annotate, answer, pool_id_of
@@ -48,7 +48,6 @@ def choose_transport(name: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # The JAX primitive that every verb is: how a call is traced, transformed, lowered, or made at once.
 #
 # All operands and results have the env axis first, so to batch a call is to make one for more envs. To a

@@ -22,14 +22,13 @@ import gymnasium
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 import jaxvec
-from jaxvec import _stepper, _util, testing
+from jaxvec import _native, _util, testing
 from jaxvec._config import TRANSPORTS
 from jaxvec._envs import constructors
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import split_evenly
-from jaxvec._native import library
-from jaxvec._native.library import NativeUnavailableError
+from jaxvec._native import NativeUnavailableError
 from jaxvec._ray import cluster
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
@@ -251,10 +250,8 @@ def _examine() -> Iterator[tuple[str, str]]:
     yield "start method", process.choose_start_method("auto") if reason is None else f"spawn: {reason}"
     pins = hasattr(os, "sched_setaffinity")
     yield "pin_workers", "ready" if pins else "off: this system does not bind processes to cores"
-    reason = library.reason_unavailable()
+    reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
-    reason = _stepper.reason_unavailable
-    yield "stepping loop", "compiled" if reason is None else f"off: {reason}"
     yield "dispatch", base.choose_dispatch("auto")
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"

@@ -55,7 +55,6 @@ def make_delayed(env: str, mean: float) -> gymnasium.Env[Any, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-#
 # IMPALA on one machine: actors play while the learner learns, and V-trace corrects for what is older.
 #
 #     python -m jaxvec.examples.impala

@@ -2,13 +2,10 @@
 //
 // _snapshots/snapshot.py says what these functions do, and has the rest of the rules.
 
-#define NO_IMPORT_ARRAY
 #include "states.h"
 
 #include <utility>
 #include <vector>
-
-#include "api.h"
 
 namespace {
 

@@ -1,14 +1,17 @@
 // Methods of the module; see states.cc.
 
-#ifndef JAXVEC_STEPPER_STATES_H_
-#define JAXVEC_STEPPER_STATES_H_
+#pragma once
 
-#include "api.h"
+#include "python.h"
+
+enum class Outcome {
+  kDone,
+  kOther,  // not a case for these files; no error is set
+  kError,  // a Python error is set
+};
 
 PyObject* TakeAgain(PyObject* module, PyObject* args);
 PyObject* PutAgain(PyObject* module, PyObject* args);
 
 // Makes ready for them; false if a Python error is set.
 bool InitStates();
-
-#endif  // JAXVEC_STEPPER_STATES_H_

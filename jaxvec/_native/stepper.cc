@@ -11,7 +11,6 @@
 #include <initializer_list>
 #include <limits>
 
-#include "api.h"
 #include "states.h"
 
 namespace {
@@ -182,13 +181,11 @@ Outcome Write(PyObject* write, Py_ssize_t slot, PyObject* value) {
 
 void WriterDealloc(PyObject* object) {
   auto* self = reinterpret_cast<Writer*>(object);
-  PyTypeObject* type = Py_TYPE(object);
   Py_XDECREF(self->write);
   Py_XDECREF(self->keys);
   Py_XDECREF(self->children);
   Py_XDECREF(self->rows);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+  Free(object);
 }
 
 PyObject* WriterCall(PyObject* self, PyObject* args, PyObject*) {
@@ -203,7 +200,7 @@ PyType_Slot writer_slots[] = {
     {Py_tp_call, reinterpret_cast<void*>(WriterCall)},
     {0, nullptr},
 };
-PyType_Spec writer_spec = {"jaxvec._stepper.compiled.Writer", sizeof(Writer), 0,
+PyType_Spec writer_spec = {"jaxvec._native._ext.Writer", sizeof(Writer), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, writer_slots};
 
 PyObject* LeafWriter(PyObject*, PyObject* args) {
@@ -459,14 +456,12 @@ PyObject* MakeStepper(PyObject*, PyObject* args, PyObject* kwargs) {
 
 void StepperDealloc(PyObject* object) {
   auto* self = reinterpret_cast<Stepper*>(object);
-  PyTypeObject* type = Py_TYPE(object);
   for (PyObject* kept :
        {self->states, self->infos, self->marks, self->returns, self->lengths, self->row_reward,
         self->row_return, self->row_length, self->running, self->forked, self->write_obs, self->write_info}) {
     Py_XDECREF(kept);
   }
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
+  Free(object);
 }
 
 PyMethodDef stepper_methods[] = {
@@ -478,31 +473,25 @@ PyType_Slot stepper_slots[] = {
     {Py_tp_methods, stepper_methods},
     {0, nullptr},
 };
-PyType_Spec stepper_spec = {"jaxvec._stepper.compiled.Stepper", sizeof(Stepper), 0,
+PyType_Spec stepper_spec = {"jaxvec._native._ext.Stepper", sizeof(Stepper), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, stepper_slots};
 
 PyMethodDef functions[] = {
     {"leaf_writer", LeafWriter, METH_VARARGS, nullptr},
     {"nested_writer", NestedWriter, METH_VARARGS, nullptr},
     {"put_again", PutAgain, METH_VARARGS, nullptr},
-    {"stepper", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(MakeStepper)),
-     METH_VARARGS | METH_KEYWORDS, nullptr},
+    {"stepper", AsMethod(MakeStepper), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"take_again", TakeAgain, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "compiled", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
-
 }  // namespace
 
-PyMODINIT_FUNC PyInit_compiled() {
-  import_array();
+bool AddStepper(PyObject* module) {
   step_name = PyUnicode_InternFromString("step");
   elapsed_name = PyUnicode_InternFromString("_elapsed_steps");
   most_name = PyUnicode_InternFromString("_max_episode_steps");
   writer_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&writer_spec));
   stepper_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&stepper_spec));
-  if (most_name == nullptr || !InitStates() || writer_type == nullptr || stepper_type == nullptr)
-    return nullptr;
-  return PyModule_Create(&definition);
+  return most_name != nullptr && InitStates() && writer_type != nullptr && stepper_type != nullptr &&
+         PyModule_AddFunctions(module, functions) == 0;
 }

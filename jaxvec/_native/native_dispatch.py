@@ -1,0 +1,118 @@
+"""The native hand-off: futexes in the segment, waits without the GIL. Twin of `handoff.cc`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
+from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff, Partition, Work, WorkerHandoff
+from jaxvec._dispatch.move import VERBS, Verb
+from jaxvec._memory.segment import Marks
+from jaxvec._native import load
+
+
+class NativeParentEnd(ParentHandoff):
+    """The native end of the parent."""
+
+    def __init__(
+        self,
+        marks: Marks,
+        slices: tuple[tuple[int, int], ...],
+        channels: Sequence[ParentChannel],
+        *,
+        spin_ns: int,
+    ) -> None:
+        super().__init__(marks)
+        self._native_end = load().Parent(
+            marks=marks,
+            sockets=np.array(sorted({channel.fileno() for channel in channels}), np.int32),
+            spin_ns=spin_ns,
+            look_around_ns=int(LOOK_AROUND * 1e9),
+        )
+        self._partition = Partition(slices)
+
+    @property
+    def native_end(self) -> Any:
+        return self._native_end
+
+    def send(self, verb: Verb, slots: NDArray[Any]) -> None:
+        for worker, part in self._partition.of(slots):
+            self._native_end.send(worker, verb, part)
+
+    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+        for worker, part in self._partition.of(slots):
+            self._native_end.pass_on(worker, requests[part], part)
+
+    def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
+        # After an interrupt, Python's signal handlers run once this returns.
+        return self._native_end.wait(slots, count, int(seconds * 1e9))
+
+    def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
+        self._native_end.mark_notices_seen()  # before: another may come meanwhile
+        return 0  # it sleeps in `wait`
+
+    def notify_worker(self, worker: int) -> None:
+        self._native_end.notify_worker(worker)
+
+    def notify_parent(self) -> None:
+        self._native_end.notify_parent()
+
+    def close(self) -> None:
+        super().close()
+        self._native_end.close()
+
+
+class NativeWorkerEnd(WorkerHandoff):
+    """The native end of a worker."""
+
+    def __init__(
+        self,
+        marks: Marks,
+        worker: int,
+        slots: tuple[int, int],
+        channel: WorkerChannel,
+        *,
+        spin_ns: int,
+        notices: int,
+    ) -> None:
+        super().__init__(marks)
+        first, stop = slots
+        self._worker = load().Worker(
+            marks=marks, index=worker, first=first, stop=stop, notices=notices, spin_ns=spin_ns
+        )
+        self._channel = channel
+        self._own = slice(*slots)
+        self._slots = np.empty(stop - first, np.int64)
+        self._taken = self._slots  # as many as there were last
+
+    def idle(self) -> bool:
+        return self.next_work(self._own) is None and not self._channel.readable()
+
+    def receive(self) -> Any:
+        operation, count = self._worker.take(self._slots)
+        if not count:
+            return self._channel.receive()
+        if count != len(self._taken):
+            self._taken = self._slots[:count]
+        return Work(VERBS[operation], self._taken)
+
+    def post(self, slots: NDArray[Any]) -> None:
+        self._worker.post(slots)
+
+    def post_some(self, first: int, count: int) -> None:
+        self._worker.post_some(first, count)
+
+    def receive_message(self) -> Any:
+        message = self._channel.receive()
+        self._worker.mark_notice_seen()  # the one that came with it
+        return message
+
+    def notify_worker(self) -> None:
+        self._worker.notify_worker()
+
+    def notify_parent(self) -> None:
+        self._worker.notify_parent()

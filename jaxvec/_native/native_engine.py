@@ -1,0 +1,173 @@
+"""The engine of a pool that compiled programs step without Python. Twin of `pool.cc`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._dispatch.dispatch import ParentHandoff
+from jaxvec._dispatch.engine import FOREVER, Engine, Made, Rules, Status
+from jaxvec._dispatch.move import VERBS, Caller, Move, name_caller
+from jaxvec._memory.segment import Copies, Deliver, Rows, copies
+from jaxvec._native import load
+from jaxvec._tracing import Record, Span
+
+_WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
+
+_STATUSES = tuple(Status)
+_PARTS = ("write actions", "hand over", "wait for workers", "copy results")
+_CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
+_NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=32))
+
+
+class CEngine(Engine):
+    """An engine whose ordinary moves are made by C++. Compiled programs find it by the pool's id."""
+
+    def __init__(
+        self,
+        handoff: ParentHandoff,
+        rules: Rules,
+        *,
+        fingerprint: int,
+        slices: Sequence[tuple[int, int]],
+        actions: Sequence[NDArray[Any]],
+        results: Sequence[NDArray[Any]],
+        nonzero: Sequence[NDArray[np.bool_] | None],
+        batch_size: int,
+    ) -> None:
+        """Opens the engine.
+
+        Args:
+            handoff: the pool's, with C++'s part.
+            rules: of the pool.
+            fingerprint: of its specification, which a program's call must name, too.
+            slices: `(first, stop)` of each worker's slots.
+            actions, results: `[num_envs, ...]` arrays in the segment, in a program's order.
+            nonzero: for each of `results`, `[num_envs]` flags that are false for rows of zeros, if there
+                are such.
+            batch_size: how many envs `recv` returns.
+        """
+        super().__init__(rules)
+        admission, over = rules.admission, rules.views.over if rules.ends_need_reset else None
+        terminated, truncated = (None, None) if over is None else over
+        timeout_ns = FOREVER if rules.timeout is None else int(rules.timeout * 1e9)
+        self.generation = np.zeros(len(admission.needs_reset), np.uint32)
+        self._pool = load().Pool(
+            pool_id=rules.pool_id,
+            parent=handoff.native_end,
+            fingerprint=fingerprint,
+            batch_size=batch_size,
+            in_order=rules.in_order,
+            together=admission.together,
+            wait_ns=min(_WAIT, timeout_ns),
+            step_ns=timeout_ns,
+            stops=np.array([stop for _, stop in slices]),
+            generation=self.generation,
+            actions=actions,
+            results=results,
+            nonzero=nonzero,
+            in_flight=admission.in_flight,
+            sent=admission.sent_words,
+            num_sent=admission.num_sent,
+            due=admission.due,
+            needs_reset=admission.needs_reset,
+            terminated=terminated,
+            truncated=truncated,
+        )
+
+    @property
+    def last_caller(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._pool.last_caller
+
+    @property
+    def served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._pool.served
+
+    def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
+        return self._pool.enter(slots, exclusive, int(seconds * 1e9))
+
+    def _leave(self) -> None:
+        self._pool.leave()
+
+    def move(
+        self,
+        move: Move,
+        actions: Rows = (),
+        env_ids: NDArray[Any] | None = None,
+        *,
+        deliver: Deliver | None = copies,
+        at_least: int | None = None,
+    ) -> Made:
+        if at_least is None and isinstance(deliver, Copies):
+            made = self._move(move, actions, env_ids, deliver.unread)
+            if made.status not in (Status.ELSEWHERE, Status.COPYING, Status.LATE):
+                return made
+        return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
+
+    def _move(self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]) -> Made:
+        """Makes a move by one call of C++; `ELSEWHERE` if it is none that C++ knows."""
+        slots = None if move.generation is None else move.slots
+        status, rows, waited_ns = self._pool.move(
+            move.verb,
+            move.caller_code,
+            move.caller is not None,
+            slots,
+            move.generation,
+            env_ids,
+            actions,
+            unread,
+        )
+        return Made(_STATUSES[status], rows, waited_ns / 1e9, recorded=True)
+
+    def check_handle(self, move: Move) -> Status:
+        return _STATUSES[self._pool.check_handle(move.slots, move.generation)]
+
+    def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
+        return _STATUSES[self._pool.check_envs(env_ids, stepped)]
+
+    def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
+        self._pool.hold(slots, alone)
+
+    def holds(self) -> bool:
+        return self._pool.holds()
+
+    def release(self) -> None:
+        self._pool.release()
+
+    def advance(self, move: Move) -> None:
+        if move.caller is not None:
+            self.generation[move.slots] += np.uint32(1)
+            self._pool.last_caller = move.caller_code
+
+    def retract(self, move: Move, last_caller: int) -> None:
+        if move.caller is not None:
+            self.generation[move.slots] -= np.uint32(1)
+            if self._pool.last_caller == move.caller_code:
+                self._pool.last_caller = last_caller
+
+    def count_success(self) -> None:
+        self._pool.count_success()
+
+    def wait_for_copies(self) -> None:
+        self._pool.wait_for_copies()
+
+    def allow_gpu(self) -> None:
+        self._pool.allow_gpu()
+
+    def close_fast_path(self) -> None:
+        super().close_fast_path()
+        self._pool.close_fast_path()
+
+    def start_trace(self, capacity: int) -> None:
+        self._pool.start_trace(capacity)
+
+    def stop_trace(self) -> Record:
+        spans, lost = self._pool.stop_trace()
+        return Record([Span(_NAMES[what], *rest) for what, *rest in spans], lost)
+
+    def close(self) -> None:
+        super().close()
+        self._pool.close()
