@@ -172,8 +172,8 @@ def main() -> None:
                 left[digest] -= 1
             else:
                 print(mark, place)
-        for key in ("tests", "wheel"):
-            for line in sorted(set(first.get(key, ())) - set(second.get(key, ()))):
+        for key in {"tests", "wheel"} & before.keys() & ledger.keys():
+            for line in sorted(set(first[key]) - set(second[key])):
                 print(mark, key, line)
         for name, signature in first["signatures"].items():
             if second["signatures"].get(name) != signature:
