@@ -441,7 +441,7 @@ class Config:
     @contextmanager
     def override(self, **settings: Any) -> Generator[None]:
         """Changes settings of this process within a `with` block."""
-        before = dict(vars(self))
+        before = {name: getattr(self, name) for name in settings if name in _SETTINGS}
         try:
             for name, value in settings.items():
                 setattr(self, name, value)

@@ -26,7 +26,9 @@ RESETS, STEPS, EPISODE_STEPS, ACTION = range(4)  # columns of CountingEnv's obse
 
 @pytest.fixture(params=["ffi", "io_callback"])
 def transport(request):
-    return request.param
+    """The transport of the pools of a test, also of those that a program makes when it is traced."""
+    with jaxvec.config.override(transport=request.param):
+        yield request.param
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def test_each_env_gets_a_seed_made_from_its_key(make):
 
 
 def test_lanes_give_the_same_data_as_gymnasium(make, transport):
-    env = make("CartPole-v1", num_returns=6, transport=transport)
+    env = make("CartPole-v1", num_returns=6)
     keys = jax.random.split(KEY, 3)
     seeds = [int(jax.random.bits(key, (1,), np.uint32)[0] >> 1) for key in keys]
     theirs = gymnasium.vector.SyncVectorEnv(
@@ -165,7 +167,7 @@ def test_nested_spaces_are_pytrees(make):
 
 
 def test_a_step_of_all_lanes_is_one_hand_off_however_nested(make, transport):
-    env = make(transport=transport)
+    env = make()
     obs = jax.jit(lambda key: rollout(env, key, 4, 10))(KEY)
     assert obs[..., STEPS].tolist() == [[i] * 4 for i in range(1, 11)]
     assert obs[..., ACTION].tolist() == [[0, 1, 2, 3]] * 10
@@ -204,7 +206,7 @@ def test_pools_of_other_sizes_leave_states_alone(make):
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 def test_resetting_as_many_lanes_again_makes_the_older_state_stale(make, no_jax_log, transport, jit):
-    env = make(transport=transport)
+    env = make()
     stepped = jax.jit(partial(step, env)) if jit else partial(step, env)
     _, old = reset(env, jax.random.split(KEY, 3))
     _, new = jax.jit(partial(reset, env))(jax.random.split(KEY, 3))
@@ -284,7 +286,7 @@ def only_the_first(index):
 
 
 def test_a_pool_that_can_not_be_started_is_an_error_that_says_why(make, no_jax_log, transport):
-    env = make(only_the_first, transport=transport)
+    env = make(only_the_first)
     with pytest.raises(jaxvec.EnvError, match="one seat only"):
         reset(env, jax.random.split(KEY, 2))
     with pytest.raises(jax.errors.JaxRuntimeError, match="one seat only"):
@@ -320,8 +322,7 @@ class FallingEnv(CountingEnv):
 
 def test_in_a_with_block_a_programs_error_comes_typed(no_jax_log, transport):
     with pytest.raises(jaxvec.EnvError, match="fell over"):
-        with jaxvec.config.override(transport=transport):
-            env, _ = face.make(FallingEnv)
+        env, _ = face.make(FallingEnv)
         with env:
             jax.block_until_ready(jax.jit(lambda key: rollout(env, key, 2, 1))(KEY))
     assert all(pool.closed for pool in env.pools.values())

@@ -599,7 +599,7 @@ def test_what_is_no_value_is_named(make, what):
     held = make()
     env.unwrapped.parts = {"held": [held]}
     with pytest.raises(
-        jaxvec.EnvStateError, match=rf"Hidden.parts\['held'\]\[0\], it is {what}.* state_functions"
+        jaxvec.EnvStateError, match=rf"Hidden.parts\['held'\]\[0\], it is {what}.* States\(functions="
     ):
         StatefulEnv(env).take()
     if hasattr(held, "close"):

@@ -1016,3 +1016,13 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     envs.step([2, 8, 2, 8, 2])
     assert envs.pool.questions.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
     assert asked[3:] == []
+
+
+def test_an_override_restores_only_the_settings_that_it_set():
+    before = vars(jaxvec.config).copy()
+    one, other = jaxvec.config.override(transport="io_callback"), jaxvec.config.override(dispatch="portable")
+    one.__enter__()  # as two threads may, one after the other
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert vars(jaxvec.config) == before

@@ -793,7 +793,7 @@ def test_a_state_that_can_not_leave_its_process_says_so(make):
     envs.reset(seed=0)
     state = envs.save()
     envs.restore(state)
-    with pytest.raises(jaxvec.EnvStateError, match=r"can't be pickled, .* local object.*; give make"):
+    with pytest.raises(jaxvec.EnvStateError, match=r"can't be pickled, .* local object.*; give States\("):
         envs.restore(state[::-1])
     envs.step([0, 0])
 
