@@ -464,7 +464,7 @@ def _from_environ() -> Config:
     return settings
 
 
-config = _from_environ()
+config: Config = _from_environ()
 
 
 # ----------------------------------------------------------------------------------------------------------
