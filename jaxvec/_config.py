@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -399,7 +400,25 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
+class Settings:
+    """What `jaxvec.config` said when a pool was made."""
+
+    transport: str = "auto"
+    dispatch: str = "auto"
+    wrapper_bypass: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value not in _SETTINGS[name]:
+                allowed = ", ".join(map(str, _SETTINGS[name]))
+                raise ValueError(f"jaxvec.config.{name} must be one of {allowed}, not {value!r}")
+
+
+# Of the thread or asyncio task, as JAX's own: two threads that make pools don't see each other's.
+_overrides: ContextVar[Mapping[str, Any]] = ContextVar("jaxvec.config.override", default={})  # noqa: B039
+
+
 class Config:
     """Settings for tests and bug reports; `jaxvec.config` holds those of this process.
 
@@ -425,33 +444,48 @@ class Config:
         ```
     """
 
-    transport: str = "auto"
-    dispatch: str = "auto"
-    wrapper_bypass: bool = True
+    transport: str
+    dispatch: str
+    wrapper_bypass: bool
+
+    def __init__(self, settings: Settings) -> None:
+        vars(self)["_settings"] = settings
+
+    def current(self) -> Settings:
+        """Returns the settings of a pool that this thread makes now."""
+        return replace(vars(self)["_settings"], **_overrides.get())
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _SETTINGS:
+            raise AttributeError(f"jaxvec.config has no setting {name!r}, only {', '.join(_SETTINGS)}")
+        return getattr(self.current(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTINGS:
             raise AttributeError(f"jaxvec.config has no setting {name!r}, only {', '.join(_SETTINGS)}")
-        if value not in _SETTINGS[name]:
-            raise ValueError(
-                f"jaxvec.config.{name} must be one of {', '.join(map(str, _SETTINGS[name]))}, not {value!r}"
-            )
-        super().__setattr__(name, value)
+        vars(self)["_settings"] = replace(vars(self)["_settings"], **{name: value})
+
+    def __dir__(self) -> Iterable[str]:
+        return [*super().__dir__(), *_SETTINGS]
+
+    def __repr__(self) -> str:
+        return repr(self.current()).replace("Settings", "jaxvec.config", 1)
 
     @contextmanager
     def override(self, **settings: Any) -> Generator[None]:
-        """Changes settings of this process within a `with` block."""
-        before = {name: getattr(self, name) for name in settings if name in _SETTINGS}
+        """Changes settings of this thread within a `with` block; other threads and tasks don't see it."""
+        for name in settings:
+            getattr(self, name)  # raises for a setting that doesn't exist
+        Settings(**settings)  # raises for a value that isn't allowed
+        token = _overrides.set({**_overrides.get(), **settings})
         try:
-            for name, value in settings.items():
-                setattr(self, name, value)
             yield
         finally:
-            vars(self).update(before)
+            _overrides.reset(token)
 
 
 def _from_environ() -> Config:
-    settings = Config()
+    given: dict[str, Any] = {}
     for name, allowed in _SETTINGS.items():
         variable = f"JAXVEC_{name.upper()}"
         text = os.environ.get(variable)
@@ -460,8 +494,8 @@ def _from_environ() -> Config:
         values = {str(value).lower(): value for value in allowed}
         if text.lower() not in values:
             raise ValueError(f"{variable} must be one of {', '.join(values)}, not {text!r}")
-        setattr(settings, name, values[text.lower()])
-    return settings
+        given[name] = values[text.lower()]
+    return Config(Settings(**given))
 
 
 config: Config = _from_environ()
@@ -482,7 +516,7 @@ class PoolConfig:
     Attributes:
         workers: options of the workers; `num_workers` is in `workers.num`, too.
         states: options of the saved states, as a record.
-        settings: copy of `jaxvec.config` of the time when the pool was made.
+        settings: `jaxvec.config` as it was when the pool was made.
     """
 
     num_workers: int | None = None
@@ -500,7 +534,7 @@ class PoolConfig:
     spare_envs: int = 0
     states: States = States()
     timeouts: Timeouts = Timeouts()
-    settings: Config = field(default_factory=lambda: replace(config))
+    settings: Settings = field(default_factory=lambda: config.current())
 
     def __post_init__(self) -> None:
         for name, part in (("workers", Workers), ("timeouts", Timeouts)):

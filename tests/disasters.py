@@ -62,7 +62,9 @@ in_two_ways = pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
 
 def make(*args: object, **options: object) -> jaxvec.VectorEnv:
     """Makes a pool; limits of time may be given one by one here, and settings of `jaxvec.config`, too."""
-    settings = {name: options.pop(name) for name in vars(jaxvec.config) if name in options}
+    settings = {
+        name: options.pop(name) for name in ("transport", "dispatch", "wrapper_bypass") if name in options
+    }
     names = {"start_timeout": "start", "reset_timeout": "reset", "step_timeout": "step"}
     limits = {name: options.pop(flat) for flat, name in names.items() if flat in options}
     if limits:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import disasters
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -810,7 +812,7 @@ def test_settings_are_read_from_environment_variables_and_when_a_pool_is_made(ma
     monkeypatch.setenv("JAXVEC_TRANSPORT", "IO_callback")
     monkeypatch.setenv("JAXVEC_WRAPPER_BYPASS", "false")
     settings = _config._from_environ()
-    assert settings == _config.Config("io_callback", "auto", wrapper_bypass=False)
+    assert settings.current() == _config.Settings("io_callback", "auto", wrapper_bypass=False)
     monkeypatch.setenv("JAXVEC_DISPATCH", "pigeon")
     with pytest.raises(
         ValueError, match="JAXVEC_DISPATCH must be one of auto, native, portable, not 'pigeon'"
@@ -949,6 +951,7 @@ def test_an_id_whose_package_is_not_imported_says_which_to_name():
 def test_a_module_that_workers_can_not_import_is_explained(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("""
+import disasters
 import jaxvec
 from jaxvec.testing import CountingEnv
 
@@ -1018,11 +1021,22 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     assert asked[3:] == []
 
 
-def test_an_override_restores_only_the_settings_that_it_set():
-    before = vars(jaxvec.config).copy()
-    one, other = jaxvec.config.override(transport="io_callback"), jaxvec.config.override(dispatch="portable")
-    one.__enter__()  # as two threads may, one after the other
-    other.__enter__()
-    one.__exit__(None, None, None)
-    other.__exit__(None, None, None)
-    assert vars(jaxvec.config) == before
+def test_config_overrides_are_of_their_thread():
+    before = repr(jaxvec.config)
+    inside, ended = threading.Event(), threading.Event()
+
+    def override_meanwhile():
+        with jaxvec.config.override(transport="io_callback"):
+            inside.set()
+            assert ended.wait(disasters.PATIENCE)
+            return jaxvec.config.transport
+
+    with ThreadPoolExecutor(1) as threads:
+        with jaxvec.config.override(dispatch="portable"):
+            other = threads.submit(override_meanwhile)
+            assert inside.wait(disasters.PATIENCE)
+            assert jaxvec.config.transport == "auto"
+        ended.set()
+        assert other.result() == "io_callback"
+        assert threads.submit(repr, jaxvec.config).result() == before
+    assert repr(jaxvec.config) == before
