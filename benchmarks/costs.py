@@ -21,7 +21,7 @@ from benchmarks.peers import gymnasium_async
 from benchmarks.starts import pss
 from benchmarks.systems import Run, System, jaxvec_scan
 
-FASTEST = partial(jaxvec_scan, transport="ffi", handoff="native")
+FASTEST = partial(jaxvec_scan, transport="ffi", dispatch="native")
 CARTPOLES = LOADS["CartPole x 64"]
 
 

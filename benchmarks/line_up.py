@@ -11,9 +11,11 @@ from benchmarks.systems import System, bare_loops, jaxvec_host, jaxvec_scan, jax
 def systems(pufferlib_python: str | None) -> dict[str, System]:
     """Returns all systems by name; the first is what the others are compared to."""
     ours = {
-        f"jaxvec in scan: {transport}, {handoff}": partial(jaxvec_scan, transport=transport, handoff=handoff)
+        f"jaxvec in scan: {transport}, {dispatch}": partial(
+            jaxvec_scan, transport=transport, dispatch=dispatch
+        )
         for transport in ("ffi", "io_callback")
-        for handoff in ("native", "portable")
+        for dispatch in ("native", "portable")
     }
     theirs = {"module": "stable_baselines3.common.vec_env"}
     faces = {"module": "jaxvec.compat.stable_baselines3"}

@@ -111,7 +111,7 @@ FAULTS = {
 class Kind:
     """What a pool is made with."""
 
-    handoff: str
+    dispatch: str
     transport: str
     batch_size: int
     retry: str = "rebuild"
@@ -121,7 +121,7 @@ class Kind:
     def __str__(self) -> str:
         extras = [f"{self.spare_envs} spare envs"] if self.spare_envs else []
         extras += ["Ray"] if self.backend == "ray" else []
-        return ", ".join([self.handoff, self.transport, str(self.batch_size), self.retry, *extras])
+        return ", ".join([self.dispatch, self.transport, str(self.batch_size), self.retry, *extras])
 
 
 WAYS = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback")]
@@ -243,7 +243,7 @@ def run(kind, seconds, mean, deaths):
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "faults")
         record.touch()
-        with jaxvec.config.override(dispatch=kind.handoff, transport=kind.transport):
+        with jaxvec.config.override(dispatch=kind.dispatch, transport=kind.transport):
             envs = jaxvec.make(
                 CursedEnv,
                 NUM_ENVS,

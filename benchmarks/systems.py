@@ -72,11 +72,11 @@ def loop(step: Callable[[Any], Any], actions: list[Any]) -> Run:
 
 @contextmanager
 def jaxvec_scan(
-    load: Load, *, transport: str, handoff: str, num_workers: int | None = None
+    load: Load, *, transport: str, dispatch: str, num_workers: int | None = None
 ) -> Generator[Run]:
     """Steps by `jaxvec.step` in a jitted scan."""
     fns = load.env_fns()
-    with jaxvec.config.override(transport=transport, dispatch=handoff):
+    with jaxvec.config.override(transport=transport, dispatch=dispatch):
         envs = jaxvec.make(fns, num_workers=num_workers)
     with envs:
 

@@ -16,7 +16,7 @@ from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, TupleNode, format_path
 # Checks seeds and masks, and expands a seed over the envs.
 # ----------------------------------------------------------------------------------------------------------
 
-_LARGEST = 2**63 - 1
+_MAX_SEED = 2**63 - 1
 NO_SEED = -(2**63)  # in place of a seed: no seed
 
 
@@ -42,7 +42,7 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
                 f"seed: got {len(seeds)} seeds for {num_envs} envs; pass one integer, or one for each env"
             )
     for env_id, one in enumerate(seeds):
-        if one is not None and not 0 <= one <= _LARGEST:
+        if one is not None and not 0 <= one <= _MAX_SEED:
             raise ValueError(_out_of_range(one, env_id))
     return np.array([NO_SEED if one is None else one for one in seeds], np.int64)
 

@@ -13,10 +13,10 @@ __all__ = [
     "EnvIdError",
     "EnvStateError",
     "EnvTimeoutError",
-    "InFlightError",
     "JaxvecError",
     "NotPicklableError",
     "NotReadyError",
+    "PendingEnvError",
     "PoolBrokenError",
     "PoolClosedError",
     "ResetNeededError",
@@ -79,7 +79,7 @@ class NotPicklableError(JaxvecError, TypeError):
     """A function, value or option that can't be pickled, so it can't be sent to the workers."""
 
 
-class InFlightError(JaxvecError, RuntimeError):
+class PendingEnvError(JaxvecError, RuntimeError):
     """A call for a pending env, or a `recv` of more envs than are pending."""
 
 

@@ -228,7 +228,9 @@ def _describe(error: Exception) -> Raised:
 # ----------------------------------------------------------------------------------------------------------
 
 _CLOSE_TIMEOUT = 5.0  # seconds for envs to be closed
-_LOOK = 1.0  # seconds between looks whether Ray was shut down, after which no answer ever comes
+_SHUTDOWN_CHECK_INTERVAL = (
+    1.0  # seconds between looks whether Ray was shut down, after which no answer ever comes
+)
 
 
 @dataclass(frozen=True)
@@ -361,7 +363,9 @@ class Actors:
         while True:
             first = min(self._places, key=lambda place: place.deadline)
             try:
-                return self._turns.get(timeout=max(min(first.deadline - time.monotonic(), _LOOK), 0))
+                return self._turns.get(
+                    timeout=max(min(first.deadline - time.monotonic(), _SHUTDOWN_CHECK_INTERVAL), 0)
+                )
             except queue.Empty:
                 self._check_connected()
                 if time.monotonic() >= first.deadline:

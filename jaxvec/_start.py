@@ -21,7 +21,7 @@ from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base
-from jaxvec._workers.base import Launcher, Workers
+from jaxvec._workers.base import Launcher, WorkerGroup
 from jaxvec._workers.process import LocalLauncher, ProcessWorkers
 from jaxvec._workers.serial import SerialWorkers
 from jaxvec._workers.worker import WorkerRecipe
@@ -107,7 +107,7 @@ def _adopt(
     return [lambda: env], env.num_envs, replace(config, backend="serial", envs_per_instance=env.num_envs)
 
 
-def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bool) -> Workers:
+def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bool) -> WorkerGroup:
     """Starts the workers of the backend that was asked for."""
     config = recipe.config
     budget = Budget(config.restart, len(recipe.slices))
@@ -115,7 +115,7 @@ def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bo
     if config.backend == "serial":
         return SerialWorkers(recipe, budget=budget, learn_info=learn_info)
     launcher: Launcher = LocalLauncher(config) if cluster is None else cluster.launcher(recipe.slices, config)
-    return ProcessWorkers(recipe, launcher=launcher, handoff=dispatch, budget=budget, learn_info=learn_info)
+    return ProcessWorkers(recipe, launcher=launcher, dispatch=dispatch, budget=budget, learn_info=learn_info)
 
 
 def _autoreset_of(description: Description) -> Autoreset:

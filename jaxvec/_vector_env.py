@@ -89,7 +89,7 @@ class VectorEnv:
         self.render_mode: str | None = description.render_mode
         self.transport = transport
         # At garbage collection or at the interpreter's exit, if not before.
-        weakref.finalize(self, pool.closing.close)
+        weakref.finalize(self, pool.finalizer.close)
 
     @property
     def pool(self) -> Pool:
@@ -120,7 +120,7 @@ class VectorEnv:
             `sharding`. With `batch_size`, the envs that are ready first, as from `recv`.
 
         Raises:
-            InFlightError: A masked env is pending, or fewer than `batch_size` envs would be.
+            PendingEnvError: A masked env is pending, or fewer than `batch_size` envs would be.
             ValueError, TypeError: A bad argument. Nothing was reset.
             JaxvecError: Any error of `step`.
 
@@ -177,7 +177,7 @@ class VectorEnv:
             env_id: Indices `[k]` of the envs; `None` for all.
 
         Raises:
-            ActionError, EnvIdError, InFlightError: Nothing was sent.
+            ActionError, EnvIdError, PendingEnvError: Nothing was sent.
             PoolBrokenError, PoolClosedError: The pool is broken, or closed.
 
         Example:
@@ -192,7 +192,7 @@ class VectorEnv:
         actions = _arguments.check_on_host(self.spec, action, len(slots))
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
-    def send_reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
+    def reset_async(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
         """Starts a reset of all envs, or of those of `mask`, without waiting for it; `recv` does.
 
         The arguments and errors are those of `reset`. Errors of the envs are raised by `recv`.
@@ -200,12 +200,12 @@ class VectorEnv:
         Example:
             ```python
             with jaxvec.make("CartPole-v1", 2) as envs:
-                envs.send_reset(seed=0)
+                envs.reset_async(seed=0)
                 # … what else there is to do, while the envs reset
                 print(envs.recv().obs.shape)  # (2, 4)
             ```
         """
-        self._pool.send_reset(
+        self._pool.reset_async(
             self._pool.move_all(Verb.RESET, Caller.HOST),
             seeds=_arguments.expand_seeds(seed, self.num_envs),
             mask=_arguments.check_mask(mask, self.num_envs),
@@ -231,7 +231,7 @@ class VectorEnv:
 
         Raises:
             ValueError: `at_least` is not from 1 to `num_envs`.
-            InFlightError: Fewer envs are pending than that.
+            PendingEnvError: Fewer envs are pending than that.
             NotReadyError: They did not finish in time.
             JaxvecError: Any error of `step`.
 
@@ -426,7 +426,7 @@ class VectorEnv:
             ```
         """
         slots = self._pool.all if indices is None else _arguments.check_indices(indices, self.num_envs)
-        return tuple(self._pool.questions.infos(slots))
+        return tuple(self._pool.env_calls.infos(slots))
 
     def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of every env, or reads an attribute; wrappers are looked through.
@@ -504,7 +504,7 @@ class VectorEnv:
         """
         if not callable(fn):
             raise TypeError(f"fn must be a function of an env, not {fn!r}")
-        return tuple(self._pool.questions.map(_arguments.check_indices(indices, self.num_envs), fn, args))
+        return tuple(self._pool.env_calls.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
     def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
         """Returns an attribute of envs. Raises as `call`.
@@ -526,7 +526,7 @@ class VectorEnv:
         """
         if call:
             return self._call(name, (), {}, indices, verb=Verb.GET_ATTR)
-        return tuple(self._pool.questions.get_attr(_arguments.check_indices(indices, self.num_envs), name))
+        return tuple(self._pool.env_calls.get_attr(_arguments.check_indices(indices, self.num_envs), name))
 
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
         """Sets an attribute of every env, or of those of `indices`; raises as `call`.
@@ -559,7 +559,7 @@ class VectorEnv:
                 f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one for each "
                 f"env; a list as one value is put in a list: [{values!r}] * {len(slots)}"
             )
-        self._pool.questions.set_attr(slots, name, each)
+        self._pool.env_calls.set_attr(slots, name, each)
 
     def render(self) -> Any:
         """Returns each env's `render()`: frames of one shape as an array `[num_envs, H, W, 3]`, else a tuple.
@@ -646,7 +646,7 @@ class VectorEnv:
                         print(type(error).__name__)  # StaleHandleError
             ```
         """
-        error = self._pool.condition.take_error() or self._pool.condition.broken_by
+        error = self._pool.state.take_error() or self._pool.state.broken_by
         if error is not None:
             raise error
 
@@ -689,17 +689,17 @@ class VectorEnv:
 
         Also where nothing else is raised, if the program's device may not have said so yet.
         """
-        cause = self._pool.condition.take_error()
+        cause = self._pool.state.take_error()
         self.close()
         if cause is None:
             return
-        if kind is None and self._pool.condition.errors_late:
+        if kind is None and self._pool.state.errors_late:
             raise cause
         if kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
             raise cause from error
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "broken" if self._pool.condition.broken_by else "open"
+        state = "closed" if self.closed else "broken" if self._pool.state.broken_by else "open"
         return (
             f"VectorEnv(num_envs={self.num_envs}, num_workers={self.num_workers}, "
             f"autoreset_mode={self.autoreset_mode.name}, {state})"
@@ -725,7 +725,7 @@ class VectorEnv:
     ) -> tuple[Any, ...]:
         slots = _arguments.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
-        return tuple(self._pool.questions.call(Move(verb, slots), name, each, kwargs, begun=begun))
+        return tuple(self._pool.env_calls.call(Move(verb, slots), name, each, kwargs, begun=begun))
 
 
 def _check_at_least(at_least: Any, num_envs: int) -> int:

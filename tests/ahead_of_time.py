@@ -52,7 +52,7 @@ def reset_by_key(handle, action):
 
 
 def call(handle, action):
-    return jaxvec.call(handle, "multiply", action, result=int)
+    return jaxvec.call(handle, "multiply", action, result_shape_dtypes=int)
 
 
 def save(handle, action):

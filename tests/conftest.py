@@ -26,7 +26,7 @@ pytest.register_assert_rewrite("disasters", "scripts")
 import disasters  # noqa: E402
 import scripts  # noqa: E402
 
-_WAY = ("way", "handoff", "face")  # parameters
+_WAY = ("way", "dispatch", "face")  # parameters
 
 # Without limits of time: the machine may be busy.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,7 +38,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # for programs over several; others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--handoff", choices=["native", "portable"], help="jaxvec.config.dispatch")
+    parser.addoption("--dispatch", choices=["native", "portable"], help="jaxvec.config.dispatch")
     parser.addoption("--transport", choices=["ffi", "io_callback"], help="jaxvec.config.transport")
     parser.addoption("--start-method", choices=["forkserver", "spawn"], help="what start_method='auto' means")
     parser.addoption(
@@ -83,7 +83,7 @@ def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
     ways: dict[str, list[pytest.Item]] = {}
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if "way" in parameters or {"handoff", "face"} <= {*parameters}:
+        if "way" in parameters or {"dispatch", "face"} <= {*parameters}:
             others = {name: value for name, value in parameters.items() if name not in _WAY}
             ways.setdefault(f"{item.location[0]} {item.originalname} {others}", []).append(item)
     left_out: set[pytest.Item] = set()
@@ -134,7 +134,7 @@ _choose_start_method = process.choose_start_method
 
 @pytest.fixture
 def free_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undoes `--handoff`, `--transport` and `--start-method` for one test."""
+    """Undoes `--dispatch`, `--transport` and `--start-method` for one test."""
     monkeypatch.setattr(process, "choose_start_method", _choose_start_method)
     with jaxvec.config.override(dispatch="auto", transport="auto"):
         yield
@@ -149,7 +149,7 @@ def patient_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _defaults(request: pytest.FixtureRequest) -> None:
     options = request.config.option
-    jaxvec.config.dispatch = options.handoff or jaxvec.config.dispatch
+    jaxvec.config.dispatch = options.dispatch or jaxvec.config.dispatch
     jaxvec.config.transport = options.transport or jaxvec.config.transport
     if default := options.start_method:
         process.choose_start_method = lambda name: _choose_start_method(default if name == "auto" else name)
@@ -241,7 +241,7 @@ def make() -> Iterator[object]:
 
 @pytest.fixture(params=disasters.WAYS, ids=str)
 def way(request: pytest.FixtureRequest) -> disasters.Way:
-    """Runs a test in every way to drive a pool; `--handoff` and `--transport` don't matter to it."""
+    """Runs a test in every way to drive a pool; `--dispatch` and `--transport` don't matter to it."""
     reason = request.param.reason_unavailable()
     if reason is not None:
         pytest.skip(reason)

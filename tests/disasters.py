@@ -38,15 +38,15 @@ PATIENCE = 200  # seconds that anything may take here which should come at once;
 class Way:
     """One cell of the matrix: how envs are handed over, who drives them, and whether in halves."""
 
-    handoff: str
+    dispatch: str
     face: str  # "python", or the transport of compiled programs
     first_ready: bool
 
     def __str__(self) -> str:
-        return f"{self.handoff}-{self.face}-{'first ready' if self.first_ready else 'sync'}"
+        return f"{self.dispatch}-{self.face}-{'first ready' if self.first_ready else 'sync'}"
 
     def reason_unavailable(self) -> str | None:
-        return (_native.reason_unavailable() if self.handoff == "native" else None) or (
+        return (_native.reason_unavailable() if self.dispatch == "native" else None) or (
             _ffi.reason_unavailable() if self.face == "ffi" else None
         )
 
@@ -83,7 +83,7 @@ class Driver:
     def __init__(self, way: Way, env: object, num_envs: int = 4, **kwargs: object) -> None:
         options = {
             "num_workers": 2,
-            "dispatch": way.handoff,
+            "dispatch": way.dispatch,
             "start_timeout": PATIENCE,
             "reset_timeout": PATIENCE,
             "step_timeout": PATIENCE,
@@ -226,7 +226,7 @@ def assert_broken(driver: Driver, cause: BaseException) -> None:
     with pytest.raises(type(cause)) as first:
         envs.raise_if_failed()
     assert first.value is cause
-    assert envs.pool.condition.broken_by is cause
+    assert envs.pool.state.broken_by is cause
     assert "broken" in repr(envs)
     assert_closes(driver)
 

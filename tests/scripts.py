@@ -37,7 +37,7 @@ print(*envs.call("pid"), flush=True)
 """
 
 PLAIN = """
-jaxvec.config.dispatch = {handoff!r}
+jaxvec.config.dispatch = {dispatch!r}
 envs = jaxvec.make(Env, num_envs=2, num_workers=2, timeouts=jaxvec.Timeouts(start={patience}))
 envs.reset()
 """
@@ -56,7 +56,7 @@ STEPPING = r'os.write(1, b"stepping\n"); signal.pause()'
 
 
 def run_script(
-    step: str = "pass", then: str = "pass", way: Way | None = None, handoff: str = "auto", **kwargs: object
+    step: str = "pass", then: str = "pass", way: Way | None = None, dispatch: str = "auto", **kwargs: object
 ) -> subprocess.Popen[str]:
     """Starts a script that makes a pool, prints its workers' pids, and does `then`.
 
@@ -64,11 +64,11 @@ def run_script(
         step: what an env does in `step`.
         then: with `envs`, and `driver` if there is a `way`.
         way: to drive the pool; on the host, as a user would write it, if there is none.
-        handoff: of a pool without a way.
+        dispatch: of a pool without a way.
         **kwargs: of `Popen`.
     """
     if way is None:
-        make = PLAIN.format(handoff=handoff, patience=PATIENCE)
+        make = PLAIN.format(dispatch=dispatch, patience=PATIENCE)
     else:
         make = DRIVEN.format(tests=str(Path(__file__).parent), way=way)
     source = textwrap.dedent(SCRIPT).format(step=step, make=make, then=then)

@@ -47,10 +47,10 @@ def test_several_in_workers(make):
 
 
 @pytest.mark.parametrize("order", ["ready", "sent"])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_those_that_are_ready_first_come_as_a_whole(make, order, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_those_that_are_ready_first_come_as_a_whole(make, order, dispatch):
     fn = partial(counting, AutoresetMode.SAME_STEP, (None, None, None))
-    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=3, recv_order=order, dispatch=handoff)
+    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=3, recv_order=order, dispatch=dispatch)
     timestep = envs.reset(seed=0)
     taken = np.zeros(12, int)
     while taken.sum() < 120 or not taken.all():  # on a busy machine one worker may take many turns first
@@ -187,11 +187,11 @@ def test_a_part_of_it_can_not_be_stepped_alone(make):
     assert jaxvec.step(handle, jnp.zeros(3, int))[1].info["episode_length"].tolist() == [1] * 3
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
 @pytest.mark.parametrize("order", ["ready", "sent"])
-def test_its_envs_are_sent_in_any_order_but_not_a_part_of_them(make, order, handoff):
+def test_its_envs_are_sent_in_any_order_but_not_a_part_of_them(make, order, dispatch):
     fn = partial(counting, AutoresetMode.SAME_STEP)
-    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=6, recv_order=order, dispatch=handoff)
+    envs = make(fn, 12, envs_per_instance=3, num_workers=2, batch_size=6, recv_order=order, dispatch=dispatch)
     received = [envs.reset(seed=0), envs.recv()]
     for _ in range(3):
         env_id = np.concatenate([timestep.info["env_id"] for timestep in received])

@@ -106,7 +106,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
         def __init__(self):
             first_ready = {"batch_size": 2} if way.first_ready else {}
             self.envs = disasters.make(
-                failing("step", bad_luck), 4, num_workers=2, dispatch=way.handoff, **first_ready
+                failing("step", bad_luck), 4, num_workers=2, dispatch=way.dispatch, **first_ready
             )
             self.workers = [
                 psutil.Process(each.pid) for each in self.envs.pool._workers.supervisor._processes
@@ -121,7 +121,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
                 self.envs.recv()
 
     dropped = Dropped()
-    closing = dropped.envs.pool.closing  # without the error, whose frames hold the envs
+    closing = dropped.envs.pool.finalizer  # without the error, whose frames hold the envs
     try:
         state(dropped)
         within(partial(delattr, dropped, "envs"))
@@ -132,7 +132,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
 
 
 def test_a_pool_dropped_without_close_ends_its_workers(way):
-    envs = disasters.make(CountingEnv, 2, dispatch=way.handoff, batch_size=1 if way.first_ready else None)
+    envs = disasters.make(CountingEnv, 2, dispatch=way.dispatch, batch_size=1 if way.first_ready else None)
     handle, _ = jaxvec.reset(envs)
     before = [psutil.Process(process.pid) for process in envs.pool._workers.supervisor._processes]
     assert len(before) == 2

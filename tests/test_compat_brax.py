@@ -123,7 +123,7 @@ def test_vmapped_it_is_one_hand_off(make):
 
     obs = jax.jit(jax.vmap(rollout))(jax.random.split(KEY, 2))
     assert obs[..., STEPS].tolist() == [[[i] * 4 for i in range(1, 11)]] * 2
-    assert env.pools[8].pool._engine.served == 11
+    assert env.pools[8].pool._engine.num_served == 11
 
 
 def test_actions_are_scaled_to_finite_bounds_and_clipped(make):
@@ -241,5 +241,5 @@ def test_brax_s_ppo_trains(make, brax, monkeypatch):
     pool = env.pools[8]
     steps = pool.stats().total.steps
     assert steps >= 160
-    assert pool.pool._engine.served == 1 + steps // 8
+    assert pool.pool._engine.num_served == 1 + steps // 8
     assert gymnasium.spec("Pendulum-v1").max_episode_steps == 200

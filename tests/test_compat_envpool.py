@@ -545,7 +545,7 @@ def test_tasks():
         (lambda env: env.reset(np.array([0]), options={"reset_mask": np.ones(3, bool)}), ValueError, "both"),
         (lambda env: env.reset(options={"level": 3}), ValueError, "level"),
         (lambda env: env.reset(options={"reset_mask": [0, 1, 2]}), ValueError, "mask must be bool"),
-        (lambda env: env.recv(), jaxvec.InFlightError, "0 are in flight"),
+        (lambda env: env.recv(), jaxvec.PendingEnvError, "0 are in flight"),
         (lambda env: env.render(9), jaxvec.EnvIdError, "env_id 9 is out of range"),
     ],
 )
@@ -566,7 +566,7 @@ def test_a_reset_of_some_envs_of_an_asynchronous_pool_returns_what_recv_does(mak
     env = make(counting(), num_envs=4, batch_size=2)
     env.reset()
     env.recv()
-    with pytest.raises(jaxvec.InFlightError, match="as recv does, but with the 1 of mask only 1"):
+    with pytest.raises(jaxvec.PendingEnvError, match="as recv does, but with the 1 of mask only 1"):
         env.reset(np.array([1]))
     obs, info = env.reset(np.array([3, 1]))
     assert sorted(info["env_id"].tolist()) == [1, 3]

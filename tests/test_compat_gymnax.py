@@ -67,7 +67,7 @@ def rollout(env, key, lanes, length):
 
 def hand_offs(env, lanes):
     """Returns how many calls of compiled programs the pool has served."""
-    return env.pools[lanes].pool._engine.served
+    return env.pools[lanes].pool._engine.num_served
 
 
 # --- one env ----------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_a_pool_that_starts_while_the_env_is_closed_is_closed_too(make):
 def test_an_env_that_is_garbage_closes_its_pools():
     env, _ = face.make(CountingEnv)
     _, state = reset(env, jax.random.split(KEY, 2))
-    closings = [pool.pool.closing for pool in env.pools.values()]
+    closings = [pool.pool.finalizer for pool in env.pools.values()]
     other = face.make(CountingEnv)[0]
     del env
     gc.collect()

@@ -107,7 +107,7 @@ try:
     jax.block_until_ready(program(jaxvec.reset(envs)[0], jnp.ones(({width}, {width}))))
 except (RuntimeError, KeyboardInterrupt) as error:
     # In one piece: another env may say "stepping" meanwhile.
-    broken_by = type(envs.pool.condition.broken_by).__name__
+    broken_by = type(envs.pool.state.broken_by).__name__
     print(f"{{'KeyboardInterrupt' in repr(error)}} {{broken_by}}", flush=True)
 try:
     envs.step(np.zeros(2, int))
@@ -243,10 +243,10 @@ def test_an_interrupt_anywhere_before_the_wait_leaves_no_env_of_which_nobody_kno
         driver.workers[0].suspend()  # what was handed over is under way for as long as we look
         where = interrupt_at(n, getattr(driver, verb))
         pool = driver.envs.pool
-        if where == "_check" or (pool.condition.broken_by is None and pool._admission.num_sent[0]):
+        if where == "_check" or (pool.state.broken_by is None and pool._admission.num_sent[0]):
             break  # it is in the wait, or between two calls, with envs in flight
         driver.workers[0].resume()
-        if pool.condition.broken_by is None:
+        if pool.state.broken_by is None:
             steps += 1
             assert driver.step()[:, 1].tolist() == [steps, steps]  # as many as the envs have made
         else:
@@ -256,7 +256,7 @@ def test_an_interrupt_anywhere_before_the_wait_leaves_no_env_of_which_nobody_kno
             pool.close(timeout=0)
             driver = None
     # Where C++ sends, Python comes to no point at which envs are on their way but between two calls.
-    sent_by_cpp = way.handoff == "native" and way.first_ready and verb == "step"
+    sent_by_cpp = way.dispatch == "native" and way.first_ready and verb == "step"
     assert (broken, n > 25) == (0, True) if sent_by_cpp else broken > 5
 
 
@@ -329,7 +329,7 @@ def test_an_interrupted_notebook_cell_raises_once_and_the_kernel_lives_on(way, k
     assert len(errors) == 1
     assert "KeyboardInterrupt" in errors[0][0] + errors[0][1]
     printed, errors = run_cell(
-        client, "driver.close(); print(type(driver.envs.pool.condition.broken_by).__name__)"
+        client, "driver.close(); print(type(driver.envs.pool.state.broken_by).__name__)"
     )
     assert not errors, errors
     assert printed in ("KeyboardInterrupt\n", "NoneType\n")  # between two calls, it breaks nothing
@@ -445,7 +445,7 @@ def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatc
             if len(lines) < line:
                 break
             assert "Stopped" in str(error), lines
-            assert isinstance(envs.pool.condition.take_error(), Stopped), lines
+            assert isinstance(envs.pool.state.take_error(), Stopped), lines
             expected = Stopped if verb is jaxvec.step else None | Stopped
-            assert isinstance(envs.pool.condition.broken_by, expected), lines
+            assert isinstance(envs.pool.state.broken_by, expected), lines
     assert line > 50

@@ -163,10 +163,10 @@ def test_first_ready_batches(driver, pool, monkeypatch, env, order):
     assert counted.sum() == 40
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_pools_of_every_kind_are_served(driver, make, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_pools_of_every_kind_are_served(driver, make, dispatch):
     for backend in ("process", "serial"):
-        envs = make(CountingEnv, 2, dispatch=handoff, backend=backend)
+        envs = make(CountingEnv, 2, dispatch=dispatch, backend=backend)
         gpu = Gpu(driver, envs)
         token, _ = gpu.reset(seed=1)
         token, rows = gpu.step(token, np.array([3, 4], np.int32))
@@ -261,7 +261,7 @@ HOST = {
     "step": lambda envs: envs.step(np.zeros(3, np.int32)),
     "reset": lambda envs: envs.reset(seed=1),
     "send": lambda envs: (envs.send(np.zeros(3, np.int32)), envs.recv()),
-    "send_reset": lambda envs: (envs.send_reset(seed=1), envs.recv()),
+    "reset_async": lambda envs: (envs.reset_async(seed=1), envs.recv()),
     "a program's first reset": lambda envs: jaxvec.reset(envs),
 }
 
@@ -588,7 +588,7 @@ def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(driver, request,
     request.getfixturevalue("cpu_as_cuda")
     envs, ours = run(make, env, program)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    assert envs.pool.closing.pinned is not None
+    assert envs.pool.finalizer.pinned is not None
     assert driver.take_calls().count("cuStreamSynchronize") >= 3  # reset and steps
 
 
@@ -653,7 +653,7 @@ def test_programs_on_a_gpu_are_those_of_the_cpu(make, env, transport, program):
             envs, outcome = run(make, env, program, transport)
             outcomes.append(outcome)
             if platform == "cuda" and transport == "ffi":
-                assert envs.pool.closing.pinned is not None
+                assert envs.pool.finalizer.pinned is not None
     jax.tree.map(np.testing.assert_array_equal, *outcomes)
 
 

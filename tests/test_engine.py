@@ -23,7 +23,7 @@ import jaxvec
 from jaxvec import _native
 from jaxvec._dispatch import channel as _channel
 from jaxvec._dispatch.channel import WAKE
-from jaxvec._dispatch.dispatch import LOOK_AROUND, Work
+from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, Work
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._memory import segment
 from jaxvec._memory.segment import Marks
@@ -71,9 +71,9 @@ class Threads:
         return base.open_engine(self._end, self._spec, self._arrays, slices=self._slices, rules=rules)
 
     def wait(self, slots, count, patience):
-        while not self._end.wait(slots, count, LOOK_AROUND):
+        while not self._end.wait(slots, count, DEATH_CHECK_INTERVAL):
             with self._looking:
-                seconds = self._end.begin_look(slots, count, LOOK_AROUND)
+                seconds = self._end.begin_look(slots, count, DEATH_CHECK_INTERVAL)
                 patience.check()
                 if patience.give_up is not None and time.monotonic() >= patience.give_up:
                     raise jaxvec.NotReadyError("not ready")
@@ -183,7 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
     def refused(self, slots, stepped):
         """Foretells the error of a move of envs that are the caller's."""
         if any(slot in self.sent for slot in slots):
-            return jaxvec.InFlightError
+            return jaxvec.PendingEnvError
         return jaxvec.ResetNeededError if stepped and self.needs_reset.intersection(slots) else None
 
     def check(self, found, slots):
@@ -330,7 +330,7 @@ class EngineMachine(RuleBasedStateMachine):
     def recv(self, by_handle):
         move = self.all(Verb.RECV, by_handle)
         if len(self.sent) < self.batch_size:
-            with pytest.raises(jaxvec.InFlightError):
+            with pytest.raises(jaxvec.PendingEnvError):
                 self.pool.recv(move)
             return
         found = self.pool.recv(move)
@@ -343,7 +343,7 @@ class EngineMachine(RuleBasedStateMachine):
         move = self.pool.move_all(Verb.RECV, Caller.HOST)
         if len(self.sent) < at_least:
             missing = f"at least {at_least} envs, but only {len(self.sent)} are"
-            with pytest.raises(jaxvec.InFlightError, match=missing):
+            with pytest.raises(jaxvec.PendingEnvError, match=missing):
                 self.pool.recv(move, at_least=at_least)
             return
         found = self.pool.recv(move, at_least=at_least)
@@ -361,10 +361,10 @@ class EngineMachine(RuleBasedStateMachine):
             error = rf"envs \[{', '.join(map(str, flying))}\] are in flight"
         elif receives and in_all < self.batch_size:
             error = f"as recv does, but with the {len(slots)} of mask only {in_all} would be in flight"
-        reset = self.pool.reset if receives else self.pool.send_reset
+        reset = self.pool.reset if receives else self.pool.reset_async
         reset = partial(reset, self.all(Verb.RESET, by_handle), seeds=None, mask=mask, options=None)
         if error is not None:
-            with pytest.raises(jaxvec.InFlightError, match=error):
+            with pytest.raises(jaxvec.PendingEnvError, match=error):
                 reset()
             return
         found = reset()

@@ -188,7 +188,9 @@ class Doomed(CountingEnv):
     "way", [way for way in disasters.WAYS if not way.first_ready], ids=str, indirect=True
 )
 def test_all_that_fails_in_a_step_is_told_and_logged(drive, monkeypatch, caplog):
-    monkeypatch.setattr(supervisor, "_TOGETHER", disasters.PATIENCE)  # a busy machine may take its time
+    monkeypatch.setattr(
+        supervisor, "_COLLECT_TIMEOUT", disasters.PATIENCE
+    )  # a busy machine may take its time
     driver = drive(Doomed, 4, num_workers=4)
     driver.reset()
     driver.step()
@@ -453,7 +455,7 @@ def test_a_reset_has_its_own_time_also_where_recv_waits_for_it(drive):
 
 def test_a_reset_has_its_own_time_also_where_another_reset_waits_for_it(make):
     envs = make(failing("reset", signal.pause, victim=1), 2, reset_timeout=0.2, step_timeout=0.1)
-    envs.send_reset()
+    envs.reset_async()
     with pytest.raises(jaxvec.EnvTimeoutError, match=r"reset timed out after 0.2 s"):
         envs.reset()
 
@@ -485,15 +487,15 @@ def test_a_worker_that_goes_on_after_the_timeout_does_not_mend_the_pool(drive):
 
 
 @pytest.mark.parametrize("size", [1, 10_000_000])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_a_call_to_a_stopped_worker_times_out(make, size, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_call_to_a_stopped_worker_times_out(make, size, dispatch):
     """Be it that the answer does not come, or that the question does not fit into the socket."""
 
     class Env(CountingEnv):
         def pid(self, _):
             return os.getpid()
 
-    envs = make(Env, 2, num_workers=2, step_timeout=1.0, dispatch=handoff)
+    envs = make(Env, 2, num_workers=2, step_timeout=1.0, dispatch=dispatch)
     psutil.Process(envs.call("pid", 0)[1]).suspend()
     with pytest.raises(
         jaxvec.EnvTimeoutError, match="call timed out after 1.0 s: .* of env 1 have not answered"

@@ -190,8 +190,8 @@ def test_a_slow_env_neither_starves_nor_holds_up_the_others(make, transport, tmp
 
 
 @pytest.mark.parametrize("on_fault", ["raise", "restart"])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, handoff, transport, on_fault, tmp_path):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, dispatch, transport, on_fault, tmp_path):
     class Steady(GatedEnv):
         def step(self, action):
             threading.Event().wait(0.02)  # so some env of the other worker always runs
@@ -202,7 +202,7 @@ def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, handoff, tra
         4,
         num_workers=2,
         batch_size=1,
-        dispatch=handoff,
+        dispatch=dispatch,
         transport=transport,
         step_timeout=1.0,
         on_fault=on_fault,
@@ -297,13 +297,15 @@ def check_rows(timestep, ids, actions, resets=1):
 
 
 @pytest.mark.parametrize("order", ["ready", "sent"])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_all_that_are_ready_are_returned_and_one_at_least(make, handoff, order, tmp_path):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_all_that_are_ready_are_returned_and_one_at_least(make, dispatch, order, tmp_path):
     gate = tmp_path / "open"
-    envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, dispatch=handoff)
+    envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, dispatch=dispatch)
     envs.reset()
     envs.recv()
-    with pytest.raises(jaxvec.InFlightError, match="recv returns at least 1 envs, but only 0 are in flight"):
+    with pytest.raises(
+        jaxvec.PendingEnvError, match="recv returns at least 1 envs, but only 0 are in flight"
+    ):
         envs.recv(at_least=1)
     envs.send([7], [1])
     for other in (3, 0, 2):  # one after the other: each is done before the next is sent
@@ -311,7 +313,7 @@ def test_all_that_are_ready_are_returned_and_one_at_least(make, handoff, order, 
         wait_until(lambda: unfinished(envs) == [1])
     if order == "ready":
         check_rows(envs.recv(at_least=1), [3, 0, 2], [3, 0, 2])  # more than batch_size
-        with pytest.raises(jaxvec.InFlightError, match="recv returns at least 2 envs, but only 1 are"):
+        with pytest.raises(jaxvec.PendingEnvError, match="recv returns at least 2 envs, but only 1 are"):
             envs.recv(at_least=2)
     with pytest.raises(jaxvec.NotReadyError):
         envs.recv(at_least=1, timeout=0)
@@ -364,24 +366,24 @@ def test_without_batch_size_those_that_are_ready_are_returned_too(make, tmp_path
 REFUSED = {
     "nothing in flight": (
         lambda h: jaxvec.recv(h),
-        jaxvec.InFlightError,
+        jaxvec.PendingEnvError,
         "recv returns 2 envs, but only 0 are",
     ),
     "a partial batch": (
         lambda h: jaxvec.recv(jaxvec.send(h, jnp.zeros(1, int), jnp.array([0]))),
-        jaxvec.InFlightError,
+        jaxvec.PendingEnvError,
         "recv returns 2 envs, but only 1 are",
     ),
     "in flight": (
         lambda h: jaxvec.send(
             jaxvec.send(h, jnp.zeros(2, int), jnp.array([0, 1])), jnp.zeros(2, int), jnp.array([2, 1])
         ),
-        jaxvec.InFlightError,
+        jaxvec.PendingEnvError,
         r"envs \[1\] are in flight",
     ),
     "a step of envs in flight": (
         lambda h: jaxvec.step(jaxvec.send(h, jnp.zeros(1, int), jnp.array([3])), jnp.zeros(4, int)),
-        jaxvec.InFlightError,
+        jaxvec.PendingEnvError,
         r"envs \[3\] are in flight",
     ),
     "twice": (
@@ -411,12 +413,12 @@ REFUSED = {
     ),
     "a reset by mask of all, one in flight": (
         lambda h: jaxvec.reset(jaxvec.send(h, jnp.zeros(1, int), jnp.array([2])), mask=np.ones(4, bool)),
-        jaxvec.InFlightError,
+        jaxvec.PendingEnvError,
         r"envs \[2\] are in flight",
     ),
     "a reset by mask of too few": (
         lambda h: jaxvec.reset(h, mask=np.array([True, False, False, False])),
-        jaxvec.InFlightError,
+        jaxvec.PendingEnvError,
         "reset returns 2 envs, as recv does, but with the 1 of mask only 1 would be in flight",
     ),
     "a handle with an env twice": (
@@ -458,7 +460,7 @@ def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport
     handle = jaxvec.send(handle, jnp.zeros(4, int))
     _, timestep = jaxvec.recv(handle)
     assert (timestep.obs[:, 1] <= 2).all()
-    assert envs.pool.condition.broken_by is None
+    assert envs.pool.state.broken_by is None
 
 
 def test_a_handle_in_another_order_is_the_same_handle(make, transport):
@@ -553,21 +555,21 @@ class WaitingReset(CountingEnv):
         return super().reset(seed=seed, options=options)
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, handoff, tmp_path):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, dispatch, tmp_path):
     """Env 1 waits behind the reset of env 0, its worker's other; meanwhile env 3 is reset, and received."""
     gate = tmp_path / "open"
-    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, dispatch=handoff)
+    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, dispatch=dispatch)
     envs.reset()
     envs.recv()
     left, last = np.arange(4) < 2, np.arange(4) == 3
-    envs.send_reset(mask=left, seed=10, options=[{"gate": gate}, {"level": 1}, None, None])
-    for reset in (envs.reset, envs.send_reset):
+    envs.reset_async(mask=left, seed=10, options=[{"gate": gate}, {"level": 1}, None, None])
+    for reset in (envs.reset, envs.reset_async):
         for mask, flying in ((left, r"\[0, 1\]"), (~left | [False, True, False, False], r"\[1\]")):
-            with pytest.raises(jaxvec.InFlightError, match=f"envs {flying} are in flight"):
+            with pytest.raises(jaxvec.PendingEnvError, match=f"envs {flying} are in flight"):
                 reset(mask=mask, seed=30, options={"level": 30})
     # Worker 0 is busy, but is not asked, since the options of its envs stay.
-    within(lambda: envs.send_reset(mask=last, seed=20, options={"level": 3}))
+    within(lambda: envs.reset_async(mask=last, seed=20, options={"level": 3}))
     check_rows(envs.recv(at_least=1, timeout=PATIENCE), [3], [-1], resets=2)
     gate.touch()
     check_rows(envs.recv(timeout=PATIENCE), [0, 1], [-1, -1], resets=2)
@@ -577,11 +579,11 @@ def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, handoff,
         (-1, None),
         (23, {"level": 3}),
     ]
-    envs.send_reset(mask=~left)  # without options: none are left over from before
+    envs.reset_async(mask=~left)  # without options: none are left over from before
     ids = envs.recv().info["env_id"]
     assert sorted(ids.tolist()) == [2, 3]
     assert [info["options"] for info in envs.infos([2, 3])] == [None, None]
-    with pytest.raises(jaxvec.InFlightError, match="with the 0 of mask only 0 would be in flight"):
+    with pytest.raises(jaxvec.PendingEnvError, match="with the 0 of mask only 0 would be in flight"):
         envs.reset(mask=np.zeros(4, bool))
 
 
@@ -609,8 +611,8 @@ MOVES = st.lists(
     order=st.sampled_from(["ready", "sent"]),
     moves=MOVES,
 )
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_random_sends_and_receives_agree_with_a_model(handoff, num_envs, batch, order, moves):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_random_sends_and_receives_agree_with_a_model(dispatch, num_envs, batch, order, moves):
     batch = min(batch, num_envs)
     with disasters.make(
         CountingEnv,
@@ -618,7 +620,7 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, num_envs, batch, 
         num_workers=min(2, num_envs),
         batch_size=batch,
         recv_order=order,
-        dispatch=handoff,
+        dispatch=dispatch,
     ) as envs:
         steps = [0] * num_envs
         arrived = envs.reset().info["env_id"].tolist()
@@ -637,7 +639,7 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, num_envs, batch, 
                 continue
             at_least = how and min(how, num_envs)
             if len(flying) < (at_least or batch):
-                with pytest.raises(jaxvec.InFlightError):
+                with pytest.raises(jaxvec.PendingEnvError):
                     envs.recv(at_least=at_least)
             else:
                 timestep = envs.recv(at_least=at_least)
@@ -660,8 +662,8 @@ def test_random_sends_and_receives_agree_with_a_model(handoff, num_envs, batch, 
 
 def test_a_reset_that_was_sent_is_received(make, how):
     envs = make(CountingEnv, 3, **how)
-    envs.send_reset(seed=5, options=[{"level": 1}, None, {"level": 3}])
-    with pytest.raises(jaxvec.InFlightError):
+    envs.reset_async(seed=5, options=[{"level": 1}, None, {"level": 3}])
+    with pytest.raises(jaxvec.PendingEnvError):
         envs.step([0, 0, 0])
     assert envs.recv().obs[:, :2].tolist() == [[1, 0]] * 3
     assert [info["seed"] for info in envs.infos()] == [5, 6, 7]
@@ -672,23 +674,23 @@ def test_a_reset_that_was_sent_is_received(make, how):
 def test_some_envs_reset_while_others_step(make, how):
     envs = make(CountingEnv, 4, **how)
     envs.reset()
-    envs.send_reset(mask=np.array([True, False, True, False]))
-    with pytest.raises(jaxvec.InFlightError):  # two are in flight, recv returns four
+    envs.reset_async(mask=np.array([True, False, True, False]))
+    with pytest.raises(jaxvec.PendingEnvError):  # two are in flight, recv returns four
         envs.recv()
     envs.send([1, 3], env_id=[1, 3])
     assert envs.recv().obs.tolist() == [[2, 0, 0, -1], [1, 1, 1, 1], [2, 0, 0, -1], [1, 1, 1, 3]]
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, handoff, tmp_path):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, dispatch, tmp_path):
     gate = tmp_path / "gate"
-    envs = make(GatedEnv, 2, gate=gate, dispatch=handoff)
+    envs = make(GatedEnv, 2, gate=gate, dispatch=dispatch)
     envs.reset()
     envs.send([7, 0])
     for _ in range(2):
         with pytest.raises(jaxvec.NotReadyError, match="call it again to go on waiting"):
             envs.recv(timeout=0.01)
-    with pytest.raises(jaxvec.InFlightError):
+    with pytest.raises(jaxvec.PendingEnvError):
         envs.step([0, 0])
     gate.touch()
     assert envs.recv(timeout=20).obs.tolist() == [[1, 1, 1, 7], [1, 1, 1, 0]]
@@ -705,7 +707,7 @@ def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, hand
 )
 def test_wrong_options_are_refused(make, how, options, error):
     envs = make(CountingEnv, 2, **how)
-    for reset in (envs.reset, envs.send_reset, lambda options: jaxvec.reset(envs, options=options)):
+    for reset in (envs.reset, envs.reset_async, lambda options: jaxvec.reset(envs, options=options)):
         with pytest.raises((TypeError, ValueError), match=error):
             reset(options=options)
     assert envs.reset().obs[:, 0].tolist() == [1, 1]

@@ -26,11 +26,11 @@ from jaxvec.testing import CountingEnv
     ["pass", "signal.pause()", "__import__('ctypes').PyDLL(None).sleep(100)"],
     ids=["idle", "in step", "holding the GIL"],
 )
-@pytest.mark.parametrize("handoff", ["native", "portable"])
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
 @pytest.mark.nightly(but=4)
-def test_workers_die_with_a_killed_parent(step, handoff):
+def test_workers_die_with_a_killed_parent(step, dispatch):
     then = "envs.step(np.zeros(2, int)); signal.pause()" if step != "pass" else "signal.pause()"
-    script = run_script(step, then, handoff=handoff)
+    script = run_script(step, then, dispatch=dispatch)
     pids = list(map(int, script.stdout.readline().split()))
     assert len(pids) == 2
     script.kill()
@@ -181,7 +181,7 @@ class Env(gymnasium.Env):
     def step(self, action):
         return np.zeros({size}, np.uint8), 1.0, False, False, {{}}
 
-jaxvec.config.dispatch = {handoff!r}
+jaxvec.config.dispatch = {dispatch!r}
 
 def make():
     return jaxvec.make(Env, {envs}, num_workers=2, timeouts=jaxvec.Timeouts(start=20))
@@ -210,18 +210,18 @@ print(envs.reset().obs.shape)
 """
 
 
-def run_limited(handoff, limit, value, size=4, envs=2, kept=True):
+def run_limited(dispatch, limit, value, size=4, envs=2, kept=True):
     """Starts a pool under a limit, then one without; returns the first's error, and stderr.
 
     Args:
-        handoff: of the pools.
+        dispatch: of the pools.
         limit, value: what is limited, and to what.
         size: of an observation, in bytes.
         envs: how many.
         kept: whether the fork server that the workers come from is older than the limit.
     """
     source = textwrap.dedent(LIMITED).format(
-        handoff=handoff, limit=limit, value=value, size=size, envs=envs, kept=kept
+        dispatch=dispatch, limit=limit, value=value, size=size, envs=envs, kept=kept
     )
     shm = shared_names()
     script = subprocess.run(
@@ -235,24 +235,26 @@ def run_limited(handoff, limit, value, size=4, envs=2, kept=True):
     return error, script.stderr
 
 
-handoffs = pytest.mark.parametrize("handoff", ["native", "portable"])
+handoffs = pytest.mark.parametrize("dispatch", ["native", "portable"])
 
 
 @handoffs
 @pytest.mark.nightly(but=1)
-def test_a_full_disk_is_a_clear_error(handoff):
+def test_a_full_disk_is_a_clear_error(dispatch):
     """The memory of a segment is taken at once; this limit is the one that we can fill."""
-    error, err = run_limited(handoff, "RLIMIT_FSIZE", 1 << 20, size=4 << 20)
+    error, err = run_limited(dispatch, "RLIMIT_FSIZE", 1 << 20, size=4 << 20)
     assert error.startswith("OSError [Errno 27] File too large")
     assert err == ""
 
 
 @handoffs
 @pytest.mark.nightly(but=1)
-def test_too_little_memory_for_the_segment_is_a_clear_error(handoff):
+def test_too_little_memory_for_the_segment_is_a_clear_error(dispatch):
     """A worker inherits the limit, but has less without it: so it is here that there is no room."""
     vms = "process.memory_info().vms"
-    error, _ = run_limited(handoff, "RLIMIT_AS", f"max({vms}, 500 << 20) + (64 << 20)", size=1 << 20, envs=64)
+    error, _ = run_limited(
+        dispatch, "RLIMIT_AS", f"max({vms}, 500 << 20) + (64 << 20)", size=1 << 20, envs=64
+    )
     assert error.startswith("OSError [Errno 12] Cannot allocate memory")
 
 
@@ -268,10 +270,10 @@ def test_too_little_memory_to_pickle_a_constructor_is_not_called_something_else(
 @handoffs
 @pytest.mark.parametrize("room", range(0, 15, 3))
 @pytest.mark.nightly(but=3)
-def test_too_few_descriptors_are_a_clear_error(handoff, room):
+def test_too_few_descriptors_are_a_clear_error(dispatch, room):
     """With room for more and more of what a start opens, until it is enough."""
     value = f"max(map(int, os.listdir('/proc/self/fd'))) + {room}"
-    error, _ = run_limited(handoff, "RLIMIT_NOFILE", value, kept=room % 2)
+    error, _ = run_limited(dispatch, "RLIMIT_NOFILE", value, kept=room % 2)
     assert error == "no error" or error.startswith(
         ("OSError [Errno 24] Too many open files", "WorkerDiedError", "EnvError", "ImportError")
     )

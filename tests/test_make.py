@@ -571,7 +571,7 @@ def test_a_dotted_name_goes_on_from_an_attribute(make, backend):
     envs.set_attr("simulator.level", [5, 6])
     assert envs.get_attr("simulator.level", indices=-1) == (6,)
     handle, _ = jaxvec.reset(envs)
-    _, now = jaxvec.call(handle, "simulator.add", jnp.array([1, 2]), result=int)
+    _, now = jaxvec.call(handle, "simulator.add", jnp.array([1, 2]), result_shape_dtypes=int)
     assert now.tolist() == [5, 6]
     with pytest.raises(jaxvec.EnvAttributeError, match="'Simulator' object has no attribute 'lost'"):
         envs.call("simulator.lost")
@@ -1006,7 +1006,7 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     assert envs.infos([4, 2]) == ({"said": 3}, {"final_info": {}})
     assert envs.infos([0, 2]) == ({}, {"final_info": {}})
     assert asked == [[1, 4], [4]]
-    assert envs.pool.questions.known_infos() is None
+    assert envs.pool.env_calls.known_infos() is None
     envs.step([7, 9, 10, 8, 0])
     assert envs.infos() == (
         {"final_info": {"said": 7}},
@@ -1017,7 +1017,7 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     )
     assert asked[2:] == [[0, 1, 2]]
     envs.step([2, 8, 2, 8, 2])
-    assert envs.pool.questions.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
+    assert envs.pool.env_calls.known_infos() == [{}, {"final_info": {}}] * 2 + [{}]
     assert asked[3:] == []
 
 

@@ -325,14 +325,14 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(
         num_envs=st.integers(1, 5),
         num_workers=st.integers(1, 3),
-        handoff=st.sampled_from(["auto", "portable"]),
+        dispatch=st.sampled_from(["auto", "portable"]),
         face=st.sampled_from(["host", "auto", "io_callback"]),
         first_ready=st.booleans(),
         mode=st.sampled_from(["SAME_STEP", "NEXT_STEP", "DISABLED"]),
         spare_envs=st.sampled_from([0, 0, 1, 2]),
         retry=st.sampled_from(["reset", "rebuild"]),
     )
-    def make(self, num_envs, num_workers, handoff, face, first_ready, mode, spare_envs, retry):
+    def make(self, num_envs, num_workers, dispatch, face, first_ready, mode, spare_envs, retry):
         if mode == "DISABLED":  # these need autoreset
             first_ready, spare_envs = False, 0
         self.folder = tempfile.TemporaryDirectory()
@@ -346,7 +346,7 @@ class PoolMachine(RuleBasedStateMachine):
             batch_size=self.batch_size,
             recv_order="sent",
             backend=self.backend,
-            dispatch=handoff,
+            dispatch=dispatch,
             transport="auto" if face == "host" else face,
             autoreset_mode=mode,
             info={"lives": np.int32},
@@ -464,7 +464,7 @@ class PoolMachine(RuleBasedStateMachine):
         ids = data.draw(st.lists(st.sampled_from(free), unique=True)) if free else []
         mask = np.isin(np.arange(self.num_envs), ids)
         if len(self.sent) + len(ids) < self.batch_size:
-            with pytest.raises(jaxvec.InFlightError):
+            with pytest.raises(jaxvec.PendingEnvError):
                 self.envs.reset(mask=mask)
             return
         order = [env_id for env_id in self.spread() if env_id in ids]
@@ -477,7 +477,7 @@ class PoolMachine(RuleBasedStateMachine):
     def send(self, data):
         free = [env_id for env_id in range(self.num_envs) if env_id not in self.sent]
         if not free:
-            with pytest.raises(jaxvec.InFlightError):
+            with pytest.raises(jaxvec.PendingEnvError):
                 self.envs.send([0], [0])
             return
         ids = data.draw(st.lists(st.sampled_from(free), min_size=1, unique=True))
@@ -490,7 +490,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def recv(self):
         if len(self.sent) < self.batch_size:
-            with pytest.raises(jaxvec.InFlightError):
+            with pytest.raises(jaxvec.PendingEnvError):
                 self.envs.recv()
             return
         self.check(self.face.recv())
@@ -552,7 +552,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_is_whole(self):
         if self.envs is not None and not self.closed:
-            assert self.envs.pool.condition.broken_by is None
+            assert self.envs.pool.state.broken_by is None
             delivered = sum(worker.faults for worker in self.workers)
             under_way = sum(row.fault for row in self.sent.values())
             assert self.envs.stats().total.faults >= delivered - under_way

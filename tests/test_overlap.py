@@ -15,7 +15,7 @@ from disasters import PATIENCE, Background, wait_until, within
 
 import jaxvec
 from jaxvec import _native
-from jaxvec._workers.supervisor import Turns
+from jaxvec._workers.supervisor import FairLocks
 from jaxvec.testing import CountingEnv
 
 KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]
@@ -61,9 +61,14 @@ class Meeting(CountingEnv):
 class Pool:
     """A pool of two workers with two such envs each; a call, or step, of which waits at the gate."""
 
-    def __init__(self, make, handoff, folder, **kwargs):
+    def __init__(self, make, dispatch, folder, **kwargs):
         self._folder = folder
-        options = {"num_workers": 2, "dispatch": handoff, "step_timeout": PATIENCE, "reset_timeout": PATIENCE}
+        options = {
+            "num_workers": 2,
+            "dispatch": dispatch,
+            "step_timeout": PATIENCE,
+            "reset_timeout": PATIENCE,
+        }
         self.envs = make(Meeting, 4, folder=folder, **options | kwargs)
 
     def wait_until_inside(self, env_id):
@@ -101,7 +106,7 @@ def programs(envs):
     handle, _ = jaxvec.reset(envs)
 
     def call(handle, other):
-        return tuple(jaxvec.call(handle, "meet", other, result=int)[1].tolist())
+        return tuple(jaxvec.call(handle, "meet", other, result_shape_dtypes=int)[1].tolist())
 
     halves = [(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], handle), 3 - i) for i in (0, 3)]
     return [Background(partial(call, *half)) for half in halves]
@@ -241,7 +246,7 @@ def test_a_handle_that_a_call_has_is_stale_for_others_at_once(pool_of):
     """Not only when the call is done: what the others do needs none of its envs."""
     pool = pool_of(batch_size=2)
     handle, timestep = jaxvec.reset(pool.envs)
-    call = Background(lambda: jaxvec.call(handle, "hold", result=int))
+    call = Background(lambda: jaxvec.call(handle, "hold", result_shape_dtypes=int))
     pool.wait_until_inside(2)
     with pytest.raises(jaxvec.StaleHandleError, match="the latest is call 2, by jaxvec.call"):
         within(lambda: jax.block_until_ready(jaxvec.recv(handle)))
@@ -304,14 +309,14 @@ def test_a_pool_is_closed_during_two_calls(pool_of):
             call.result(PATIENCE)
 
 
-# --- Turns ---------------------------------------------------------------------------------------
+# --- FairLocks ---------------------------------------------------------------------------------------
 
 
 def test_who_needs_several_things_is_overtaken_by_those_alone_that_need_none_of_them():
-    turns, order, ends = Turns(), [], {name: threading.Event() for name in "abc"}
+    turns, order, ends = FairLocks(), [], {name: threading.Event() for name in "abc"}
 
     def take(name, *things):
-        with turns.at(*things):
+        with turns.acquire(*things):
             order.append(name)
             assert name not in ends or ends[name].wait(PATIENCE)
 
@@ -327,5 +332,5 @@ def test_who_needs_several_things_is_overtaken_by_those_alone_that_need_none_of_
             ends[name].set()
         thread.result()
     assert [name for name in order if name in "abcd"] == ["a", "b", "c", "d"]
-    with turns.at(0), turns.at(0, 1):  # a thread does not wait for itself
+    with turns.acquire(0), turns.acquire(0, 1):  # a thread does not wait for itself
         pass

@@ -138,7 +138,7 @@ ENVS = {
 
 
 @pytest.mark.parametrize(
-    ("handoff", "transport", "name"),
+    ("dispatch", "transport", "name"),
     [
         ("native", "ffi", "NestedEnv"),
         ("portable", "io_callback", "CartPole-v1"),
@@ -152,10 +152,10 @@ ENVS = {
         ),
     ],
 )
-def test_a_compiled_loop_gets_what_it_gets_from_local_workers(make, make_on_ray, name, transport, handoff):
+def test_a_compiled_loop_gets_what_it_gets_from_local_workers(make, make_on_ray, name, transport, dispatch):
     actions = sample_actions(ENVS[name], 40)
-    options = {"transport": transport, "dispatch": handoff}
-    backend = jaxvec.Ray(data=DATA[handoff])
+    options = {"transport": transport, "dispatch": dispatch}
+    backend = jaxvec.Ray(data=DATA[dispatch])
     on_ray = scan(make_on_ray(ENVS[name], backend=backend, **options), actions)
     local = scan(make(ENVS[name], num_workers=2, **options), actions)
     assert_equal(on_ray, local)
@@ -278,10 +278,10 @@ def test_a_replaced_worker_is_told_what_its_envs_were_and_their_last_states(make
     assert envs.get_attr("goal") == ([1], [2])
 
 
-@pytest.mark.parametrize("handoff", ["native", pytest.param("portable", marks=pytest.mark.nightly)])
-def test_what_was_sent_before_a_question_is_done_before_its_answer(make_on_ray, handoff):
-    backend = jaxvec.Ray(data=DATA[handoff])
-    envs = make_on_ray(CountingEnv, 4, batch_size=2, dispatch=handoff, backend=backend)
+@pytest.mark.parametrize("dispatch", ["native", pytest.param("portable", marks=pytest.mark.nightly)])
+def test_what_was_sent_before_a_question_is_done_before_its_answer(make_on_ray, dispatch):
+    backend = jaxvec.Ray(data=DATA[dispatch])
+    envs = make_on_ray(CountingEnv, 4, batch_size=2, dispatch=dispatch, backend=backend)
     envs.reset()
     envs.recv()
     for steps in range(1, 30):
@@ -413,11 +413,11 @@ class Parented(CountingEnv):
 
 
 @pytest.mark.parametrize("transport", ["ffi", "io_callback"])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_workers_of_one_actor_step_as_local_ones_do(make, make_on_ray, transport, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_workers_of_one_actor_step_as_local_ones_do(make, make_on_ray, transport, dispatch):
     env_fns = ENVS["NestedEnv"]
     actions = sample_actions(env_fns, 40)
-    options = {"transport": transport, "dispatch": handoff, "num_workers": 3}
+    options = {"transport": transport, "dispatch": dispatch, "num_workers": 3}
     on_ray = scan(make_on_ray(env_fns, backend=IN_PAIRS, **options), actions)
     local = scan(make(env_fns, **options), actions)
     assert_equal(on_ray, local)
@@ -429,15 +429,15 @@ def test_actors_have_as_many_workers_as_asked(make_on_ray):
     assert one == same != another
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkeypatch, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_batch_is_one_request_to_each_actor_and_one_answer(make_on_ray, monkeypatch, dispatch):
     posted = []
     post = _link.Shipper.post
     monkeypatch.setattr(
         _link.Shipper, "post", lambda self, rows: (posted.append(rows.nbytes), post(self, rows))[1]
     )
-    backend = jaxvec.Ray(workers_per_actor=2, data=DATA[handoff])
-    envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, dispatch=handoff, step_timeout=None)
+    backend = jaxvec.Ray(workers_per_actor=2, data=DATA[dispatch])
+    envs = make_on_ray(CountingEnv, 8, num_workers=4, backend=backend, dispatch=dispatch, step_timeout=None)
     envs.reset()
 
     def answers():
@@ -462,15 +462,15 @@ def test_threads_step_slots_of_one_actor_at_once(make_on_ray, tmp_path):
     assert waits.result(20)[1].info["episode_length"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_a_worker_that_dies_is_replaced_beside_the_others_of_its_actor(make_on_ray, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_worker_that_dies_is_replaced_beside_the_others_of_its_actor(make_on_ray, dispatch):
     envs = make_on_ray(
         Parented,
         4,
         num_workers=4,
-        backend=jaxvec.Ray(workers_per_actor=4, data=DATA[handoff]),
+        backend=jaxvec.Ray(workers_per_actor=4, data=DATA[dispatch]),
         on_fault=jaxvec.Restart("reset", None, rate=None),
-        dispatch=handoff,
+        dispatch=dispatch,
     )
     handle, _ = jaxvec.reset(envs)
     before = parents(envs)
@@ -592,16 +592,16 @@ def test_a_closed_port_is_an_error_if_a_connection_was_asked_for(make_on_ray, cl
 # --- Several requests in flight -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypatch, tmp_path, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_requests_are_on_their_way_while_others_are_served(make_on_ray, monkeypatch, tmp_path, dispatch):
     shipped = []
-    wire = {"tcp": _link.TcpWire, "ray": _link.RayWire}[DATA[handoff]]
+    wire = {"tcp": _link.TcpWire, "ray": _link.RayWire}[DATA[dispatch]]
     move = wire.move
     monkeypatch.setattr(wire, "move", lambda self, *args: (shipped.append(args), move(self, *args)))
     gate = tmp_path / "gate"
-    backend = jaxvec.Ray(data=DATA[handoff])
+    backend = jaxvec.Ray(data=DATA[dispatch])
     envs = make_on_ray(
-        lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, dispatch=handoff, backend=backend
+        lambda: GatedEnv(gate), 4, num_workers=1, batch_size=2, dispatch=dispatch, backend=backend
     )
     first = envs.reset()
     del shipped[:]
@@ -633,14 +633,14 @@ def test_an_env_that_raises_breaks_the_pool_and_its_node_is_named(make_on_ray, w
 
 @pytest.mark.nightly(but=2)
 @pytest.mark.parametrize("retry", ["reset", "rebuild"])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_an_env_that_raises_is_gone_on_from_as_by_local_workers(make, make_on_ray, retry, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_an_env_that_raises_is_gone_on_from_as_by_local_workers(make, make_on_ray, retry, dispatch):
     def run(envs):
         rows = [envs.reset(seed=3)]
         rows += [envs.step(np.full(4, action)) for action in (0, 0, 7, 0, 7, 0, 0)]
         return rows, envs.stats().total.restarts, envs.stats().total.faults
 
-    options = {"on_fault": jaxvec.Restart(retry, None, rate=None), "dispatch": handoff}
+    options = {"on_fault": jaxvec.Restart(retry, None, rate=None), "dispatch": dispatch}
     env = failing("step", FAILURES["picklable"][0])
     on_ray, local = (run(each(env, 4, **options)) for each in (make_on_ray, partial(make, num_workers=2)))
     assert_equal(on_ray, local)
@@ -668,12 +668,12 @@ def test_an_actor_that_dies_breaks_the_pool(make_on_ray, no_jax_log, by):
     within(envs.close)
 
 
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_an_actor_that_dies_is_replaced(make_on_ray, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_an_actor_that_dies_is_replaced(make_on_ray, dispatch):
     env = failing("step", DEATHS["SIGKILL"][0])
     on_fault = jaxvec.Restart("reset", None, rate=None)
-    backend = jaxvec.Ray(data=DATA[handoff])
-    envs = make_on_ray(env, 4, on_fault=on_fault, dispatch=handoff, backend=backend)
+    backend = jaxvec.Ray(data=DATA[dispatch])
+    envs = make_on_ray(env, 4, on_fault=on_fault, dispatch=dispatch, backend=backend)
     handle, _ = jaxvec.reset(envs, seed=1)
     actions = np.array([0, 0, 7, 0, 0, 7, 0])[:, None] * np.ones(4, int)
     _, rows = jax.jit(partial(jax.lax.scan, jaxvec.step))(handle, actions)

@@ -133,7 +133,7 @@ NONCE = bytes(32)
     ids=["nothing", "a frame at once", "a proof by another key", "no proof"],
 )
 def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkeypatch, said):
-    monkeypatch.setattr(wire, "_STRANGER", 2.0)  # also for the one with the key
+    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 2.0)  # also for the one with the key
     stranger = socket.create_connection(listener.address)  # first
     heard = Background(lambda: proofless(stranger, said))
     accepted = Background(listener.accept)
@@ -185,8 +185,8 @@ def test_a_listener_that_does_not_know_the_key_is_refused(said):
 
 
 def test_who_is_not_awaited_any_more_is_refused(listener, monkeypatch):
-    monkeypatch.setattr(wire, "_CONNECTED", 0.1)
-    monkeypatch.setattr(wire, "_PROVEN", 0.1)
+    monkeypatch.setattr(wire, "_CONNECT_TIMEOUT", 0.1)
+    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
     with pytest.raises(TimeoutError):
         listener.accept()
     with pytest.raises(ConnectionRefusedError):
@@ -194,7 +194,7 @@ def test_who_is_not_awaited_any_more_is_refused(listener, monkeypatch):
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(wire, "_PROVEN", 0.1)
+    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
         connect_to_actor(silent.getsockname()[:2], KEY)
 
@@ -212,7 +212,7 @@ def test_who_has_no_time_to_read_is_not_lost(ends, monkeypatch):
         looked.release()
         return is_silent(self)
 
-    monkeypatch.setattr(wire, "_SILENT", 2.0)  # a kernel may put off its answer by 0.2
+    monkeypatch.setattr(wire, "_ACK_TIMEOUT", 2.0)  # a kernel may put off its answer by 0.2
     monkeypatch.setattr(wire.Connection, "_is_silent", look)
     here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wire._TIMEVAL.pack(0, 100_000))
     sending = Background(lambda: here.send(ROWS, bytes(50 << 20)))
@@ -262,8 +262,8 @@ def test_a_host_is_served_until_the_connection_ends(host, listener):
 
 
 def test_a_host_that_nobody_connects_to_is_not_served(host, listener, monkeypatch):
-    monkeypatch.setattr(wire, "_CONNECTED", 0.1)
-    monkeypatch.setattr(wire, "_PROVEN", 0.1)
+    monkeypatch.setattr(wire, "_CONNECT_TIMEOUT", 0.1)
+    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
     link.serve(host, listener)
 
 

@@ -70,7 +70,9 @@ def test_a_policy_masks_its_actions_inside_a_scan(envs):
         def body(handle, _):
             mask = jaxvec.get_attr(handle, "mask", MASK)
             handle, timestep = jaxvec.step(handle, jnp.where(mask, jnp.arange(4), -1).max(1))
-            handle, level = jaxvec.call(handle, "raise_level", timestep.obs[:, 1] % 2, result=int)
+            handle, level = jaxvec.call(
+                handle, "raise_level", timestep.obs[:, 1] % 2, result_shape_dtypes=int
+            )
             return handle, (timestep.obs[:, 3], level)
 
         return jax.lax.scan(body, handle, length=4)[1]
@@ -101,7 +103,7 @@ def test_calls_whose_results_are_not_used_are_made_all_the_same(envs):
     @jax.jit
     def program(handle):
         def body(handle, _):
-            return jaxvec.call(handle, "raise_level", 1, result=int)[0], None
+            return jaxvec.call(handle, "raise_level", 1, result_shape_dtypes=int)[0], None
 
         jax.lax.scan(body, handle, length=10)
         return 0
@@ -118,7 +120,7 @@ def test_lanes_and_parts_of_a_handle_ask_their_own_envs(envs):
     np.testing.assert_array_equal(levels, [[0, 1], [2, 3]])
     backwards = jax.tree.map(lambda x: x[::-1], handle)
     np.testing.assert_array_equal(jaxvec.get_attr(backwards, "level", int), [3, 2, 1, 0])
-    lanes, levels = jax.vmap(lambda h, by: jaxvec.call(h, "raise_level", by, result=int))(
+    lanes, levels = jax.vmap(lambda h, by: jaxvec.call(h, "raise_level", by, result_shape_dtypes=int))(
         lanes, jnp.array([10, 20])
     )
     np.testing.assert_array_equal(levels, [[10, 11], [22, 23]])
@@ -129,19 +131,23 @@ def test_lanes_and_parts_of_a_handle_ask_their_own_envs(envs):
 
 FAILURES = {
     "no attribute": (
-        lambda h: jaxvec.call(h, "nothing", result=int),
+        lambda h: jaxvec.call(h, "nothing", result_shape_dtypes=int),
         jaxvec.EnvError,
         "no attribute 'nothing'",
     ),
     "raises": (lambda h: jaxvec.call(h, "fail"), jaxvec.EnvError, "env 0.*not today"),
     "shape": (
-        lambda h: jaxvec.call(h, "state", result=STATE | {"mask": bool}),
+        lambda h: jaxvec.call(h, "state", result_shape_dtypes=STATE | {"mask": bool}),
         jaxvec.EnvDataError,
         "env 0 returned wrong data from state",
     ),
-    "structure": (lambda h: jaxvec.call(h, "state", result=int), jaxvec.EnvDataError, "was expected"),
+    "structure": (
+        lambda h: jaxvec.call(h, "state", result_shape_dtypes=int),
+        jaxvec.EnvDataError,
+        "was expected",
+    ),
     "dtype": (
-        lambda h: jaxvec.call(h, "mask", result=jax.ShapeDtypeStruct((3,), bool)),
+        lambda h: jaxvec.call(h, "mask", result_shape_dtypes=jax.ShapeDtypeStruct((3,), bool)),
         jaxvec.EnvDataError,
         "expected shape",
     ),
@@ -159,7 +165,7 @@ def test_a_failed_call_is_an_error_and_the_pool_stays_usable(envs, jit, case):
     if not isinstance(caught.value, error):
         with pytest.raises(error, match=f"(?s){match}"):
             envs.raise_if_failed()
-    assert envs.pool.condition.broken_by is None
+    assert envs.pool.state.broken_by is None
     handle = handle if error is jaxvec.EnvError else jaxvec.reset(envs)[0]
     jaxvec.step(handle, jnp.zeros(4, int))
 

@@ -67,7 +67,7 @@ class FragileEnv(CountingEnv):
 
 
 @pytest.fixture(params=["native", "portable"])
-def handoff(request):
+def dispatch(request):
     if request.param == "native" and _native.reason_unavailable() is not None:
         pytest.skip(str(_native.reason_unavailable()))
     return request.param
@@ -103,10 +103,10 @@ def start(make, face, *args, **kwargs):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, handoff, face, fault):
+def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, dispatch, face, fault):
     """Env 2 fails at the third of six steps. It shares its worker with env 3; 0 and 1 have another."""
     timeout = 1.0 if fault in ("hang", "stop") else 30
-    envs = start(make, face, lambda: FragileEnv(FAULTS[fault]), 4, dispatch=handoff, step_timeout=timeout)
+    envs = start(make, face, lambda: FragileEnv(FAULTS[fault]), 4, dispatch=dispatch, step_timeout=timeout)
     actions = np.tile(np.arange(1, 7)[:, None], 4)
     actions[2, 2] = HARM
     timesteps = rollout(envs, face, actions)
@@ -134,11 +134,11 @@ def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, handof
     assert envs.stats().total.faults == hit.sum()
     assert envs.stats().total.restarts == 1
     assert envs.stats().total.steps == 6 * 4 - hit.sum()
-    assert envs.pool.condition.broken_by is None
+    assert envs.pool.state.broken_by is None
 
 
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL", "hang"])
-def test_a_first_ready_pool_goes_on(make, handoff, face, fault):
+def test_a_first_ready_pool_goes_on(make, dispatch, face, fault):
     timeout = 1.0 if fault == "hang" else 30
     envs = start(
         make,
@@ -148,7 +148,7 @@ def test_a_first_ready_pool_goes_on(make, handoff, face, fault):
         num_workers=2,
         batch_size=2,
         recv_order="sent",
-        dispatch=handoff,
+        dispatch=dispatch,
         step_timeout=timeout,
     )
 
@@ -179,19 +179,19 @@ def test_a_first_ready_pool_goes_on(make, handoff, face, fault):
     assert all((np.asarray(t.info["fault"]) == np.asarray(t.truncated)).all() for t in seen)
     # The last two that were sent may not be done.
     assert 49 * 2 - faults <= envs.stats().total.steps <= 50 * 2 - faults
-    assert envs.pool.condition.broken_by is None
+    assert envs.pool.state.broken_by is None
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
-def test_under_the_other_autoreset_modes_the_row_keeps_the_last_observation(make, handoff, mode, fault):
+def test_under_the_other_autoreset_modes_the_row_keeps_the_last_observation(make, dispatch, mode, fault):
     envs = make(
         lambda: FragileEnv(FAULTS[fault]),
         2,
         num_workers=2,
         on_fault=FREE,
         autoreset_mode=mode,
-        dispatch=handoff,
+        dispatch=dispatch,
     )
     envs.reset(seed=0)
     before = envs.step([1, 1])
@@ -212,7 +212,7 @@ def test_under_the_other_autoreset_modes_the_row_keeps_the_last_observation(make
     assert after.obs[1].tolist() == [1, 3, 3, 3]
 
 
-def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, handoff):
+def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, dispatch):
     """Under next-step autoreset: the step that meets with the death was to be the reset."""
     envs = make(
         lambda: FragileEnv(kill, episode_length=2),
@@ -220,7 +220,7 @@ def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, handoff):
         num_workers=1,
         on_fault=FREE,
         autoreset_mode="NEXT_STEP",
-        dispatch=handoff,
+        dispatch=dispatch,
     )
     envs.reset(seed=0)
     envs.step([1, 1])
@@ -232,8 +232,8 @@ def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, handoff):
     assert timestep.obs[:, 2].tolist() == [0, 0]
 
 
-def test_a_worker_killed_while_idle_is_replaced_by_the_next_step(make, handoff, face):
-    envs = start(make, face, lambda: FragileEnv(throw), 2, num_workers=2, dispatch=handoff)
+def test_a_worker_killed_while_idle_is_replaced_by_the_next_step(make, dispatch, face):
+    envs = start(make, face, lambda: FragileEnv(throw), 2, num_workers=2, dispatch=dispatch)
     envs.reset(seed=0)
     first, second = envs.call("pid")
     psutil.Process(first).kill()
@@ -449,10 +449,10 @@ def test_what_follows_a_fault_depends_on_the_seed_alone(make, fault):
 
 
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
-def test_beyond_the_limit_a_fault_is_raised_and_breaks_the_pool(make, handoff, face, fault):
+def test_beyond_the_limit_a_fault_is_raised_and_breaks_the_pool(make, dispatch, face, fault):
     policy = jaxvec.Restart(max_restarts=2, rate=None)
     envs = start(
-        make, face, lambda: FragileEnv(FAULTS[fault]), 2, num_workers=2, on_fault=policy, dispatch=handoff
+        make, face, lambda: FragileEnv(FAULTS[fault]), 2, num_workers=2, on_fault=policy, dispatch=dispatch
     )
     assert rollout(envs, face, [[HARM, 1], [HARM, 1], [1, HARM]]).info["fault"].sum() == 3
     kind = jaxvec.EnvError if fault == "exception" else jaxvec.WorkerDiedError
@@ -537,17 +537,17 @@ def test_a_policy_that_can_not_be_is_refused(arguments, match):
 
 
 @pytest.mark.parametrize("end", ["kill", "hang"])
-def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, handoff, end):
+def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, dispatch, end):
     class Env(CountingEnv):
         def end(self, how):
             {"kill": kill, "hang": signal.pause, "": lambda: None}[how]()
 
-    envs = make(Env, 2, num_workers=2, on_fault=FREE, step_timeout=1.0, dispatch=handoff)
+    envs = make(Env, 2, num_workers=2, on_fault=FREE, step_timeout=1.0, dispatch=dispatch)
     envs.reset(seed=0)
     kind = jaxvec.WorkerDiedError if end == "kill" else jaxvec.EnvTimeoutError
     with pytest.raises(kind):
         envs.call("end", end)
-    assert envs.pool.condition.broken_by is None
+    assert envs.pool.state.broken_by is None
     assert envs.call("end", "") == (None, None)
     assert envs.step([1, 1]).info["fault"].all()
     assert not envs.step([1, 1]).info["fault"].any()
@@ -700,7 +700,7 @@ def test_close_during_a_restart_leaves_nothing(make):
     assert workers() == []
 
 
-def test_a_call_that_comes_before_the_reply_to_a_failed_env_is_answered(make, handoff):
+def test_a_call_that_comes_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
     envs = make(
         lambda: FragileEnv(throw),
         2,
@@ -708,7 +708,7 @@ def test_a_call_that_comes_before_the_reply_to_a_failed_env_is_answered(make, ha
         batch_size=1,
         recv_order="sent",
         on_fault=FREE,
-        dispatch=handoff,
+        dispatch=dispatch,
     )
     envs.reset(seed=0)
     envs.recv()

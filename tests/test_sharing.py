@@ -102,8 +102,8 @@ def test_a_pool_is_made_driven_and_closed_by_different_threads(drive):
 
 def test_several_threads_step_one_pool_in_turn_on_the_host(make):
     """Each call is whole: no step is lost, and every thread gets the rows of its own call."""
-    for handoff in ("native", "portable"):
-        envs = make(CountingEnv, 4, num_workers=2, dispatch=handoff)
+    for dispatch in ("native", "portable"):
+        envs = make(CountingEnv, 4, num_workers=2, dispatch=dispatch)
         envs.reset()
         seen = []
 

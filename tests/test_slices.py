@@ -8,11 +8,11 @@ import pytest
 
 from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.slice import Asked, Slice
+from jaxvec._envs.slice import RequestName, Slice
 
 
 def test_all_that_is_asked_for_is_in_the_base_class():
-    assert set(get_args(Asked)) <= set(vars(Slice))
+    assert set(get_args(RequestName)) <= set(vars(Slice))
 
 
 @pytest.mark.parametrize("kind", [EnvSlice, BatchSlice])

@@ -48,14 +48,14 @@ def wait_for_resets(folder, count):
 
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
-@pytest.mark.parametrize("handoff", ["native", "portable"])
-def test_a_spare_env_that_was_reset_in_advance_takes_over(make, tmp_path, mode, handoff):
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_spare_env_that_was_reset_in_advance_takes_over(make, tmp_path, mode, dispatch):
     envs = make(
         SlowEnv,
         1,
         spare_envs=1,
         autoreset_mode=mode,
-        dispatch=handoff,
+        dispatch=dispatch,
         folder=tmp_path,
         episode_length=3,
     )

@@ -634,7 +634,7 @@ def test_a_fork_of_the_program_has_servers_and_lifelines_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("where", "name"), [(_fork._Server, "fork"), (_fork.Surroundings, "here"), (_fork._Server, "reap")]
+    ("where", "name"), [(_fork._Server, "fork"), (_fork.ProcessContext, "here"), (_fork._Server, "reap")]
 )
 def test_ctrl_c_while_a_worker_is_started_or_ended_leaves_none_behind(monkeypatch, where, name):
     """The next pool is as good as any."""

@@ -543,13 +543,13 @@ def test_handles_go_stale_by_a_restore_and_not_by_a_save(make):
 
 def test_envs_in_flight_are_refused(make):
     envs = make(counting, 4, states=10, batch_size=2, num_workers=2, recv_order="sent")
-    envs.send_reset(seed=0)
+    envs.reset_async(seed=0)
     ids = envs.recv().info["env_id"]
-    with pytest.raises(jaxvec.InFlightError, match="are in flight"):
+    with pytest.raises(jaxvec.PendingEnvError, match="are in flight"):
         envs.save()
     state = envs.save(indices=ids)
     envs.send([0, 0], ids)
-    with pytest.raises(jaxvec.InFlightError, match="are in flight"):
+    with pytest.raises(jaxvec.PendingEnvError, match="are in flight"):
         envs.restore(state, indices=ids)
     envs.recv()
     first = envs.recv()

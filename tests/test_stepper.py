@@ -21,7 +21,7 @@ from jaxvec import _native
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvFailure
-from jaxvec._envs.slot_envs import Targets
+from jaxvec._envs.slot_envs import WrapperBypass
 from jaxvec._memory import rows as _rows
 from jaxvec._memory import segment
 from jaxvec._memory.segment import make_layout
@@ -338,7 +338,7 @@ def test_wrappers_that_are_passed_by_are_as_if_they_had_been_called(options, mak
 
 def test_first_steps_go_through_all_wrappers():
     env = wrapped(gymnasium.make("CartPole-v1").unwrapped, 500)
-    targets = Targets([env], bypass=True)
+    targets = WrapperBypass([env], bypass=True)
     assert not env.get_wrapper_attr("has_reset")
     looks = (
         2 if hasattr(env.env.env, "checked_data_reuse") else 1
@@ -356,7 +356,7 @@ def test_first_steps_go_through_all_wrappers():
 
 def test_an_env_that_goes_on_from_a_state_is_passed_by_as_before():
     env = wrapped(gymnasium.make("CartPole-v1").unwrapped, 500)
-    targets = Targets([env], bypass=True)
+    targets = WrapperBypass([env], bypass=True)
     env.reset(seed=0)
     for _ in range(2):
         env.step(0)
@@ -431,7 +431,7 @@ def test_what_may_do_more_is_called(wrap):
     opaque = wrap(TimeLimit(Counting(), 9))
     env = TimeLimit(OrderEnforcing(opaque), 7)
     env.reset(seed=0)
-    targets = Targets([env], bypass=True)
+    targets = WrapperBypass([env], bypass=True)
     targets.look()
     assert targets.envs == [opaque]
     assert targets.limits == [(vars(env),)]
@@ -441,6 +441,6 @@ def test_a_wrapper_that_somebody_has_changed_is_called(monkeypatch):
     env = OrderEnforcing(TimeLimit(Counting(), 9))
     env.reset(seed=0)
     monkeypatch.setattr(TimeLimit, "step", lambda *_: None)
-    targets = Targets([env], bypass=True)
+    targets = WrapperBypass([env], bypass=True)
     targets.look()
     assert targets.envs == [env.env]

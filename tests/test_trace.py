@@ -114,7 +114,7 @@ def test_all_steps_resets_and_hand_offs_are_in_the_file(drive, way, tmp_path):
     assert program["wait for workers"] >= program["copy results"]
     calls = 1 + (5 + 11 if way.first_ready else 5)
     assert program["io_callback"] == (calls if way.face == "io_callback" else 0)
-    in_cpp = calls - 1 if way.handoff == "native" else 0
+    in_cpp = calls - 1 if way.dispatch == "native" else 0
     assert program["FFI by Python"] == (calls - in_cpp if way.face == "ffi" else 0)
     assert (timeline.about["dropped"], timeline.about["lost"]) == ({}, {})
 

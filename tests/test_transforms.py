@@ -599,7 +599,7 @@ def test_calls_under_shard_map_ask_each_devices_own_envs(envs, mesh):
     handle, _ = jaxvec.reset(envs)
 
     def program(handle, by):
-        return jaxvec.call(handle, "_observe", by, result=jax.ShapeDtypeStruct((4,), int))
+        return jaxvec.call(handle, "_observe", by, result_shape_dtypes=jax.ShapeDtypeStruct((4,), int))
 
     _, observed = over(mesh, program, out_specs=P("d"))(handle, ACTION)
     np.testing.assert_array_equal(observed[:, 3], ACTION)

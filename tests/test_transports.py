@@ -188,7 +188,7 @@ def test_first_ready_batches_without_trouble_need_no_python(native, monkeypatch,
     if batch_size == 2:  # Python has the same state of what is in flight
         handle, _ = jaxvec.recv(handle)
         jaxvec.recv(handle)
-        with pytest.raises(jaxvec.InFlightError, match="0 are in flight"):
+        with pytest.raises(jaxvec.PendingEnvError, match="0 are in flight"):
             envs.recv()
 
 
@@ -327,7 +327,7 @@ def test_a_programs_error_is_nobodys_once_it_was_taken(make):
     step(handle, [0])
     with pytest.raises(jax.errors.JaxRuntimeError, match="StaleHandleError"):
         jax.block_until_ready(step(handle, [0]))
-    error = weakref.ref(envs.pool.condition.take_error())
+    error = weakref.ref(envs.pool.state.take_error())
     gc.collect()
     assert error() is None
 

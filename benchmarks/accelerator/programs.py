@@ -107,7 +107,7 @@ def page_locked() -> bool:
     """After a reset inside a program."""
     with make() as envs:
         jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs))())
-        return envs.pool.closing.pinned is not None
+        return envs.pool.finalizer.pinned is not None
 
 
 def returns() -> dict[str, Any]:

@@ -32,7 +32,7 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import VERBS, Verb, requests, verbs_of
 from jaxvec._memory.segment import Marks
 
-LOOK_AROUND = 0.05  # seconds between looks for workers that died, which wake nobody
+DEATH_CHECK_INTERVAL = 0.05  # seconds between looks for workers that died, which wake nobody
 
 
 class Work(NamedTuple):
@@ -91,7 +91,7 @@ class Slots:
         self._requested = self._completed = self._completed_at = np.zeros(0, np.int64)
 
 
-class ParentHandoff(Slots, ABC):
+class ParentDispatch(Slots, ABC):
     """The parent's end, to all workers."""
 
     @property
@@ -131,7 +131,7 @@ class ParentHandoff(Slots, ABC):
         """Makes `wait`, in another thread, look around at once, if it does not wait at the sockets."""
 
 
-class WorkerHandoff(Slots, ABC):
+class WorkerDispatch(Slots, ABC):
     """A worker's end."""
 
     @abstractmethod
@@ -189,7 +189,7 @@ class Partition:
             yield int(owners[start]), slots[start:stop]
 
 
-class ParentEnd(ParentHandoff):
+class PortableParentDispatch(ParentDispatch):
     """The portable end of the parent. It waits at the control sockets, so it needs no notice."""
 
     def __init__(
@@ -210,7 +210,7 @@ class ParentEnd(ParentHandoff):
         self._request(requests[slots], slots)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        if time.monotonic() - self._looked > LOOK_AROUND:  # also where nobody ever has to wait
+        if time.monotonic() - self._looked > DEATH_CHECK_INTERVAL:  # also where nobody ever has to wait
             self._looked = time.monotonic()
             return False
         return self.enough_completed(slots, count)
@@ -226,7 +226,7 @@ class ParentEnd(ParentHandoff):
             self._channels[worker].wake()
 
 
-class WorkerEnd(WorkerHandoff):
+class PortableWorkerDispatch(WorkerDispatch):
     """The portable end of a worker. It waits at its control socket, as the parent does."""
 
     def __init__(self, marks: Marks, slots: tuple[int, int], channel: WorkerChannel) -> None:

@@ -27,7 +27,7 @@ from jaxvec._tracing import Record, Recorder, span
 # moved their envs.
 # ----------------------------------------------------------------------------------------------------------
 
-FOREVER = 1 << 60  # ns, 36 years: a timeout that never comes, and can be added to a time
+FOREVER_NS = 1 << 60  # ns, 36 years: a timeout that never comes, and can be added to a time
 
 
 class Admission:
@@ -83,7 +83,7 @@ class Admission:
     def note_sent(self, slots: NDArray[Any], timeout: float | None) -> None:
         """Notes that `slots` were sent, and are late after `timeout` seconds."""
         self.in_flight[slots] = True
-        self.due[slots] = time.monotonic_ns() + (FOREVER if timeout is None else int(timeout * 1e9))
+        self.due[slots] = time.monotonic_ns() + (FOREVER_NS if timeout is None else int(timeout * 1e9))
         first = int(self.num_sent[0])
         self.sent_words[first : first + len(slots)] = slots
         self.num_sent[0] += len(slots)
@@ -212,14 +212,14 @@ class Engine(ABC):
     Attributes:
         generation: `[num_envs]` uint32, how often each env was moved, as fresh handles say.
         last_caller: `Move.caller_code` of the latest move.
-        served: number of calls of compiled programs that succeeded, modulo 2**32.
+        num_served: number of calls of compiled programs that succeeded, modulo 2**32.
         recorder: the pool's, while it records what Python does.
         done_at_once: whether a dispatch returns when the envs are done.
     """
 
     generation: NDArray[np.uint32]
     last_caller: int
-    served: int
+    num_served: int
     done_at_once: bool = False
 
     def __init__(self, rules: Rules) -> None:
@@ -439,7 +439,7 @@ class PyEngine(Engine):
     """An engine whose callers all come through Python."""
 
     last_caller = 0
-    served = 0
+    num_served = 0
 
     def __init__(self, rules: Rules, *, done_at_once: bool = False) -> None:
         super().__init__(rules)
@@ -486,7 +486,7 @@ class PyEngine(Engine):
             self._changed.notify_all()
 
     def count_success(self) -> None:
-        self.served = (self.served + 1) % 2**32
+        self.num_served = (self.num_served + 1) % 2**32
 
     def check_handle(self, move: Move) -> Status:
         met = self._meet(move.slots)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._memory.rows import column, reader, writer, zeroer
-from jaxvec._memory.segment import Arrays, Index, RawInfo, kind_of
+from jaxvec._memory.segment import Arrays, Index, InfoKind, kind_of
 from jaxvec._spec import DictNode, PoolSpec, leaves
 
 # ----------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class EnvRows:
         self.final = FinalStep(spec, rows, range(count) if left else ())
         self._declared = DeclaredInfo(spec.declared, rows)
         self._raw_info = rows["raw_info",]
-        self._raw_info[:] = RawInfo.EMPTY
+        self._raw_info[:] = InfoKind.EMPTY
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]
         self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}

@@ -36,9 +36,9 @@ from jaxvec._envs.envs import (
     put_attr,
     wrong_step,
 )
-from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, Delivered, Episodes, Saved
+from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes, Saved
 from jaxvec._envs.simulator import Simulator
-from jaxvec._envs.slice import Done, Parameters, Slice
+from jaxvec._envs.slice import Done, Slice, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
@@ -91,7 +91,7 @@ class EnvSlice(Slice):
         compiled = None if config.strict or spec.reward.shape else _native.ext
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
-        self._delivered = Delivered(spec, rows) if spec.has_fault else None
+        self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
         self._slots = SlotEnvs(
             envs,
             env_fns,
@@ -198,22 +198,22 @@ class EnvSlice(Slice):
         self._count_steps(len(indices) if done is None else 0)
         self._running[0] = 0
 
-    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
+    def recover(self, failure: EnvFailure, *, rebuild: bool, settings: SlotSettings | None = None) -> None:
         if rebuild:
             self._running[0] = failure.env_id + 1
             self._slots.rebuild(failure.env_id - self.first)
-            if parameters is not None:
-                self.restore(failure.env_id, parameters)
+            if settings is not None:
+                self.reapply_settings(failure.env_id, settings)
             self._running[0] = 0
 
-    def restore(self, slot: int, parameters: Parameters) -> None:
+    def reapply_settings(self, slot: int, settings: SlotSettings) -> None:
         index = slot - self.first
-        for name, value in parameters.attributes.items():
+        for name, value in settings.attributes.items():
             self.set_attr([slot], [value], name)
-        self._slots.keep_options(index, parameters.options)
-        if parameters.state is not None and self._episodes.is_lost(index):
+        self._slots.keep_options(index, settings.options)
+        if settings.state is not None and self._episodes.is_lost(index):
             with Failing(slot, "restore"):
-                self._resumed[index] = unpack(parameters.state)
+                self._resumed[index] = unpack(settings.state)
 
     @property
     def can_prepare(self) -> bool:

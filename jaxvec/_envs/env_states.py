@@ -31,7 +31,7 @@ from jaxvec._snapshots.nodes import (
     put_layer,
     take_layer,
 )
-from jaxvec._snapshots.snapshot import Again, difference, find
+from jaxvec._snapshots.snapshot import IncrementalSnapshot, difference, find
 from jaxvec._spec import KeyPath
 from jaxvec._util import dumps
 
@@ -349,7 +349,9 @@ class StatefulEnv:
         self._kinds = tuple(map(_kind, self._layers))
         self._methods = None if self._functions is not None else _own_methods(type(self._layers[-1]))
         # Of those whose attributes say all.
-        self._again = Again(self._layers) if self._functions is None and self._methods is None else None
+        self._again = (
+            IncrementalSnapshot(self._layers) if self._functions is None and self._methods is None else None
+        )
         self._nodes: dict[int, Any] = dict(
             zip(map(id, self._layers), layer_nodes(len(self._layers)), strict=True)
         )

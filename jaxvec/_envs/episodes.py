@@ -179,7 +179,7 @@ class Episodes:
 _BY_FAULT = 2  # is what ended an episode
 
 
-class Delivered:
+class CommittedRows:
     """Of the envs of a slice, which go by their index there."""
 
     def __init__(self, spec: PoolSpec, rows: Arrays) -> None:

@@ -18,7 +18,7 @@ from jaxvec._memory.segment import Arrays, make_layout, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._util import dumps
 
-_MOST = 64  # steps whose rows are held at once
+_MAX_ROWS = 64  # steps whose rows are held at once
 
 
 # Steps the env of a row, `[1]`, from a state, and returns the state after that.
@@ -50,7 +50,7 @@ class Simulator:
         """
         self.steps = 0
         self._env_fns, self._first = env_fns, first
-        self._spec = replace(spec, num_envs=_MOST, batch_size=_MOST)
+        self._spec = replace(spec, num_envs=_MAX_ROWS, batch_size=_MAX_ROWS)
         self._stepper_of = stepper_of
         self._kinds: list[Hashable] | None = None
         self._built: dict[Hashable, tuple[Env, Stepper, Arrays]] = {}
@@ -86,8 +86,8 @@ class Simulator:
         kinds = [self.kind(state.slot) for state in states]
         for kind in dict.fromkeys(kinds):
             places = [place for place, each in enumerate(kinds) if each == kind]
-            for start in range(0, len(places), _MOST):
-                chunk = places[start : start + _MOST]
+            for start in range(0, len(places), _MAX_ROWS):
+                chunk = places[start : start + _MAX_ROWS]
                 arrays = self._step_alike([states[place] for place in chunk], chunk, actions, after)
                 for leaf, array in zip(self._spec.timestep_leaves, out, strict=True):
                     array[chunk] = arrays[leaf.path][: len(chunk)]
@@ -141,7 +141,7 @@ class Simulator:
         envs = build_env([env_fn], slot)
         with Failing(slot, "simulate"):
             arrays = private_segment(self._layout)
-            stepper = self._stepper_of(envs * _MOST, env_fn, arrays)  # first, since it watches the env
+            stepper = self._stepper_of(envs * _MAX_ROWS, env_fn, arrays)  # first, since it watches the env
             envs[0].reset(seed=0)  # wrappers and simulators want that before they go on from a state
         self._built[kind] = envs[0], stepper, arrays
 

@@ -22,7 +22,7 @@ from jaxvec._tracing import Record, Recorder
 
 
 @dataclass(frozen=True)
-class Parameters:
+class SlotSettings:
     """What a new env is told.
 
     Attributes:
@@ -36,7 +36,7 @@ class Parameters:
     state: bytes | None = None
 
 
-class Told:
+class EnvSettings:
     """Of all envs of a pool, what they were told last, and the states that were saved last.
 
     Attributes:
@@ -90,13 +90,13 @@ class Told:
         """Returns those of `slots` of which there is a saved state."""
         return sorted(self._states.keys() & set(slots))
 
-    def of(self, slot: int) -> Parameters | None:
+    def of(self, slot: int) -> SlotSettings | None:
         """Returns what a new env in this slot has to be told, if anything."""
         options, attributes = self._options.get(slot), self._attributes.get(slot)
         state = self._states.get(slot)
         if options is None and attributes is None and state is None:
             return None
-        return Parameters(options, attributes or {}, state)
+        return SlotSettings(options, attributes or {}, state)
 
     def forget_calls(self, slots: Iterable[int]) -> list[int]:
         """Returns those of `slots` that may have been changed by calls, which new envs in them have not."""
@@ -116,7 +116,7 @@ Done = Callable[[int, int], None]
 Arguments: TypeAlias = Callable[[int, int], tuple[Any, ...] | None]
 
 # What a pool asks of all slices by name, while none of their envs is in flight.
-Asked: TypeAlias = Literal[
+RequestName: TypeAlias = Literal[
     "infos_of",
     "call",
     "get_attr",
@@ -173,7 +173,7 @@ class Slice(ABC):
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         """Steps the envs of `slots` with the actions in the segment; otherwise as `reset`."""
 
-    def recover(self, failure: EnvFailure, *, rebuild: bool, parameters: Parameters | None = None) -> None:
+    def recover(self, failure: EnvFailure, *, rebuild: bool, settings: SlotSettings | None = None) -> None:
         """Makes ready for another try at what `failure` left: slots that are not done are to be asked again.
 
         A step that failed is not taken again: its row then says that a fault has cut the episode.
@@ -181,14 +181,14 @@ class Slice(ABC):
         Args:
             failure: that was raised.
             rebuild: whether its env is closed, and another is built in its place.
-            parameters: settings of that one.
+            settings: settings of that one.
 
         Raises:
             EnvFailure: the constructor raised, or an attribute can't be set; `failure`, if it ends the pool.
         """
         raise failure
 
-    def restore(self, slot: int, parameters: Parameters) -> None:
+    def reapply_settings(self, slot: int, settings: SlotSettings) -> None:
         """Gives an env, built in the place of another, the settings of that; raises `EnvFailure`."""
         raise self._refusal("restart")
 

@@ -36,7 +36,7 @@ _KINDS = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 _METHODS = {kind: (kind.step, kind.reset) for kind in _KINDS}
 
 
-class Targets:
+class WrapperBypass:
     """Of the envs of a slice, which go by their index there.
 
     Attributes:
@@ -114,7 +114,7 @@ def _is_done(env: Any) -> bool:
 _METHOD = "set_observation_buffer"  # of an env that takes one
 
 
-class Lending:
+class ObservationBuffers:
     """Of the rows of a slice, which go by their index there."""
 
     def __init__(self, obs: Node, rows: Arrays) -> None:
@@ -324,7 +324,7 @@ class SlotEnvs:
         self._seeds, self._rebuilds = rows["seed",], rows["rebuilds",]
         self._last_seeds = scalars(rows["last_seed",])
         self._stats = stats
-        self._lending, self._lends = Lending(obs, rows), lends
+        self._lending, self._lends = ObservationBuffers(obs, rows), lends
         # Who was lent nothing yet: that is done with their next reset.
         self._unlent = set(range(len(envs) if lends else 0))
         self._borrowers = {index for index, env in enumerate(envs) if self._lending.takes(env)}
@@ -348,7 +348,7 @@ class SlotEnvs:
                 RecordedEnv(self.envs, index, f"env {self._first + index}", recorder)
                 for index in range(len(self.envs))
             ]
-        self.targets = Targets(self.called, bypass=self._bypass)
+        self.targets = WrapperBypass(self.called, bypass=self._bypass)
 
     def changed(self, index: int) -> None:
         """Takes note that an env is another, or that somebody may have changed it."""

@@ -25,7 +25,7 @@ from jaxvec._spec import KeyPath, PoolSpec
 # ----------------------------------------------------------------------------------------------------------
 
 
-class RawInfo(IntEnum):
+class InfoKind(IntEnum):
     """What the raw info of an env's last reset or step says; in the segment."""
 
     EMPTY = 0
@@ -33,12 +33,12 @@ class RawInfo(IntEnum):
     FULL = 2  # something, which the worker keeps
 
 
-def kind_of(info: dict[str, Any]) -> RawInfo:
+def kind_of(info: dict[str, Any]) -> InfoKind:
     """Says what an info is."""
     if not info:
-        return RawInfo.EMPTY
+        return InfoKind.EMPTY
     final = info.get("final_info") if len(info) == 1 else None
-    return RawInfo.EMPTY_AT_END if type(final) is dict and not final else RawInfo.FULL
+    return InfoKind.EMPTY_AT_END if type(final) is dict and not final else InfoKind.FULL
 
 
 def known(kinds: bytes) -> list[dict[str, Any]]:
@@ -158,7 +158,7 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         if not leaf.is_object:
             yield leaf.path, spec.batch_shape(leaf), leaf.stored
-    yield ("raw_info",), (n,), np.dtype(np.uint8)  # worker writes: a RawInfo
+    yield ("raw_info",), (n,), np.dtype(np.uint8)  # worker writes: a InfoKind
     yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
     # The parent writes which state is asked for, by number, and which is the oldest; the worker 0 when done.
     yield ("state",), (n,), np.dtype(np.int64)
@@ -274,7 +274,7 @@ class Views:
         oldest_state: `[1]`, the number of the oldest that is kept.
         over: terminated and truncated.
         stats: what the workers count.
-        raw_info: what the env's raw info says, a `RawInfo`.
+        raw_info: what the env's raw info says, a `InfoKind`.
     """
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:

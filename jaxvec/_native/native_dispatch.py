@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
-from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff, Partition, Work, WorkerHandoff
+from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Partition, Work, WorkerDispatch
 from jaxvec._dispatch.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
 
 
-class NativeParentEnd(ParentHandoff):
+class NativeParentDispatch(ParentDispatch):
     """The native end of the parent."""
 
     def __init__(
@@ -31,7 +31,7 @@ class NativeParentEnd(ParentHandoff):
             marks=marks,
             sockets=np.array(sorted({channel.fileno() for channel in channels}), np.int32),
             spin_ns=spin_ns,
-            look_around_ns=int(LOOK_AROUND * 1e9),
+            look_around_ns=int(DEATH_CHECK_INTERVAL * 1e9),
         )
         self._partition = Partition(slices)
 
@@ -66,7 +66,7 @@ class NativeParentEnd(ParentHandoff):
         self._native_end.close()
 
 
-class NativeWorkerEnd(WorkerHandoff):
+class NativeWorkerDispatch(WorkerDispatch):
     """The native end of a worker."""
 
     def __init__(

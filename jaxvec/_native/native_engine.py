@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.dispatch import ParentHandoff
-from jaxvec._dispatch.engine import FOREVER, Engine, Made, Rules, Status
+from jaxvec._dispatch.dispatch import ParentDispatch
+from jaxvec._dispatch.engine import FOREVER_NS, Engine, Made, Rules, Status
 from jaxvec._dispatch.move import VERBS, Caller, Move, name_caller
 from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
@@ -28,7 +28,7 @@ class CEngine(Engine):
 
     def __init__(
         self,
-        handoff: ParentHandoff,
+        dispatch: ParentDispatch,
         rules: Rules,
         *,
         fingerprint: int,
@@ -41,7 +41,7 @@ class CEngine(Engine):
         """Opens the engine.
 
         Args:
-            handoff: the pool's, with C++'s part.
+            dispatch: the pool's, with C++'s part.
             rules: of the pool.
             fingerprint: of its specification, which a program's call must name, too.
             slices: `(first, stop)` of each worker's slots.
@@ -53,11 +53,11 @@ class CEngine(Engine):
         super().__init__(rules)
         admission, over = rules.admission, rules.views.over if rules.ends_need_reset else None
         terminated, truncated = (None, None) if over is None else over
-        timeout_ns = FOREVER if rules.timeout is None else int(rules.timeout * 1e9)
+        timeout_ns = FOREVER_NS if rules.timeout is None else int(rules.timeout * 1e9)
         self.generation = np.zeros(len(admission.needs_reset), np.uint32)
         self._pool = load().Pool(
             pool_id=rules.pool_id,
-            parent=handoff.native_end,
+            parent=dispatch.native_end,
             fingerprint=fingerprint,
             batch_size=batch_size,
             in_order=rules.in_order,
@@ -83,8 +83,8 @@ class CEngine(Engine):
         return self._pool.last_caller
 
     @property
-    def served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._pool.served
+    def num_served(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._pool.num_served
 
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
         return self._pool.enter(slots, exclusive, int(seconds * 1e9))

@@ -168,7 +168,7 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
   for (int64_t i = 0; i < rows; ++i) next[i] = {plan_.id, token[i].env, token[i].generation + 1};
   const Status status = move(request, target);
   *waited_ns = request.waited_ns;
-  if (status == Status::kDone) state.served.fetch_add(1, std::memory_order_relaxed);
+  if (status == Status::kDone) state.num_served.fetch_add(1, std::memory_order_relaxed);
   return status;
 }
 

@@ -47,7 +47,7 @@ enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 struct State {
   uint32_t last_caller;          // who moved last: `Move.caller_code` of move.py
   uint32_t open;                 // 0 when programs must ask Python, which knows why
-  std::atomic<uint32_t> served;  // calls of programs that succeeded; outside, too
+  std::atomic<uint32_t> num_served;  // calls of programs that succeeded; outside, too
   // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
   std::atomic<uint32_t> devices;
 };

@@ -10,7 +10,7 @@ PyTypeObject* parent_type;
 
 namespace {
 
-struct WorkerEnd {
+struct PortableWorkerDispatch {
   Ref marks;
   std::vector<int64_t> slots;  // all
   Worker worker{};
@@ -54,7 +54,7 @@ bool check(const Board& board, uint32_t worker, const Slots& slots) {
 
 // --- Parent ---
 
-Parent& parent_of(PyObject* self) { return OwnOf<ParentEnd>(self).parent; }
+Parent& parent_of(PyObject* self) { return OwnOf<PortableParentDispatch>(self).parent; }
 
 PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"marks", "sockets", "spin_ns", "look_around_ns", nullptr};
@@ -65,7 +65,7 @@ PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
                                    sockets.Convert, &sockets, &spin_ns, &look_around_ns)) {
     return nullptr;
   }
-  auto end = std::make_unique<ParentEnd>();
+  auto end = std::make_unique<PortableParentDispatch>();
   if (!fill(marks, spin_ns, look_around_ns, &end->parent.board)) return nullptr;
   end->marks = Share(marks);
   end->sockets.assign(sockets.data, sockets.data + sockets.count);
@@ -123,7 +123,7 @@ PyObject* parent_notify_parent(PyObject* self, PyObject*) {
 }
 
 PyObject* parent_close(PyObject* self, PyObject*) {
-  OwnOf<ParentEnd>(self).marks.reset();
+  OwnOf<PortableParentDispatch>(self).marks.reset();
   return Py_NewRef(Py_None);
 }
 
@@ -139,11 +139,11 @@ PyMethodDef parent_methods[] = {
 };
 PyType_Slot parent_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make_parent)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<ParentEnd>)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<PortableParentDispatch>)},
     {Py_tp_methods, parent_methods},
     {0, nullptr},
 };
-PyType_Spec parent_spec = {"jaxvec._native._ext.Parent", sizeof(Owner<ParentEnd>), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec parent_spec = {"jaxvec._native._ext.Parent", sizeof(Owner<PortableParentDispatch>), 0, Py_TPFLAGS_DEFAULT,
                            parent_slots};
 
 // --- Worker ---
@@ -152,7 +152,7 @@ PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"marks", "index", "first", "stop", "notices", "spin_ns", nullptr};
   PyObject* marks;
   uint32_t spin_ns;
-  auto end = std::make_unique<WorkerEnd>();
+  auto end = std::make_unique<PortableWorkerDispatch>();
   Worker& worker = end->worker;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OIIIII:Worker", const_cast<char**>(names), &marks,
                                    &worker.index, &worker.first, &worker.stop, &worker.seen_notices,
@@ -172,7 +172,7 @@ PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 }
 
 PyObject* worker_take(PyObject* self, PyObject* args) {
-  WorkerEnd& end = OwnOf<WorkerEnd>(self);
+  PortableWorkerDispatch& end = OwnOf<PortableWorkerDispatch>(self);
   Words<int64_t> slots;
   if (!PyArg_ParseTuple(args, "O&:take", slots.Convert, &slots)) return nullptr;
   if (slots.count < static_cast<npy_intp>(end.slots.size())) {
@@ -189,7 +189,7 @@ PyObject* worker_take(PyObject* self, PyObject* args) {
 }
 
 PyObject* worker_post(PyObject* self, PyObject* args) {
-  WorkerEnd& end = OwnOf<WorkerEnd>(self);
+  PortableWorkerDispatch& end = OwnOf<PortableWorkerDispatch>(self);
   Slots slots;
   if (!PyArg_ParseTuple(args, "O&:post", slots.Convert, &slots)) return nullptr;
   if (!check(end.worker.board, end.worker.index, slots)) return nullptr;
@@ -197,7 +197,7 @@ PyObject* worker_post(PyObject* self, PyObject* args) {
 }
 
 PyObject* worker_post_some(PyObject* self, PyObject* args) {
-  WorkerEnd& end = OwnOf<WorkerEnd>(self);
+  PortableWorkerDispatch& end = OwnOf<PortableWorkerDispatch>(self);
   uint32_t first, count;
   if (!PyArg_ParseTuple(args, "II:post_some", &first, &count)) return nullptr;
   if (first < end.worker.first || first > end.worker.stop || count > end.worker.stop - first) {
@@ -208,12 +208,12 @@ PyObject* worker_post_some(PyObject* self, PyObject* args) {
 }
 
 PyObject* worker_mark_notice_seen(PyObject* self, PyObject*) {
-  ++OwnOf<WorkerEnd>(self).worker.seen_notices;
+  ++OwnOf<PortableWorkerDispatch>(self).worker.seen_notices;
   return Py_NewRef(Py_None);
 }
 
 PyObject* worker_notify_worker(PyObject* self, PyObject*) {
-  const Worker& worker = OwnOf<WorkerEnd>(self).worker;
+  const Worker& worker = OwnOf<PortableWorkerDispatch>(self).worker;
   return WithoutGil([&] {
     Parent parent{};
     parent.board = worker.board;
@@ -222,7 +222,7 @@ PyObject* worker_notify_worker(PyObject* self, PyObject*) {
 }
 
 PyObject* worker_notify_parent(PyObject* self, PyObject*) {
-  return WithoutGil([&] { notify_parent(OwnOf<WorkerEnd>(self).worker.board); });
+  return WithoutGil([&] { notify_parent(OwnOf<PortableWorkerDispatch>(self).worker.board); });
 }
 
 PyMethodDef worker_methods[] = {
@@ -236,11 +236,11 @@ PyMethodDef worker_methods[] = {
 };
 PyType_Slot worker_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(make_worker)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<WorkerEnd>)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<PortableWorkerDispatch>)},
     {Py_tp_methods, worker_methods},
     {0, nullptr},
 };
-PyType_Spec worker_spec = {"jaxvec._native._ext.Worker", sizeof(Owner<WorkerEnd>), 0, Py_TPFLAGS_DEFAULT,
+PyType_Spec worker_spec = {"jaxvec._native._ext.Worker", sizeof(Owner<PortableWorkerDispatch>), 0, Py_TPFLAGS_DEFAULT,
                            worker_slots};
 
 }  // namespace

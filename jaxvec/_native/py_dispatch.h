@@ -8,12 +8,12 @@
 
 namespace jaxvec {
 
-struct ParentEnd {
+struct PortableParentDispatch {
   Ref marks;  // keeps the segment mapped for as long as we have its addresses
   std::vector<int32_t> sockets;
   Parent parent{};
 };
 
-extern PyTypeObject* parent_type;  // of Owner<ParentEnd>
+extern PyTypeObject* parent_type;  // of Owner<PortableParentDispatch>
 
 }  // namespace jaxvec

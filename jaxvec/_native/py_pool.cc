@@ -95,7 +95,7 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   plan.fingerprint = fingerprint;
   plan.wait_ns = wait_ns;
   plan.step_ns = step_ns;
-  plan.parent = &OwnOf<ParentEnd>(parent).parent;
+  plan.parent = &OwnOf<PortableParentDispatch>(parent).parent;
   plan.stops = stops.data;
   plan.generation = generation.data;
   plan.actions = action_arrays.arrays.data();
@@ -231,11 +231,11 @@ PyObject* pool_allow_gpu(PyObject* self, PyObject*) {
 }
 
 PyObject* pool_count_success(PyObject* self, PyObject*) {
-  pool_of(self).state.served.fetch_add(1, std::memory_order_relaxed);
+  pool_of(self).state.num_served.fetch_add(1, std::memory_order_relaxed);
   return Py_NewRef(Py_None);
 }
 
-PyObject* pool_served(PyObject* self, void*) { return PyLong_FromUnsignedLong(pool_of(self).state.served); }
+PyObject* pool_num_served(PyObject* self, void*) { return PyLong_FromUnsignedLong(pool_of(self).state.num_served); }
 
 PyObject* pool_last_caller(PyObject* self, void*) {
   return PyLong_FromUnsignedLong(pool_of(self).state.last_caller);
@@ -298,7 +298,7 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 PyGetSetDef attributes[] = {
-    {"served", pool_served, nullptr, nullptr, nullptr},
+    {"num_served", pool_num_served, nullptr, nullptr, nullptr},
     {"last_caller", pool_last_caller, pool_set_last_caller, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

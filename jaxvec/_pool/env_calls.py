@@ -1,4 +1,4 @@
-"""Questions to envs: calls of their methods, their attributes, their raw infos.
+"""EnvCalls to envs: calls of their methods, their attributes, their raw infos.
 
 They are asked of the workers over control sockets, beside the moves of envs of other workers.
 """
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.engine import Engine
 from jaxvec._dispatch.move import Move, Verb
-from jaxvec._envs.slice import Arguments, Asked
-from jaxvec._memory.segment import RawInfo, known
-from jaxvec._pool.state import Condition
-from jaxvec._workers.base import Workers
+from jaxvec._envs.slice import Arguments, RequestName
+from jaxvec._memory.segment import InfoKind, known
+from jaxvec._pool.state import PoolState
+from jaxvec._workers.base import WorkerGroup
 from jaxvec._workers.supervisor import check_all
 
 
-class Questions:
+class EnvCalls:
     """Asks the workers of a pool.
 
     Attributes:
@@ -32,8 +32,8 @@ class Questions:
 
     def __init__(
         self,
-        workers: Workers,
-        condition: Condition,
+        workers: WorkerGroup,
+        state: PoolState,
         engine: Engine,
         *,
         slices: Sequence[tuple[int, int]],
@@ -44,13 +44,13 @@ class Questions:
 
         Args:
             workers: who are asked.
-            condition, engine: of the pool.
+            state, engine: of the pool.
             slices: `(first, stop)` of each worker's envs.
             raw_info: `[num_envs]` in the segment, what is known of each env's info.
             timeout: seconds that an answer may take; `None` for any time.
         """
         self._workers = workers
-        self._condition = condition
+        self._state = state
         self._engine = engine
         self._raw_info: NDArray[Any] | None = raw_info
         self._timeout = timeout
@@ -60,13 +60,13 @@ class Questions:
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
         """Returns the raw info of each env's last reset or step; asks only for those that we can't know."""
-        with self._asking(Move(Verb.CALL, slots), name="infos"):
+        with self._holding_workers(Move(Verb.CALL, slots), name="infos"):
             assert self._raw_info is not None
             kinds = self._raw_info[slots]
             infos = dict(zip(slots.tolist(), known(kinds.tobytes()), strict=True))
-            full = np.sort(slots[kinds == RawInfo.FULL])
+            full = np.sort(slots[kinds == InfoKind.FULL])
             if full.size:
-                asked = self.ask("infos_of", partial(_those_within, full))
+                asked = self.request("infos_of", partial(_those_within, full))
                 infos.update(zip(full.tolist(), _joined(asked), strict=True))
             return list(infos.values())
 
@@ -76,7 +76,7 @@ class Questions:
         if raw_info is None:  # another thread has closed the pool since they were moved
             return None
         kinds = raw_info.tobytes()
-        return None if RawInfo.FULL in kinds else known(kinds)
+        return None if InfoKind.FULL in kinds else known(kinds)
 
     def call(
         self,
@@ -101,22 +101,22 @@ class Questions:
         Returns:
             One result for each env.
         """
-        return self._question(move, "call", args, name, kwargs, begun=begun)
+        return self._call_envs(move, "call", args, name, kwargs, begun=begun)
 
     def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
         """Returns an attribute of envs, `slots` `[n]`, which is not called; otherwise as `call`."""
-        return self._question(Move(Verb.CALL, slots), "get_attr", [()] * len(slots), name)
+        return self._call_envs(Move(Verb.CALL, slots), "get_attr", [()] * len(slots), name)
 
     def map(self, slots: NDArray[Any], function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """Returns what `function` returns of envs, `slots` `[n]`, and `args`; otherwise as `call`."""
-        return self._question(Move(Verb.CALL, slots), "map", [args] * len(slots), function)
+        return self._call_envs(Move(Verb.CALL, slots), "map", [args] * len(slots), function)
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
         """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
-        with self._asking(Move(Verb.CALL, slots), name="set_attr"):
-            self.ask_each("set_attr", slots, values, name)
-            if self._workers.told is not None:
-                self._workers.told.set_attr(slots, values, name)
+        with self._holding_workers(Move(Verb.CALL, slots), name="set_attr"):
+            self.request_each("set_attr", slots, values, name)
+            if self._workers.env_settings is not None:
+                self._workers.env_settings.set_attr(slots, values, name)
 
     def of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:
         """Returns all slots of the workers that have some of `slots`, which nobody has checked yet."""
@@ -124,20 +124,20 @@ class Questions:
         asked[self._starts.searchsorted(slots, side="right")] = True
         return self._all[asked[1:][self.worker_of]]
 
-    def ask(self, name: Asked, arguments: Arguments) -> list[Any]:
+    def request(self, name: RequestName, arguments: Arguments) -> list[Any]:
         """Makes a request; an env that fails in it, unlike one that fails in flight, does not break the pool.
 
         Args:
             name: of a method of `Slice`.
             arguments: of each worker.
         """
-        with self._condition.breaking():
-            answers = self._workers.request(
-                name, arguments, timeout=self._timeout, check=self._condition.check
-            )
+        with self._state.breaking():
+            answers = self._workers.request(name, arguments, timeout=self._timeout, check=self._state.check)
         return check_all(answers)
 
-    def ask_each(self, name: Asked, slots: NDArray[Any], values: Sequence[Any], *more: Any) -> list[Any]:
+    def request_each(
+        self, name: RequestName, slots: NDArray[Any], values: Sequence[Any], *more: Any
+    ) -> list[Any]:
         """Makes a request of some envs; workers that have none of them go on with what they do.
 
         Args:
@@ -152,31 +152,31 @@ class Questions:
             mine = [slot for slot in range(first, stop) if slot in by_slot]
             return (mine, [by_slot[slot] for slot in mine], *more) if mine else None
 
-        return self.ask(name, arguments)
+        return self.request(name, arguments)
 
     def forget(self) -> None:
         """Lets the segment go; the pool is closed."""
         self._raw_info = None
 
-    def _question(
+    def _call_envs(
         self,
         move: Move,
-        name: Asked,
+        name: RequestName,
         args: Sequence[Sequence[Any]],
         *more: Any,
         begun: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Asks envs, and returns an answer of each; see `call` and `ask_each`."""
+        """Asks envs, and returns an answer of each; see `call` and `request_each`."""
         slots = move.slots
-        with self._asking(move, begun):
-            if move.verb is Verb.CALL and name != "get_attr" and self._workers.told is not None:
-                self._workers.told.call(slots)
-            slices = self.ask_each(name, slots, args, *more)
+        with self._holding_workers(move, begun):
+            if move.verb is Verb.CALL and name != "get_attr" and self._workers.env_settings is not None:
+                self._workers.env_settings.call(slots)
+            slices = self.request_each(name, slots, args, *more)
         results = dict(zip(np.sort(slots).tolist(), _joined(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]
 
     @contextmanager
-    def _asking(
+    def _holding_workers(
         self, move: Move, begun: Callable[[], None] | None = None, *, name: str | None = None
     ) -> Generator[None]:
         """Holds the move's envs, and all others of their workers, for a block that asks these.
@@ -185,11 +185,11 @@ class Questions:
         all envs by its handle, and needs other ones alone. If the block fails, it is fresh again.
         """
         held = self.of_workers(move.slots)
-        with self._condition.pending(move, name):
+        with self._state.track(move, name):
             with self._engine.exclusive(held):
                 if begun is not None:
                     begun()
-                self._condition.enter(move)
+                self._state.enter(move)
                 self._engine.hold(held, alone=True)
                 last_caller = self._engine.last_caller
                 self._engine.advance(move)

@@ -1,6 +1,6 @@
 """A pool of envs: decides who may move which envs now, and keeps rows whole.
 
-Whether it can be used at all is its `Condition`'s affair, which processes do the work its workers', and what
+Whether it can be used at all is its `PoolState`'s affair, which processes do the work its workers', and what
 the data means its callers'.
 
 A caller says by a `Move` what it asks for, and of which envs. Where there is C++ for it, the engine makes the
@@ -29,13 +29,13 @@ from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PoolClosedError, StaleHandleError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
-from jaxvec._pool.env_calls import Questions
+from jaxvec._pool.env_calls import EnvCalls
 from jaxvec._pool.pool_states import PackedStates, SavedStates
-from jaxvec._pool.state import Closing, Condition, Pending, too_few
+from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState, too_few_pending
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._tracing import Record, Recorder, span
-from jaxvec._workers.base import Patience, Workers
+from jaxvec._workers.base import Patience, WorkerGroup
 
 _logger = logging.getLogger("jaxvec")
 
@@ -49,14 +49,14 @@ class Pool:
         spec: of the envs.
         all: `[num_envs]`, their ids.
         id: by which handles name the pool.
-        condition: whether it is open, broken or closed.
-        questions: by which envs are asked, and not moved.
-        closing: its end.
+        state: whether it is open, broken or closed.
+        env_calls: by which envs are asked, and not moved.
+        finalizer: its end.
     """
 
     def __init__(
         self,
-        workers: Workers,
+        workers: WorkerGroup,
         spec: PoolSpec,
         *,
         slices: tuple[tuple[int, int], ...],
@@ -107,11 +107,11 @@ class Pool:
                 timeouts.step,
             )
         )
-        self.closing: Closing = Closing(workers, self._engine)
-        self.condition: Condition = Condition(self.id, self._engine, self._admission, self.closing)
-        self.questions: Questions = Questions(
+        self.finalizer: PoolFinalizer = PoolFinalizer(workers, self._engine)
+        self.state: PoolState = PoolState(self.id, self._engine, self._admission, self.finalizer)
+        self.env_calls: EnvCalls = EnvCalls(
             workers,
-            self.condition,
+            self.state,
             self._engine,
             slices=slices,
             raw_info=self._views.raw_info,
@@ -120,7 +120,7 @@ class Pool:
         self._saved = SavedStates(
             spec,
             workers,
-            self.questions,
+            self.env_calls,
             capacity=states,
             pool_id=self.id,
             resets_required=resets_required,
@@ -128,7 +128,7 @@ class Pool:
 
     @property
     def closed(self) -> bool:
-        return self.closing.closed
+        return self.finalizer.closed
 
     def stats(self) -> Stats:
         """Returns what the workers have done so far; also of a broken pool."""
@@ -173,7 +173,7 @@ class Pool:
                 return
             self._pinning_tried = True
             try:
-                self.closing.pinned = pinned.pin(self._segment)
+                self.finalizer.pinned = pinned.pin(self._segment)
             except pinned.PinningError as error:
                 _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
             self._engine.allow_gpu()
@@ -204,25 +204,25 @@ class Pool:
         first_ready = self.spec.first_ready  # then it ends by a recv, and there is one at a time
         alone = move.generation is None or first_ready or self._sets_options(options, move.slots)
         moved = move.slots if mask is None else move.slots[mask]
-        with self.condition.pending(move) as pending:
+        with self.state.track(move) as active:
             with self._engine.exclusive() if alone else self._engine.shared(moved):
-                self.condition.enter(move)
-                chosen = self._choose(pending, mask)
+                self.state.enter(move)
+                chosen = self._choose(active, mask)
                 if first_ready and mask is not None:
                     self._check_enough(resetting=len(chosen))
-                self._send_reset(pending, chosen, seeds, options, in_flight=first_ready)
+                self._send_reset(active, chosen, seeds, options, in_flight=first_ready)
             if first_ready:
-                return self._receive(pending, deliver)
-            self._wait(pending, chosen, len(chosen), Verb.RESET)
+                return self._receive(active, deliver)
+            self._wait(active, chosen, len(chosen), Verb.RESET)
             return self._read(move.slots, deliver)
 
-    def send_reset(
+    def reset_async(
         self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
     ) -> None:
         """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
         options = expand_options(options, move.slots, self.spec.num_envs)
-        with self._alone(move) as pending:
-            self._send_reset(pending, self._choose(pending, mask), seeds, options, in_flight=True)
+        with self._alone(move) as active:
+            self._send_reset(active, self._choose(active, mask), seeds, options, in_flight=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
         """Steps envs once.
@@ -232,9 +232,9 @@ class Pool:
             actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
             deliver: as in `reset`.
         """
-        with self.condition.pending(move) as pending:
-            made = self._make(pending, actions, deliver=deliver)
-            return self._finish(pending, made, deliver)
+        with self.state.track(move) as active:
+            made = self._make(active, actions, deliver=deliver)
+            return self._finish(active, made, deliver)
 
     def end(self, move: Move, *, waited: float, interrupt: Callable[[], None], out: Rows) -> None:
         """Waits for a step or a `recv` that was begun, and ends it. The caller holds its slots.
@@ -249,7 +249,7 @@ class Pool:
             out: where to copy the leaves of the time step.
         """
         begun = Made(Status.UNDER_WAY, waited=waited, recorded=True)
-        self._finish(Pending(move, interrupt), begun, into(out))
+        self._finish(ActiveMove(move, interrupt), begun, into(out))
 
     def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
         """Starts a step of envs, which are in flight until `recv` returns them.
@@ -260,15 +260,15 @@ class Pool:
             actions: `[k, ...]`, as of `step`.
             as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
         """
-        with self.condition.pending(move) as pending:
+        with self.state.track(move) as active:
             if not as_they_are:
-                self._make(pending, actions, env_ids)
+                self._make(active, actions, env_ids)
                 return
-            with self._engine.exclusive(self.questions.of_workers(env_ids)):
-                self.condition.enter(move)
-                self.condition.check_status(self._engine.check_envs(env_ids, stepped=True), env_ids)
-                self.questions.ask_each("give_actions", env_ids, actions)
-                with self.condition.breaking():
+            with self._engine.exclusive(self.env_calls.of_workers(env_ids)):
+                self.state.enter(move)
+                self.state.check_status(self._engine.check_envs(env_ids, stepped=True), env_ids)
+                self.env_calls.request_each("give_actions", env_ids, actions)
+                with self.state.breaking():
                     self._engine.dispatch(Verb.STEP, env_ids)
                 self._admission.note_sent(env_ids, self._timeouts.step)
                 self._engine.advance(move)
@@ -294,12 +294,12 @@ class Pool:
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         enough = 0 if everything else at_least
-        with self.condition.pending(move) as pending:
+        with self.state.track(move) as active:
             if timeout is None and enough is None:
-                made = self._make(pending, deliver=deliver)
-                return self._finish(pending, made, deliver)
-            self._make(pending, deliver=None, at_least=enough)
-            return self._receive(pending, deliver, give_up=give_up, at_least=at_least, everything=everything)
+                made = self._make(active, deliver=deliver)
+                return self._finish(active, made, deliver)
+            self._make(active, deliver=None, at_least=enough)
+            return self._receive(active, deliver, give_up=give_up, at_least=at_least, everything=everything)
 
     def save(self, move: Move) -> NDArray[np.uint32]:
         """Saves the states of envs; one that can't be saved doesn't break us.
@@ -311,9 +311,9 @@ class Pool:
             `[n, 3]`, what names each state.
         """
         slots = move.slots
-        with self._alone(move) as pending:
-            self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
-            needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, pending)
+        with self._alone(move) as active:
+            self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
+            needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, active)
             ids = self._saved.save(send, slots, needs_reset, self._read)
             self._engine.advance(move)
             return ids
@@ -338,12 +338,12 @@ class Pool:
             What `deliver` made of the time steps that were current when the states were saved.
         """
         slots = move.slots
-        with self._alone(move) as pending:
-            self.condition.check_status(self._engine.check_envs(slots, stepped=False), slots)
+        with self._alone(move) as active:
+            self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
             sources, rows, needs_reset = self._saved.find(slots, states, packed)
-            with self.condition.breaking():
-                send = partial(self._send_states, pending)
+            with self.state.breaking():
+                send = partial(self._send_states, active)
                 self._saved.put(send, slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
@@ -363,32 +363,32 @@ class Pool:
         Returns:
             `[n, 3]`, what names the states after the steps; and what `deliver` made of the time steps.
         """
-        with self.condition.pending(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
-            self.condition.check()
+        with self.state.track(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
+            self.state.check()
             return self._saved.simulate(states, actions, deliver)
 
     def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
         """Returns states by which envs of other pools can go on, `[n]`."""
         with self._engine.exclusive():
-            self.condition.check()
+            self.state.check()
             return self._saved.pack(states)
 
     def import_states(self, packed: PackedStates) -> NDArray[np.uint32]:
         """Keeps states of another pool; returns what names them, `[n, 3]`."""
         with self._engine.exclusive():
-            self.condition.check()
+            self.state.check()
             return self._saved.unpack(packed)
 
     def start_trace(self, capacity: int) -> None:
         """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
         with self._engine.exclusive():
-            self.condition.check()
-            if self.condition.recorder is not None:
+            self.state.check()
+            if self.state.recorder is not None:
                 raise RuntimeError(f"pool {self.id} is being traced already; end that trace first")
-            with self.condition.breaking():
+            with self.state.breaking():
                 self._workers.start_trace(capacity)
             self._engine.start_trace(capacity)
-            self._engine.recorder = self.condition.recorder = Recorder(capacity)
+            self._engine.recorder = self.state.recorder = Recorder(capacity)
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
         """Records no more; also if the pool is broken or closed by now.
@@ -397,16 +397,16 @@ class Pool:
             The records of the programs, by Python and without it, and those of the workers; of a closed
             pool, none.
         """
-        assert self.condition.recorder is not None
-        hurry = self.closed or self.condition.broken_by is not None
+        assert self.state.recorder is not None
+        hurry = self.closed or self.state.broken_by is not None
         with self._engine.exclusive(patience=1.0 if hurry else None):
-            programs = [self.condition.recorder.take(), self._engine.stop_trace()]
-            self._engine.recorder = self.condition.recorder = None
+            programs = [self.state.recorder.take(), self._engine.stop_trace()]
+            self._engine.recorder = self.state.recorder = None
             if self.closed:
                 return programs, []
             try:
-                with self.condition.breaking():
-                    return programs, self._workers.stop_trace(hurry=self.condition.broken_by is not None)
+                with self.state.breaking():
+                    return programs, self._workers.stop_trace(hurry=self.state.broken_by is not None)
             except JaxvecError:  # the pool is broken by now, and the next call says so; or another closed it
                 return programs, [] if self.closed else self._workers.stop_trace(hurry=True)
 
@@ -417,44 +417,44 @@ class Pool:
         and raises `PoolClosedError`. Ctrl-C ends the wait for envs, and so their workers.
         """
         try:
-            self.closing.close(timeout)
+            self.finalizer.close(timeout)
         finally:
-            if self.closing.ended:
+            if self.finalizer.ended:
                 for name in ("_views", "_segment"):  # and with them the memory: nobody else has views of it
                     vars(self).pop(name, None)
-                self.questions.forget()
+                self.env_calls.forget()
 
     # --- what the calls are made of; only who is inside the engine, or holds slots there, changes anything --
 
     @contextmanager
-    def _alone(self, move: Move) -> Generator[Pending]:
+    def _alone(self, move: Move) -> Generator[ActiveMove]:
         """Makes a move in a block that is inside the engine, alone."""
-        with self.condition.pending(move) as pending, self._engine.exclusive():
-            self.condition.enter(move)
-            yield pending
+        with self.state.track(move) as active, self._engine.exclusive():
+            self.state.enter(move)
+            yield active
 
-    def _check(self, pending: Pending) -> None:
+    def _check(self, active: ActiveMove) -> None:
         """Raises what has to end a wait early."""
-        pending.interrupt()
-        self.condition.check()  # another thread may have closed or broken us
+        active.interrupt()
+        self.state.check()  # another thread may have closed or broken us
 
     def _sets_options(self, options: Options, slots: NDArray[Any]) -> bool:
         """Says whether the workers hold other options than these for some of `slots`."""
         held = self._options
         return options is not None or (held is not None and any(held[slot] is not None for slot in slots))
 
-    def _choose(self, pending: Pending, mask: NDArray[Any] | None) -> NDArray[Any]:
+    def _choose(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
         """Returns those of the move's envs that a reset is for, in the order in which it sends them.
 
         With a mask, `[n]`, none may be in flight. A reset of all waits for those that are, and drops what
         they return.
         """
-        slots, sent = pending.move.slots, self._admission.sent
+        slots, sent = active.move.slots, self._admission.sent
         if mask is None and len(slots) == self.spec.num_envs and len(sent):
-            self._wait(pending, sent, len(sent), self._doing(sent))
+            self._wait(active, sent, len(sent), self._doing(sent))
             self._admission.note_received(sent)
         chosen = slots if mask is None else slots[mask]
-        self.condition.check_status(self._engine.check_envs(chosen, stepped=False), chosen)
+        self.state.check_status(self._engine.check_envs(chosen, stepped=False), chosen)
         if not self.spec.first_ready:
             return chosen
         spread = self._admission.spread
@@ -462,7 +462,7 @@ class Pool:
 
     def _send_reset(
         self,
-        pending: Pending,
+        active: ActiveMove,
         chosen: NDArray[Any],
         seeds: NDArray[Any] | None,
         options: Options,
@@ -471,37 +471,37 @@ class Pool:
     ) -> None:
         """Sends those `chosen` of the move's envs, `[n]`, to be reset with `seeds`, `[n]`."""
         self._engine.wait_for_copies()  # batched envs write rows of others, too, which our handle may lack
-        slots = pending.move.slots
+        slots = active.move.slots
         idle = ~self._admission.in_flight[slots]  # workers may have yet to read the seeds of others
         self._views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
         if self._sets_options(options, chosen):
             held = merge_options(self._options, options, chosen, self.spec.num_envs)
-            with self.condition.breaking():
+            with self.state.breaking():
                 self._workers.set_options(held, self._timeouts.step)
             self._options = held
-        if self._workers.told is not None:
-            self._workers.told.reset(chosen, options)
-        with self.condition.breaking():
+        if self._workers.env_settings is not None:
+            self._workers.env_settings.reset(chosen, options)
+        with self.state.breaking():
             self._engine.dispatch(Verb.RESET, chosen, self._admission.queue if in_flight else chosen)
         self._admission.needs_reset[chosen] = False
         if in_flight:
             self._admission.note_sent(chosen, self._timeouts.reset)
-        self._engine.advance(pending.move)
+        self._engine.advance(active.move)
 
     def _send_states(
-        self, pending: Pending, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
+        self, active: ActiveMove, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
     ) -> NDArray[np.int_]:
         """Has states of these numbers saved, or restored; returns the places of those that are left."""
         self._views.states[slots] = numbers
         self._views.oldest_state[0] = self._saved.table.oldest
-        with self.condition.breaking():
+        with self.state.breaking():
             self._engine.dispatch(verb, slots)
-        self._wait(pending, slots, len(slots), verb)
+        self._wait(active, slots, len(slots), verb)
         return np.flatnonzero(self._views.states[slots])
 
     def _wait(
         self,
-        pending: Pending,
+        active: ActiveMove,
         slots: NDArray[Any],
         count: int,
         verb: Verb,
@@ -510,8 +510,8 @@ class Pool:
         give_up: float | None = None,
     ) -> None:
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
-        with span(self.condition.recorder, "wait for workers"), self.condition.breaking():
-            check = partial(self._check, pending)
+        with span(self.state.recorder, "wait for workers"), self.state.breaking():
+            check = partial(self._check, active)
             check()
             self._workers.wait(slots, count, Patience(verb.word, timeout, check, waited, give_up))
 
@@ -521,7 +521,7 @@ class Pool:
 
     def _make(
         self,
-        pending: Pending,
+        active: ActiveMove,
         actions: Rows = (),
         env_ids: NDArray[Any] | None = None,
         *,
@@ -531,43 +531,43 @@ class Pool:
         """Has the engine make the move; where that can't be at once, waits until it can, or raises why not.
 
         Args:
-            pending: a step, a send or a recv.
+            active: a step, a send or a recv.
             actions, env_ids, at_least: as of `Engine.move`.
             deliver: as of `Engine.move`; `None` if the caller itself waits for the rows.
         """
-        move, engine = pending.move, self._engine
+        move, engine = active.move, self._engine
         attempt = partial(engine.move, move, actions, env_ids, deliver=deliver, at_least=at_least)
         try:
             made = attempt()
             if made.status not in (Status.DONE, Status.UNDER_WAY):
                 with engine.inside(move, env_ids):
-                    self.condition.enter(move)
+                    self.state.enter(move)
                     if move.verb is Verb.RECV:
                         self._check_enough(at_least)
                     else:
                         slots = move.slots if env_ids is None else env_ids
-                        self.condition.check_status(engine.check_envs(slots, stepped=True), slots)
+                        self.state.check_status(engine.check_envs(slots, stepped=True), slots)
                     made = attempt()  # nothing stands against it while this thread is inside
                     assert made.status in (Status.DONE, Status.UNDER_WAY), made.status
         except Exception:
             if not engine.holds():
                 raise  # before any env was moved
-            with self.condition.breaking():
+            with self.state.breaking():
                 raise
-        pending.recorded = made.recorded
+        active.recorded = made.recorded
         return made
 
-    def _finish(self, pending: Pending, made: Made, deliver: Deliver) -> Any:
+    def _finish(self, active: ActiveMove, made: Made, deliver: Deliver) -> Any:
         """Waits for what the engine has begun, and returns the rows of a step or a recv."""
         if made.status is Status.DONE:
-            pending.interrupt()  # the steps of a program may all be so quick that no wait notices Ctrl-C
+            active.interrupt()  # the steps of a program may all be so quick that no wait notices Ctrl-C
             return made.rows
-        slots = pending.move.slots
-        with span(self.condition.recorder if made.recorded else None, "go on"):
-            if pending.move.verb is Verb.RECV:
-                return self._receive(pending, deliver, waited=made.waited)
+        slots = active.move.slots
+        with span(self.state.recorder if made.recorded else None, "go on"):
+            if active.move.verb is Verb.RECV:
+                return self._receive(active, deliver, waited=made.waited)
             if not self._engine.done_at_once:
-                self._wait(pending, slots, len(slots), Verb.STEP, waited=made.waited)
+                self._wait(active, slots, len(slots), Verb.STEP, waited=made.waited)
             return self._engine.take(slots, deliver)
 
     def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
@@ -576,7 +576,7 @@ class Pool:
 
     def _receive(
         self,
-        pending: Pending,
+        active: ActiveMove,
         deliver: Deliver,
         *,
         waited: float = 0,
@@ -587,17 +587,17 @@ class Pool:
         """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
         overdue = self._admission.overdue()
         if len(overdue):  # others may have been ready first ever since
-            self._wait(pending, overdue, len(overdue), self._doing(overdue), waited=math.inf)
+            self._wait(active, overdue, len(overdue), self._doing(overdue), waited=math.inf)
         sent = self._admission.sent
         if at_least is not None:
-            slots = self._wait_for_some(pending, sent, at_least, waited=waited, give_up=give_up)
+            slots = self._wait_for_some(active, sent, at_least, waited=waited, give_up=give_up)
         elif self._admission.together > 1 and self.spec.first_ready and not (self._in_order or everything):
             size = self.spec.batch_size
-            slots = self._wait_for_some(pending, sent, size, waited=waited, give_up=give_up)[:size]
+            slots = self._wait_for_some(active, sent, size, waited=waited, give_up=give_up)[:size]
         else:
             count = len(sent) if everything else self.spec.batch_size
             sent = sent[: count if self._in_order else None]
-            self._wait(pending, sent, count, self._doing(sent), waited=waited, give_up=give_up)
+            self._wait(active, sent, count, self._doing(sent), waited=waited, give_up=give_up)
             slots = sent if self._in_order else self._workers.first_completed(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
         with self._engine.shared():
@@ -606,7 +606,7 @@ class Pool:
         return self._engine.take(slots, deliver)
 
     def _wait_for_some(
-        self, pending: Pending, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
+        self, active: ActiveMove, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
     ) -> NDArray[Any]:
         """Waits for `at_least` of `sent`, and returns all that are completed then, in the order of `recv`.
 
@@ -616,7 +616,7 @@ class Pool:
         slots = sent[:0]
         for count in range(at_least, len(sent) + 1):
             first = sent[: count if self._in_order else None]
-            self._wait(pending, first, count, self._doing(first), waited=waited, give_up=give_up)
+            self._wait(active, first, count, self._doing(first), waited=waited, give_up=give_up)
             slots = self._all_completed(sent)
             if len(slots) >= at_least:
                 break
@@ -631,9 +631,9 @@ class Pool:
         return slots if together == 1 else whole(slots, sent, together)
 
     def _check_enough(self, at_least: int | None = None, *, resetting: int | None = None) -> None:
-        """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few`."""
+        """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few_pending`."""
         in_flight = int(self._admission.num_sent[0])
         count = self.spec.batch_size if at_least is None else at_least
         if in_flight + (resetting or 0) < count:
             returned = str(count) if at_least is None else f"at least {count}"
-            raise too_few(returned, in_flight, resetting=resetting)
+            raise too_few_pending(returned, in_flight, resetting=resetting)

@@ -20,19 +20,19 @@ from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.env_states import Gone
-from jaxvec._envs.slice import Asked
+from jaxvec._envs.slice import RequestName
 from jaxvec._errors import ResetNeededError, StaleStateError, StateFileError
 from jaxvec._memory.segment import Deliver, Index, Rows, index_of
-from jaxvec._pool.env_calls import Questions
+from jaxvec._pool.env_calls import EnvCalls
 from jaxvec._spec import Autoreset, PoolSpec
-from jaxvec._workers.base import Workers
+from jaxvec._workers.base import WorkerGroup
 from jaxvec._workers.supervisor import check_all
 
 # ----------------------------------------------------------------------------------------------------------
 # The saved states of a pool, as the parent knows them: which there are, who has each, and its time step.
 # ----------------------------------------------------------------------------------------------------------
 
-_NOBODY, _LOST = -1, -2  # in place of a worker that has a state
+_NO_WORKER, _LOST = -1, -2  # in place of a worker that has a state
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StateTable:
             np.zeros((capacity, *leaf.shape), object if leaf.is_object else leaf.stored)
             for leaf in spec.timestep_leaves
         ]
-        self.worker: NDArray[np.int_] = np.full(capacity, _NOBODY)
+        self.worker: NDArray[np.int_] = np.full(capacity, _NO_WORKER)
         self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
         self._life = np.zeros(capacity, np.int64)
         self._numbers = np.zeros(capacity, np.int64)
@@ -106,7 +106,7 @@ class StateTable:
             )
         numbers = np.arange(self._next, self._next + count)
         self._next += count
-        self.worker[self.places(numbers)] = _NOBODY
+        self.worker[self.places(numbers)] = _NO_WORKER
         return numbers
 
     @property
@@ -169,7 +169,7 @@ class StateTable:
         if not self._capacity:
             self.allocate(1)
         places = self.places(numbers)
-        kept = (self._numbers[places] == numbers) & (self.worker[places] != _NOBODY) & (numbers > 0)
+        kept = (self._numbers[places] == numbers) & (self.worker[places] != _NO_WORKER) & (numbers > 0)
         gone = np.flatnonzero(~kept)
         if gone.size:
             raise StaleStateError(
@@ -280,8 +280,8 @@ class SavedStates:
     def __init__(
         self,
         spec: PoolSpec,
-        workers: Workers,
-        questions: Questions,
+        workers: WorkerGroup,
+        env_calls: EnvCalls,
         *,
         capacity: int,
         pool_id: int,
@@ -292,7 +292,7 @@ class SavedStates:
         Args:
             spec: of the envs.
             workers: who keep the states.
-            questions: by which they are asked.
+            env_calls: by which they are asked.
             capacity: how many states are kept.
             pool_id: by which states name their pool.
             resets_required: whether envs refuse to step whose episode is over.
@@ -300,8 +300,8 @@ class SavedStates:
         self.table: StateTable = StateTable(spec, capacity, pool_id=pool_id)
         self._spec = spec
         self._workers = workers
-        self._questions = questions
-        self._worker_of = questions.worker_of
+        self._env_calls = env_calls
+        self._worker_of = env_calls.worker_of
         self._resets_required = resets_required
         self._ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
 
@@ -316,7 +316,7 @@ class SavedStates:
             needs_reset: `[n]`, whether each has to be reset before it is stepped.
             read: delivers the time steps of slots.
         """
-        workers, told = self._worker_of[slots], self._workers.told
+        workers, told = self._worker_of[slots], self._workers.env_settings
         packed = told is not None and told.keeps_states
         numbers = self.table.allocate(len(slots))
         rest = np.arange(len(slots)) if packed else self._try(send, Verb.SAVE, slots, numbers)
@@ -448,7 +448,7 @@ class SavedStates:
 
     @property
     def _lives(self) -> NDArray[np.int64]:
-        return np.array(self._workers.lives, np.int64)
+        return np.array(self._workers.incarnations, np.int64)
 
     def _idle_rows(self, places: NDArray[np.int_]) -> tuple[NDArray[np.int_], Rows]:
         """Returns which of these states take no step, and the rows that they return in place of one."""
@@ -485,10 +485,16 @@ class SavedStates:
         """
         if not self._workers.moves_states:
             return np.arange(len(slots))
-        ends = [*self._workers.ends]
+        ends = [*self._workers.last_errors]
         rest = send(verb, slots, numbers)
         late = set(self._worker_of[slots[rest]].tolist())
-        check_all([self._workers.ends[each] for each in late if self._workers.ends[each] is not ends[each]])
+        check_all(
+            [
+                self._workers.last_errors[each]
+                for each in late
+                if self._workers.last_errors[each] is not ends[each]
+            ]
+        )
         return rest
 
     def _fetch(self, numbers: NDArray[np.int64], workers: NDArray[np.int_]) -> Sources:
@@ -513,7 +519,7 @@ class SavedStates:
 
     def _ask_states(
         self,
-        name: Asked,
+        name: RequestName,
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
     ) -> list[Any]:
@@ -534,7 +540,7 @@ class SavedStates:
 
         if not workers.size:
             return []
-        answers = self._questions.ask(name, each)
+        answers = self._env_calls.request(name, each)
         gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
         if gone:
             raise self.table.lost(np.array(gone))

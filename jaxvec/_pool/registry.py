@@ -107,10 +107,10 @@ def _find_other(pool_id: int, pool: Pool) -> Pool:
 
 
 def keep(pool_id: int, error: BaseException, *, under_way: bool) -> None:
-    """Has the pool, if there is one, keep the error of a program's call; see `Condition.keep_error`."""
+    """Has the pool, if there is one, keep the error of a program's call; see `PoolState.keep_error`."""
     pool = _pools.get(pool_id)
     if pool is not None:
-        pool.condition.keep_error(error, under_way=under_way)
+        pool.state.keep_error(error, under_way=under_way)
 
 
 @contextmanager
@@ -128,6 +128,6 @@ def serving(pool_id: int, fingerprint: int, fresh: int | None = None) -> Generat
         yield pool
     except BaseException as error:
         if pool is not None:
-            pool.condition.keep_error(error, under_way=False)
+            pool.state.keep_error(error, under_way=False)
         raise
-    pool.condition.served()
+    pool.state.count_success()

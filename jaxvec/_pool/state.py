@@ -16,10 +16,10 @@ from jaxvec._dispatch.engine import Admission, Engine, Status
 from jaxvec._dispatch.move import Move, name_caller
 from jaxvec._errors import (
     EnvIdError,
-    InFlightError,
     JaxvecError,
     NotPicklableError,
     NotReadyError,
+    PendingEnvError,
     PoolBrokenError,
     PoolClosedError,
     ResetNeededError,
@@ -28,14 +28,14 @@ from jaxvec._errors import (
 from jaxvec._memory.pinned import Pinned
 from jaxvec._native import interrupts
 from jaxvec._tracing import Recorder
-from jaxvec._workers.base import Workers
+from jaxvec._workers.base import WorkerGroup
 
 # ----------------------------------------------------------------------------------------------------------
 # What an engine refuses, in the errors' words.
 # ----------------------------------------------------------------------------------------------------------
 
 
-def refusal(
+def status_error(
     status: Status,
     env_ids: NDArray[Any],
     generation: NDArray[np.uint32] | None,
@@ -86,7 +86,7 @@ def refusal(
                 f"only {named} of them are named; name all or none of them. Nothing was stepped"
             )
         case Status.IN_FLIGHT:
-            return InFlightError(
+            return PendingEnvError(
                 f"envs {env_ids[admission.in_flight[env_ids]].tolist()} are in flight: they were sent, and "
                 "recv has not returned them yet; call recv first. Nothing was stepped"
             )
@@ -102,7 +102,7 @@ def refusal(
             raise AssertionError(f"{status!r} is nothing that a caller is told here")
 
 
-def too_few(returned: str, in_flight: int, *, resetting: int | None = None) -> InFlightError:
+def too_few_pending(returned: str, in_flight: int, *, resetting: int | None = None) -> PendingEnvError:
     """Returns the error of a `recv` for which too few envs are in flight, `Status.TOO_FEW`.
 
     Args:
@@ -111,13 +111,13 @@ def too_few(returned: str, in_flight: int, *, resetting: int | None = None) -> I
         resetting: how many more a reset by mask would send, which ends by a `recv`.
     """
     if resetting is None:
-        return InFlightError(
+        return PendingEnvError(
             f"recv returns {returned} envs, but only {in_flight} are in flight; send more first"
         )
-    return InFlightError(
+    return PendingEnvError(
         f"reset returns {returned} envs, as recv does, but with the {resetting} of mask only "
         f"{in_flight + resetting} would be in flight; send more first, or start the reset by "
-        "VectorEnv.send_reset. Nothing was reset"
+        "VectorEnv.reset_async. Nothing was reset"
     )
 
 
@@ -128,11 +128,11 @@ def too_few(returned: str, in_flight: int, *, resetting: int | None = None) -> I
 # for that to be dropped, to close the pool, must not hold the error.
 # ----------------------------------------------------------------------------------------------------------
 
-_HURRY = 1.0  # seconds for the envs of a broken pool
-_PATIENCE = 1.0  # seconds for others to be done with a pool whose workers are gone
+_BROKEN_CLOSE_TIMEOUT = 1.0  # seconds for the envs of a broken pool
+_RELEASE_TIMEOUT = 1.0  # seconds for others to be done with a pool whose workers are gone
 
 
-class Closing:
+class PoolFinalizer:
     """Closes a pool once.
 
     Attributes:
@@ -143,7 +143,7 @@ class Closing:
         pinned: the segment, if it is page-locked; it must not be while it is unmapped.
     """
 
-    def __init__(self, workers: Workers, engine: Engine) -> None:
+    def __init__(self, workers: WorkerGroup, engine: Engine) -> None:
         self._workers = workers
         self._engine = engine
         self.process: int = os.getpid()
@@ -160,8 +160,12 @@ class Closing:
         self.closed = self._closing = True
         try:
             self._engine.close_fast_path()
-            with self._engine.exclusive(if_busy=self._workers.kill, patience=_PATIENCE):
-                self._end(min(_HURRY if timeout is None else timeout, _HURRY) if self.hurry else timeout)
+            with self._engine.exclusive(if_busy=self._workers.kill, patience=_RELEASE_TIMEOUT):
+                self._end(
+                    min(_BROKEN_CLOSE_TIMEOUT if timeout is None else timeout, _BROKEN_CLOSE_TIMEOUT)
+                    if self.hurry
+                    else timeout
+                )
         finally:
             self._closing = False
 
@@ -185,7 +189,7 @@ class Closing:
 
 
 @dataclass
-class Pending:
+class ActiveMove:
     """A move under way.
 
     Attributes:
@@ -199,7 +203,7 @@ class Pending:
     recorded: bool = False
 
 
-class Condition:
+class PoolState:
     """Says whether a pool can be used, and by whom.
 
     Attributes:
@@ -208,12 +212,12 @@ class Condition:
         recorder: of calls, while they are recorded.
     """
 
-    def __init__(self, pool_id: int, engine: Engine, admission: Admission, closing: Closing) -> None:
+    def __init__(self, pool_id: int, engine: Engine, admission: Admission, finalizer: PoolFinalizer) -> None:
         """Begins OPEN; all arguments are the pool's."""
         self._pool_id = pool_id
         self._engine = engine
         self._admission = admission
-        self._closing = closing
+        self._finalizer = finalizer
         self._program_error: tuple[int, BaseException] | None = None  # and what the engine had served
         self.broken_by: BaseException | None = None
         self.errors_late: bool = False
@@ -221,12 +225,12 @@ class Condition:
 
     def check(self) -> None:
         """Raises unless the pool is OPEN, and ours."""
-        if os.getpid() != self._closing.process:
+        if os.getpid() != self._finalizer.process:
             raise PoolClosedError(
-                f"pool {self._pool_id} belongs to process {self._closing.process}; this process is a fork of "
-                "it and can't use the pool. Make another one here"
+                f"pool {self._pool_id} belongs to process {self._finalizer.process}; this process is a "
+                "fork of it and can't use the pool. Make another one here"
             )
-        if self._closing.closed:
+        if self._finalizer.closed:
             raise PoolClosedError(f"pool {self._pool_id} is closed; make another")
         if self.broken_by is not None:
             raise PoolBrokenError(
@@ -238,22 +242,22 @@ class Condition:
         """Breaks the pool, unless it is broken."""
         if self.broken_by is None:
             self.broken_by = error
-            self._closing.hurry = True
+            self._finalizer.hurry = True
             self._engine.close_fast_path()
 
     # --- a call: only who is inside the engine, or holds slots there, changes anything ------------------
 
     @contextmanager
-    def pending(self, move: Move, name: str | None = None) -> Generator[Pending]:
+    def track(self, move: Move, name: str | None = None) -> Generator[ActiveMove]:
         """Releases what its block holds when the move that it makes has ended, and records it.
 
         Once envs are moved or asked, Ctrl-C breaks the pool wherever it comes, also between the parts that
         break it by themselves: envs may be on their way of which nobody knows any more.
         """
-        pending = Pending(move, interrupts.since_now())  # before an env can hang
+        active = ActiveMove(move, interrupts.since_now())  # before an env can hang
         recorder, began = self.recorder, time.monotonic_ns()
         try:
-            yield pending
+            yield active
         except (Exception, GeneratorExit):
             raise  # nothing was moved or a part broke the pool; or the block ended, and then came Ctrl-C
         except BaseException as error:
@@ -261,7 +265,7 @@ class Condition:
                 self.break_by(error)
             raise
         finally:
-            if recorder is not None and not pending.recorded:
+            if recorder is not None and not active.recorded:
                 recorder.add(name or move.name, began)
             self._engine.release()
 
@@ -277,7 +281,7 @@ class Condition:
     ) -> None:
         """Raises the error of what the engine refuses, asked about these envs, or a handle to them."""
         if status is not Status.DONE:
-            raise refusal(
+            raise status_error(
                 status,
                 env_ids,
                 generation,
@@ -294,7 +298,7 @@ class Condition:
         except (NotReadyError, NotPicklableError, GeneratorExit):
             raise  # the envs are as they were; or the block ended, and then came Ctrl-C
         except BaseException as error:
-            if self._closing.closed:
+            if self._finalizer.closed:
                 raise PoolClosedError(f"pool {self._pool_id} was closed during a call") from error
             self.break_by(error)
             raise
@@ -308,17 +312,17 @@ class Condition:
             error: which ended the call.
             under_way: whether its envs had been moved, so that the error breaks the pool.
         """
-        if under_way and not self._closing.closed:
+        if under_way and not self._finalizer.closed:
             self.break_by(error)
-        self._program_error = self._engine.served, error
+        self._program_error = self._engine.num_served, error
 
-    def served(self) -> None:
+    def count_success(self) -> None:
         """Counts a program's call that succeeded; it makes an earlier error old news."""
         self._engine.count_success()
 
     def take_error(self) -> BaseException | None:
         """Returns the error of the last program that failed in this pool, once."""
         failure, self._program_error = self._program_error, None
-        if failure is None or failure[0] != self._engine.served:  # another has succeeded since
+        if failure is None or failure[0] != self._engine.num_served:  # another has succeeded since
             return None
         return failure[1]

@@ -1,1 +1,1 @@
-"""Workers on other nodes of a Ray cluster."""
+"""WorkerGroup on other nodes of a Ray cluster."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import WAKE, Channel, adopt_channel, channel_pair, dead_socket
-from jaxvec._dispatch.dispatch import ParentHandoff, time_left
+from jaxvec._dispatch.dispatch import ParentDispatch, time_left
 from jaxvec._dispatch.move import Verb
 from jaxvec._memory.segment import Arrays, Marks, attach_segment, create_segment
 from jaxvec._ray.wire import HostFailure, Payload, ProcessEnd, WireFormat, WorkerMessage
@@ -32,7 +32,7 @@ from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
 from jaxvec._workers.process import LocalLauncher
 from jaxvec._workers.worker import Attach, Setup
 
-_WHOLE = 0.2  # seconds for a request, after which what is completed of it is sent
+_BATCH_TIMEOUT = 0.2  # seconds for a request, after which what is completed of it is sent
 
 
 class _Interrupted(Exception):
@@ -130,7 +130,7 @@ class ActorHost:
             message = self._attach(message, inherited)
             descriptors = [self._segment]
         elif self._arrays is not None:
-            self._handoff.notify_worker(worker)  # first: a long message needs its reader
+            self._dispatch.notify_worker(worker)  # first: a long message needs its reader
         if message is None:
             worker_slot.channel.shut()
             return
@@ -140,7 +140,9 @@ class ActorHost:
     def move(self, verb: Verb, request: Payload) -> None:
         """Hands slots to their workers."""
         slots = self._wire.requests[verb].unpack(request)
-        self._handoff.pass_on(self._requested, slots)  # first: until then they look as if they were completed
+        self._dispatch.pass_on(
+            self._requested, slots
+        )  # first: until then they look as if they were completed
         with self._lock:
             self._requests.append(slots)
         self._wake_run()
@@ -190,10 +192,10 @@ class ActorHost:
         missing = np.concatenate(requests)[~np.concatenate(completed)]
         # Who waits for one request is woken once; among several, each may be the first to be completed.
         count = missing.size if len(requests) == 1 and not self._first_ready else 1
-        deadline = time.monotonic() + _WHOLE
-        while not self._handoff.wait(missing, count, time_left(deadline)):
-            self._look(self._handoff.begin_look(missing, count, time_left(deadline)))
-            if time_left(deadline) <= 0 and not self._handoff.enough_completed(missing, count):
+        deadline = time.monotonic() + _BATCH_TIMEOUT
+        while not self._dispatch.wait(missing, count, time_left(deadline)):
+            self._look(self._dispatch.begin_look(missing, count, time_left(deadline)))
+            if time_left(deadline) <= 0 and not self._dispatch.enough_completed(missing, count):
                 raise TimeoutError
 
     def _look(self, seconds: float | None) -> None:
@@ -249,7 +251,7 @@ class ActorHost:
         """Makes `run` look around."""
         self._wake_writer.wake()
         if self._arrays is not None:
-            self._handoff.notify_parent()
+            self._dispatch.notify_parent()
 
     def _vacate(self, worker: int) -> None:
         """Notes that the process in a worker's place has ended; under the lock."""
@@ -263,7 +265,7 @@ class ActorHost:
 
     def _attach(self, attach: Attach, inherited: Payload | None) -> Attach:
         """Returns the message with what is different here; makes the segment, if there is none yet."""
-        kind = choose_dispatch("portable" if attach.handoff == "portable" else "auto")
+        kind = choose_dispatch("portable" if attach.dispatch == "portable" else "auto")
         if self._arrays is None:
             self._segment = create_segment(attach.layout, sparse=True)
             arrays = attach_segment(self._segment, attach.layout)
@@ -278,7 +280,7 @@ class ActorHost:
             channels = [elsewhere] * num_workers
             for worker, worker_slot in self._worker_slots.items():
                 channels[worker] = worker_slot.channel
-            self._handoff: ParentHandoff = parent_end(
+            self._dispatch: ParentDispatch = parent_end(
                 kind, self._marks, slices=self._among(num_workers), channels=channels, spin_ns=0
             )
             self._arrays = arrays
@@ -288,7 +290,7 @@ class ActorHost:
         replaces = attach.replaces
         if replaces is not None:
             replaces = replace(replaces, notices=int(self._marks.worker_notices[attach.worker, 0]))
-        return replace(attach, handoff=kind, spin_ns=0, replaces=replaces)
+        return replace(attach, dispatch=kind, spin_ns=0, replaces=replaces)
 
     def _among(self, num_workers: int) -> Slices:
         """Returns our slices in their places among those of all workers; others' are empty here."""

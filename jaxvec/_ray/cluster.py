@@ -31,7 +31,7 @@ from jaxvec._ray.nodes import (
 from jaxvec._util import install_command
 from jaxvec._workers.base import Launcher, Slices
 
-_REACHED = 10.0  # seconds for the head's machine to answer
+_CONNECT_TIMEOUT = 10.0  # seconds for the head's machine to answer
 
 _shipped: dict[str, dict[str, Any]] = {}  # the directories that Ray took when we connected; by connection
 
@@ -61,7 +61,7 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
     directories, _ = split_runtime_env(runtime_env)
     if not ray.is_initialized():
         address = options.address or os.environ.get("RAY_ADDRESS", "")
-        check_reachable(address, _REACHED if timeout is None else min(timeout, _REACHED))
+        check_reachable(address, _CONNECT_TIMEOUT if timeout is None else min(timeout, _CONNECT_TIMEOUT))
         ray.init(address=options.address, runtime_env=dict(directories) or None)  # Ray changes it
         _shipped[_connection(ray)] = directories
     elif options.address not in (None, "auto", "local", ray.get_runtime_context().gcs_address):

@@ -258,7 +258,7 @@ class Shipper:
         self._channel = _WorkersEnd(wake_pool)
         self._taking, self._posting = (
             worker_end(
-                attach.handoff,
+                attach.dispatch,
                 marks,
                 worker=self._first,
                 slots=(self._own.start, self._own.stop),
@@ -344,7 +344,7 @@ class Shipper:
 # no port, which a firewall may close.
 # ----------------------------------------------------------------------------------------------------------
 
-_EXPLAINED = 2.0  # seconds in which Ray may find out why an actor's connection ended
+_CAUSE_TIMEOUT = 2.0  # seconds in which Ray may find out why an actor's connection ended
 _ROWS = 1  # the kind of frames that come back; a request's kind is this and its verb
 
 _logger = logging.getLogger("jaxvec")
@@ -440,7 +440,7 @@ class TcpWire(Wire):
         """Raises what Ray knows about the end of the actor, if it hears of it in time."""
         if self._broken_off or not self._ray.is_initialized():  # which would start another cluster
             return
-        if self._ray.wait([self._serving], timeout=_EXPLAINED)[0]:
+        if self._ray.wait([self._serving], timeout=_CAUSE_TIMEOUT)[0]:
             self._ray.get(self._serving)
 
 
@@ -520,8 +520,8 @@ def _receive_all(host: ActorHost, connection: Connection) -> None:
 # what comes back. None holds the GIL while it waits.
 # ----------------------------------------------------------------------------------------------------------
 
-_EVERY = 1.0  # seconds between looks whether an actor can still find a place
-_ACKNOWLEDGED = 3.0  # seconds within which an actor has to end one of its processes, or is lost
+_PLACE_CHECK_INTERVAL = 1.0  # seconds between looks whether an actor can still find a place
+_END_TIMEOUT = 3.0  # seconds within which an actor has to end one of its processes, or is lost
 
 
 class ActorLink:
@@ -631,7 +631,7 @@ class ActorLink:
             with suppress(Exception):
                 # By Ray, so that a long message on the wire does not hold it up.
                 asked = self._actor.do.remote("end", remote.worker, remote.incarnation)
-                done, _ = self._ray.wait([asked], timeout=_ACKNOWLEDGED)
+                done, _ = self._ray.wait([asked], timeout=_END_TIMEOUT)
                 if done:
                     with self._losing:
                         remote.mark_ended(ProcessEnd(None, "was ended"))
@@ -712,7 +712,7 @@ class ActorLink:
 
     def _wait_for(self, answer: Any) -> Any:
         """Waits for the first answer of the actor, as long as it can come."""
-        while not self._ray.wait([answer], timeout=_EVERY)[0]:
+        while not self._ray.wait([answer], timeout=_PLACE_CHECK_INTERVAL)[0]:
             self.node = f"no node yet, as Ray has not started its actor, which needs {self._resources},"
             if self.lost:
                 raise ActorLostError("was ended")

@@ -62,7 +62,7 @@ def _is_path(place: Any) -> bool:
 # Checks the nodes of a Ray cluster: that the head answers, and that an actor's node is like this one.
 # ----------------------------------------------------------------------------------------------------------
 
-_EVERY = 1.0  # seconds between looks at the head
+_HEAD_CHECK_INTERVAL = 1.0  # seconds between looks at the head
 _FRACTION = 2 / 3  # of the time that Ray waits for a head to come back
 
 
@@ -111,7 +111,7 @@ class HeadMonitor:
     def _watch(self) -> None:
         patience = _FRACTION * float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112
         seen = time.monotonic()
-        while not self._closed.wait(_EVERY):
+        while not self._closed.wait(_HEAD_CHECK_INTERVAL):
             if self._answers():
                 seen = time.monotonic()
             elif time.monotonic() - seen > patience:
@@ -121,7 +121,7 @@ class HeadMonitor:
 
     def _answers(self) -> bool:
         try:
-            _connect(self._address, _EVERY)
+            _connect(self._address, _HEAD_CHECK_INTERVAL)
         except OSError as error:
             return error.errno == errno.EMFILE  # which says nothing of the head
         return True

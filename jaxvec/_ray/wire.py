@@ -41,11 +41,13 @@ MESSAGE = 0  # the kind of frames that their receiver may keep
 _HEADER = struct.Struct("<BQ")  # kind, and length in bytes
 _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
-_CONNECTED = 3.0  # seconds within which a machine that is there lets us in
-_PROVEN = 30.0  # seconds for the proofs; more, as a busy machine may be slow
-_STRANGER = 5.0  # seconds that somebody may take who does not prove anything, while others wait
-_LOOK = 3.0  # seconds between looks whether what was sent is acknowledged
-_SILENT = 14.0  # seconds without, after which the other machine is lost
+_CONNECT_TIMEOUT = 3.0  # seconds within which a machine that is there lets us in
+_HANDSHAKE_TIMEOUT = 30.0  # seconds for the proofs; more, as a busy machine may be slow
+_UNAUTHENTICATED_TIMEOUT = (
+    5.0  # seconds that somebody may take who does not prove anything, while others wait
+)
+_ACK_CHECK_INTERVAL = 3.0  # seconds between looks whether what was sent is acknowledged
+_ACK_TIMEOUT = 14.0  # seconds without, after which the other machine is lost
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # 14 s in all; not of every system
 # Of Linux: probes without an answer, segments not acknowledged, milliseconds since the last that was.
 _TCP_INFO = struct.Struct("<3xB20xI28xI")
@@ -62,7 +64,7 @@ class Connection:
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         # The kernel's own timeout: Python's takes a system call more for each.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(_LOOK), 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(_ACK_CHECK_INTERVAL), 0))
         self._socket = sock
         self._sending = threading.Lock()
         self._header = memoryview(bytearray(_HEADER.size))
@@ -120,7 +122,7 @@ class Connection:
                 count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
             except BlockingIOError:  # the kernel's timeout
                 if self._is_silent():
-                    raise TimeoutError(f"nothing was acknowledged for {_SILENT:g} s") from None
+                    raise TimeoutError(f"nothing was acknowledged for {_ACK_TIMEOUT:g} s") from None
                 continue
             if not count:
                 raise EOFError("the other end closed it")
@@ -132,7 +134,7 @@ class Connection:
             return False
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         probes, unacknowledged, since = _TCP_INFO.unpack(info)
-        return (unacknowledged > 0 or probes > 1) and since > _SILENT * 1000
+        return (unacknowledged > 0 or probes > 1) and since > _ACK_TIMEOUT * 1000
 
 
 class Listener:
@@ -160,13 +162,15 @@ class Listener:
         Raises:
             TimeoutError: it did not come.
         """
-        deadline = time.monotonic() + _CONNECTED + _PROVEN
+        deadline = time.monotonic() + _CONNECT_TIMEOUT + _HANDSHAKE_TIMEOUT
         with self._socket:
             while True:
                 self._socket.settimeout(_time_left(deadline))
                 sock, _ = self._socket.accept()
                 try:
-                    _authenticate(sock, self._key, deadline=time.monotonic() + _STRANGER, connects=False)
+                    _authenticate(
+                        sock, self._key, deadline=time.monotonic() + _UNAUTHENTICATED_TIMEOUT, connects=False
+                    )
                 except OSError:  # a stranger; ours may be behind it
                     sock.close()
                 else:
@@ -179,9 +183,9 @@ def connect_to_actor(address: tuple[str, int], key: bytes) -> Connection:
     Raises:
         OSError: nobody is there in time, or not the one who knows the key.
     """
-    sock = socket.create_connection(address, _CONNECTED)
+    sock = socket.create_connection(address, _CONNECT_TIMEOUT)
     try:
-        _authenticate(sock, key, deadline=time.monotonic() + _PROVEN, connects=True)
+        _authenticate(sock, key, deadline=time.monotonic() + _HANDSHAKE_TIMEOUT, connects=True)
     except OSError:
         sock.close()
         raise

@@ -32,7 +32,7 @@ from jaxvec._snapshots.nodes import (
 # ----------------------------------------------------------------------------------------------------------
 
 LARGE = 8  # entries
-_DEEPEST = 32  # no table is as deep; what holds itself is, and is taken part by part
+_MAX_DEPTH = 32  # no table is as deep; what holds itself is, and is taken part by part
 
 
 class Plain(Node):
@@ -81,7 +81,7 @@ def _copy_plain(value: Any, depth: int = 0) -> Any:
     kind, below = type(value), depth + 1
     if kind in ATOMS:
         return value
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise _NotPlain
     if kind is list:
         return [one if type(one) in ATOMS else _copy_plain(one, below) for one in value]
@@ -706,7 +706,7 @@ def name_of(kind: type) -> str:
 # Gymnasium's spaces.
 # ----------------------------------------------------------------------------------------------------------
 
-_MOST = 1000  # spaces that one is known to be equal to; some envs make one in each reset
+_MAX_EQUAL_SPACES = 1000  # spaces that one is known to be equal to; some envs make one in each reset
 
 
 class Space(Node):
@@ -730,7 +730,7 @@ class Space(Node):
         if id(old) not in self.alike:
             if type(old) is not type(self.space) or old != self.space:
                 old = copy.deepcopy(self.space)
-            if len(self.alike) >= _MOST:
+            if len(self.alike) >= _MAX_EQUAL_SPACES:
                 self.alike = {id(self.space): self.space}
             self.alike[id(old)] = old
         if self.generators is None:

@@ -151,7 +151,7 @@ def find(kind: type, value: Any) -> Taking:
 _NODES = ATOMS, Node, Array, Generator, BitGenerator, Space
 
 
-class Again:
+class IncrementalSnapshot:
     """Of an env and its wrappers."""
 
     def __init__(self, layers: list[Any]) -> None:

@@ -1,1 +1,1 @@
-"""Workers that step the envs of a pool: processes of this machine, or this process."""
+"""WorkerGroup that step the envs of a pool: processes of this machine, or this process."""

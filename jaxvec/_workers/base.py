@@ -15,15 +15,20 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._dispatch.channel import ParentChannel, WorkerChannel
-from jaxvec._dispatch.dispatch import ParentEnd, ParentHandoff, WorkerEnd, WorkerHandoff
+from jaxvec._dispatch.dispatch import (
+    ParentDispatch,
+    PortableParentDispatch,
+    PortableWorkerDispatch,
+    WorkerDispatch,
+)
 from jaxvec._dispatch.engine import Engine, PyEngine, Rules
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.constructors import Description
-from jaxvec._envs.slice import Arguments, Asked, Told
+from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
 from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._native import load, reason_unavailable
-from jaxvec._native.native_dispatch import NativeParentEnd, NativeWorkerEnd
+from jaxvec._native.native_dispatch import NativeParentDispatch, NativeWorkerDispatch
 from jaxvec._native.native_engine import CEngine
 from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._tracing import Record
@@ -140,7 +145,7 @@ class Patience:
         return max(self.began + max(self.timeout - self.waited, 0), grace + self.timeout)
 
 
-class Workers(ABC):
+class WorkerGroup(ABC):
     """The envs, wherever they live.
 
     One call at a time, but for `wait`, `close`, `kill`, and requests of slices whose slots the caller holds.
@@ -148,18 +153,18 @@ class Workers(ABC):
     Attributes:
         description: of the envs.
         restarts: number of recovered faults, per worker.
-        lives: number of replacements, per worker.
-        ends: the error for which each worker was replaced last.
-        told: settings of the envs that new ones are told again, if the pool goes on after faults.
+        incarnations: number of replacements, per worker.
+        last_errors: the error for which each worker was replaced last.
+        env_settings: settings of the envs that new ones are told again, if the pool goes on after faults.
         maps_segment: whether the envs see what the pool writes into the segment.
         moves_states: whether `send` takes saves and restores, of states whose numbers are in the segment.
     """
 
     description: Description
     restarts: Sequence[int]
-    lives: Sequence[int]
-    ends: Sequence[JaxvecError | None]
-    told: Told | None
+    incarnations: Sequence[int]
+    last_errors: Sequence[JaxvecError | None]
+    env_settings: EnvSettings | None
     maps_segment: bool = True
     moves_states: bool = False
 
@@ -211,7 +216,7 @@ class Workers(ABC):
     @abstractmethod
     def request(
         self,
-        name: Asked,
+        name: RequestName,
         arguments: Arguments,
         *,
         timeout: float | None,
@@ -293,11 +298,11 @@ def parent_end(
     slices: tuple[tuple[int, int], ...],
     channels: Sequence[ParentChannel],
     spin_ns: int,
-) -> ParentHandoff:
+) -> ParentDispatch:
     """Makes the parent's end."""
     if kind == "native":
-        return NativeParentEnd(marks, slices, channels, spin_ns=spin_ns)
-    return ParentEnd(marks, slices, channels)
+        return NativeParentDispatch(marks, slices, channels, spin_ns=spin_ns)
+    return PortableParentDispatch(marks, slices, channels)
 
 
 def worker_end(
@@ -309,7 +314,7 @@ def worker_end(
     channel: WorkerChannel,
     spin_ns: int,
     notices: int = 0,
-) -> WorkerHandoff:
+) -> WorkerDispatch:
     """Makes the end of a worker.
 
     Args:
@@ -322,12 +327,12 @@ def worker_end(
         notices: how often the worker in whose place it is was notified of messages.
     """
     if kind == "native":
-        return NativeWorkerEnd(marks, worker, slots, channel, spin_ns=spin_ns, notices=notices)
-    return WorkerEnd(marks, slots, channel)
+        return NativeWorkerDispatch(marks, worker, slots, channel, spin_ns=spin_ns, notices=notices)
+    return PortableWorkerDispatch(marks, slots, channel)
 
 
 def open_engine(
-    end: ParentHandoff,
+    end: ParentDispatch,
     spec: PoolSpec,
     arrays: Arrays,
     *,

@@ -27,9 +27,9 @@ from jaxvec._workers.forkserver import (
     PID,
     REAP,
     Imports,
+    ProcessContext,
     Refused,
     Started,
-    Surroundings,
     process_identity,
 )
 from jaxvec._workers.spawn import environ, is_open, start
@@ -40,7 +40,7 @@ _READ_EARLY = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_"),
 )
-_PATIENCE = 1.0  # seconds for an answer that comes at once
+_ANSWER_TIMEOUT = 1.0  # seconds for an answer that comes at once
 _IDLE = 2  # how many servers without workers are kept, in case there is another pool
 
 
@@ -134,7 +134,7 @@ class _Server:
         with self._lock, suppress(OSError):
             self._requests.send(REAP + PID.pack(pid))
             # Who was interrupted here has left an answer, which comes first.
-            while pid not in self._exitcodes and _readable(self._requests.fileno(), _PATIENCE):
+            while pid not in self._exitcodes and _readable(self._requests.fileno(), _ANSWER_TIMEOUT):
                 answer = self._requests.recv(ANSWER.size)
                 if not answer:
                     break
@@ -146,7 +146,7 @@ class _Server:
         """Ends it, if it has not ended, and says how it did. Its workers live on."""
         self._requests.close()
         try:
-            exitcode = self._process.wait(timeout=_PATIENCE)
+            exitcode = self._process.wait(timeout=_ANSWER_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             exitcode = self._process.wait()
@@ -198,7 +198,7 @@ class Forker(Launcher):
             finally:
                 os.close(theirs)
             with suppress(EOFError):  # it may have refused by now
-                ours.send(Surroundings.here(env), deadline=deadline)
+                ours.send(ProcessContext.here(env), deadline=deadline)
             if not ours.readable(deadline):
                 raise TimeoutError("the fork server did not answer; what `preload` names may take long")
             answer: Started | Refused = ours.receive(deadline)

@@ -31,7 +31,7 @@ _LIMITS = sorted({value for name, value in vars(resource).items() if name.starts
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessContext:
     """Of a process at one moment. What else there is, descriptors, comes with a message of its own."""
 
     environ: dict[str, str]
@@ -43,7 +43,7 @@ class Surroundings:
     blocked: set[int]  # signals
 
     @classmethod
-    def here(cls, environ: Mapping[str, str]) -> Surroundings:
+    def here(cls, environ: Mapping[str, str]) -> ProcessContext:
         """Returns those of this process and thread, but for the environment variables."""
         return cls(
             environ=dict(environ),
@@ -114,7 +114,7 @@ def _ignored() -> set[int]:
 # - The first message: a pickled `Imports`.
 # - `FORK`, with the worker's end of its control socket, its standard output and error, and its folder. The
 #   answer comes on the control socket, where the program waits: `Started` with a pidfd, or `Refused`. Then
-#   the worker, which begins here, reads its `Surroundings` there.
+#   the worker, which begins here, reads its `ProcessContext` there.
 # - `REAP` and the pid of a worker that has ended. The answer, `ANSWER`, is the pid and the exit code. Until
 #   then the worker is a zombie; so its pid, and that of its group, can't have become another's.
 #
@@ -130,7 +130,7 @@ FORK, REAP = b"f", b"r"
 PID = struct.Struct("!i")
 ANSWER = struct.Struct("!ii")
 _LONGEST = 1 << 18  # bytes of a message; more than the kernel passes on
-_GLANCE = 100  # milliseconds
+_POLL_INTERVAL = 100  # milliseconds
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class _Server:
         for descriptor in (output, error, folder):
             os.close(descriptor)
         try:
-            surroundings: Surroundings = channel.receive_message()
+            surroundings: ProcessContext = channel.receive_message()
         except EOFError:  # the program has changed its mind
             sys.exit()
         surroundings.enter()
@@ -279,7 +279,7 @@ class _Server:
         """Waits for the end of the workers, of which the program wants to know nothing more."""
         poll.unregister(self._requests)
         while self._workers:
-            if poll.poll(_GLANCE):
+            if poll.poll(_POLL_INTERVAL):
                 self._end(kill=True)
             for pid in list(self._workers):
                 if os.waitpid(pid, os.WNOHANG)[0]:

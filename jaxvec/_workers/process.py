@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from jaxvec._arguments import Options, options_changed, select_options
 from jaxvec._config import Budget, PoolConfig
 from jaxvec._dispatch.channel import Channel
-from jaxvec._dispatch.dispatch import LOOK_AROUND, ParentHandoff
+from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
 from jaxvec._dispatch.engine import Engine, Rules
 from jaxvec._dispatch.move import Verb
-from jaxvec._envs.slice import Arguments, Asked
+from jaxvec._envs.slice import Arguments, RequestName
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment, create_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork
-from jaxvec._workers.base import Launcher, Patience, Process, Workers, open_engine, parent_end
+from jaxvec._workers.base import Launcher, Patience, Process, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
 from jaxvec._workers.spawn import Spawner
@@ -86,11 +86,11 @@ class LocalLauncher(Launcher):
 _SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps
 
 
-class ProcessWorkers(Workers):
+class ProcessWorkers(WorkerGroup):
     """The worker processes of one pool. `close()` ends them, whatever state they are in."""
 
     def __init__(
-        self, recipe: WorkerRecipe, *, launcher: Launcher, handoff: str, budget: Budget, learn_info: bool
+        self, recipe: WorkerRecipe, *, launcher: Launcher, dispatch: str, budget: Budget, learn_info: bool
     ) -> None:
         """Starts the workers and waits until every env is built.
 
@@ -104,11 +104,15 @@ class ProcessWorkers(Workers):
         self._start_timeout = recipe.config.timeouts.start
         self._max_running = recipe.config.workers.max_running
         self._arrays: Arrays | None = None
-        self._kind = handoff
-        self._handoff: ParentHandoff | None = None
+        self._kind = dispatch
+        self._dispatch: ParentDispatch | None = None
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
-        self.restarts, self.lives, self.ends = budget.restarts, supervisor.lives, supervisor.ends
-        self.told = supervisor.told
+        self.restarts, self.incarnations, self.last_errors = (
+            budget.restarts,
+            supervisor.incarnations,
+            supervisor.last_errors,
+        )
+        self.env_settings = supervisor.env_settings
         self.maps_segment = not launcher.at_sockets
         try:
             self.description = self.supervisor.build(learn_info=learn_info)
@@ -131,7 +135,7 @@ class ProcessWorkers(Workers):
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self.moves_states = self.maps_segment and not self._objects_in
         self._partition = self._launcher.partition(self._slices)
-        self._handoff = parent_end(
+        self._dispatch = parent_end(
             self._kind,
             Marks.of(arrays),
             slices=self._partition,
@@ -139,48 +143,48 @@ class ProcessWorkers(Workers):
             spin_ns=spin_ns,
         )
         if not self._launcher.at_sockets:
-            self.supervisor.notify_worker = self._handoff.notify_worker
+            self.supervisor.notify_worker = self._dispatch.notify_worker
         return arrays
 
     def open_engine(self, rules: Rules) -> Engine:
-        assert self._handoff is not None
+        assert self._dispatch is not None
         assert self._arrays is not None
-        return open_engine(self._handoff, self._spec, self._arrays, slices=self._partition, rules=rules)
+        return open_engine(self._dispatch, self._spec, self._arrays, slices=self._partition, rules=rules)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        assert self._handoff is not None
+        assert self._dispatch is not None
         if verb is Verb.STEP and self._objects_out:
             self._put_objects(slots)
-        self._handoff.send(verb, slots)
+        self._dispatch.send(verb, slots)
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
-        assert self._handoff is not None
-        return self._handoff.any_resetting(slots)
+        assert self._dispatch is not None
+        return self._dispatch.any_resetting(slots)
 
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
-        assert self._handoff is not None
-        supervisor, handoff = self.supervisor, self._handoff
+        assert self._dispatch is not None
+        supervisor, dispatch = self.supervisor, self._dispatch
         while True:
-            seconds = min(supervisor.time_left(patience), LOOK_AROUND)
-            if handoff.wait(slots, count, seconds):
+            seconds = min(supervisor.time_left(patience), DEATH_CHECK_INTERVAL)
+            if dispatch.wait(slots, count, seconds):
                 break
-            with supervisor.listening():
+            with supervisor.polling():
                 try:
-                    heard = supervisor.look(handoff.begin_look(slots, count, seconds), patience)
+                    heard = supervisor.poll(dispatch.begin_look(slots, count, seconds), patience)
                 except (EnvError, WorkerDiedError) as error:
-                    supervisor.hear_others(error, lambda: self._late(slots)[0], patience)
+                    supervisor.collect_errors(error, lambda: self._late(slots)[0], patience)
                     raise
                 # The slots count, not the wakes: a worker can be stopped between the two.
                 over = not heard and supervisor.time_left(patience) <= 0  # what was seen may have moved it
-                if over and not handoff.enough_completed(slots, count):
+                if over and not dispatch.enough_completed(slots, count):
                     late, unfinished = self._blame(slots)
-                    supervisor.expire(patience, late, unfinished)
+                    supervisor.time_out(patience, late, unfinished)
         if self._objects_in:
             self._get_objects(slots, patience.timeout)
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        assert self._handoff is not None
-        return self._handoff.first_completed(slots, count)
+        assert self._dispatch is not None
+        return self._dispatch.first_completed(slots, count)
 
     def set_options(self, options: Options, timeout: float | None) -> None:
         before, self.supervisor.options = self.supervisor.options, options  # for who is replaced meanwhile
@@ -197,7 +201,7 @@ class ProcessWorkers(Workers):
 
     def request(
         self,
-        name: Asked,
+        name: RequestName,
         arguments: Arguments,
         *,
         timeout: float | None,
@@ -213,7 +217,7 @@ class ProcessWorkers(Workers):
     def stop_trace(self, *, hurry: bool) -> list[Record]:
         self.supervisor.trace = None
         if hurry:
-            answers = self.supervisor.salvage()
+            answers = self.supervisor.collect_traces()
         else:
             answers = self.request("stop_trace", lambda *_: (), timeout=self._start_timeout)
         losses = self.supervisor.losses
@@ -232,9 +236,9 @@ class ProcessWorkers(Workers):
         try:
             self.supervisor.close(timeout, tell=tell)
         finally:
-            if self._handoff is not None:
-                self._handoff.close()
-            self._arrays = self._handoff = None
+            if self._dispatch is not None:
+                self._dispatch.close()
+            self._arrays = self._dispatch = None
 
     def kill(self) -> None:
         self.supervisor.kill()
@@ -251,8 +255,8 @@ class ProcessWorkers(Workers):
 
     def _late(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
         """Returns the workers that are not done with `slots`, and all slots that are not done."""
-        assert self._handoff is not None
-        unfinished = self._handoff.unfinished()
+        assert self._dispatch is not None
+        unfinished = self._dispatch.unfinished()
         late = {self.supervisor.worker_of(slot) for slot in np.intersect1d(unfinished, slots).tolist()}
         return sorted(late), unfinished.tolist()
 

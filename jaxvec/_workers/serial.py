@@ -20,17 +20,17 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
 from jaxvec._envs.envs import EnvFailure, build_env, close_envs
-from jaxvec._envs.slice import Arguments, Asked, Told
+from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
-from jaxvec._workers.base import Patience, Workers
+from jaxvec._workers.base import Patience, WorkerGroup
 from jaxvec._workers.supervisor import tell_lost
 from jaxvec._workers.worker import WorkerRecipe
 
 
-class SerialWorkers(Workers):
+class SerialWorkers(WorkerGroup):
     """The envs of one pool in this process."""
 
     def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
@@ -38,10 +38,10 @@ class SerialWorkers(Workers):
         self._close_slice: Callable[[], None] = lambda: None
         self._recipe = recipe
         self._budget = budget
-        self.restarts, self.lives, self.ends = budget.restarts, [0], [None]
-        self.told = None
+        self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
+        self.env_settings = None
         if budget.policy is not None:
-            self.told = Told(budget.policy, lambda value: value)  # envs have the very values
+            self.env_settings = EnvSettings(budget.policy, lambda value: value)  # envs have the very values
         with _typed():
             self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
             self.description = describe(
@@ -79,7 +79,7 @@ class SerialWorkers(Workers):
 
     def request(
         self,
-        name: Asked,
+        name: RequestName,
         arguments: Arguments,
         *,
         timeout: float | None,
@@ -117,12 +117,12 @@ class SerialWorkers(Workers):
                 self._recover(failure)
 
     def _recover(self, failure: EnvFailure) -> None:
-        slot, told, rebuild = failure.env_id, self.told, self._budget.rebuilds
+        slot, told, rebuild = failure.env_id, self.env_settings, self._budget.rebuilds
         while True:
             self._budget.spend(0, _to_error(failure), tell_lost(told, [slot]) if rebuild else "")
-            parameters = told.of(slot) if rebuild and told is not None else None
+            settings = told.of(slot) if rebuild and told is not None else None
             try:
-                self._slice.recover(failure, rebuild=rebuild, parameters=parameters)
+                self._slice.recover(failure, rebuild=rebuild, settings=settings)
             except EnvFailure as another:
                 failure = another
             else:

@@ -20,7 +20,7 @@ from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers import lifeline
 from jaxvec._workers.base import Launcher, Process, tell_ending
 
-# Workers share the machine's cores, so each gets one thread; and they never touch the accelerator.
+# WorkerGroup share the machine's cores, so each gets one thread; and they never touch the accelerator.
 _WORKER_ENV: dict[str, str | None] = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -34,7 +34,7 @@ _WORKER_ENV: dict[str, str | None] = {
 # By these MPI's launchers tell a process its rank: MPI in a worker would take the program's place.
 _MPI = ("OMPI_", "PMI_", "PMIX_")
 
-_GLANCE = 0.002  # seconds between looks for the end of a process
+_POLL_INTERVAL = 0.002  # seconds between looks for the end of a process
 
 
 class SpawnedWorker(Process):
@@ -54,7 +54,7 @@ class SpawnedWorker(Process):
         # Not by Popen.wait, which would reap it before the rest of its group is ended.
         deadline = time.monotonic() + timeout
         while not self.ended() and time.monotonic() < deadline:
-            time.sleep(_GLANCE)
+            time.sleep(_POLL_INTERVAL)
         return self.ended()
 
     def end(self) -> None:

@@ -20,11 +20,11 @@ import numpy as np
 from jaxvec._arguments import Options, select_options
 from jaxvec._config import Budget
 from jaxvec._dispatch.channel import WAKE, ParentChannel
-from jaxvec._dispatch.dispatch import LOOK_AROUND, time_left
+from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, compare
-from jaxvec._envs.slice import Arguments, Asked, Parameters, Told
+from jaxvec._envs.slice import Arguments, EnvSettings, RequestName, SlotSettings
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -61,7 +61,7 @@ from jaxvec._workers.worker import (
 # ----------------------------------------------------------------------------------------------------------
 
 
-class Turns:
+class FairLocks:
     """Lets threads have things for a while, each in the order in which they asked for it.
 
     Who needs several gets them at once, and whoever came later waits for those alone that it needs, too: so
@@ -73,7 +73,7 @@ class Turns:
         self._queue: list[tuple[int, frozenset[Hashable]]] = []  # threads, and what each has or waits for
 
     @contextmanager
-    def at(self, *things: Hashable) -> Generator[None]:
+    def acquire(self, *things: Hashable) -> Generator[None]:
         """Waits until nobody who came before needs any of the things, which are this thread's in the block.
 
         A thread does not wait for itself: it is asked from a signal handler.
@@ -235,7 +235,7 @@ def check_all(answers: list[Any]) -> list[Any]:
     return answers
 
 
-def tell_lost(told: Told | None, slots: Collection[int]) -> str:
+def tell_lost(told: EnvSettings | None, slots: Collection[int]) -> str:
     """Says what the new envs in `slots` can't be told, as it will be lost, and which have a saved state."""
     if told is None:
         return ""
@@ -261,7 +261,7 @@ def name_envs(env_ids: Sequence[int]) -> str:
 #
 # - Of each worker one thread asks at a time (`_askers`), which alone reads that control socket until it has
 #   the answer. What comes on the other sockets concerns all, and is read by whoever looks.
-# - One thread looks at a time (`listening`). All that becomes of a worker is decided by who looks: that it
+# - One thread looks at a time (`polling`). All that becomes of a worker is decided by who looks: that it
 #   goes on after a failure, is replaced, or ends the pool. So no two threads replace a worker.
 # - Who asks sleeps before it looks, at the sockets that nobody else reads. So it holds nobody up, and
 #   nothing that it waits for is taken from it. Remote workers share a descriptor: there it also wakes for
@@ -272,10 +272,12 @@ def name_envs(env_ids: Sequence[int]) -> str:
 #   question's.
 # ----------------------------------------------------------------------------------------------------------
 
-_HURRY = 1.0  # seconds that the workers of a broken pool have to answer
-_TOGETHER = 0.5  # seconds after a failure that ends the pool, for others to be heard of
-_GLANCE = 0.01  # between looks for workers that are done by then
-_LAST = 10.0  # seconds that a killed worker has to end; one that is stuck in the kernel goes when it can
+_BROKEN_REPLY_TIMEOUT = 1.0  # seconds that the workers of a broken pool have to answer
+_COLLECT_TIMEOUT = 0.5  # seconds after a failure that ends the pool, for others to be heard of
+_POLL_INTERVAL = 0.01  # between looks for workers that are done by then
+_KILL_TIMEOUT = (
+    10.0  # seconds that a killed worker has to end; one that is stuck in the kernel goes when it can
+)
 
 
 class Supervisor:
@@ -285,11 +287,11 @@ class Supervisor:
         channels: the control socket to each worker, or what stands for it; the descriptor stays the same.
         starting: workers that take another's place and are not ready yet; by when they have to be, if ever.
         options: what resets pass to the envs; for workers that take another's place.
-        told: what envs were told, if the pool goes on after faults.
+        env_settings: what envs were told, if the pool goes on after faults.
         trace: how many spans each worker records, if any; for those, too.
         losses: what spans are lost with workers that were replaced since `trace` was set.
-        lives: how often each worker was replaced.
-        ends: by what error it was last, if it was.
+        incarnations: how often each worker was replaced.
+        last_errors: by what error it was last, if it was.
         notify_worker: tells a worker that serves that a message is on its socket.
     """
 
@@ -303,16 +305,16 @@ class Supervisor:
         self.channels: list[ParentChannel] = []
         self.starting: dict[int, float | None] = {}
         self.options: Options = None
-        self.told = Told(budget.policy, dumps) if budget.policy else None
+        self.env_settings = EnvSettings(budget.policy, dumps) if budget.policy else None
         self.trace: int | None = None
-        self.lives = [0] * len(recipe.slices)
-        self.ends: list[JaxvecError | None] = [None] * len(recipe.slices)
+        self.incarnations = [0] * len(recipe.slices)
+        self.last_errors: list[JaxvecError | None] = [None] * len(recipe.slices)
         self.losses: list[tuple[int, Loss]] = []
         self.notify_worker: Callable[[int], None] = _no_notice
-        self._poll = select.poll()
+        self._poll_object = select.poll()
         self._by_fd: dict[int, list[int]] = {}  # the workers whose channels have a descriptor
-        self._askers = Turns()  # at workers
-        self._lookers = Turns()
+        self._askers = FairLocks()  # at workers
+        self._pollers = FairLocks()
         self._asked: dict[int, str] = {}  # the workers that have yet to answer, and what
         self._replaced: dict[int, JaxvecError] = {}  # the errors that are the answers of those that are gone
         self._grace = -math.inf  # until when nobody is late, in time.monotonic() seconds
@@ -326,13 +328,13 @@ class Supervisor:
                 self._processes.append(process)
                 self.channels.append(channel)
                 self._by_fd.setdefault(channel.fileno(), []).append(worker)
-                self._poll.register(channel, select.POLLIN)
+                self._poll_object.register(channel, select.POLLIN)
         except BaseException:
             self.close(timeout=0)
             raise
 
     def build(self, *, learn_info: bool) -> Description:
-        """Lets the workers build their envs, and returns what all of them say of these; raises as `look`."""
+        """Lets the workers build their envs, and returns what all of them say of these; raises as `poll`."""
         patience = self._patience("constructor", self._recipe.config.timeouts.start)
         setup = partial(make_setup, self._recipe, learn_info=learn_info)
         said = self._exchange(range(len(self._processes)), setup, patience)
@@ -343,7 +345,7 @@ class Supervisor:
         return descriptions[0]
 
     def attach(self, message: Attach, segment: int, arrays: Arrays) -> None:
-        """Gives every worker the segment, whose descriptor is ours from now on; raises as `look`.
+        """Gives every worker the segment, whose descriptor is ours from now on; raises as `poll`.
 
         Args:
             message: as worker 0 gets it.
@@ -362,7 +364,7 @@ class Supervisor:
         )
 
     def ask(
-        self, name: Asked, arguments: Arguments, timeout: float | None, check: Callable[[], None]
+        self, name: RequestName, arguments: Arguments, timeout: float | None, check: Callable[[], None]
     ) -> list[Any]:
         """Calls a method of each slice; see `Workers.request`."""
         each = [arguments(*slots) for slots in self._recipe.slices]
@@ -371,7 +373,7 @@ class Supervisor:
             for worker, mine in enumerate(each)
             if mine is not None
         }
-        with self._askers.at(*requests):
+        with self._askers.acquire(*requests):
             patience = self._patience(name, timeout, check)
             replies = self._exchange(
                 requests, requests.__getitem__, patience, question=name.removesuffix("_states")
@@ -381,10 +383,10 @@ class Supervisor:
             for worker in range(len(each))
         ]
 
-    def salvage(self) -> list[Record | JaxvecError]:
+    def collect_traces(self) -> list[Record | JaxvecError]:
         """Asks each worker for its record, when some may be dead, or hang, and none is replaced any more."""
         workers = range(len(self._processes))
-        deadline = time.monotonic() + _HURRY
+        deadline = time.monotonic() + _BROKEN_REPLY_TIMEOUT
         answers: dict[int, Record | JaxvecError] = {}
         for worker in set(workers) - self.starting.keys():
             try:
@@ -393,7 +395,7 @@ class Supervisor:
                 answers[worker] = self._died(worker)
             except TimeoutError:  # then it does not answer either
                 pass
-        deadline = max(deadline, time.monotonic() + _HURRY / 10)  # they may have used it up
+        deadline = max(deadline, time.monotonic() + _BROKEN_REPLY_TIMEOUT / 10)  # they may have used it up
         while len(answers) < len(workers) and (seconds := time_left(deadline)):
             for worker in self._readable(self._poll_of(set(workers) - answers.keys()), seconds):
                 try:
@@ -417,11 +419,11 @@ class Supervisor:
         """Returns the seconds until an operation is late, or its caller has waited long enough."""
         return min(time_left(patience.late(self._grace)), time_left(patience.give_up))
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Waits until nobody looks who came before; then this thread may `look`, `expire` and `replace`."""
-        return self._lookers.at(None)
+    def polling(self) -> AbstractContextManager[None]:
+        """Waits until nobody looks who came before; then this thread may `poll`, `time_out` and `replace`."""
+        return self._pollers.acquire(None)
 
-    def look(self, seconds: float, patience: Patience, asking: Collection[int] = ()) -> list[tuple[int, Any]]:
+    def poll(self, seconds: float, patience: Patience, asking: Collection[int] = ()) -> list[tuple[int, Any]]:
         """Waits for wakes and messages, for at most `seconds`, and returns them with their workers.
 
         Every wait of the parent comes by here, so a worker's death or an env's failure ends it, or is
@@ -439,7 +441,7 @@ class Supervisor:
         deadline = patience.late(self._grace)
         heard: list[tuple[int, Any]] = []
         others = self._asked.keys() - asking
-        for worker in self._readable(self._poll, seconds):
+        for worker in self._readable(self._poll_object, seconds):
             if worker in others:
                 continue
             try:
@@ -462,7 +464,7 @@ class Supervisor:
         self._replace_late_starters()
         return heard
 
-    def hear_others(
+    def collect_errors(
         self, error: EnvError | WorkerDiedError, late: Callable[[], Iterable[int]], patience: Patience
     ) -> None:
         """Hears for a short time what else fails, and lets the error that ends the pool tell of it.
@@ -473,10 +475,10 @@ class Supervisor:
             patience: of the operation.
         """
         errors: dict[int | None, JaxvecError] = {error.worker: error}
-        deadline = time.monotonic() + _TOGETHER
+        deadline = time.monotonic() + _COLLECT_TIMEOUT
         while (missing := [each for each in late() if each not in errors]) and time.monotonic() < deadline:
             patience.check()
-            time.sleep(_GLANCE)
+            time.sleep(_POLL_INTERVAL)
             said = [worker for worker in missing if self.channels[worker].readable()]
             for worker in missing:
                 try:
@@ -492,7 +494,7 @@ class Supervisor:
                         errors[worker] = self._died(worker)
         join(errors.values())
 
-    def expire(
+    def time_out(
         self, patience: Patience, late: Sequence[int], unfinished: Sequence[int] | None = None
     ) -> None:
         """Raises what took too long, unless the workers that hold it up can be replaced.
@@ -519,10 +521,10 @@ class Supervisor:
         """
         if self._diagnosis.arrays is None:
             raise error
-        self._budget.spend(worker, error, tell_lost(self.told, range(*self._recipe.slices[worker])))
+        self._budget.spend(worker, error, tell_lost(self.env_settings, range(*self._recipe.slices[worker])))
         self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
-        self.lives[worker] += 1
-        self.ends[worker] = error
+        self.incarnations[worker] += 1
+        self.last_errors[worker] = error
         old = self._processes[worker]
         old.end()
         self.channels[worker].break_off()  # whoever is still sending to it stops
@@ -580,7 +582,7 @@ class Supervisor:
             for channel in self.channels:
                 stack.callback(channel.close)
             for process in self._processes:
-                stack.callback(process.wait, timeout=_LAST)
+                stack.callback(process.wait, timeout=_KILL_TIMEOUT)
             # The last is the first. The whole group goes: with a worker that won't end, whatever its envs
             # have started. Only then is it reaped, so its pid can't have been given to another process.
             for process in self._processes:
@@ -617,7 +619,7 @@ class Supervisor:
         question: str = "",
         descriptors: Sequence[int] = (),
     ) -> dict[int, Any]:
-        """Sends a message to each of these workers, and waits for what it says to it; raises as `look`.
+        """Sends a message to each of these workers, and waits for what it says to it; raises as `poll`.
 
         Args:
             workers: whom nobody else asks meanwhile.
@@ -642,14 +644,14 @@ class Supervisor:
     def _note_asked(self, workers: Collection[int], question: str, patience: Patience) -> None:
         """Waits until all of these workers serve, and keeps others from reading what they say."""
         while True:
-            with self.listening():
+            with self.polling():
                 starting = sorted(self.starting.keys() & workers)
                 if not starting:
                     self._asked.update(dict.fromkeys(workers, question))
                     return
-                self.look(0, patience)
+                self.poll(0, patience)
                 if self.time_left(patience) <= 0:
-                    self.expire(patience, starting)
+                    self.time_out(patience, starting)
             self._sleep(starting, patience)
 
     def _send(self, worker: int, message: Any, patience: Patience, descriptors: Sequence[int]) -> None:
@@ -660,9 +662,9 @@ class Supervisor:
         except EOFError:
             pass  # the next look will tell
         except TimeoutError:  # its buffer is full: it does not read
-            with self.listening():
+            with self.polling():
                 if worker in self._asked:
-                    self.expire(patience, [worker])
+                    self.time_out(patience, [worker])
 
     def _gather(self, workers: Collection[int], patience: Patience) -> dict[int, Any]:
         """Waits for one message from each of these workers, or the error of one that was replaced instead."""
@@ -670,8 +672,8 @@ class Supervisor:
         while missing := [worker for worker in workers if worker not in messages]:
             if not self._replaced.keys() & missing:
                 self._sleep(missing, patience)
-            with self.listening():
-                heard = self.look(0, patience, missing)
+            with self.polling():
+                heard = self.poll(0, patience, missing)
                 # Who waits for envs in flight looks at their slots before it listens for wakes.
                 messages |= {worker: said for worker, said in heard if said is not WAKE and worker in missing}
                 for worker in missing:
@@ -681,12 +683,12 @@ class Supervisor:
                         del self._asked[worker]
                 late = [worker for worker in missing if worker in self._asked]
                 if late and not heard and self.time_left(patience) <= 0:  # what was seen may have moved it
-                    self.expire(patience, late)
+                    self.time_out(patience, late)
         return {worker: messages[worker] for worker in workers}
 
     def _sleep(self, workers: Collection[int], patience: Patience) -> None:
         """Waits until one of these workers says something; for a short time, within that of the operation."""
-        self._poll_of(workers).poll(min(self.time_left(patience), LOOK_AROUND) * 1000)
+        self._poll_of(workers).poll(min(self.time_left(patience), DEATH_CHECK_INTERVAL) * 1000)
 
     def _open(self, worker: int, name: str, reply: Reply | JaxvecError) -> Any:
         if isinstance(reply, JaxvecError):
@@ -731,10 +733,10 @@ class Supervisor:
             self.replace(worker, error)
             return
         rebuild = self._budget.rebuilds
-        self._budget.spend(worker, error, tell_lost(self.told, [error.env_id]) if rebuild else "")
+        self._budget.spend(worker, error, tell_lost(self.env_settings, [error.env_id]) if rebuild else "")
         self._grace = max(self._grace, time.monotonic())
-        parameters = self._parameters(error.env_id) if rebuild else None
-        self._tell(worker, Recover(rebuild, parameters), deadline)
+        settings = self._settings(error.env_id) if rebuild else None
+        self._tell(worker, Recover(rebuild, settings), deadline)
 
     def _allow_start(self, worker: int) -> float | None:
         """Gives a worker that takes another's place all of `Timeouts.start`; returns when that is over."""
@@ -767,7 +769,7 @@ class Supervisor:
                 self.trace,
                 int(Marks.of(arrays).worker_notices[worker, 0]),
                 {leaf.path: arrays[leaf.path][rows] for leaf in kept if leaf.is_object},
-                {slot: each for slot in slots if (each := self._parameters(slot)) is not None},
+                {slot: each for slot in slots if (each := self._settings(slot)) is not None},
             )
             attach = replace(self._attach, worker=worker, slots=(slots.start, slots.stop), replaces=replaces)
             self._tell(worker, attach, deadline, [self._segment])
@@ -777,9 +779,9 @@ class Supervisor:
         if not self.starting:
             self._grace = time.monotonic()
 
-    def _parameters(self, slot: int) -> Parameters | None:
+    def _settings(self, slot: int) -> SlotSettings | None:
         """Returns what a new env in a slot is told."""
-        return None if self.told is None else self.told.of(slot)
+        return None if self.env_settings is None else self.env_settings.of(slot)
 
     def _tell(
         self, worker: int, message: Any, deadline: float | None, descriptors: Sequence[int] = ()
@@ -811,7 +813,7 @@ class Supervisor:
         still_open = {worker for workers in self._by_fd.values() for worker in workers}
         while still_open:
             remaining = time_left(deadline)  # first: what was said by then is heard
-            said = self._readable(self._poll_of(still_open), min(remaining, LOOK_AROUND))
+            said = self._readable(self._poll_of(still_open), min(remaining, DEATH_CHECK_INTERVAL))
             for worker in said:
                 try:
                     message = self.channels[worker].receive(deadline)
@@ -851,4 +853,4 @@ def _pickle(name: str, arguments: tuple[Any, ...]) -> bytes:
 
 
 def _no_notice(worker: int) -> None:
-    """Workers that don't serve yet wait at their sockets."""
+    """WorkerGroup that don't serve yet wait at their sockets."""

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from jaxvec._arguments import Options
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, adopt_channel
-from jaxvec._dispatch.dispatch import Work, WorkerHandoff
+from jaxvec._dispatch.dispatch import Work, WorkerDispatch
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.env_states import StateFunctions
 from jaxvec._envs.envs import Env, EnvFailure, EnvFn, Failing, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
-from jaxvec._envs.slice import Asked, Parameters, Slice
+from jaxvec._envs.slice import RequestName, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
 from jaxvec._spec import KeyPath, PoolSpec
@@ -168,7 +168,7 @@ class Replacement:
     objects: dict[
         KeyPath, NDArray[Any]
     ]  # that the program had from it last, of leaves that are not in the segment
-    parameters: dict[int, Parameters]  # of its envs, those that have some
+    settings: dict[int, SlotSettings]  # of its envs, those that have some
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Attach:
     slots: tuple[int, int]  # first and stop
     layout: Layout
     spec: PoolSpec
-    handoff: str  # "native" or "portable"
+    dispatch: str  # "native" or "portable"
     spin_ns: int
     replaces: Replacement | None  # what to know in the place of a worker that is gone
 
@@ -189,7 +189,7 @@ class Recover:
     """Parent: go on after the failure that you reported; it was the pool's last otherwise."""
 
     rebuild: bool  # the env
-    parameters: Parameters | None  # of the new env
+    settings: SlotSettings | None  # of the new env
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Closed:
 class Request:
     """Parent: call this method of your `Slice`."""
 
-    name: Asked
+    name: RequestName
     args: bytes  # a cloudpickled tuple; what is wrong with it then is the answer, and no end of the worker
 
 
@@ -338,10 +338,10 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
     )
     if replaces is not None:
         env_slice.set_options(replaces.options)
-        for slot in replaces.parameters:
-            parameters = _unpack(slot, replaces.parameters[slot])
-            assert parameters is not None
-            env_slice.restore(slot, parameters)
+        for slot in replaces.settings:
+            settings = _unpack(slot, replaces.settings[slot])
+            assert settings is not None
+            env_slice.reapply_settings(slot, settings)
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
     try:
@@ -361,7 +361,7 @@ def _work(
     """Serves with a slice that is ready."""
     replaces = attach.replaces
     end = worker_end(
-        attach.handoff,
+        attach.dispatch,
         marks,
         worker=attach.worker,
         slots=attach.slots,
@@ -407,7 +407,7 @@ def _work(
 
 def _recover(
     channel: Channel,
-    end: WorkerHandoff,
+    end: WorkerDispatch,
     env_slice: Slice,
     failure: EnvFailure,
     turn: AbstractContextManager[None],
@@ -419,9 +419,9 @@ def _recover(
         while not isinstance(message := end.receive_message(), Recover):  # a request was under way to us
             channel.send(pack(_answer(env_slice, message)))
         try:
-            parameters = _unpack(failure.env_id, message.parameters)
+            settings = _unpack(failure.env_id, message.settings)
             with turn:
-                env_slice.recover(failure, rebuild=message.rebuild, parameters=parameters)
+                env_slice.recover(failure, rebuild=message.rebuild, settings=settings)
         except EnvFailure as another:
             failure = another
         else:
@@ -462,7 +462,7 @@ def _load(setup: Setup) -> tuple[Sequence[EnvFn], StateFunctions | None]:
         return _open(setup.env_fns)
 
 
-def _unpack(slot: int, sent: Parameters | None) -> Parameters | None:
+def _unpack(slot: int, sent: SlotSettings | None) -> SlotSettings | None:
     if sent is None:
         return None
     with Failing(slot, "set_attr"):

@@ -32,7 +32,7 @@ class Adapter(gymnasium.Env[Any, Any]):
         return False
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for `adapted` itself, there is no env inside yet.
+        # RequestName for `adapted` itself, there is no env inside yet.
         if name == "adapted" or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.adapted, name)

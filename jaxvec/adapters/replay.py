@@ -54,7 +54,7 @@ class ReplayEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         Returns:
             What the env's `reset` returns.
         """
-        # Asked for it, an env that has none yet makes a generator.
+        # RequestName for it, an env that has none yet makes a generator.
         self._begin = seed, copy.deepcopy(options), self.env.unwrapped.np_random.bit_generator.state
         self._actions = []
         return self._reset(*self._begin)

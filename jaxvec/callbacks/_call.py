@@ -362,7 +362,7 @@ def ask_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> l
         return operands[leaf.index][row] if isinstance(leaf, Operand) else leaf
 
     each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(move.slots))]
-    values = pool.questions.call(move, name, each, {})
+    values = pool.env_calls.call(move, name, each, {})
     columns: list[list[Array]] = [[] for _ in call.answers]
     for slot, value in zip(move.slots.tolist(), values, strict=True):
         if not columns:

@@ -167,7 +167,7 @@ class EnvFamily:
         stack.__exit__(kind, error, trace)
 
     def _check_open(self) -> None:
-        process = self.first.pool.closing.process
+        process = self.first.pool.finalizer.process
         if os.getpid() != process:
             raise PoolClosedError(
                 f"the env belongs to process {process}; this process is a fork of it and can't use it. Make "

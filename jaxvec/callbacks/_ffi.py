@@ -182,10 +182,10 @@ def _serve(
     with (
         annotate(VERBS[verb].function, "FFI by Python"),
         registry.serving(pool_id, fingerprint, rows) as pool,
-        span(pool.condition.recorder, "FFI by Python"),
+        span(pool.state.recorder, "FFI by Python"),
     ):
         if on_device:
-            pool.condition.errors_late = True
+            pool.state.errors_late = True
             pool.pin()
         unread = frozenset(i for i, each in enumerate(results) if not len(each))
         call = Call(VERBS[verb], pool.spec, "ffi", fresh, *pickle.loads(extra), unread=unread)

@@ -61,7 +61,7 @@ def reset(
 
     Raises:
         StaleHandleError: the handle is not the latest.
-        InFlightError: an env of `mask` is pending; or, with `batch_size`, fewer envs than that would be.
+        PendingEnvError: an env of `mask` is pending; or, with `batch_size`, fewer envs than that would be.
             Nothing was reset.
         EnvIdError: the sizes don't fit: `num_envs` times the instances is not what the pool has.
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
@@ -124,7 +124,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         StaleHandleError: the handle is not the latest; nothing was stepped.
         ResetNeededError: without autoreset, an env has ended its episode; nothing was stepped.
         EnvIdError: the handle names an env twice, as two vmapped instances with the same handle do.
-        InFlightError: an env was sent, and not received.
+        PendingEnvError: an env was sent, and not received.
         EnvError, WorkerDiedError, EnvTimeoutError: an env failed; the pool is broken by it.
         PoolBrokenError, PoolClosedError: the pool was broken, or closed, before.
 
@@ -173,7 +173,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
     Raises:
         ActionError: wrong structure, shape or dtype, when the program is traced.
         EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
-        InFlightError: an env is pending already; nothing was sent.
+        PendingEnvError: an env is pending already; nothing was sent.
         JaxvecError: and all that `step` raises.
 
     Example:
@@ -213,7 +213,7 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
 
     Raises:
         TypeError: `at_least` was given.
-        InFlightError: fewer envs than that are pending; the pool is as it was.
+        PendingEnvError: fewer envs than that are pending; the pool is as it was.
         JaxvecError: and all that `step` raises.
 
     Example:
@@ -242,7 +242,7 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
 # ----------------------------------------------------------------------------------------------------------
 
 
-def get_attr(handle: Handle, name: str, struct: Any) -> Any:
+def get_attr(handle: Handle, name: str, result_shape_dtypes: Any) -> Any:
     """Returns an attribute of every env of the handle; wrappers are looked through.
 
     It reads, and JAX may drop, repeat or move what reads: for what changes the env, or must come before
@@ -251,15 +251,15 @@ def get_attr(handle: Handle, name: str, struct: Any) -> Any:
     Args:
         handle: that the latest call returned; it stays fresh.
         name: of the attribute.
-        struct: what it is for one env: a pytree of dtypes, arrays, or `jax.ShapeDtypeStruct`s.
+        result_shape_dtypes: what it is for one env: a pytree of dtypes, arrays, or `jax.ShapeDtypeStruct`s.
 
     Returns:
-        A pytree like `struct`, leaves `[num_envs, ...]`.
+        A pytree like `result_shape_dtypes`, leaves `[num_envs, ...]`.
 
     Raises:
         StaleHandleError: envs have been moved since; let the next step depend on the result.
         EnvAttributeError: an env has no such attribute; the pool stays usable.
-        EnvDataError: it is not what `struct` says; the pool stays usable.
+        EnvDataError: it is not what `result_shape_dtypes` says; the pool stays usable.
         PoolBrokenError, PoolClosedError: the pool is broken, or closed.
 
     A compiled program raises them as `jax.errors.JaxRuntimeError` with the same text, like `step`.
@@ -272,13 +272,13 @@ def get_attr(handle: Handle, name: str, struct: Any) -> Any:
         ```
     """
     spec = check_is_handle(handle, "get_attr")
-    leaves, tree = _structs(struct)
+    leaves, tree = _structs(result_shape_dtypes)
     answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
     call = Call(Verb.GET_ATTR, spec, handle.transport, extra=_extra(name, (), tree), answers=answers)
     return jax.tree.unflatten(tree, _primitive.bind(call, handle.token))
 
 
-def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[Handle, Any]:
+def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = None) -> tuple[Handle, Any]:
     """Calls a method of every env of the handle, once, and in the order of the handles.
 
     Args:
@@ -286,16 +286,16 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
         method: its name; wrappers are looked through.
         *args: pytrees. An array has an entry for each env, `[num_envs, ...]`; a scalar is for all, and so is
             what is no array.
-        result: what it returns for one env: a pytree of dtypes, arrays, or `jax.ShapeDtypeStruct`s;
-            `None` to drop it.
+        result_shape_dtypes: result of one env: pytree of dtypes, arrays or `jax.ShapeDtypeStruct`s;
+            `None` to drop the result.
 
     Returns:
-        The handle for the next call, and a pytree like `result`, leaves `[num_envs, ...]`.
+        The handle for the next call, and a pytree like `result_shape_dtypes`, leaves `[num_envs, ...]`.
 
     Raises:
         EnvError: an env raised; the pool stays usable and the handle fresh.
         EnvAttributeError: an env has no such method; likewise.
-        EnvDataError: an env returned something else than `result`.
+        EnvDataError: an env returned something else than `result_shape_dtypes`.
         ValueError: an array has not an entry for each env.
         JaxvecError: and all that `step` raises.
 
@@ -312,7 +312,7 @@ def call(handle: Handle, method: str, *args: Any, result: Any = None) -> tuple[H
         ```
     """
     spec = check_is_handle(handle, "call")
-    leaves, tree = _structs(result)
+    leaves, tree = _structs(result_shape_dtypes)
     operands: list[jax.Array] = []
 
     def operand(leaf: Any) -> Any:
@@ -382,7 +382,7 @@ def save(handle: Handle) -> tuple[Handle, EnvState]:
     Raises:
         EnvStateError: the state of an env can't be saved, or is not put back exactly; the pool stays usable.
         ValueError: the pool keeps fewer states than that: `jaxvec.make(states=...)`.
-        InFlightError: an env was sent, and not received.
+        PendingEnvError: an env was sent, and not received.
         JaxvecError: and all that `step` raises.
 
     Example:

@@ -58,10 +58,10 @@ class _Answer:
         with (
             annotate(self.call.verb.function, "io_callback"),
             registry.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
-            span(pool.condition.recorder, "io_callback"),
+            span(pool.state.recorder, "io_callback"),
         ):
             if self.on_device:
-                pool.condition.errors_late = True
+                pool.state.errors_late = True
             return self.packing.pack(self.call.read(answer(self.call, pool, operands)))
 
 

@@ -270,7 +270,7 @@ class EnvPool(ABC):
         asynchronous pool the rows are those of `recv`.
 
         Raises:
-            InFlightError: one of `env_id` is in flight or, of an asynchronous pool, too few would be for
+            PendingEnvError: one of `env_id` is in flight or, of an asynchronous pool, too few would be for
                 `recv`; nothing was reset.
             EnvIdError: an id comes twice, or is none of the pool's; nothing was reset.
             JaxvecError: and all that `jaxvec.VectorEnv.reset` raises.
@@ -293,7 +293,7 @@ class EnvPool(ABC):
         """Starts a reset of all envs, and does not wait for it; `recv` does."""
         ids = np.arange(len(self))
         seeds = self._seeds_of(ids)
-        self._pool.send_reset(
+        self._pool.reset_async(
             self._pool.move_all(Verb.RESET), seeds=seeds, mask=None, options=self._reset_options
         )
         self._seeds[ids] = NO_SEED
@@ -325,7 +325,7 @@ class EnvPool(ABC):
         Raises:
             ActionError: wrong structure, shape or dtype; nothing was sent.
             EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
-            InFlightError: an env is in flight already; nothing was sent.
+            PendingEnvError: an env is in flight already; nothing was sent.
             ResetNeededError: an env was never reset; nothing was sent.
             PoolBrokenError, PoolClosedError: the pool is broken, or closed.
         """
@@ -347,7 +347,7 @@ class EnvPool(ABC):
             The rows of the first that are ready or, without `batch_size`, in the order sent.
 
         Raises:
-            InFlightError: too few envs are in flight; the pool is as it was.
+            PendingEnvError: too few envs are in flight; the pool is as it was.
             JaxvecError: and all that `jaxvec.VectorEnv.recv` raises.
         """
         sent = self._sent
@@ -375,7 +375,7 @@ class EnvPool(ABC):
             EnvError: an env raised.
         """
         ids = self._check_ids(env_ids)
-        frames = self._pool.questions.call(Move(Verb.CALL, ids), "render", [()] * len(ids), {})
+        frames = self._pool.env_calls.call(Move(Verb.CALL, ids), "render", [()] * len(ids), {})
         if any(frame is None for frame in frames):
             raise RuntimeError('there are no frames; make the pool with render_mode="rgb_array"')
         return np.stack(frames)
@@ -494,7 +494,7 @@ class Task:
         if isinstance(
             self.env, str | registration.EnvSpec
         ):  # gymnasium.make made it, and knows all that was asked of it
-            (spec,) = envs.pool.questions.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
+            (spec,) = envs.pool.env_calls.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
         return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or NO_LIMIT}
 

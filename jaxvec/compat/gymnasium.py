@@ -237,7 +237,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         pool = self.pool.pool
         each = [args] * self.num_envs
-        return tuple(pool.questions.call(pool.move_all(Verb.CALL), name, each, kwargs, begun=begun))
+        return tuple(pool.env_calls.call(pool.move_all(Verb.CALL), name, each, kwargs, begun=begun))
 
     def _send_reset(self, seed: Any, options: dict[str, Any] | None) -> NDArray[np.bool_] | None:
         """Starts a reset; returns the mask of the envs that are reset, `None` for all."""
@@ -252,7 +252,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             mask = _check_mask(options.pop("reset_mask"), self.num_envs)
         seeds = expand_seeds(seed, self.num_envs)
         pool = self.pool.pool
-        pool.send_reset(pool.move_all(Verb.RESET, Caller.HOST), seeds=seeds, mask=mask, options=options)
+        pool.reset_async(pool.move_all(Verb.RESET, Caller.HOST), seeds=seeds, mask=mask, options=options)
         return mask
 
     def _send_step(self, actions: Any) -> None:
@@ -308,7 +308,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self._observations(obs), *scalars, self._batch(infos, info)
 
     def _infos(self) -> list[dict[str, Any]]:
-        return self.pool.pool.questions.known_infos() or list(self.pool.infos())
+        return self.pool.pool.env_calls.known_infos() or list(self.pool.infos())
 
     def _batch(self, infos: Sequence[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
         """Returns the infos as Gymnasium batches them; of episodic envs with `idle`, `[num_envs]` bool."""

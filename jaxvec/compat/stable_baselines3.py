@@ -127,7 +127,7 @@ class _PooledVecEnv(_VecEnv):
 
         Raises:
             ActionError: there is not one for each env; nothing was stepped.
-            InFlightError: a step is under way.
+            PendingEnvError: a step is under way.
             JaxvecError: the pool is broken or closed.
         """
         self._send(actions)
@@ -141,7 +141,7 @@ class _PooledVecEnv(_VecEnv):
             reset; `infos[i]["TimeLimit.truncated"]` says in every step whether it ended by truncation.
 
         Raises:
-            InFlightError: no step is under way.
+            PendingEnvError: no step is under way.
             Exception: as of `reset`.
         """
         return self._recv()
@@ -212,7 +212,7 @@ class _PooledVecEnv(_VecEnv):
             return [result for (result,) in calls]
         move = Move(Verb.CALL, np.array(places))
         with _as_raised():
-            return self.pool.pool.questions.call(
+            return self.pool.pool.env_calls.call(
                 move, method_name, [method_args] * len(places), method_kwargs
             )
 
@@ -273,7 +273,7 @@ class _PooledVecEnv(_VecEnv):
 
     def _infos(self) -> list[dict[str, Any]]:
         """Returns each env's last info, which the caller may change."""
-        return self.pool.pool.questions.known_infos() or self._ask_infos()
+        return self.pool.pool.env_calls.known_infos() or self._ask_infos()
 
     def _ask_infos(self) -> list[dict[str, Any]]:
         return list(self.pool.infos())
