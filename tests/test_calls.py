@@ -62,7 +62,7 @@ def test_a_function_runs_on_envs_where_they_live(make, backend):
     assert (len(pids), os.getpid() in pids) == ((1, True) if backend == "serial" else (2, False))
 
 
-def test_a_function_that_changes_what_is_stepped_is_seen_by_the_next_step(make, backend):
+def test_map_that_replaces_an_env_part_is_seen_by_the_next_step(make, backend):
     """The compiled loop passes `TimeLimit` by, after its first steps."""
     envs = make(wrapped, 2, backend=backend)
     envs.reset()
@@ -87,7 +87,7 @@ def test_a_function_runs_once_on_each_batched_env(make):
         envs.get_attr("nothing", indices=[2], call=False)
 
 
-def test_a_function_that_raises_names_its_env_and_the_pool_stays_usable(make, backend):
+def test_map_error_names_the_env_and_the_pool_stays_usable(make, backend):
     def fail(env):
         if env.unwrapped.index == 1:
             raise LookupError("there is no door")
@@ -185,7 +185,7 @@ def test_a_missing_attribute_is_an_attribute_error_too(make, backend, ask):
     assert envs.get_attr("level") == (0, 0)
 
 
-def test_an_attribute_error_of_a_methods_own_is_none_of_a_missing_method(make, backend):
+def test_attribute_error_inside_a_method_is_no_missing_method(make, backend):
     class Careless(CountingEnv):
         def lose(self):
             return self.gone

@@ -282,7 +282,7 @@ print(other.call("pid")[0], flush=True)
 """
 
 
-def test_a_script_that_just_ends_closes_a_pool_whose_worker_was_replaced():
+def test_script_exit_closes_a_pool_with_a_replaced_worker():
     """That worker's own end, which Python might make before the pool's, must not get in its way."""
     script = run_script(then=REPLACED)
     out, err = finish(script)

@@ -435,7 +435,7 @@ def test_a_handle_steps_once():
 
 
 @pytest.mark.jax_version
-def test_a_handle_is_an_array_to_whoever_copies_donates_stacks_or_saves_it(tmp_path):
+def test_handle_can_be_copied_donated_stacked_and_saved(tmp_path):
     with envpool.make(counting(), num_envs=2) as env:
         handle, recv, send, step = env.xla()
         env.reset()
@@ -562,7 +562,7 @@ def test_a_step_before_the_reset_is_an_error(make):
         make(counting()).step(np.zeros(1, int))
 
 
-def test_a_reset_of_some_envs_of_an_asynchronous_pool_returns_what_recv_does(make):
+def test_partial_reset_of_an_asynchronous_pool_returns_as_recv(make):
     env = make(counting(), num_envs=4, batch_size=2)
     env.reset()
     env.recv()

@@ -181,7 +181,7 @@ def test_a_step_of_all_lanes_is_one_hand_off_however_nested(make, transport):
     assert sorted(env.pools) == [1, 4, 12, 24]
 
 
-def test_a_pool_is_started_by_the_first_reset_that_runs_and_kept_for_the_next(make):
+def test_first_reset_starts_a_pool_that_later_resets_reuse(make):
     env = make()
     compiled = jax.jit(lambda key: rollout(env, key, 4, 2)).lower(KEY).compile()
     jax.eval_shape(lambda key: rollout(env, key, 5, 2), KEY)
@@ -268,7 +268,7 @@ def test_threads_that_reset_as_many_lanes_start_one_pool(make):
     assert env.pools[3].get_attr("resets") == (2,) * 3
 
 
-def test_a_program_on_one_device_of_pmap_resets_too_but_not_on_several(make):
+def test_pmap_over_one_device_resets_but_over_several_raises(make):
     env = make()
     obs = jax.pmap(lambda key: rollout(env, key, 3, 2))(KEY[None])
     assert obs[0, :, :, STEPS].tolist() == [[1] * 3, [2] * 3]
@@ -377,7 +377,7 @@ def test_an_env_that_is_garbage_closes_its_pools():
 # --- gymnax's other names ---------------------------------------------------------------------
 
 
-def test_the_env_is_a_static_argument_of_jit_and_params_are_what_gymnaxs_are(make):
+def test_env_is_a_static_jit_argument_and_params_are_gymnaxs(make):
     env = make("CartPole-v1", max_episode_steps=11)
 
     @partial(jax.jit, static_argnums=0)

@@ -181,7 +181,7 @@ class Config(dict):
     __getattr__ = dict.__getitem__
 
 
-def test_a_registered_name_makes_stoix_s_systems_take_their_envs_from_here(stoa, monkeypatch):
+def test_registered_name_makes_stoix_systems_use_jaxvec_envs(stoa, monkeypatch):
     # tests/conformance/test_stoix.py does the same with Stoix itself.
     theirs = types.ModuleType("stoix.utils.make_env")
     theirs.make_factory = lambda config: ("theirs", config.env.env_name)

@@ -163,7 +163,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
-def test_an_interrupt_at_any_exit_of_a_block_leaves_a_pool_that_closes(way):
+def test_ctrl_c_at_any_block_exit_leaves_a_pool_that_closes(way):
     script = run_script(then=AT_EVERY_EXIT, way=way)
     try:
         read_pids(script)
@@ -233,7 +233,7 @@ def interrupt_at(n, call):
 
 @pytest.mark.parametrize("verb", ["reset", "step"])
 @pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
-def test_an_interrupt_anywhere_before_the_wait_leaves_no_env_of_which_nobody_knows(drive, way, verb):
+def test_ctrl_c_before_wait_leaves_no_untracked_env(drive, way, verb):
     """The pool is broken by it, or goes on; then its envs have not moved."""
     driver, broken, steps = None, 0, 0
     for n in itertools.count(1, 5):  # each part of a call, and each gap between them, has more points
@@ -315,7 +315,7 @@ def kernel():
 
 @pytest.mark.filterwarnings("ignore")  # of Jupyter's own
 @pytest.mark.parametrize("way", WAYS[::2] + WAYS[1:2], ids=str, indirect=True)
-def test_an_interrupted_notebook_cell_raises_once_and_the_kernel_lives_on(way, kernel, tmp_path):
+def test_interrupted_notebook_cell_raises_once_and_the_kernel_lives(way, kernel, tmp_path):
     manager, client = kernel
     path = tmp_path / "stepping"
     code = CELL.format(tests=str(Path(__file__).parent), path=str(path), way=way)

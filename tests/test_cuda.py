@@ -302,7 +302,7 @@ def test_close_waits_for_the_rows_in_flight(driver, pool):
         gpu.step(token, np.zeros(3, np.int32))
 
 
-def test_devices_step_envs_of_their_own_at_once_with_what_was_prepared(driver, pool, monkeypatch):
+def test_devices_step_their_own_envs_concurrently(driver, pool, monkeypatch):
     envs = pool(ImageEnv, 4, num_workers=2)
     gpu = Gpu(driver, envs)
     token, _ = gpu.reset(seed=0)

@@ -240,7 +240,7 @@ def value_of(frames):
     return (frames.astype(np.float32) * np.float32([1, 2, 3, 4])).sum((-3, -2, -1))
 
 
-def test_what_halves_of_atari_learn_from_is_what_gymnasium_returns_to_each_decision():
+def test_atari_halves_learn_from_the_results_gymnasium_returns():
     """Each result belongs to the decision before the last, also of the decision that an update left open."""
     num_steps, num_envs = 20, 6
     config = ppo_atari.Config(num_envs=num_envs, num_steps=num_steps, num_minibatches=1)

@@ -453,7 +453,7 @@ def test_a_reset_has_its_own_time_also_where_recv_waits_for_it(drive):
     assert_broken(driver, caught.value)
 
 
-def test_a_reset_has_its_own_time_also_where_another_reset_waits_for_it(make):
+def test_reset_timeout_starts_anew_when_another_reset_waits(make):
     envs = make(failing("reset", signal.pause, victim=1), 2, reset_timeout=0.2, step_timeout=0.1)
     envs.reset_async()
     with pytest.raises(jaxvec.EnvTimeoutError, match=r"reset timed out after 0.2 s"):
@@ -476,7 +476,7 @@ def test_a_stopped_worker_is_named_by_the_timeout(drive):
 
 
 @in_two_ways
-def test_a_worker_that_goes_on_after_the_timeout_does_not_mend_the_pool(drive):
+def test_late_worker_does_not_repair_a_timed_out_pool(drive):
     driver = drive(failing("step", partial(os.kill, 0, signal.SIGSTOP)), step_timeout=1.0)
     driver.reset()
     with pytest.raises(jaxvec.EnvTimeoutError, match="env 2 .worker 1. is running, last action") as caught:

@@ -258,7 +258,7 @@ def test_too_little_memory_for_the_segment_is_a_clear_error(dispatch):
     assert error.startswith("OSError [Errno 12] Cannot allocate memory")
 
 
-def test_too_little_memory_to_pickle_a_constructor_is_not_called_something_else():
+def test_memory_error_while_pickling_a_constructor_is_reported():
     class Large:
         def __reduce__(self):
             raise MemoryError

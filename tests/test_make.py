@@ -463,7 +463,7 @@ def test_public_names_are_there_and_load_jax_lazily():
     run_quietly(source)
 
 
-def test_the_record_of_faces_without_jax_has_the_options_of_make_with_their_types_and_defaults():
+def test_pool_config_has_the_options_types_and_defaults_of_make():
     ours, theirs = (inspect.signature(each).parameters for each in (jaxvec.make, PoolConfig))
     others = ("env", "num_envs", "states", "device", "env_kwargs")
     assert [option for name, option in theirs.items() if name not in ("states", "settings")] == [
@@ -664,7 +664,7 @@ def test_each_env_has_its_config_and_knows_its_worker(make):
         make("CartPole-v1", 2, env_configs=[{}])
 
 
-def test_a_parameter_by_name_gets_the_index_of_the_env_or_of_its_worker(make, backend):
+def test_constructor_parameters_get_the_env_or_worker_index(make, backend):
     class Placed(CountingEnv):
         def __init__(self, place):
             super().__init__()
@@ -808,7 +808,7 @@ def test_a_misspelt_option_is_not_passed_on_as_any_keyword(make):
     assert make(lambda **kwargs: Base(**kwargs), 1, env_configs=[{"num_worker": 3}]).get_attr("given") == (3,)
 
 
-def test_settings_are_read_from_environment_variables_and_when_a_pool_is_made(make, monkeypatch):
+def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch):
     monkeypatch.setenv("JAXVEC_TRANSPORT", "IO_callback")
     monkeypatch.setenv("JAXVEC_WRAPPER_BYPASS", "false")
     settings = _config._from_environ()

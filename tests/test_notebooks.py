@@ -43,7 +43,7 @@ def test_a_notebook_is_committed_without_outputs(path):
 
 
 @each
-def test_the_first_code_cell_installs_the_clone_that_the_notebook_is_in(path, monkeypatch, tmp_path):
+def test_first_code_cell_installs_the_clone_of_the_notebook(path, monkeypatch, tmp_path):
     """And does nothing where jaxvec is there."""
     first = next(source for kind, source, _ in read(path) if kind == "code")
     cell, replaced = re.subn(r"%pip (install .*)", r"ran.append(f'\1')", first)

@@ -312,7 +312,7 @@ def test_a_pool_is_closed_during_two_calls(pool_of):
 # --- FairLocks ---------------------------------------------------------------------------------------
 
 
-def test_who_needs_several_things_is_overtaken_by_those_alone_that_need_none_of_them():
+def test_fair_locks_are_granted_in_order_of_request():
     turns, order, ends = FairLocks(), [], {name: threading.Event() for name in "abc"}
 
     def take(name, *things):

@@ -254,7 +254,7 @@ def test_envs_can_be_asked_and_set(make_on_ray, tmp_path, workers_per_actor):
         assert [call.result(200) for call in calls] == [("a",), ("b",)]
 
 
-def test_a_replaced_worker_is_told_what_its_envs_were_and_their_last_states(make_on_ray):
+def test_replaced_worker_gets_the_settings_and_states_of_its_envs(make_on_ray):
     class Fragile(CountingEnv):
         def step(self, action):
             if action == 7:
@@ -463,7 +463,7 @@ def test_threads_step_slots_of_one_actor_at_once(make_on_ray, tmp_path):
 
 
 @pytest.mark.parametrize("dispatch", ["native", "portable"])
-def test_a_worker_that_dies_is_replaced_beside_the_others_of_its_actor(make_on_ray, dispatch):
+def test_dead_worker_of_an_actor_is_replaced_beside_the_others(make_on_ray, dispatch):
     envs = make_on_ray(
         Parented,
         4,
@@ -528,7 +528,7 @@ def test_envs_are_reset_in_advance_as_by_local_workers(make, make_on_ray):
 # --- Learners on many hosts -----------------------------------------------------------------------
 
 
-def test_learners_on_many_hosts_train_alike_on_envs_here_and_on_the_cluster(cluster):
+def test_distributed_learners_train_alike_on_local_and_ray_envs(cluster):
     command = [sys.executable, "-m", "jaxvec.examples.data_parallel", "--num-envs", "4", "--num-updates", "3"]
     said = [
         subprocess.run(
@@ -1003,7 +1003,7 @@ def step_two_workers():
 
 
 @pytest.mark.parametrize("bundles", [[1], [1, 3]])
-def test_a_pool_in_an_actor_that_a_group_captures_uses_its_room_or_that_of_others(cluster, bundles):
+def test_pool_in_a_captured_actor_uses_its_placement_group_or_others(cluster, bundles):
     """Of four CPUs. The larger group has them all, so that workers that were not in it would find no room."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -1162,7 +1162,7 @@ class Pid(CountingEnv):
         return os.getpid()
 
 
-def test_a_cluster_that_loses_its_head_breaks_the_pool_before_ray_ends_the_process():
+def test_lost_head_breaks_the_pool_before_ray_ends_the_process():
     script = Path(__file__).with_name("lost_head.py")
     patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "9"}
     said = subprocess.run(

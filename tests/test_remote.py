@@ -83,7 +83,7 @@ def test_a_policy_masks_its_actions_inside_a_scan(envs):
 
 
 @JIT
-def test_call_takes_rows_scalars_and_what_is_no_array_and_keeps_the_order(envs, jit):
+def test_call_takes_arrays_scalars_and_objects_in_order(envs, jit):
     handle, _ = jaxvec.reset(envs)
 
     def program(handle, rows):

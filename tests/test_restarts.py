@@ -184,7 +184,7 @@ def test_a_first_ready_pool_goes_on(make, dispatch, face, fault):
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
-def test_under_the_other_autoreset_modes_the_row_keeps_the_last_observation(make, dispatch, mode, fault):
+def test_fault_result_keeps_the_last_obs_in_other_autoreset_modes(make, dispatch, mode, fault):
     envs = make(
         lambda: FragileEnv(FAULTS[fault]),
         2,
@@ -304,7 +304,7 @@ def give_replacements(envs, seconds):
     supervisor._recipe = replace(supervisor._recipe, config=config)
 
 
-def test_a_constructor_that_hangs_in_a_new_worker_is_late_and_tried_again(make, face, left, caplog):
+def test_hanging_constructor_in_a_replacement_is_retried(make, face, left, caplog):
     envs = start(make, face, lambda: Flaky(left, "constructor", signal.pause), 2, step_timeout=None)
     envs.reset()
     give_replacements(envs, 1)
@@ -317,7 +317,7 @@ def test_a_constructor_that_hangs_in_a_new_worker_is_late_and_tried_again(make, 
     assert "took another's place, but did not start within Timeouts.start, 1 s" in caplog.text
 
 
-def test_a_constructor_that_hangs_in_a_new_worker_is_an_error_at_the_limit(make, left):
+def test_hanging_constructor_in_a_replacement_raises_at_the_limit(make, left):
     policy = jaxvec.Restart(max_restarts=1, rate=None)
     envs = make(lambda: Flaky(left, "constructor", signal.pause), 2, num_workers=1, on_fault=policy)
     envs.reset()
@@ -342,7 +342,7 @@ def test_a_reset_that_fails_is_repeated_with_its_seed_and_options(make, left, fa
     assert envs.stats().total.restarts == 2
 
 
-def test_a_reset_that_ends_a_worker_is_repeated_with_the_options_of_its_own_env(make, left):
+def test_reset_that_kills_a_worker_is_repeated_with_its_own_options(make, left):
     envs = make([CountingEnv, lambda: Flaky(left, "reset", kill)], num_workers=2, on_fault=FREE)
     fail(left, 1)
     options = [{"level": 3}, {"level": 4}]
@@ -700,7 +700,7 @@ def test_close_during_a_restart_leaves_nothing(make):
     assert workers() == []
 
 
-def test_a_call_that_comes_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
+def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
     envs = make(
         lambda: FragileEnv(throw),
         2,
@@ -801,7 +801,7 @@ class Simulated(CountingEnv):
         return super().step(action)
 
 
-def test_simulators_end_with_their_worker_even_in_sessions_of_their_own(make):
+def test_simulators_in_their_own_sessions_end_with_their_worker(make):
     envs = make(Simulated, 2, num_workers=2, workers=jaxvec.Workers(start_method="forkserver"), on_fault=FREE)
     envs.reset()
     gone_by_now = []

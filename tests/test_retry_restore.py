@@ -195,7 +195,7 @@ def test_a_reset_from_outside_begins_anew(make):
     assert timestep.info["episode_length"].tolist() == [1, 1]
 
 
-def test_a_state_that_the_program_restores_takes_the_place_of_the_last(make):
+def test_restored_state_becomes_the_state_for_retries(make):
     """After the row of the fault, and before the step that would have gone on."""
     options = {"num_workers": 1, "states": 9, "on_fault": RESTORE, "autoreset_mode": "NEXT_STEP"}
     envs = make(lambda: TimeLimit(Raising(), 7), 1, **options)

@@ -139,7 +139,7 @@ class Gated(CountingEnv):
         return super().step(action)
 
 
-def test_who_is_done_first_is_returned_first_and_what_is_too_old_is_dropped(make_rollouts, tmp_path):
+def test_rollouts_return_in_order_of_completion_and_drop_stale_ones(make_rollouts, tmp_path):
     rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1, num_actors=2, max_lag=1, in_flight=2)
 
     def begun(actor):
@@ -178,7 +178,7 @@ def test_who_is_done_first_is_returned_first_and_what_is_too_old_is_dropped(make
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
 
 
-def test_an_exception_of_the_rollout_comes_back_and_breaks_the_rollouts(make_rollouts):
+def test_rollout_exception_is_raised_and_breaks_the_rollouts(make_rollouts):
     def failing(params, handle, timestep, key):
         raise LookupError("no such layer")
 

@@ -179,7 +179,7 @@ def make_rows(space, policy, num_envs=3, num_workers=1):
 @policies
 @many
 @given(st.data(), st.integers(1, 4), st.integers(0, 99))
-def test_values_survive_the_round_trip_as_gymnasium_would_hand_them_over(policy, data, num_envs, seed):
+def test_values_round_trip_as_gymnasium_passes_them(policy, data, num_envs, seed):
     space = data.draw(nested_spaces(wide=policy is as_is))
     space.seed(seed)
     values = [space.sample() for _ in range(num_envs)]
@@ -252,7 +252,7 @@ def test_fields_are_aligned_and_do_not_overlap(policy, data, num_envs, more):
     assert all(first < stop for first, stop in slices)
 
 
-def test_what_workers_are_told_of_the_layout_does_not_grow_with_their_number():
+def test_layout_message_does_not_grow_with_the_number_of_workers():
     spec, few, _ = make_rows(spaces.Discrete(2), as_jax, num_envs=1000)
     many = make_layout(spec, 1000)
     assert abs(len(pickle.dumps(many)) - len(pickle.dumps(few))) < 100
@@ -411,7 +411,7 @@ def test_a_dtype_of_an_info_key_may_be_written_in_any_way(declaration):
     assert (node.shape, node.dtype) == ((), np.int32)
 
 
-def test_keys_that_jax_cannot_sort_and_dtypes_it_does_not_have_are_refused():
+def test_unsortable_keys_and_unsupported_dtypes_are_rejected():
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"obs\['k'\]: keys .* can't be sorted"):
         mixed = spaces.Dict({"a": spaces.Discrete(2), 1: spaces.Discrete(2)})
         walk(spaces.Dict({"k": mixed}), root=("obs",), policy=as_is)

@@ -72,7 +72,7 @@ def test_a_spare_env_that_was_reset_in_advance_takes_over(make, tmp_path, mode, 
     assert (stats.steps, stats.episodes) == (15, 5)
 
 
-def test_episodes_are_those_of_a_pool_that_has_no_time_for_resets_in_advance(make, tmp_path):
+def test_episodes_with_spare_envs_equal_those_without(make, tmp_path):
     """Whether a spare env is ready changes nothing but time; seeds make all runs equal."""
     actions = np.ones((40, 3), int)
     runs = []
@@ -117,7 +117,7 @@ def test_without_spare_envs_nothing_changes(make):
     np.testing.assert_array_equal(*(obs for obs, _ in runs))
 
 
-def test_a_reset_in_advance_that_fails_is_an_error_of_the_env_that_gets_it(make):
+def test_failed_reset_in_advance_is_an_error_of_the_env_that_uses_it(make):
     class Env(CountingEnv):
         def __init__(self):
             super().__init__(episode_length=2)

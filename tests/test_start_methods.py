@@ -65,9 +65,7 @@ def server():
 
 
 @methods
-def test_worker_init_runs_in_each_worker_and_each_replacement_before_its_envs(
-    make, method, tmp_path, monkeypatch
-):
+def test_worker_init_runs_before_the_envs_of_workers_and_replacements(make, method, tmp_path, monkeypatch):
     log, env_class = tmp_path / "log", AskedEnv
 
     def define():
@@ -112,7 +110,7 @@ def test_what_worker_init_raises_names_the_worker_and_its_traceback(make):
     assert isinstance(error.__cause__, LookupError)
 
 
-def test_worker_init_that_fails_in_a_replacement_is_raised_at_the_limit(make, tmp_path):
+def test_worker_init_error_in_a_replacement_is_raised_at_the_limit(make, tmp_path):
     done = tmp_path / "done"
 
     def prepare():
@@ -219,7 +217,7 @@ def test_a_worker_has_what_the_program_has_at_the_moment_of_make(make, method, t
 
 
 @methods
-def test_a_worker_is_alone_in_its_group_has_one_thread_no_jax_and_no_code_of_others(make, method):
+def test_worker_has_its_own_process_group_one_thread_and_no_jax(make, method):
     found = ask(
         make,
         "os.getpid() == os.getpgrp(), len(os.listdir('/proc/self/task')), 'jax' in sys.modules, "
@@ -514,7 +512,7 @@ def of_environment(mark):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.nightly(but=5)
-def test_nothing_is_left_of_a_program_that_is_killed_while_it_makes_a_pool(moment):
+def test_program_killed_while_making_a_pool_leaves_nothing_behind(moment):
     method, patch = MOMENTS[moment]
     mark = uuid.uuid4().hex
     source = KILLED.format(method=method, moment=patch)

@@ -722,7 +722,7 @@ class Frail(CountingEnv):
 
 @pytest.mark.parametrize("on_fault", ["raise", "restart"])
 @pytest.mark.parametrize("verb", ["save", "restore"])
-def test_a_worker_that_dies_as_it_takes_a_state_or_puts_it_is_a_worker_that_died(make, verb, on_fault):
+def test_worker_death_during_save_or_restore_is_worker_died_error(make, verb, on_fault):
     envs = make(Frail, 4, num_workers=2, states=20, on_fault=on_fault)
     envs.reset()
     state = envs.save()
@@ -742,7 +742,7 @@ def test_a_worker_that_dies_as_it_takes_a_state_or_puts_it_is_a_worker_that_died
     envs.restore(envs.save())
 
 
-def test_an_env_that_fails_as_its_state_is_taken_or_put_is_asked_once_more(make):
+def test_failed_save_or_restore_is_retried_once(make):
     envs = make(Frail, 4, num_workers=2, states=20)
     envs.reset()
     states = [envs.save()]

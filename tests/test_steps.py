@@ -225,7 +225,7 @@ class ContinuousEnv(CountingEnv):
         return obs, float(action.sum()), *rest
 
 
-def test_no_gradient_flows_through_an_env_and_none_of_its_steps_is_lost(make):
+def test_gradient_through_an_env_is_zero_and_loses_no_step(make):
     envs = make(ContinuousEnv, 2, backend="serial")
 
     def loss(x, handle):
@@ -535,7 +535,7 @@ def test_a_program_that_uses_a_handle_twice_takes_one_step(envs):
         jax.block_until_ready(jax.jit(lambda h: (jaxvec.step(h, ONES), jaxvec.step(h, ONES)))(handle))
 
 
-def test_a_scan_that_forgets_to_carry_the_handle_stops_at_its_second_step(envs):
+def test_scan_without_carried_handle_fails_at_its_second_step(envs):
     handle, _ = jaxvec.reset(envs)
     with pool_moves(envs, steps=1), raises(envs, jaxvec.StaleHandleError, "stale handle"):
         forgetful = jax.jit(lambda h: jax.lax.scan(lambda h, _: (h, jaxvec.step(h, ONES)[1]), h, length=5))
@@ -758,7 +758,7 @@ def test_a_wrong_sample_names_its_place(make):
     assert envs.get_attr("_steps") == (0, 0)
 
 
-def test_bools_and_smaller_integers_stand_for_integers_and_integers_for_floats(make):
+def test_actions_are_widened_from_bool_to_int_to_float(make):
     envs = make(NestedEnv, 2, backend="serial")
     action = {
         "turn": jnp.array([True, False]),
@@ -785,7 +785,7 @@ def test_step_wants_a_handle_and_says_so(envs):
 
 
 @pytest.mark.parametrize("how", ["with", "raise_if_failed"])
-def test_a_programs_error_is_jaxs_own_with_text_and_comes_typed_from_the_pool(make, how):
+def test_program_error_is_jaxs_with_text_and_typed_from_the_pool(make, how):
     class Failing(CountingEnv):
         def step(self, action):
             if action == 7:

@@ -80,7 +80,7 @@ class OddEnv(CountingEnv):
 
 
 @pytest.mark.parametrize("transport", ["auto", "io_callback"])
-def test_programs_exchange_data_with_the_host_and_have_no_call_of_ours(make, tpu, transport):
+def test_tpu_programs_use_host_callbacks_and_no_custom_call(make, tpu, transport):
     handle, _ = jaxvec.reset(make(CountingEnv, 2, transport=transport))
     text = lower(lambda h: jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.zeros(2, int)), h, length=3), handle)
     assert "jaxvec_call" not in text

@@ -183,7 +183,7 @@ def test_only_what_is_not_ordinary_of_states_is_asked_for(make, tmp_path):
         }
 
 
-def test_the_env_that_has_taken_a_slot_is_the_one_that_is_stepped_and_traced(make, tmp_path):
+def test_trace_names_the_env_that_has_taken_a_slot(make, tmp_path):
     envs = make(partial(CountingEnv, 2), 1, spare_envs=1)
     envs.reset()
     with envs.trace(tmp_path / "pool.json"):
@@ -417,7 +417,7 @@ def test_jax_profiler_sees_the_calls_of_the_host(make, tmp_path):
     assert sum(event.get("name") == "jaxvec.step (io_callback)" for event in events) == 5
 
 
-def test_events_that_were_dropped_are_counted_once_however_many_threads_there_are():
+def test_dropped_trace_events_are_counted_once_across_threads():
     spans = [Span("jaxvec.step", 0, 1_000, thread) for thread in (1, 2)]
     timeline = _tracing.build(
         [Record(spans, dropped=3), Record([], dropped=4)],

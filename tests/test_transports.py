@@ -109,7 +109,7 @@ def test_the_native_library_may_be_loaded_before_jax():
 
 @needs_ffi
 @pytest.mark.parametrize(("breaks", "reason"), [NEWER, REFUSED])
-def test_where_the_ffi_is_refused_programs_use_io_callback_and_a_log_says_why(
+def test_programs_fall_back_to_io_callback_with_a_log_when_ffi_fails(
     make, free_choice, monkeypatch, caplog, breaks, reason
 ):
     breaks(monkeypatch.setattr)
@@ -380,7 +380,7 @@ def test_close_ends_a_program_in_another_thread(make):
     assert "PoolClosedError" in str(errors[0])
 
 
-def test_programs_of_several_threads_step_pools_of_their_own_and_share_one_only_by_its_handle(make):
+def test_threads_step_their_own_pools_and_share_one_by_its_handle(make):
     pools = [make(CountingEnv, 2) for _ in range(3)]
     program = jax.jit(lambda h: scan(h, 500, jnp.zeros(2, int)))
     handles = [jaxvec.reset(envs)[0] for envs in pools]
@@ -424,7 +424,7 @@ def rollout(leaves, handle, action, split):
 
 @pytest.mark.parametrize("transport", [pytest.param("ffi", marks=needs_ffi), "io_callback"])
 @pytest.mark.parametrize("split", [False, True], ids=["step", "send and recv"])
-def test_what_nobody_reads_is_not_copied_and_what_somebody_reads_is_the_same(make, transport, split, device):
+def test_unread_results_are_not_copied_and_read_ones_are_unchanged(make, transport, split, device):
     envs = make(partial(NestedEnv, 3), 4, num_workers=2, transport=transport)
     action = jax.tree.map(jnp.asarray, envs.action_space.sample())
     handle, timestep = jaxvec.reset(envs, seed=0)
