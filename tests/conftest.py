@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from zlib import crc32
 
 import cloudpickle
 import jax
@@ -22,9 +23,8 @@ from jaxvec._native import native_engine
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork, lifeline, process, supervisor
 
-pytest.register_assert_rewrite("disasters", "scripts")
-import disasters  # noqa: E402
-import scripts  # noqa: E402
+pytest.register_assert_rewrite("support")
+from support import disasters, scripts  # noqa: E402
 
 _WAY = ("way", "dispatch", "face")  # parameters
 
@@ -85,11 +85,12 @@ def _choose_ways(config: pytest.Config, items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if "way" in parameters or {"dispatch", "face"} <= {*parameters}:
             others = {name: value for name, value in parameters.items() if name not in _WAY}
-            ways.setdefault(f"{item.location[0]} {item.originalname} {others}", []).append(item)
+            ways.setdefault(f"{item.originalname} {others}", []).append(item)
     left_out: set[pytest.Item] = set()
-    for number, group in enumerate(ways.values()):
+    for name, group in ways.items():
         every = min(shares, len(group))
-        left_out |= {item for i, item in enumerate(group) if (number + i - place + 1) % every}
+        first = crc32(name.encode())  # not its position: what runs must not depend on the tests around it
+        left_out |= {item for i, item in enumerate(group) if (first + i - place + 1) % every}
     _deselect(config, items, left_out)
 
 
@@ -115,8 +116,9 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: set[pyt
 
 def _send_by_value(items: list[pytest.Item]) -> None:
     """Lets workers get the envs of test files by value; by name they would import the files, and JAX."""
-    tests = {item.module for item in items if isinstance(item, pytest.Function)}
-    for module in {*tests, disasters}:
+    modules = {item.module for item in items if isinstance(item, pytest.Function)}
+    modules |= {module for name, module in sys.modules.items() if name.startswith("support.")}
+    for module in modules:
         cloudpickle.register_pickle_by_value(module)
 
 

@@ -129,19 +129,19 @@ def steps(where: str, short: bool) -> list[Step]:
     return [
         Step("driver", 40, ("-m", "benchmarks.accelerator.driver", "{file}")),
         programs("calling", 75, "calling"),
-        tests("tests_cuda", 130, "tests/test_cuda.py"),
+        tests("tests_cuda", 130, "tests/accelerator/test_cuda.py"),
         Step("gpu", 90, ("-m", "benchmarks.gpu", *measure, "--seconds", "0.25", *payloads)),
         Step("images", 95, ("-m", "benchmarks.images", *measure, "--rounds", "2", *images)),
-        tests("graphs", 60, "tests/test_cuda.py", "-k", "ffi and ImageEnv", env={"XLA_FLAGS": GRAPHS}),
+        tests("graphs", 60, "tests/accelerator/test_cuda.py", "-k", "ffi and ImageEnv", env={"XLA_FLAGS": GRAPHS}),
         programs("interrupt", 45, "interrupt"),
         programs("asynchronous", 60, "calling", env=ASYNCHRONOUS),
         programs("threads", 40, "threads"),
         tests(
             "tests_more",
             120,
-            "tests/test_transports.py",
-            "tests/test_placement.py",
-            "tests/test_transforms.py",
+            "tests/pool/test_transports.py",
+            "tests/pool/test_placement.py",
+            "tests/pool/test_transforms.py",
         ),
     ]
 

@@ -1,0 +1,721 @@
+"""Calls of programs on NVIDIA's GPUs. Without one: by a driver that makes every copy as late as it may."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import fake_cuda
+from support.ahead_of_time import with_much_to_compute
+from support.fake_cuda import (
+    ILLEGAL_ADDRESS,
+    OUT_OF_MEMORY,
+    CallError,
+    Gpu,
+    _registered,
+    built,
+    cpu_as_cuda,
+    driver,
+)
+
+import jaxvec
+from jaxvec import _native
+from jaxvec._dispatch.move import Verb
+from jaxvec._native.native_engine import CEngine
+from jaxvec._pool import pool as _pool
+from jaxvec.callbacks import _call, _ffi, _primitive
+from jaxvec.testing import CountingEnv, NestedEnv
+
+pytestmark = pytest.mark.jax_version
+
+__all__ = ["_registered", "built", "cpu_as_cuda", "driver"]  # fixtures
+
+COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async")
+
+
+class ImageEnv(CountingEnv):
+    """Observes so much that each row is copied by itself, straight from the segment."""
+
+    def __init__(self):
+        super().__init__(3)
+        self.observation_space = spaces.Box(0, 255, (90, 200), np.uint8)
+
+    def _observe(self, action):
+        return np.full((90, 200), 0 if action < 0 else (10 * action + self.steps) % 256, np.uint8)
+
+
+@pytest.fixture
+def pool(make, driver):
+    """Makes a pool with the native hand-off."""
+
+    def pool(env, num_envs, **kwargs):
+        return make(env, num_envs, transport="ffi", dispatch="native", **kwargs)
+
+    return pool
+
+
+def as_timestep(envs, rows):
+    return envs.spec.build_timestep(rows)
+
+
+# --- The same data as on the CPU --------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("patient_programs")
+@pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
+@pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
+def test_steps_are_those_of_the_cpu_and_need_no_python(driver, pool, make, monkeypatch, env, autoreset_mode):
+    envs = pool(env, 3, num_workers=2, autoreset_mode=autoreset_mode)
+    oracle = make(env, 3, autoreset_mode=autoreset_mode)
+    gpu = Gpu(driver, envs)
+    token, rows = gpu.reset(seed=5)
+    handle, timestep = jaxvec.reset(oracle, seed=5)
+    monkeypatch.setattr(_pool.Pool, "end", None)
+    envs.action_space.seed(0)
+    step = jax.jit(jaxvec.step)
+    for _ in range(8):
+        action = dict_of(envs.action_space.sample())
+        with monkeypatch.context() as patch:
+            patch.setattr(_pool.Pool, "step", None)
+            token, rows = gpu.step(token, action)
+        handle, timestep = step(handle, action)
+        gpu.wait()
+        jax.tree.map(np.testing.assert_array_equal, as_timestep(envs, rows), timestep)
+    assert token[:, 2].tolist() == [9] * 3
+
+
+def dict_of(sample):
+    """Gymnasium's `Dict` samples may be dicts of NumPy scalars; JAX wants arrays."""
+    return jax.tree.map(np.asarray, sample)
+
+
+def test_a_step_waits_for_its_stream_once_and_for_nothing_else(driver, pool):
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    token, _ = gpu.step(token, np.zeros(3, np.int32))
+    driver.take_calls()
+    gpu.step(token, np.zeros(3, np.int32))
+    calls = driver.take_calls()
+    assert [call for call in calls if "Synchronize" in call] == ["cuStreamSynchronize"]
+    # Token and action; then images, final images, all of which are zeros, and what is packed.
+    assert [call for call in calls if call in COPIES] == [
+        *["cuMemcpyDtoHAsync_v2"] * 2,
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemsetD8Async",
+        "cuMemcpyHtoDAsync_v2",
+    ]
+    assert "cuMemHostAlloc" not in calls
+
+
+def test_small_results_go_over_with_the_token_in_one_copy(driver, pool):
+    envs = pool(NestedEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    action = dict_of(envs.action_space.sample())
+    token, _ = gpu.step(token, action)
+    driver.take_calls()
+    gpu.step(token, action)
+    assert driver.take_calls().count("cuMemcpyHtoDAsync_v2") == 1
+
+
+class DigitsEnv(ImageEnv):
+    """Any env may take more than ten of the steps here, if the other worker is slow."""
+
+    def _observe(self, action):
+        return super()._observe(action) - np.uint8(self.steps // 10 * 10 if action >= 0 else 0)
+
+
+@pytest.mark.parametrize("env", [CountingEnv, DigitsEnv])
+@pytest.mark.parametrize("order", ["ready", "sent"])
+def test_first_ready_batches(driver, pool, monkeypatch, env, order):
+    envs = pool(env, 6, num_workers=2, batch_size=2, recv_order=order)
+    gpu = Gpu(driver, envs)
+    token, rows = gpu.reset(seed=5)
+    for verb in ("send", "recv", "end"):
+        monkeypatch.setattr(_pool.Pool, verb, None)
+    counted = np.zeros(6, int)
+    for _ in range(20):
+        gpu.wait()
+        env_id = as_timestep(envs, rows).info["env_id"].copy()
+        counted[env_id] += 1
+        token = gpu.send(token, env_id, env_id)
+        token, rows = gpu.recv(token)
+        gpu.wait()
+        timestep = as_timestep(envs, rows)
+        received = timestep.info["env_id"]
+        if env is DigitsEnv:
+            assert (timestep.obs == timestep.obs[:, :1, :1]).all()
+            late = timestep.obs[:, 0, 0] // 10
+            np.testing.assert_array_equal(
+                late[timestep.obs[:, 0, 0] % 10 > 0], received[timestep.obs[:, 0, 0] % 10 > 0]
+            )
+        else:
+            stepped = timestep.obs[:, 1] > 0
+            np.testing.assert_array_equal(timestep.obs[stepped, 3], received[stepped])
+    monkeypatch.undo()
+    assert counted.sum() == 40
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_pools_of_every_kind_are_served(driver, make, dispatch):
+    for backend in ("process", "serial"):
+        envs = make(CountingEnv, 2, dispatch=dispatch, backend=backend)
+        gpu = Gpu(driver, envs)
+        token, _ = gpu.reset(seed=1)
+        token, rows = gpu.step(token, np.array([3, 4], np.int32))
+        gpu.wait()
+        np.testing.assert_array_equal(as_timestep(envs, rows).obs[:, 3], [3, 4])
+
+
+class SlowEnv(CountingEnv):
+    """Its steps with action 7 wait for longer than a program waits without Python."""
+
+    def step(self, action):
+        if action == 7:
+            threading.Event().wait(0.5)
+        return super().step(action)
+
+
+def test_a_slow_step_is_ended_by_python(driver, pool):
+    envs = pool(SlowEnv, 2, num_workers=2)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    for step in range(1, 4):
+        token, rows = gpu.step(token, np.array([0, 7], np.int32))
+        gpu.wait()
+        timestep = as_timestep(envs, rows)
+        assert timestep.obs[:, 1].tolist() == [step] * 2
+        assert timestep.obs[:, 3].tolist() == [0, 7]
+
+
+# --- No row is overwritten while its copy is in flight -------------------------------------------
+
+
+def images(rows, envs):
+    return as_timestep(envs, rows).obs[:, 0, 0].tolist()
+
+
+def test_copies_are_late_here(driver, pool):
+    """What the next tests rest on: a step returns before its rows were read."""
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, rows = gpu.reset(seed=0)
+    token, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
+    assert images(rows, envs) == [77] * 3
+    gpu.wait()
+    assert images(rows, envs) == [11, 21, 31]
+
+
+def test_the_next_step_of_a_program_leaves_the_rows_in_flight_alone(driver, pool):
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    seen = []
+    for action in range(1, 6):
+        token, rows = gpu.step(token, np.full(3, action, np.int32))
+        seen.append(rows)
+    gpu.wait()
+    assert [images(rows, envs)[0] for rows in seen] == [11, 22, 0, 44, 55]  # the third ends an episode
+
+
+def test_the_token_comes_after_all_rows(driver, pool):
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, rows = gpu.reset(seed=0)
+    for _ in range(4):  # the first is Python's, the fourth ends episodes
+        copies = 0
+        while not (token[:, 0] == envs.pool.id).all():
+            assert driver.advance(gpu.stream) >= 0
+            copies += 1
+            assert copies < 100
+        there = [row.copy() for row in rows]
+        assert copies == 3  # images, those of ends of episodes, and what is packed with the token
+        gpu.wait()
+        for before, after in zip(there, rows, strict=True):
+            np.testing.assert_array_equal(before, after)
+        token, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
+
+
+def test_a_token_that_was_not_copied_yet_moves_nothing(driver, pool):
+    """The token comes last, so a stream that sees it sees that all rows were read."""
+    envs = pool(ImageEnv, 3)
+    gpu, other = Gpu(driver, envs, 0x1001), Gpu(driver, envs, 0x1002)
+    token, _ = gpu.reset(seed=0)
+    gpu.wait()
+    token, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
+    with pytest.raises(CallError, match="env_id 77|several pools|no pool 77|foreign handle: pool 77"):
+        other.step(token, np.zeros(3, np.int32))
+    gpu.wait()
+    other.step(token, np.zeros(3, np.int32))
+    assert images(rows, envs) == [11, 21, 31]
+
+
+HOST = {
+    "step": lambda envs: envs.step(np.zeros(3, np.int32)),
+    "reset": lambda envs: envs.reset(seed=1),
+    "send": lambda envs: (envs.send(np.zeros(3, np.int32)), envs.recv()),
+    "reset_async": lambda envs: (envs.reset_async(seed=1), envs.recv()),
+    "a program's first reset": lambda envs: jaxvec.reset(envs),
+}
+
+
+@pytest.mark.parametrize("verb", HOST)
+def test_who_needs_no_token_waits_for_the_rows_in_flight(driver, pool, verb):
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
+    HOST[verb](envs)
+    gpu.wait()
+    assert images(rows, envs) == [11, 21, 31]
+
+
+def test_else_they_would_be_overwritten(driver, pool, monkeypatch):
+    """That the last test can fail."""
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
+    monkeypatch.setattr(CEngine, "wait_for_copies", lambda self: None)
+    HOST["step"](envs)
+    gpu.wait()
+    assert images(rows, envs) == [2] * 3
+
+
+def test_close_waits_for_the_rows_in_flight(driver, pool):
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    _, rows = gpu.step(token, np.array([1, 2, 3], np.int32))
+    assert driver.registered == 1
+    envs.close()
+    assert driver.registered == 0
+    assert images(rows, envs) == [11, 21, 31]
+    with pytest.raises(CallError, match="PoolClosedError"):
+        gpu.step(token, np.zeros(3, np.int32))
+
+
+def test_devices_step_their_own_envs_concurrently(driver, pool, monkeypatch):
+    envs = pool(ImageEnv, 4, num_workers=2)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    gpu.wait()
+    monkeypatch.setattr(_ffi, "_PACKED", ("cpu",))
+    step = _call.Call(Verb.STEP, envs.spec, "ffi")
+    _ffi.prepare(step, step.operands(2, 2), platform="cpu", copies=2)
+    assert len(page_locking(driver)) >= 3
+    outcomes = {}
+
+    def run(device, token):
+        gpu = Gpu(driver, envs, 0x1000 * device + 1)
+        seen = []
+        for step in range(1, 51):
+            token, rows = gpu.step(token, np.full(2, step % 10 + 2 * device, np.int32))
+            seen.append((step % 10 + 2 * device, rows))
+        gpu.wait()
+        outcomes[device] = [(action, images(rows, envs)) for action, rows in seen]
+
+    threads = [
+        threading.Thread(target=run, args=(1, token[:2])),
+        threading.Thread(target=run, args=(2, token[2:])),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for device in (1, 2):
+        for step, (action, seen) in enumerate(outcomes[device], 1):
+            assert seen == [(10 * action + step) % 256 if step % 3 else 0] * 2
+    assert page_locking(driver) == []
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def test_errors_are_those_of_the_cpu(driver, pool):
+    envs = pool(CountingEnv, 2)
+    gpu = Gpu(driver, envs)
+    first, _ = gpu.reset(seed=0)
+    gpu.wait()
+    second, _ = gpu.step(first, np.zeros(2, np.int32))
+    with pytest.raises(CallError, match="StaleHandleError: stale handle: it is from call 1 to env 0"):
+        gpu.step(first, np.zeros(2, np.int32))
+    with pytest.raises(jaxvec.StaleHandleError):
+        envs.raise_if_failed()
+    with pytest.raises(CallError, match="buffers"):
+        gpu.call(Verb.STEP, [second, np.zeros(2, np.float32)])
+    with pytest.raises(CallError, match="buffers"):
+        gpu.call(Verb.STEP, [second])
+    with pytest.raises(CallError, match="dtype that NumPy does not have"):
+        gpu.call(Verb.STEP, [second, np.zeros(2, "V4")])
+    gpu.step(second, np.zeros(2, np.int32))
+    assert envs.get_attr("steps") == (2, 2)
+
+
+class RaisingEnv(CountingEnv):
+    def step(self, action):
+        if action == 7:
+            raise RuntimeError("no sevens")
+        return super().step(action)
+
+
+def test_an_env_that_raises_breaks_the_pool(driver, pool):
+    envs = pool(RaisingEnv, 2)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    gpu.wait()
+    with pytest.raises(CallError, match="no sevens"):
+        gpu.step(token, np.array([0, 7], np.int32))
+    with pytest.raises(CallError, match="PoolBrokenError"):
+        gpu.step(token, np.zeros(2, np.int32))
+    with pytest.raises(jaxvec.PoolBrokenError):
+        envs.raise_if_failed()
+
+
+def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(driver, pool):
+    """A GPU's client tells of it only who waits for the program's results."""
+    envs = pool(RaisingEnv, 2)
+    gpu = Gpu(driver, envs)
+    with pytest.raises(jaxvec.EnvError, match="no sevens"), envs:
+        token, _ = gpu.reset(seed=0)
+        gpu.wait()
+        with pytest.raises(CallError):
+            gpu.step(token, np.array([0, 7], np.int32))
+
+
+def test_an_error_is_old_news_once_a_program_went_on_or_it_was_taken(driver, pool):
+    for take in (False, True):
+        with pool(CountingEnv, 2) as envs:
+            gpu = Gpu(driver, envs)
+            first, _ = gpu.reset(seed=0)
+            gpu.wait()
+            second, _ = gpu.step(first, np.zeros(2, np.int32))
+            with pytest.raises(CallError, match="StaleHandleError"):
+                gpu.step(first, np.zeros(2, np.int32))
+            if take:
+                with pytest.raises(jaxvec.StaleHandleError):
+                    envs.raise_if_failed()
+            else:
+                gpu.step(second, np.zeros(2, np.int32))
+
+
+def test_on_the_cpu_whoever_caught_an_error_has_heard_it(make):
+    with make(CountingEnv, 2) as envs:
+        first, _ = jaxvec.reset(envs)
+        step = jax.jit(lambda h: jaxvec.step(h, jnp.zeros(2, int)))
+        step(first)
+        with pytest.raises(RuntimeError, match="StaleHandleError"):
+            step(first)
+
+
+@pytest.mark.parametrize(
+    "function", ["cuMemcpyDtoHAsync_v2", "cuStreamSynchronize", "cuMemcpyHtoDAsync_v2", "cuMemsetD8Async"]
+)
+def test_what_the_driver_refuses_is_an_error_in_its_words(driver, pool, function):
+    envs = pool(ImageEnv, 3)
+    gpu = Gpu(driver, envs)
+    token, _ = gpu.reset(seed=0)
+    gpu.wait()
+    driver.fail(function, ILLEGAL_ADDRESS)
+    name = function.removesuffix("_v2")
+    with pytest.raises(CallError, match=rf"{name}: CUDA_ERROR_ILLEGAL_ADDRESS \(an illegal memory access\)"):
+        gpu.step(token, np.zeros(3, np.int32))
+    driver.fail(function, 0)
+
+
+def test_without_page_locked_memory_any_will_do(driver, pool):
+    driver.fail("cuMemHostAlloc", OUT_OF_MEMORY)
+    envs = pool(CountingEnv, 200)  # more than the memory that earlier tests have left
+    gpu = Gpu(driver, envs, 0x7001)
+    token, _ = gpu.reset(seed=0)
+    _, rows = gpu.step(token, np.arange(200, dtype=np.int32) % 5)
+    gpu.wait()
+    assert as_timestep(envs, rows).obs[:, 3].tolist() == [0, 1, 2, 3, 4] * 40
+
+
+def test_the_context_is_that_of_the_stream_and_then_again_what_it_was(driver, pool):
+    envs = pool(CountingEnv, 2)
+    driver.context = 0x5000
+    gpu = Gpu(driver, envs, 0x2001)
+    token, _ = gpu.reset(seed=0)
+    gpu.step(token, np.zeros(2, np.int32))
+    assert driver.context == 0x5000
+    driver.context = None
+
+
+def test_without_a_driver_a_call_says_so(driver, pool):
+    envs = pool(CountingEnv, 2)
+    gpu = Gpu(driver, envs)
+    _native.load().use_cuda("libnosuch.so.1")
+    with pytest.raises(CallError, match=r"CUDA's driver can't be opened: libnosuch.so.1: cannot open"):
+        gpu.reset(seed=0)
+
+
+# --- What is page-locked, and when ----------------------------------------------------------------
+
+
+def page_locking(driver):
+    return [call.split()[0] for call in driver.take_calls() if call.startswith("cuMemHost")]
+
+
+def test_a_reset_onto_a_gpu_page_locks_before_any_program_comes(driver, pool, monkeypatch):
+    envs = pool(CountingEnv, 2)
+    monkeypatch.setattr(_primitive, "_on_gpu", lambda array: True)
+    jaxvec.reset(envs)
+    assert driver.registered == 1
+
+
+def test_no_call_of_a_program_page_locks_memory_on_any_device(cpu_as_cuda, make):
+    """Of one that resets and steps, on two devices, and takes more than any call is given at least."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("envs",))
+    envs, later = (make(ImageEnv, 32, num_workers=2, transport="ffi") for _ in range(2))
+    shard = PartitionSpec("envs")
+
+    def handle(envs):
+        return jax.device_put(jaxvec.reset(envs)[0], NamedSharding(mesh, shard))
+
+    def play(handle):
+        handle, _ = jaxvec.reset(handle, seed=3)
+        return jax.lax.scan(lambda h, _: jaxvec.step(h, jnp.ones(16, int)), handle, length=9)
+
+    out = (shard, PartitionSpec(None, "envs"))
+    program = jax.jit(jax.shard_map(play, mesh=mesh, in_specs=shard, out_specs=out))
+    first = handle(envs)
+    assert page_locking(cpu_as_cuda) == []
+    compiled = program.lower(first).compile()
+    # Two calls on each device: with few results, as nobody reads those of the reset, and with all.
+    assert page_locking(cpu_as_cuda) == ["cuMemHostRegister_v2"] * 2 + ["cuMemHostAlloc"] * (4 + 4)
+    for each in (first, handle(later)):
+        _, timesteps = compiled(each)
+        np.testing.assert_array_equal(timesteps.obs[:, :, 0, 0].T, [[11, 12, 0, 14, 15, 0, 17, 18, 0]] * 32)
+    assert page_locking(cpu_as_cuda) == []
+
+
+# --- What XLA is told -----------------------------------------------------------------------------
+
+needs_ffi = pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason=str(_ffi.reason_unavailable()))
+
+
+@needs_ffi
+@pytest.mark.parametrize("handler", ["FFI_CALL", "FFI_CUDA_CALL"])
+def test_no_command_buffer_captures_a_call(handler):
+    """XLA captures those with a trait that we must not have; it asks handlers by this extension."""
+
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+
+    class Metadata(ctypes.Structure):
+        _fields_ = [("size", size), ("version_size", size), ("version_extension", pointer)]
+        _fields_ += [("major", number), ("minor", number), ("traits", ctypes.c_uint32), ("type", size)]
+
+    class Extension(ctypes.Structure):
+        _fields_ = [("size", size), ("type", number), ("next", pointer), ("metadata", pointer)]
+
+    class Frame(ctypes.Structure):
+        _fields_ = [("size", size), ("extension", pointer), ("rest", ctypes.c_char * (168 - 16))]
+
+    metadata = Metadata(ctypes.sizeof(Metadata), 24, traits=255)
+    extension = Extension(ctypes.sizeof(Extension), 1, None, ctypes.addressof(metadata))
+    frame = Frame(ctypes.sizeof(Frame), ctypes.addressof(extension))
+    ask = ctypes.CFUNCTYPE(pointer, pointer)(fake_cuda.pointer(getattr(_native.load(), handler)).value)
+    assert ask(ctypes.byref(frame)) is None
+    assert (metadata.major, metadata.minor) == (0, 1)
+    assert metadata.traits == 0
+
+
+def lowered(envs, platform, transport="auto"):
+    handle, _ = jaxvec.reset(envs)
+    handle = jaxvec.Handle(handle.token, handle.spec, transport)
+
+    def program(handle, action):
+        return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=3)
+
+    action = jnp.zeros(envs.num_envs, int)
+    return jax.jit(program).trace(handle, action).lower(lowering_platforms=(platform,)).as_text()
+
+
+@needs_ffi
+def test_programs_for_cuda_have_our_call_and_no_callback(make):
+    text = lowered(make(CountingEnv, 2, backend="serial"), "cuda")
+    assert "@jaxvec_call" in text
+    assert "callback" not in text
+
+
+# --- Whole programs -------------------------------------------------------------------------------
+
+gpu = pytest.mark.gpu
+
+
+def scan(handle, action):
+    return jax.lax.scan(lambda h, _: jaxvec.step(h, action), handle, length=9)
+
+
+def while_loop(handle, action):
+    def go_on(carry):
+        return carry[1].info["episode_length"].max() % 3 < 2  # the host must know before it goes on
+
+    return jax.lax.while_loop(go_on, lambda carry: jaxvec.step(carry[0], action), jaxvec.step(handle, action))
+
+
+def cond(handle, action):
+    return jax.lax.cond(action.sum() > 0, lambda h: scan(h, action), lambda h: scan(h, action + 1), handle)
+
+
+def vmap(handle, action):
+    lanes = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (handle, action))
+    return jax.vmap(scan)(*lanes)
+
+
+def run(make, env, program, transport="ffi"):
+    """Returns a pool, and what the program makes of it."""
+    envs = make(env, 4, num_workers=2, transport=transport)
+    handle, _ = jax.jit(lambda: jaxvec.reset(envs, seed=3))()
+    handle, timesteps = jax.jit(lambda *each: program(*each))(handle, jnp.array([1, 2, 3, 4]))
+    return envs, (np.asarray(handle.token[..., 1:]), jax.device_get(timesteps))
+
+
+@pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
+@pytest.mark.parametrize("program", [scan, while_loop, cond, vmap, with_much_to_compute])
+@pytest.mark.nightly(but=6)
+def test_programs_by_the_handler_for_cuda_are_those_by_the_cpus(driver, request, make, env, program):
+    _, theirs = run(make, env, program)
+    request.getfixturevalue("cpu_as_cuda")
+    envs, ours = run(make, env, program)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert envs.pool.finalizer.pinned is not None
+    assert driver.take_calls().count("cuStreamSynchronize") >= 3  # reset and steps
+
+
+def test_a_read_moves_nothing(cpu_as_cuda, make):
+    envs = make(CountingEnv, 4, num_workers=2, transport="ffi")
+    handle, _ = jaxvec.reset(envs)
+
+    handle, _ = jax.jit(lambda h: jaxvec.step(h, jnp.zeros(4, int)))(handle)
+    read = jax.jit(lambda h: jaxvec.get_attr(h, "steps", int))
+    for _ in range(2):
+        assert read(handle).tolist() == [1] * 4
+    assert cpu_as_cuda.take_calls().count("cuStreamSynchronize") == 3
+
+
+def test_devices_of_one_program_step_envs_of_their_own(cpu_as_cuda, make):
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("envs",))
+    envs = make(CountingEnv, 8, num_workers=2, transport="ffi")
+    handle, _ = jaxvec.reset(envs)
+    shard = PartitionSpec("envs")
+    handle = jax.device_put(handle, NamedSharding(mesh, shard))
+    out = (shard, PartitionSpec(None, "envs"))
+    program = jax.jit(jax.shard_map(scan, mesh=mesh, in_specs=shard, out_specs=out))
+    _, timesteps = program(handle, jax.device_put(jnp.arange(8), NamedSharding(mesh, shard)))
+    np.testing.assert_array_equal(timesteps.obs[-1, :, 3], np.arange(8))
+    np.testing.assert_array_equal(timesteps.obs[-1, :, 1], 9)
+
+
+def test_errors_of_a_program_come_typed(cpu_as_cuda, make):
+    envs = make(RaisingEnv, 2, transport="ffi")
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvError, match="no sevens"), envs:
+        jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.array([0, 7])))(handle))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [],
+        [0, ord("u") + 256 * 4, 2, 2],
+        [0, ord("u") + 256 * 4, -1],
+        [0, ord("u") + 256 * 4],
+        [0, ord("u") + 256 * 4, 2, 2, 1000],
+        [1 << 40, ord("u") + 256 * 4, 2, 2, 3],
+        [-1, ord("u") + 256 * 4, 2, 2, 3],
+    ],
+)
+def test_a_layout_that_does_not_fit_is_an_error(cpu_as_cuda, make, monkeypatch, layout):
+    handle, _ = jaxvec.reset(make(CountingEnv, 2, transport="ffi"))
+    monkeypatch.setattr(_ffi, "_layout", lambda packing: np.array(layout, np.int64))
+    with pytest.raises(RuntimeError, match="not packed as it says" if layout else "buffers of"):
+        jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.zeros(2, int)))(handle))
+
+
+@gpu
+@pytest.mark.parametrize("env", [CountingEnv, ImageEnv])
+@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+@pytest.mark.parametrize("program", [scan, while_loop, cond, vmap, with_much_to_compute])
+def test_programs_on_a_gpu_are_those_of_the_cpu(make, env, transport, program):
+    outcomes = []
+    for platform in ("cuda", "cpu"):
+        with jax.default_device(jax.devices(platform)[0]):
+            envs, outcome = run(make, env, program, transport)
+            outcomes.append(outcome)
+            if platform == "cuda" and transport == "ffi":
+                assert envs.pool.finalizer.pinned is not None
+    jax.tree.map(np.testing.assert_array_equal, *outcomes)
+
+
+@gpu
+def test_rows_in_flight_on_a_gpu_are_left_alone(make):
+    """Large rows, steps that follow at once, and a host that steps as soon as a program has returned."""
+
+    class LargeEnv(ImageEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.Box(0, 255, (1000, 1000), np.uint8)
+
+        def _observe(self, action):
+            return np.full((1000, 1000), self.steps % 256, np.uint8)
+
+    with jax.default_device(jax.devices("cuda")[0]):
+        envs = make(LargeEnv, 8)
+        step = jax.jit(jaxvec.step)
+        for _ in range(20):
+            handle, _ = jaxvec.reset(envs)
+            seen = []
+            for _ in range(2):
+                handle, timestep = step(handle, jnp.zeros(8, int))
+                seen.append(timestep.obs)
+            envs.step(np.zeros(8, np.int32))
+            for obs in seen:
+                assert (obs == obs[0, 0, 0]).all()
+
+
+@gpu
+def test_errors_on_a_gpu_come_typed(make):
+    with jax.default_device(jax.devices("cuda")[0]):
+        envs = make(RaisingEnv, 2)
+        handle, _ = jaxvec.reset(envs)
+        with pytest.raises(jaxvec.EnvError, match="no sevens"), envs:
+            jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.array([0, 7])))
+
+
+@gpu
+def test_a_policy_on_the_gpu_and_its_envs_program_on_the_cpu(make):
+    device, host = jax.devices("cuda")[0], jax.devices("cpu")[0]
+    envs = make(CountingEnv, 4)
+    with jax.default_device(host):
+        handle, timestep = jaxvec.reset(envs)
+    policy = jax.jit(lambda obs: obs[:, 1] + 1)
+    step = jax.jit(jaxvec.step)
+    for count in range(1, 6):
+        action = policy(jax.device_put(timestep.obs, device))
+        handle, timestep = step(handle, jax.device_put(action, host))
+        assert timestep.obs[:, 3].tolist() == [count] * 4
+
+
+@gpu
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+def test_two_gpus_step_envs_of_their_own(make):
+    mesh = Mesh(np.array(jax.devices("cuda")[:2]), ("envs",))
+    envs = make(CountingEnv, 4, num_workers=2)
+    handle, _ = jaxvec.reset(envs)
+    shard = PartitionSpec("envs")
+    handle = jax.device_put(handle, NamedSharding(mesh, shard))
+    program = jax.jit(
+        jax.shard_map(scan, mesh=mesh, in_specs=shard, out_specs=(shard, PartitionSpec(None, "envs")))
+    )
+    handle, timesteps = program(handle, jax.device_put(jnp.arange(4), NamedSharding(mesh, shard)))
+    assert np.asarray(timesteps.obs)[-1, :, 3].tolist() == [0, 1, 2, 3]

@@ -1,0 +1,126 @@
+"""The examples of the README and of docs/ run, and print what the pages say.
+
+The blocks of a page are one program, run from top to bottom: a reader who types along has the same names.
+`print(...)  # text` says what is printed, with … for what differs from run to run. Two comments, which
+readers don't see, go before a block: `<!-- needs: ale-py -->` makes it part of another program of the page,
+that of all blocks with the same needs, and `<!-- not run: why -->` leaves it out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxvec
+from jaxvec import _errors
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+
+_BLOCK = re.compile(r"^(?:<!-- (needs|not run): (.+?) -->\n)?```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SAID = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
+
+
+def _programs() -> Iterator[Any]:
+    for name, text in TEXTS.items():
+        programs: dict[str, list[str]] = {}
+        for mark, argument, source in _BLOCK.findall(text):
+            if mark != "not run":
+                programs.setdefault(argument, []).append(source)
+        for needs, sources in programs.items():
+            yield pytest.param(needs, "".join(sources), id=f"{name} {needs}".strip())
+
+
+def installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+PROGRAMS = [*_programs()]
+FIRST_READ = ("README.md", "docs/tutorial.md", "docs/transformations.md")  # run daily, and under every jax
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(
+            each.values[1],
+            id=each.id,
+            marks=pytest.mark.jax_version if each.id in FIRST_READ else pytest.mark.nightly,
+        )
+        for each in PROGRAMS
+        if not each.values[0]
+    ],
+)
+def test_a_pages_examples_run_and_print_what_it_says(source, tmp_path):
+    done = run(source, tmp_path)
+    assert done.stderr == ""
+    check(done.stdout.splitlines(), source)
+
+
+@pytest.mark.parametrize(("needs", "source"), [each for each in PROGRAMS if each.values[0]])
+def test_examples_that_need_more_run_and_print_what_the_page_says(needs, source, tmp_path):
+    if missing := [name for name in needs.split(", ") if not installed(name)]:
+        pytest.skip(f"{' and '.join(missing)}: not installed")
+    check(run(source, tmp_path).stdout.splitlines(), source, others=True)
+
+
+def run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a folder; it is a file there, so that a traceback shows the line."""
+    (folder / "example.py").write_text(source)
+    done = subprocess.run(
+        [sys.executable, "example.py"],
+        cwd=folder,
+        # Not the cluster that another test breaks meanwhile; and a folder, without which SDL complains.
+        env=os.environ | {"RAY_ADDRESS": "local", "XDG_RUNTIME_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def check(printed: list[str], source: str, *, others: bool = False) -> None:
+    """Fails unless these lines are what the source says, one by one; with `others`, more may be printed."""
+    patterns = [".*".join(map(re.escape, text.split("…"))) for text in _SAID.findall(source)]
+    if others:
+        printed = [line for line in printed if any(re.fullmatch(pattern, line) for pattern in patterns)]
+    assert len(printed) == len(patterns), f"printed {printed}, where the page says {patterns}"
+    for line, pattern in zip(printed, patterns, strict=True):
+        assert re.fullmatch(pattern, line), f"printed {line!r}, where the page says {pattern!r}"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_python_block_is_looked_at(name):
+    fences = re.findall(r"^ *(```+|~~~+) *(py\w*)", TEXTS[name], re.MULTILINE)
+    assert len(fences) == len(_BLOCK.findall(TEXTS[name]))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_test_file_that_a_page_names_exists(name):
+    named = re.findall(r"`((?:test_\w+|conftest)\.py)`", TEXTS[name])
+    assert [file for file in named if not (ROOT / "tests" / file).is_file()] == []
+
+
+def test_the_reference_has_every_public_name():
+    listed = {
+        name
+        for text in TEXTS.values()
+        for name in re.findall(r"^(?::::|##) `?jaxvec\.(\w+)", text, re.MULTILINE)
+    }
+    assert {*jaxvec.__all__} - {*_errors.__all__} - listed == set()
+    assert "_errors" in listed

@@ -1,0 +1,96 @@
+"""The notebooks: committed without outputs, they run as they are, without a warning.
+
+nbclient runs them, and not nbmake, a pytest face to it: nbmake's last release is of 2024, before pytest 9 and
+ipykernel 7, and it has no look at what a notebook prints.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+DAILY = ("00_quickstart",)  # CI runs the others under the oldest jax
+
+pytestmark = [
+    pytest.mark.jax_version,
+    pytest.mark.skipif(not NOTEBOOKS, reason="the notebooks are not beside the tests"),
+]
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def read(path):
+    """Returns the cells: (type, source, all of it) of each."""
+    notebook = json.loads(path.read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    return [(cell["cell_type"], "".join(cell["source"]), cell) for cell in notebook["cells"]]
+
+
+@each
+def test_a_notebook_is_committed_without_outputs(path):
+    cells = [cell for kind, _, cell in read(path) if kind == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    assert {cell["execution_count"] for cell in cells} == {None}
+    assert not any(cell["metadata"] for cell in cells)
+    assert set(json.loads(path.read_text())["metadata"]) == {"kernelspec", "language_info"}
+
+
+@each
+def test_first_code_cell_installs_the_clone_of_the_notebook(path, monkeypatch, tmp_path):
+    """And does nothing where jaxvec is there."""
+    first = next(source for kind, source, _ in read(path) if kind == "code")
+    cell, replaced = re.subn(r"%pip (install .*)", r"ran.append(f'\1')", first)
+    assert replaced == 1
+    ran = []
+    exec(cell, {"ran": ran})
+    assert not ran
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.chdir(path.parent)
+    if (ROOT / "jaxvec").is_dir():  # the tests of a wheel lie elsewhere
+        exec(cell, {"ran": ran})
+        assert ran == [f'install -q "{ROOT}[demo]"']
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="clone jaxvec's repository"):
+        exec(cell, {"ran": ran})
+
+
+@each
+def test_links_to_other_notebooks_lead_somewhere(path):
+    links = re.findall(
+        r"\]\(([^):]+)\)", "\n".join(source for kind, source, _ in read(path) if kind == "markdown")
+    )
+    assert all((path.parent / link).is_file() for link in links), links
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=() if path.stem in DAILY else pytest.mark.nightly, id=path.stem)
+        for path in NOTEBOOKS
+    ],
+)
+@pytest.mark.timeout(420)
+def test_a_notebook_runs_without_a_warning(path, tmp_path):
+    for module in ("nbclient", "ipykernel"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f'{module} is not installed: pip install "jaxvec[notebooks]"')
+    (tmp_path / path.name).write_text(path.read_text())
+    # A process of its own, so that neither Jupyter's event loop nor its sockets stay here.
+    command = [sys.executable, "-m", "jupyter", "execute", path.name, "--timeout=300", "--output=executed"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    executed = [cell for kind, _, cell in read(tmp_path / "executed.ipynb") if kind == "code"]
+    assert all(cell["execution_count"] for cell in executed if cell["source"])
+    outputs = [output for cell in executed for output in cell["outputs"]]
+    assert outputs
+    complaints = ["".join(output["text"]) for output in outputs if output.get("name") == "stderr"]
+    # Of an env that fails for show, JAX logs the error where programs don't go by the FFI.
+    expected = ("jax.io_callback failed", "failed at the same time: env")  # where an env is meant to fail
+    assert not [text for text in complaints if not text.startswith(expected)]

@@ -1,0 +1,343 @@
+"""The end of a pool: called for, in any state and from any thread, or come by itself."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import psutil
+import pytest
+from support import disasters
+from support.disasters import (
+    TWO_WAYS,
+    WAYS,
+    Background,
+    SleepingEnv,
+    assert_closes,
+    failing,
+    in_two_ways,
+    wait_until,
+    wait_until_dead,
+    wait_until_running,
+    within,
+)
+from support.scripts import STEPPING, end, gone, read_pids, run_script
+
+import jaxvec
+from jaxvec._dispatch import dispatch
+from jaxvec._pool.pool import Timeouts
+from jaxvec._workers import supervisor
+from jaxvec.compat.gymnasium import AsyncVectorEnv
+from jaxvec.testing import CountingEnv
+
+
+def error(driver):
+    with pytest.raises(jaxvec.EnvError):
+        driver.step(7)
+
+
+def death(driver):
+    driver.workers[0].kill()
+    with pytest.raises(jaxvec.WorkerDiedError):
+        driver.step()
+
+
+def timeout(driver):
+    driver.workers[0].suspend()
+    driver.envs.pool._timeouts = Timeouts(1, 1, 0.5)
+    with pytest.raises(jaxvec.EnvTimeoutError):
+        driver.step()
+
+
+def unnoticed_death(driver):
+    driver.workers[0].kill()
+    wait_until_dead(driver.workers[0])
+
+
+def unnoticed_stop(driver):
+    driver.workers[0].suspend()
+
+
+def nothing(driver):
+    driver.step()
+
+
+STATES = [nothing, error, death, timeout, unnoticed_death, unnoticed_stop]
+
+
+def bad_luck():
+    raise ValueError("bad luck")
+
+
+@pytest.fixture
+def driver(drive):
+    driver = drive(failing("step", bad_luck))
+    driver.reset()
+    return driver
+
+
+# A stopped worker is waited for, as one whose env takes its time to close: below, and in two ways.
+@pytest.mark.parametrize("state", STATES[:-1])
+def test_a_pool_closes_in_any_state(driver, state):
+    state(driver)
+    assert_closes(driver)
+
+
+@in_two_ways
+@pytest.mark.parametrize("state", STATES)
+def test_a_pool_closes_in_any_state_from_several_threads_at_once(driver, state):
+    state(driver)
+    calls = [Background(driver.envs.close) for _ in range(4)]
+    for call in calls:
+        call.result()
+    assert_closes(driver)
+
+
+# On the host alone: the caches of programs hold what a driver drives.
+@in_two_ways
+@pytest.mark.parametrize("state", STATES)
+def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
+    class Dropped:
+        def __init__(self):
+            first_ready = {"batch_size": 2} if way.first_ready else {}
+            self.envs = disasters.make(
+                failing("step", bad_luck), 4, num_workers=2, dispatch=way.dispatch, **first_ready
+            )
+            self.workers = [
+                psutil.Process(each.pid) for each in self.envs.pool._workers.supervisor._processes
+            ]
+            self.envs.reset()
+            if way.first_ready:
+                self.envs.recv()
+
+        def step(self, action=0):
+            self.envs.send([action] * 4)
+            for _ in range(2 if way.first_ready else 1):
+                self.envs.recv()
+
+    dropped = Dropped()
+    closing = dropped.envs.pool.finalizer  # without the error, whose frames hold the envs
+    try:
+        state(dropped)
+        within(partial(delattr, dropped, "envs"))
+        within(gc.collect)  # the errors' frames are in cycles
+        assert psutil.wait_procs(dropped.workers, timeout=200)[1] == []
+    finally:
+        closing.close()
+
+
+def test_a_pool_dropped_without_close_ends_its_workers(way):
+    envs = disasters.make(CountingEnv, 2, dispatch=way.dispatch, batch_size=1 if way.first_ready else None)
+    handle, _ = jaxvec.reset(envs)
+    before = [psutil.Process(process.pid) for process in envs.pool._workers.supervisor._processes]
+    assert len(before) == 2
+    del envs
+    assert psutil.wait_procs(before, timeout=200)[1] == []
+    with pytest.raises(jaxvec.PoolClosedError, match="garbage collected"):
+        jaxvec.step(handle, jnp.zeros(2, int))
+
+
+def test_close_during_a_step_ends_it(drive):
+    driver = drive(SleepingEnv, step_timeout=None)
+    driver.reset()
+    step = Background(partial(driver.step, 7))
+    wait_until_running(driver.envs)
+    assert_closes(driver)
+    with pytest.raises(jaxvec.PoolClosedError):
+        step.result()
+
+
+def test_close_during_a_reset_ends_it(drive):
+    driver = drive(failing("reset", signal.pause), reset_timeout=None, step_timeout=None)
+    reset = Background(driver.reset)
+    wait_until_running(driver.envs)
+    assert_closes(driver)
+    with pytest.raises(jaxvec.PoolClosedError):
+        reset.result()
+
+
+def test_close_while_steps_go_on_ends_them(drive):
+    driver = drive(CountingEnv)
+    driver.reset()
+    started = threading.Event()
+
+    def step():
+        while True:
+            driver.step(times=50)
+            started.set()
+
+    steps = Background(step)
+    assert started.wait(20)
+    assert_closes(driver)
+    with pytest.raises(jaxvec.PoolClosedError):
+        steps.result()
+
+
+@in_two_ways
+def test_an_env_that_does_not_close_is_ended_by_force(drive):
+    class Env(CountingEnv):
+        def close(self):
+            signal.pause()
+
+    driver = drive(Env)
+    driver.reset()
+    assert_closes(driver)
+
+
+class SlowToClose(CountingEnv):
+    """Env 1 tells when it closes, and waits for a file."""
+
+    def __init__(self, folder, env_id):
+        super().__init__()
+        self.folder, self.env_id = folder, env_id
+
+    def close(self):
+        if self.env_id == 1:
+            (self.folder / "closing").touch()
+            while not (self.folder / "gate").exists():
+                threading.Event().wait(0.001)
+        (self.folder / f"closed {self.env_id}").touch()
+
+
+def closed(folder):
+    return sorted(path.name for path in folder.glob("closed*"))
+
+
+@pytest.fixture
+def time_flies(monkeypatch, tmp_path):
+    """Lets a thousand seconds pass once env 1 closes."""
+    clock = time.monotonic
+    flying = SimpleNamespace(monotonic=lambda: clock() + 1000 * (tmp_path / "closing").exists())
+    for module in (supervisor, dispatch):
+        monkeypatch.setattr(module, "time", flying)
+
+
+def test_envs_whose_close_takes_too_long_are_named(make, caplog, tmp_path, time_flies):
+    envs = make(partial(SlowToClose, tmp_path), 3, num_workers=1, spare_envs=1)
+    within(partial(envs.close, timeout=200))
+    assert closed(tmp_path)[:1] == ["closed 0"]
+    text = "close of envs 1, 2 (worker 0) was cut off after 200 s; close(timeout=None) waits for it"
+    assert [record.getMessage() for record in caplog.records] == [text]
+    with pytest.raises(ValueError, match="timeout must be at least 0 seconds, or None, not -1"):
+        envs.close(timeout=-1)
+
+
+@pytest.mark.parametrize("face", ["pool", "gymnasium"])
+def test_envs_may_take_any_time_to_close(make, caplog, tmp_path, time_flies, face):
+    fns = [partial(SlowToClose, tmp_path, env_id) for env_id in range(3)]
+    envs = make(fns, num_workers=1) if face == "pool" else AsyncVectorEnv(fns, num_workers=1)
+    closing = Background(partial(envs.close, **({"timeout": None} if face == "pool" else {})))
+    wait_until((tmp_path / "closing").exists)
+    assert closed(tmp_path) == ["closed 0"]
+    (tmp_path / "gate").touch()
+    closing.result()
+    assert closed(tmp_path) == ["closed 0", "closed 1", "closed 2"]
+    assert not caplog.records
+
+
+def test_an_env_that_fails_in_close_is_logged(drive, caplog):
+    class Env(CountingEnv):
+        def close(self):
+            raise ValueError("won't")
+
+    driver = drive(Env)
+    driver.reset()
+    assert_closes(driver)
+    for env_id in (0, 2):  # the first of each worker
+        assert f"env {env_id} (worker {env_id // 2}) raised ValueError in close: won't" in caplog.text
+
+
+# --- At the end of a program ------------------------------------------------------------------
+
+
+def finish(script, timeout=200):
+    """Lets a script come to its end; returns what it printed after its workers' pids."""
+    try:
+        pids = read_pids(script)
+        out, err = script.communicate(timeout=timeout)
+    finally:
+        end(script)
+    assert gone(pids)
+    return out, err
+
+
+def test_a_script_that_just_ends_closes_its_pool():
+    script = run_script(then="envs.step(np.zeros(2, int))")
+    assert finish(script) == ("", "")
+    assert script.returncode == 0
+
+
+REPLACED = """
+other = jaxvec.make(Env, 2, num_workers=1, on_fault=jaxvec.Restart(rate=None))
+other.reset()
+os.kill(other.call("pid")[0], signal.SIGKILL)
+while not other.stats().total.restarts:
+    other.step(np.zeros(2, int))
+print(other.call("pid")[0], flush=True)
+"""
+
+
+def test_script_exit_closes_a_pool_with_a_replaced_worker():
+    """That worker's own end, which Python might make before the pool's, must not get in its way."""
+    script = run_script(then=REPLACED)
+    out, err = finish(script)
+    assert gone([int(out)])
+    assert [line for line in err.splitlines() if "recovers from fault" not in line] == []
+    assert script.returncode == 0
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str, indirect=True)
+def test_a_script_that_ends_with_an_error_says_so_once(way):
+    script = run_script("raise ValueError('bad luck')", "driver.step()", way)
+    _, err = finish(script)
+    assert script.returncode == 1
+    assert "env 0 (worker 0) raised ValueError in step" in err or "env 1 (worker 1) raised" in err
+    assert err.rstrip().endswith("ValueError: bad luck")
+
+
+ENDS = {
+    "an error": ("raise ValueError('bad luck')", "driver.step()"),
+    "a death": ("os._exit(3)", "driver.step()"),
+    "a stopped worker": ("pass", "driver.workers[0].suspend()"),
+    "a killed worker": ("pass", "driver.workers[0].kill()"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
+@pytest.mark.nightly(but=4)
+def test_a_script_ends_whatever_its_pool_does(way, name):
+    step, then = ENDS[name]
+    script = run_script(step, f"try: {then}\nexcept jaxvec.JaxvecError: print('caught', flush=True)", way)
+    out, err = finish(script)
+    assert script.returncode == 0, err
+    assert ("caught" in out) == (name in ("an error", "a death"))
+    if way.face != "io_callback":  # where JAX logs a traceback of its own
+        # Of two workers that fail in a step, the error is one's, and the other's is logged.
+        err = "".join(line for line in err.splitlines(True) if "failed at the same time: " not in line)
+        cut_off = "close of env 0 (worker 0) was cut off after 5.0 s; close(timeout=None) waits for it\n"
+        assert err == (cut_off if name == "a stopped worker" else "")
+
+
+IN_THREADS = {
+    "a step": (
+        STEPPING,
+        "threading.Thread(target=driver.step, daemon=True).start(); disasters.wait_until_running(envs)",
+    ),
+    "steps": ("pass", "disasters.Background(driver.forever)"),
+}
+
+
+# Not in programs: up to Python 3.13 the end may abort while a daemon thread is in any callback of JAX.
+@pytest.mark.parametrize("name", IN_THREADS)
+@pytest.mark.parametrize("way", [w for w in WAYS if w.face == "python"], ids=str, indirect=True)
+def test_a_script_ends_while_a_daemon_thread_steps(way, name):
+    step, then = IN_THREADS[name]
+    script = run_script(step, then, way)
+    finish(script)
+    assert script.returncode == 0

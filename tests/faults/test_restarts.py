@@ -1,0 +1,872 @@
+"""`on_fault="restart"`: a fault costs the rows of its envs, one step of them, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+from gymnasium import spaces
+from support.scripts import gone, workers
+
+import jaxvec
+from jaxvec import _config, _native
+from jaxvec.compat.gymnasium import AsyncVectorEnv
+from jaxvec.testing import CountingEnv
+
+FREE = jaxvec.Restart(max_restarts=None, rate=None)
+REBUILD = jaxvec.Restart(retry="rebuild", max_restarts=None, rate=None)
+HARM = 7  # the action that does harm
+
+
+def throw():
+    raise ValueError("bad luck")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAULTS = {
+    "exception": throw,
+    "SIGKILL": kill,
+    "exit": lambda: os._exit(3),
+    "hang": signal.pause,
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
+class FragileEnv(CountingEnv):
+    """Does `fault()` at action 7, if `once()` says so; reports its process."""
+
+    def __init__(self, fault, once=lambda: True, **kwargs):
+        super().__init__(**kwargs)
+        self._fault, self._once = fault, once
+
+    def step(self, action):
+        if action == HARM and self._once():
+            self._fault()
+        return super().step(action)
+
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture(params=["native", "portable"])
+def dispatch(request):
+    if request.param == "native" and _native.reason_unavailable() is not None:
+        pytest.skip(str(_native.reason_unavailable()))
+    return request.param
+
+
+@pytest.fixture(params=["python", "io_callback", "ffi"])
+def face(request):
+    return request.param
+
+
+def rollout(envs, face, actions):
+    """Resets with seed 0, then takes `actions`, `[steps, num_envs]`; returns the stacked time steps."""
+    if face == "python":
+        timesteps = [envs.reset(seed=0)] + [envs.step(action) for action in actions]
+        return jax.tree.map(lambda *rows: np.stack(rows), *timesteps)
+
+    @jax.jit
+    def program(actions):
+        handle, first = jaxvec.reset(envs, seed=0)
+        _, rest = jax.lax.scan(jaxvec.step, handle, actions)
+        return jax.tree.map(lambda one, more: jnp.concatenate([one[None], more]), first, rest)
+
+    return jax.tree.map(np.asarray, jax.block_until_ready(program(jnp.asarray(actions))))
+
+
+def start(make, face, *args, **kwargs):
+    if face != "python":
+        kwargs["transport"] = face
+    return make(*args, **{"on_fault": FREE, "step_timeout": 30, **kwargs})
+
+
+# --- A fault in a loop -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_one_step_of_its_envs_and_the_program_goes_on(make, dispatch, face, fault):
+    """Env 2 fails at the third of six steps. It shares its worker with env 3; 0 and 1 have another."""
+    timeout = 1.0 if fault in ("hang", "stop") else 30
+    envs = start(make, face, lambda: FragileEnv(FAULTS[fault]), 4, dispatch=dispatch, step_timeout=timeout)
+    actions = np.tile(np.arange(1, 7)[:, None], 4)
+    actions[2, 2] = HARM
+    timesteps = rollout(envs, face, actions)
+
+    hit = np.zeros((7, 4), bool)
+    hit[3, 2:] = True if fault != "exception" else [True, False]
+    np.testing.assert_array_equal(timesteps.info["fault"], hit)
+    np.testing.assert_array_equal(timesteps.truncated, hit)
+    assert not timesteps.terminated.any()
+    # The observation is [resets, steps, steps in this episode, last action]. The undisturbed go on.
+    for env in (0, 1, *([3] if fault == "exception" else [])):
+        expected = [[1, t, t, actions[t - 1, env] if t else -1] for t in range(7)]
+        np.testing.assert_array_equal(timesteps.obs[:, env], expected)
+        np.testing.assert_array_equal(timesteps.reward[1:, env], np.arange(1, 7))
+    # The others end with what they had, and begin anew: in the same env, or in another.
+    resets, steps = (2, 2) if fault == "exception" else (1, 0)
+    for env in np.flatnonzero(hit[3]):
+        np.testing.assert_array_equal(timesteps.obs[2, env], [1, 2, 2, 2])
+        np.testing.assert_array_equal(timesteps.info["final_obs"][3, env], timesteps.obs[2, env])
+        np.testing.assert_array_equal(timesteps.obs[3, env], [resets, steps, 0, -1])
+        np.testing.assert_array_equal(timesteps.obs[6, env], [resets, steps + 3, 3, 6])
+        assert timesteps.reward[3, env] == 0
+        assert timesteps.info["episode_return"][3, env] == 1 + 2
+        assert timesteps.info["episode_length"][3, env] == 2
+    assert envs.stats().total.faults == hit.sum()
+    assert envs.stats().total.restarts == 1
+    assert envs.stats().total.steps == 6 * 4 - hit.sum()
+    assert envs.pool.state.broken_by is None
+
+
+@pytest.mark.parametrize("fault", ["exception", "SIGKILL", "hang"])
+def test_a_first_ready_pool_goes_on(make, dispatch, face, fault):
+    timeout = 1.0 if fault == "hang" else 30
+    envs = start(
+        make,
+        face,
+        lambda: FragileEnv(FAULTS[fault]),
+        4,
+        num_workers=2,
+        batch_size=2,
+        recv_order="sent",
+        dispatch=dispatch,
+        step_timeout=timeout,
+    )
+
+    def turns(reset, send, recv, where):
+        """Fifty turns; the tenth does harm to the first env that it has."""
+        state, timestep = reset()
+        seen = [timestep]
+        for turn in range(50):
+            ids = timestep.info["env_id"]
+            state = send(state, where(turn == 10, HARM, 1) * (ids == ids[0]), ids)
+            state, timestep = recv(state)
+            seen.append(timestep)
+        return seen
+
+    if face == "python":
+        seen = turns(
+            lambda: (None, envs.reset(seed=0)),
+            lambda _, action, ids: envs.send(action, ids),
+            lambda _: (None, envs.recv()),
+            np.where,
+        )
+    else:
+        seen = jax.jit(
+            lambda: turns(lambda: jaxvec.reset(envs, seed=0), jaxvec.send, jaxvec.recv, jnp.where)
+        )()
+    faults = sum(np.asarray(timestep.info["fault"], int) for timestep in seen).sum()
+    assert faults == (1 if fault == "exception" else 2)  # the worker's two envs lose their episode
+    assert all((np.asarray(t.info["fault"]) == np.asarray(t.truncated)).all() for t in seen)
+    # The last two that were sent may not be done.
+    assert 49 * 2 - faults <= envs.stats().total.steps <= 50 * 2 - faults
+    assert envs.pool.state.broken_by is None
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
+@pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
+def test_fault_result_keeps_the_last_obs_in_other_autoreset_modes(make, dispatch, mode, fault):
+    envs = make(
+        lambda: FragileEnv(FAULTS[fault]),
+        2,
+        num_workers=2,
+        on_fault=FREE,
+        autoreset_mode=mode,
+        dispatch=dispatch,
+    )
+    envs.reset(seed=0)
+    before = envs.step([1, 1])
+    cut = envs.step([HARM, 2])
+    assert cut.info["fault"].tolist() == cut.truncated.tolist() == [True, False]
+    np.testing.assert_array_equal(cut.obs[0], before.obs[0])
+    if mode == "DISABLED":
+        with pytest.raises(jaxvec.ResetNeededError, match=r"envs \[0\]"):
+            envs.step([1, 1])
+        envs.reset(mask=cut.truncated)
+        after = envs.step([3, 3])
+        assert after.obs[0, 2:].tolist() == [1, 3]
+    else:
+        after = envs.step([3, 3])  # resets env 0
+        assert after.obs[0, 2:].tolist() == [0, -1]
+    assert not after.info["fault"].any()
+    assert not after.truncated.any()
+    assert after.obs[1].tolist() == [1, 3, 3, 3]
+
+
+def test_an_episode_that_was_over_is_not_ended_again_by_a_death(make, dispatch):
+    """Under next-step autoreset: the step that meets with the death was to be the reset."""
+    envs = make(
+        lambda: FragileEnv(kill, episode_length=2),
+        2,
+        num_workers=1,
+        on_fault=FREE,
+        autoreset_mode="NEXT_STEP",
+        dispatch=dispatch,
+    )
+    envs.reset(seed=0)
+    envs.step([1, 1])
+    assert envs.step([1, 1]).terminated.all()
+    os.kill(envs.call("pid")[0], signal.SIGKILL)
+    timestep = envs.step([1, 1])
+    assert not timestep.info["fault"].any()
+    assert not timestep.truncated.any()
+    assert timestep.obs[:, 2].tolist() == [0, 0]
+
+
+def test_a_worker_killed_while_idle_is_replaced_by_the_next_step(make, dispatch, face):
+    envs = start(make, face, lambda: FragileEnv(throw), 2, num_workers=2, dispatch=dispatch)
+    envs.reset(seed=0)
+    first, second = envs.call("pid")
+    psutil.Process(first).kill()
+    timestep = envs.step([1, 1])
+    assert timestep.info["fault"].tolist() == [True, False]
+    now = envs.call("pid")
+    assert now[0] != first
+    assert now[1] == second
+    np.testing.assert_array_equal(rollout(envs, face, np.ones((3, 2), int)).info["fault"], False)
+
+
+def test_a_reset_after_a_replacement_has_no_final_observation(make):
+    """The worker that is gone had left one in the row."""
+    envs = make(lambda: CountingEnv(1), 2, num_workers=1, on_fault="restart")
+    envs.reset()
+    assert envs.step(np.zeros(2, int)).info["_final_obs"].all()
+    os.kill(envs.pool._workers.supervisor._processes[0].pid, signal.SIGKILL)
+    timestep = envs.reset()
+    assert not timestep.info["_final_obs"].any()
+    assert not timestep.info["final_obs"].any()
+
+
+# --- Resets, constructors and data --------------------------------------------------------------
+
+
+class Flaky(CountingEnv):
+    """Fails in `where`, once for each file in the folder `left`, which all envs share."""
+
+    def __init__(self, left, where, fault=throw, **kwargs):
+        super().__init__(**kwargs)
+        self._left, self._where, self._fault = left, where, fault
+        self._fail("constructor")
+
+    def _fail(self, where):
+        if where != self._where:
+            return
+        for file in self._left.iterdir():
+            with suppress(FileNotFoundError):
+                file.unlink()  # one process only is able to
+                self._fault()
+
+    def reset(self, *, seed=None, options=None):
+        self._fail("reset")
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if action == HARM:
+            self._fail("step")
+        return super().step(action)
+
+
+@pytest.fixture
+def left(tmp_path):
+    folder = tmp_path / "left"
+    folder.mkdir()
+    return folder
+
+
+def fail(left, times):
+    for i in range(times):
+        (left / str(i)).touch()
+
+
+def give_replacements(envs, seconds):
+    """Sets `Timeouts.start` for workers that start from now on."""
+    supervisor = envs.pool._workers.supervisor
+    config = replace(supervisor._recipe.config, timeouts=jaxvec.Timeouts(start=seconds))
+    supervisor._recipe = replace(supervisor._recipe, config=config)
+
+
+def test_hanging_constructor_in_a_replacement_is_retried(make, face, left, caplog):
+    envs = start(make, face, lambda: Flaky(left, "constructor", signal.pause), 2, step_timeout=None)
+    envs.reset()
+    give_replacements(envs, 1)
+    fail(left, 1)
+    workers()[0].kill()
+    with caplog.at_level(logging.WARNING, "jaxvec"):
+        timesteps = rollout(envs, face, np.ones((2, 2), int))
+    assert timesteps.obs[-1, :, 2].tolist() == [2, 2]
+    assert envs.stats().total.restarts >= 2  # on a busy machine it may take more turns
+    assert "took another's place, but did not start within Timeouts.start, 1 s" in caplog.text
+
+
+def test_hanging_constructor_in_a_replacement_raises_at_the_limit(make, left):
+    policy = jaxvec.Restart(max_restarts=1, rate=None)
+    envs = make(lambda: Flaky(left, "constructor", signal.pause), 2, num_workers=1, on_fault=policy)
+    envs.reset()
+    give_replacements(envs, 0.1)
+    fail(left, 1)
+    workers()[0].kill()
+    with pytest.raises(
+        jaxvec.EnvTimeoutError, match=r"(?s)worker 0 \(envs 0, 1\) took .*0\.1 s.*max_restarts is 1"
+    ) as caught:
+        envs.step([1, 1])
+    assert caught.value.env_ids == (0, 1)
+
+
+@pytest.mark.parametrize("fault", [throw, kill], ids=["exception", "SIGKILL"])
+def test_a_reset_that_fails_is_repeated_with_its_seed_and_options(make, left, fault):
+    envs = make(lambda: Flaky(left, "reset", fault), 2, num_workers=2, on_fault=FREE, info={"seed": int})
+    fail(left, 2)
+    timestep = envs.reset(seed=5, options={"hard": True})
+    assert timestep.info["seed"].tolist() == [5, 6]
+    assert [info["options"] for info in envs.infos()] == [{"hard": True}] * 2
+    assert not timestep.info["fault"].any()
+    assert envs.stats().total.restarts == 2
+
+
+def test_reset_that_kills_a_worker_is_repeated_with_its_own_options(make, left):
+    envs = make([CountingEnv, lambda: Flaky(left, "reset", kill)], num_workers=2, on_fault=FREE)
+    fail(left, 1)
+    options = [{"level": 3}, {"level": 4}]
+    envs.reset(options=options)
+    assert [info["options"] for info in envs.infos()] == options
+    assert envs.stats().total.restarts == 1
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+@pytest.mark.parametrize("retry", ["reset", "rebuild"])
+def test_an_automatic_reset_that_fails_costs_no_step(make, left, mode, retry):
+    envs = make(
+        lambda: Flaky(left, "reset", episode_length=2),
+        1,
+        on_fault=jaxvec.Restart(retry=retry, rate=None),
+        autoreset_mode=mode,
+    )
+    envs.reset(seed=0)
+    envs.step([1])
+    fail(left, 1)
+    over = envs.step([1])
+    assert over.terminated.all()
+    assert over.reward == [2]
+    following = envs.step([1])
+    assert not (over.info["fault"] | following.info["fault"]).any()
+    assert following.obs[0, 2] == (1 if mode == "SAME_STEP" else 0)
+    total = envs.stats().total
+    assert (total.restarts, total.faults, total.episodes) == (1, 0, 1)
+    assert total.steps == (3 if mode == "SAME_STEP" else 2)
+    if mode == "SAME_STEP":
+        assert over.info["final_obs"][0, 2] == 2
+
+
+def test_a_constructor_that_fails_is_tried_again_within_the_limits(make, left):
+    envs = make(lambda: Flaky(left, "constructor", throw), 1, on_fault=FREE)
+    envs.reset()
+    fail(left, 2)
+    (worker,) = workers()
+    worker.kill()
+    assert envs.step([1]).info["fault"].tolist() == [True]
+    assert envs.stats().total.restarts == 3
+
+
+def test_rebuild_makes_a_new_env_of_one_that_raised(make):
+    envs = make(lambda: FragileEnv(throw), 2, num_workers=1, on_fault=REBUILD)
+    envs.reset(seed=0)
+    envs.step([1, 1])
+    pids = envs.call("pid")
+    timestep = envs.step([HARM, 1])
+    assert timestep.obs[:, :2].tolist() == [[1, 0], [1, 2]]
+    assert envs.call("pid") == pids
+
+
+def test_wrong_data_is_a_fault_of_its_env_alone(make, backend):
+    class Wrong(CountingEnv):
+        def step(self, action):
+            obs, *rest = super().step(action)
+            return (obs * 0.5 if action == HARM else obs), *rest
+
+    envs = make(Wrong, 3, backend=backend, on_fault=FREE)
+    envs.reset(seed=0)
+    timestep = envs.step([1, HARM, 2])
+    assert timestep.info["fault"].tolist() == [False, True, False]
+    assert timestep.obs[:, 1].tolist() == [1, 1, 1]
+    assert timestep.obs[[0, 2], 3].tolist() == [1, 2]
+    assert envs.step([1, 1, 1]).obs[:, 1].tolist() == [2, 2, 2]
+
+
+def test_the_serial_backend_goes_on_after_exceptions(make):
+    envs = make(lambda: FragileEnv(throw), 3, backend="serial", on_fault=FREE)
+    timesteps = rollout(envs, "io_callback", np.array([[1, 1, 1], [1, HARM, 1], [1, 1, 1]]))
+    assert timesteps.info["fault"].tolist() == [[False] * 3, [False] * 3, [False, True, False], [False] * 3]
+    assert timesteps.obs[-1, :, 1].tolist() == [3, 2, 3]
+    assert timesteps.info["final_obs"][2, 1].tolist() == timesteps.obs[1, 1].tolist() == [1, 1, 1, 1]
+    assert timesteps.info["episode_return"][2].tolist() == [3, 1, 3]
+    assert timesteps.info["episode_length"][2].tolist() == [2, 1, 2]
+
+
+# --- Seeds -------------------------------------------------------------------------------------
+
+
+class SeededEnv(FragileEnv):
+    """Its observation ends with a random number, its info has the seed."""
+
+    def _observe(self, action):
+        obs = super()._observe(action)
+        obs[3] = self.np_random.integers(1 << 30)
+        return obs
+
+
+@pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
+def test_what_follows_a_fault_depends_on_the_seed_alone(make, fault):
+    actions = np.ones((6, 2), int)
+    actions[2, 0] = actions[4, 0] = HARM
+    runs = [
+        rollout(make(lambda: SeededEnv(FAULTS[fault]), 2, on_fault=REBUILD), "python", actions).obs[:, :, 3]
+        for _ in range(2)
+    ]
+    np.testing.assert_array_equal(*runs)
+    assert len(np.unique(runs[0])) > 10  # no episode is a repetition of another
+
+
+# --- Limits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
+def test_beyond_the_limit_a_fault_is_raised_and_breaks_the_pool(make, dispatch, face, fault):
+    policy = jaxvec.Restart(max_restarts=2, rate=None)
+    envs = start(
+        make, face, lambda: FragileEnv(FAULTS[fault]), 2, num_workers=2, on_fault=policy, dispatch=dispatch
+    )
+    assert rollout(envs, face, [[HARM, 1], [HARM, 1], [1, HARM]]).info["fault"].sum() == 3
+    kind = jaxvec.EnvError if fault == "exception" else jaxvec.WorkerDiedError
+    with pytest.raises(
+        (kind, RuntimeError), match="Worker 0 was not restarted.*2 times, and max_restarts is 2"
+    ):
+        rollout(envs, face, [[1, HARM], [HARM, 1]])
+    with pytest.raises(kind):
+        envs.raise_if_failed()
+    assert [worker.restarts for worker in envs.stats().workers] == [2, 2]
+    with pytest.raises(jaxvec.PoolBrokenError, match="max_restarts is 2"):
+        envs.reset()
+
+
+@pytest.mark.parametrize(("policy", "most"), [("restart", 1), (jaxvec.Restart(rate=(3, 3600)), 3)])
+def test_more_restarts_in_a_period_than_the_rate_says_are_too_many(make, backend, policy, most):
+    envs = make(lambda: FragileEnv(throw), 2, num_workers=1, backend=backend, on_fault=policy)
+    envs.reset()
+    for _ in range(most):
+        assert envs.step([HARM, 1]).info["fault"].tolist() == [True, False]
+    said = rf"(?s)bad luck.*0 was not restarted: restarts in the last .* s: {most}, and rate is \({most}, "
+    with pytest.raises(jaxvec.EnvError, match=said):
+        envs.step([1, HARM])
+    assert envs.stats().total.restarts == most
+
+
+def test_a_rate_is_of_any_such_period_and_of_each_worker(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(_config, "time", SimpleNamespace(monotonic=lambda: now))
+    budget = _config.Budget(jaxvec.Restart(max_restarts=None, rate=(2, 10.0)), 2)
+
+    def spend(worker):
+        try:
+            budget.spend(worker, jaxvec.JaxvecError("bad luck"))
+        except jaxvec.JaxvecError:
+            return False
+        return True
+
+    steps = [(0.0, True), (6.0, True), (9.9, False), (10.0, True), (15.9, False), (16.0, True), (16.0, False)]
+    for after, allowed in steps:
+        now = 100.0 + after
+        assert spend(0) is allowed, after
+    assert [spend(1), spend(1), spend(1)] == [True, True, False]
+    assert budget.restarts == [4, 2]
+
+
+def test_an_env_that_never_comes_back_is_raised(make):
+    envs = make(lambda: FragileEnv(signal.pause), 1, on_fault=jaxvec.Restart(max_restarts=1, rate=None),
+                step_timeout=0.5)  # fmt: skip
+    envs.reset()
+    assert envs.step([HARM]).info["fault"].all()
+    with pytest.raises(jaxvec.EnvTimeoutError, match="(?s)env 0 .*is running.*max_restarts is 1"):
+        envs.step([HARM])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"on_fault": "ignore"}, 'on_fault must be "raise", "restart" or a jaxvec.Restart'),
+        ({"on_fault": None}, "on_fault must be"),
+    ],
+)
+def test_an_unknown_policy_is_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        jaxvec.make(CountingEnv, 1, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"retry": "pray"}, "retry must be"),
+        ({"max_restarts": -1}, "max_restarts"),
+        *(({"rate": rate}, "rate must be") for rate in [(0, 60), (1, 0), (1.5, 60), 60, (1, 2, 3), ("", 1)]),
+    ],
+)
+def test_a_policy_that_can_not_be_is_refused(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        jaxvec.Restart(**arguments)
+
+
+# --- What is asked of envs outside of steps -------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["kill", "hang"])
+def test_a_call_that_ends_a_worker_raises_and_the_pool_goes_on(make, dispatch, end):
+    class Env(CountingEnv):
+        def end(self, how):
+            {"kill": kill, "hang": signal.pause, "": lambda: None}[how]()
+
+    envs = make(Env, 2, num_workers=2, on_fault=FREE, step_timeout=1.0, dispatch=dispatch)
+    envs.reset(seed=0)
+    kind = jaxvec.WorkerDiedError if end == "kill" else jaxvec.EnvTimeoutError
+    with pytest.raises(kind):
+        envs.call("end", end)
+    assert envs.pool.state.broken_by is None
+    assert envs.call("end", "") == (None, None)
+    assert envs.step([1, 1]).info["fault"].all()
+    assert not envs.step([1, 1]).info["fault"].any()
+
+
+RENEWALS = {
+    "rebuilt": (throw, {"on_fault": REBUILD}),
+    "replaced": (kill, {"on_fault": FREE}),
+    "rebuilt in this process": (throw, {"on_fault": REBUILD, "backend": "serial"}),
+}
+
+
+@pytest.mark.parametrize("how", RENEWALS)
+def test_a_new_env_is_told_what_the_one_before_it_was(make, how):
+    fault, options = RENEWALS[how]
+    serial = options.get("backend") == "serial"
+    envs = make(lambda: FragileEnv(fault, episode_length=3), 3, num_workers=1 if serial else 2, **options)
+    each = [{"level": i} for i in range(3)]
+    envs.reset(options=each)
+    envs.reset(mask=[False, True, False], options={"level": 7})  # not of the others, which it was not for
+    envs.set_attr("level", [10, 11, 12])
+    envs.set_attr("level", 99, indices=2)
+    goal = [1]
+    envs.set_attr("goal", [goal] * 3)
+    if not serial:  # which has the very list
+        goal.append(2)
+    timestep = envs.step([HARM, HARM, 0])  # env 1 shares its worker with env 2
+    hit = [True, True, how == "replaced"]
+    assert timestep.info["fault"].tolist() == hit
+    told = [{"level": 0}, {"level": 7}, {"level": 2}]
+    assert [info.get("options") for info in envs.infos()] == [
+        one if new else None for one, new in zip(told, hit, strict=True)
+    ]
+    assert envs.get_attr("level") == (10, 11, 99)
+    assert envs.get_attr("goal") == ([1],) * 3
+    for _ in range(3):
+        timestep = envs.step([0, 0, 0])
+    assert timestep.terminated[:2].tolist() == [True, True]
+    assert [info["options"] for info in envs.infos()[:2]] == [None, None]  # as any other autoreset
+    envs.reset()
+    assert envs.step([HARM, HARM, 0]).info["fault"].tolist() == hit
+    assert [info.get("options") for info in envs.infos()] == [None] * 3
+    assert envs.get_attr("level") == (10, 11, 99)
+
+
+def test_a_spare_env_that_is_rebuilt_is_told_its_options(make):
+    envs = make(lambda: FragileEnv(throw, episode_length=2), 1, spare_envs=1, on_fault=REBUILD)
+    envs.reset(options={"level": 3})
+    envs.set_attr("level", 5)
+    assert envs.step([HARM]).info["fault"].all()  # the spare env takes over
+    assert (envs.infos()[0]["options"], envs.call("get_wrapper_attr", "resets")) == (None, (1,))
+    for _ in range(2):
+        timestep = envs.step([0])
+    assert timestep.terminated.all()
+    assert (envs.infos()[0]["options"], envs.get_attr("level")) == ({"level": 3}, (5,))
+
+
+def test_a_new_env_can_be_left_as_it_is_built(make):
+    envs = make(lambda: FragileEnv(kill), 2, on_fault=jaxvec.Restart(rate=None, keep_options=False))
+    envs.reset(options={"level": 3})
+    envs.set_attr("resets", 70)
+    assert envs.step([HARM, 0]).info["fault"].tolist() == [True, False]
+    assert (envs.infos()[0]["options"], envs.get_attr("resets")) == (None, (1, 70))
+
+
+@pytest.mark.parametrize("how", RENEWALS)
+def test_what_can_not_be_told_again_is_logged_as_lost(make, how, caplog):
+    fault, options = RENEWALS[how]
+    serial = options.get("backend") == "serial"
+    envs = make(lambda: FragileEnv(fault), 3, num_workers=1 if serial else 2, **options)
+    envs.reset()
+    envs.get_attr("pid")
+    envs.step([0, HARM, 0])
+    envs.map(lambda env: None)
+    envs.step([0, HARM, 0])
+    envs.step([0, HARM, 0])  # the new env was never called
+    lost = "what call or map may have changed in " + ("envs 1, 2" if how == "replaced" else "env 1")
+    assert [lost in record.getMessage() for record in caplog.records] == [False, True, False]
+
+
+def test_a_worker_that_is_replaced_gets_the_options_of_resets(make):
+    envs = make(lambda: FragileEnv(kill), 1, on_fault=FREE)
+    envs.reset(seed=0, options={"level": 3})
+    with pytest.raises(jaxvec.NotPicklableError):
+        envs.reset(options={"level": threading.Lock()})  # which nobody gets, the next worker included
+    envs.step([HARM])
+    assert envs.infos()[0]["final_info"] == {}
+    envs.step([1])
+    envs.reset(options={"level": 3})
+    assert envs.infos()[0]["options"] == {"level": 3}
+
+
+def test_a_new_worker_with_other_spaces_breaks_the_pool(make, left):
+    class Env(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            if list(left.iterdir()):
+                self.action_space = spaces.Discrete(3)
+
+        def step(self, action):
+            os._exit(1)
+
+    envs = make(Env, 1, on_fault=FREE)
+    envs.reset()
+    fail(left, 1)
+    with pytest.raises(jaxvec.SpaceMismatchError, match=r"env 0 has action space Discrete\(3\)"):
+        envs.step([1])
+
+
+def test_each_restart_is_logged_with_its_cause(make, caplog):
+    envs = make(lambda: FragileEnv(throw), 1, on_fault=FREE)
+    envs.reset()
+    with caplog.at_level(logging.WARNING, "jaxvec"):
+        envs.step([HARM])
+    (record,) = caplog.records
+    assert "worker 0 recovers from fault 1: env 0 (worker 0) raised ValueError in step" in record.message
+
+
+def test_close_during_a_restart_leaves_nothing(make):
+    """The session's watch for leftovers sees what is left."""
+
+    def slow():
+        if os.environ.get("JAXVEC_SLOW"):
+            signal.pause()
+        return FragileEnv(kill)
+
+    envs = make(slow, 2, num_workers=2, on_fault=FREE)
+    envs.reset()
+    os.environ["JAXVEC_SLOW"] = "1"  # workers that are started from now on hang
+    try:
+        outcome: list[BaseException] = []
+
+        def step():
+            try:
+                envs.step([HARM, 1])
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        supervisor = envs.pool._workers.supervisor
+        while not supervisor.starting:
+            thread.join(0.01)
+            assert thread.is_alive()
+        envs.close()
+        thread.join(10)
+    finally:
+        del os.environ["JAXVEC_SLOW"]
+    assert isinstance(outcome[0], jaxvec.PoolClosedError)
+    assert workers() == []
+
+
+def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
+    envs = make(
+        lambda: FragileEnv(throw),
+        2,
+        num_workers=2,
+        batch_size=1,
+        recv_order="sent",
+        on_fault=FREE,
+        dispatch=dispatch,
+    )
+    envs.reset(seed=0)
+    envs.recv()
+    worker = envs.pool._workers.supervisor.channels[0]
+    while worker.readable():  # wakes for what was received
+        worker.receive()
+    envs.send([HARM], [0])
+    assert select.select([worker], [], [], 10)[0]  # its report, which nobody has read
+    assert envs.call("steps") == (0, 0)
+    assert envs.recv().info["fault"].tolist() == [True]
+    assert envs.stats().total.restarts == 1
+
+
+def test_a_wake_that_never_comes_holds_up_nothing(make):
+    """A worker is stopped after its rows are marked as done, and before it has told so."""
+
+    class Stopped(CountingEnv):
+        def step(self, action):
+            if action == 7:
+                from jaxvec._dispatch.channel import Channel
+
+                def wake(channel):
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+                Channel.wake = wake
+            return super().step(action)
+
+    envs = make(Stopped, 2, num_workers=2, dispatch="portable", step_timeout=2)
+    envs.reset(seed=0)
+    assert envs.step([0, 7]).obs[:, 3].tolist() == [0, 7]
+    with pytest.raises(jaxvec.EnvTimeoutError, match="step timed out .*unfinished: env 1"):
+        envs.step([0, 0])
+
+
+FEW = """
+import os, resource, sys
+import jaxvec, numpy as np
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def step(self, action):
+        if action == 7:
+            os.kill(os.getpid(), 9)
+        return super().step(action)
+
+policy = jaxvec.Restart(max_restarts=None, rate=None)
+envs = jaxvec.make(Env, 2, num_workers=2, on_fault=policy, workers=jaxvec.Workers(start_method=sys.argv[1]))
+envs.reset(seed=0)
+highest = max(fd for fd in range(1000) if os.path.exists(f"/proc/self/fd/{fd}"))
+for fd in range(highest):
+    if not os.path.exists(f"/proc/self/fd/{fd}"):
+        os.dup2(1, fd)
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    envs.step(np.array([0, 7]))
+except jaxvec.WorkerDiedError as error:
+    print(error)
+    print(error.__cause__)
+envs.close()
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_too_few_descriptors_for_a_replacement_are_a_typed_error(method):
+    done = subprocess.run(
+        [sys.executable, "-c", FEW, method], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    error, cause = done.stdout.splitlines()
+    assert re.match(r"worker 1 \(env 1\) could not be started: .*Too many open files", error)
+    assert cause.startswith("worker 1 (env 1) was killed by SIGKILL")
+
+
+class Simulated(CountingEnv):
+    """Has a simulator with a session of its own, and a daemon that has left it."""
+
+    def __init__(self):
+        super().__init__()
+        daemon = (
+            "import os, time; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(1000)"
+        )
+        self.pids = []
+        for words in (["sleep", "1000"], [sys.executable, "-c", daemon]):
+            process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, text=True)
+            self.pids.append(process.pid if words[0] == "sleep" else int(process.stdout.readline()))
+
+    def step(self, action):
+        if action == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_simulators_in_their_own_sessions_end_with_their_worker(make):
+    envs = make(Simulated, 2, num_workers=2, workers=jaxvec.Workers(start_method="forkserver"), on_fault=FREE)
+    envs.reset()
+    gone_by_now = []
+    for _ in range(3):
+        gone_by_now += envs.get_attr("pids")[0]
+        envs.step([7, 1])
+        assert gone(gone_by_now)
+    living = [pid for pids in envs.get_attr("pids") for pid in pids]
+    assert all(map(psutil.pid_exists, living))
+    envs.close()
+    assert gone(living)
+
+
+def test_of_objects_the_last_observation_is_kept_too():
+    """Those are in no shared memory: who had them last is the program."""
+
+    class Talking(gymnasium.Env):
+        observation_space = spaces.Dict(text=spaces.Text(20), count=spaces.Box(0, 99, (1,), np.int64))
+        action_space = spaces.Discrete(9)
+
+        def __init__(self):
+            self.count = 0
+
+        def observe(self):
+            return {"text": f"step {self.count}", "count": np.array([self.count])}
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.count = 0
+            return self.observe(), {}
+
+        def step(self, action):
+            if action == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.count += 1
+            return self.observe(), 1.0, False, False, {}
+
+    envs = AsyncVectorEnv([Talking] * 2, num_workers=1, autoreset_mode="SameStep", on_fault=FREE)
+    try:
+        envs.reset(seed=0)
+        for _ in range(2):
+            envs.step([0, 0])
+        obs, rewards, _, truncated, infos = envs.step([0, 7])
+        assert (truncated.tolist(), rewards.tolist()) == ([True, True], [0, 0])
+        assert obs["text"] == ("step 0", "step 0")
+        assert [final["text"] for final in infos["final_obs"]] == ["step 2", "step 2"]
+        assert [final["count"].tolist() for final in infos["final_obs"]] == [[2], [2]]
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_a_worker_that_died_has_started_in_its_group_ends(make, method):
+    class Starting(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.child = subprocess.Popen(["sleep", "1000"]).pid
+
+        def step(self, action):
+            if action == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    envs = make(Starting, 1, workers=jaxvec.Workers(start_method=method), on_fault=FREE)
+    envs.reset()
+    (child,) = envs.get_attr("child")
+    envs.step([7])
+    assert gone([child])

@@ -1,0 +1,303 @@
+"""What an env returns and can't be stored: the error names env and leaf."""
+
+from __future__ import annotations
+
+import os
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+from gymnasium import spaces
+from support.disasters import assert_broken, in_two_ways, wait_until_dead
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+WRONG_DATA = {
+    "shape": (lambda obs: obs[:2], r"obs: expected shape \(4,\), got \(2,\)"),
+    "dtype": (lambda obs: obs * 0.5, "obs: expected int32, got float64"),
+    "NaN": (lambda obs: np.full(4, np.nan), "obs: expected int32, got float64"),
+    "strings": (lambda obs: np.full(4, "x"), "obs: expected int32, got <U1"),
+    "None": (lambda obs: None, r"obs: expected shape \(4,\), got \(\)"),
+    "Nones": (lambda obs: [None] * 4, "obs: expected int32, got list"),
+    "structure": (lambda obs: {"x": obs}, r"obs: expected shape \(4,\), got \(\)"),
+    "ragged": (lambda obs: [1, [2]], "obs: expected shape .*ragged"),
+}
+
+
+class WrongEnv(CountingEnv):
+    """Env 2 returns other observations from `where`, in step on the action 7 only."""
+
+    def __init__(self, env_id, where, change):
+        super().__init__()
+        self._where = where if env_id == 2 else None
+        self._change = change
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed, options=options)
+        return (self._change(obs) if self._where == "reset" else obs), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return (self._change(obs) if self._where == "step" and action == 7 else obs), *rest
+
+
+def wrong(where, change):
+    return lambda env_id: WrongEnv(env_id, where, change)
+
+
+@pytest.mark.parametrize("name", WRONG_DATA)
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_wrong_observations_name_env_and_leaf(make, backend, name, where):
+    change, text = WRONG_DATA[name]
+    envs = make(wrong(where, change), 4, backend=backend)
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 2 .*{where}.*{text}"):
+        envs.reset()
+        envs.step(np.full(4, 7))
+    with pytest.raises(jaxvec.PoolBrokenError):
+        envs.reset()
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_wrong_shape_breaks_the_pool_in_every_way(drive, where):
+    change, text = WRONG_DATA["shape"]
+    driver = drive(wrong(where, change))
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 2 .worker 1. .*{where}.*{text}") as caught:
+        driver.reset()
+        driver.step(0, times=3)
+        driver.step(7)
+    assert (caught.value.env_id, caught.value.worker, caught.value.operation) == (2, 1, where)
+    assert caught.value.action == ("np.int64(7)" if where == "step" else None)
+    assert_broken(driver, caught.value)
+
+
+@in_two_ways
+@pytest.mark.parametrize("name", WRONG_DATA)
+def test_every_wrong_observation_breaks_the_pool(drive, name):
+    change, text = WRONG_DATA[name]
+    driver = drive(wrong("step", change))
+    driver.reset()
+    driver.step(0)
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 2 .worker 1. .*step.*{text}") as caught:
+        driver.step(7)
+    assert_broken(driver, caught.value)
+
+
+class NestedEnv(CountingEnv):
+    """Env 1 returns `wrong` from its first step."""
+
+    def __init__(self, env_id, wrong):
+        super().__init__()
+        self.observation_space = spaces.Dict(
+            {
+                "level": spaces.Discrete(5),
+                "pair": spaces.Tuple((spaces.Box(-1, 1, (2,), np.float32), spaces.MultiBinary(3))),
+            }
+        )
+        self._wrong = wrong if env_id == 1 else {}
+
+    def _observe(self, action):
+        right = {"level": 1, "pair": (np.zeros(2, np.float32), np.ones(3, np.int8))}
+        obs = (right | self._wrong) if self.steps else right
+        return {key: value for key, value in obs.items() if value != "missing"}
+
+
+FLOATS, BITS = np.zeros(2, np.float32), np.ones(3, np.int8)
+LEAVES = {
+    "a missing key": ({"level": "missing"}, r"obs: expected keys .*; missing \['level'\]"),
+    "a key too many": ({"more": 1}, r"obs: expected keys .*not in the space \['more'\]"),
+    "no dict's place": ({"pair": None}, r"obs\['pair'\]: expected a tuple of 2, got NoneType"),
+    "a short tuple": (
+        {"pair": (np.zeros(2, np.float32),)},
+        r"obs\['pair'\]: expected a tuple of 2, got one of 1",
+    ),
+    "a shape": (
+        {"pair": (np.zeros(3, np.float32), BITS)},
+        r"obs\['pair'\]\[0\]: expected shape",
+    ),
+    "a dtype": (
+        {"pair": (FLOATS, np.ones(3))},
+        r"obs\['pair'\]\[1\]: expected int8, got float64",
+    ),
+    "NaN into an integer": ({"level": float("nan")}, r"obs\['level'\]: expected int64, got float64"),
+    "None into an integer": ({"level": None}, r"obs\['level'\]: expected int64, got NoneType"),
+    "too large an integer": ({"level": 2**40}, r"obs\['level'\]: 1099511627776 doesn't fit"),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_the_leaf_of_a_nested_observation_is_named(make, backend, name):
+    change, text = LEAVES[name]
+    envs = make(lambda env_id: NestedEnv(env_id, change), 2, backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 1 .*step.*{text}"):
+        envs.step(np.zeros(2, int))
+
+
+def test_a_missing_key_breaks_the_pool_in_every_way(drive):
+    change, text = LEAVES["a missing key"]
+    driver = drive(lambda env_id: NestedEnv(env_id, change))
+    driver.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 1 .worker 0. .*step.*{text}") as caught:
+        driver.step()
+    assert_broken(driver, caught.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ((np.zeros(4, np.int32), 0.0, False, {}), "a tuple of 4"),
+        (None, "NoneType"),
+        ((np.zeros(4, np.int32), None, False, False, {}), "reward: expected a number"),
+        ((np.zeros(4, np.int32), np.zeros(2), False, False, {}), "reward: .*reward_space"),
+        ((np.zeros(4, np.int32), 0.0, False, False, None), "info as a dict, got NoneType"),
+    ],
+)
+def test_wrong_results_of_step_say_what_is_expected(make, backend, result, text):
+    class Wrong(CountingEnv):
+        def step(self, action):
+            return result
+
+    envs = make(Wrong, 2, backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvDataError, match=text):
+        envs.step(np.zeros(2, int))
+
+
+def test_envs_with_different_spaces_are_refused(make, backend):
+    def different(env_id):
+        env = CountingEnv()
+        if env_id == 3:
+            env.action_space = spaces.Discrete(5)
+        return env
+
+    with pytest.raises(jaxvec.SpaceMismatchError, match=r"env 3 has action space Discrete\(5\)"):
+        make(different, 4, backend=backend)
+
+
+# --- Out of the space ---------------------------------------------------------------------------
+
+
+class OutsideEnv(gymnasium.Env):
+    """Its nested observation is in its space, but for one leaf of env 1 where `value` is put."""
+
+    observation_space = spaces.Dict(
+        {
+            "pose": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.Discrete(3))),
+            "seen": spaces.MultiBinary(2),
+        }
+    )
+    action_space = spaces.Discrete(8)
+
+    def __init__(self, env_id, where, leaf, value):
+        self._change = (where, leaf, value) if env_id == 1 else None
+
+    def _observe(self, where):
+        leaves = {"position": np.zeros(2, np.float32), "kind": 1, "seen": np.zeros(2, np.int8)}
+        if self._change is not None and self._change[0] == where:
+            leaves[self._change[1]] = self._change[2]
+        return {"pose": (leaves["position"], leaves["kind"]), "seen": leaves["seen"]}
+
+    def reset(self, *, seed=None, options=None):
+        return self._observe("reset"), {}
+
+    def step(self, action):
+        return self._observe("step" if action == 7 else ""), 0.0, False, False, {}
+
+
+OUTSIDE = {
+    "above": (
+        "position",
+        np.array([0, 2], np.float32),
+        r"obs\['pose'\]\[0\]: array.* is not in Box\(-1.0, 1.0",
+    ),
+    "NaN": ("position", np.array([0, np.nan], np.float32), r"obs\['pose'\]\[0\]: array.*nan.* is not in Box"),
+    "no such kind": ("kind", 3, r"obs\['pose'\]\[1\]: 3 is not in Discrete\(3\)"),
+    "no bit": ("seen", np.array([0, 2], np.int8), r"obs\['seen'\]: array.* is not in MultiBinary\(2\)"),
+    "shape": ("position", np.zeros(3, np.float32), r"obs\['pose'\]\[0\]: expected shape \(2,\), got \(3,\)"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_strict_refuses_what_is_not_in_the_space(make, backend, name, where):
+    leaf, value, text = OUTSIDE[name]
+    envs = make(lambda env_id: OutsideEnv(env_id, where, leaf, value), 2, backend=backend, check="strict")
+    with pytest.raises(jaxvec.EnvDataError, match=f"env 1 .*{where}.*{text}"):
+        envs.reset()
+        envs.step([0, 7])
+
+
+@pytest.mark.parametrize("name", [name for name in OUTSIDE if name != "shape"])
+def test_by_default_only_the_structure_is_looked_at(make, backend, name):
+    leaf, value, _ = OUTSIDE[name]
+    envs = make(lambda env_id: OutsideEnv(env_id, "step", leaf, value), 2, backend=backend)
+    envs.reset()
+    envs.step([0, 7])
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_strict_takes_all_that_is_in_the_space(make, mode):
+    envs = make("CartPole-v1", 3, check="strict", autoreset_mode=mode)
+    envs.reset(seed=0)
+    for _ in range(60):
+        envs.step([1, 0, 1])
+    assert envs.stats().total.episodes > 6
+
+
+def test_an_unknown_check_is_refused():
+    with pytest.raises(ValueError, match='check must be "structure" or "strict"'):
+        jaxvec.make(CountingEnv, 1, check="everything")
+
+
+@pytest.mark.parametrize("shape", [(2,), (1000,)], ids=["small", "large"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_float_too_large_for_what_it_is_stored_as_is_an_error(make, dtype, shape):
+    """As is an integer. What is infinite from the start is the env's own affair."""
+
+    class Env(gymnasium.Env):
+        observation_space = spaces.Box(-np.inf, np.inf, shape, dtype)
+        action_space = spaces.Discrete(3)
+
+        def __init__(self, env_id):
+            self.env_id = env_id
+
+        def reset(self, *, seed=None, options=None):
+            return np.zeros(shape, dtype), {}
+
+        def step(self, action):
+            value = [1.0, np.inf, 1e300][int(action)] if self.env_id == 1 else 2.0
+            return np.full(shape, value, np.float64), 0.0, False, False, {}
+
+    envs = make(Env, 2, num_workers=1)
+    envs.reset(seed=0)
+    assert envs.step([0, 0]).obs[:, 0].tolist() == [2, 1]
+    assert envs.step([0, 1]).obs[:, 0].tolist() == [2, np.inf]
+    with pytest.raises(jaxvec.EnvDataError, match=r"env 1 .*1e\+300.* doesn't fit into float32"):
+        envs.step([0, 2])
+
+
+def test_a_fork_that_comes_back_from_a_step_is_ended(make, capfd):
+    """It has copies of the envs, and would write into the same rows."""
+
+    class Forking(CountingEnv):
+        def __init__(self, env_id):
+            super().__init__()
+            self.env_id = env_id
+            self.child = 0
+
+        def step(self, action):
+            if action == 7 and self.env_id == 1:
+                self.child = os.fork()
+            return super().step(action)
+
+    envs = make(Forking, 3, num_workers=1)
+    envs.reset(seed=0)
+    for steps in range(1, 4):
+        obs = envs.step([7, 7, 7]).obs
+        assert obs[:, 1].tolist() == [steps] * 3
+        wait_until_dead(psutil.Process(envs.get_attr("child")[1]))
+    envs.close()
+    said = capfd.readouterr().err
+    assert said.count("jaxvec.EnvError: env 1 has forked in step, and the new process") == 3

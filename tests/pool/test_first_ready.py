@@ -1,0 +1,713 @@
+"""`send` and `recv`: steps in two halves, batches of the envs that are ready first, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import disasters
+from support.disasters import PATIENCE, GatedEnv, unfinished, wait_until, within
+
+import jaxvec
+from jaxvec.callbacks import _ffi
+from jaxvec.testing import CountingEnv
+
+BACKENDS = {
+    "native": {"dispatch": "native"},
+    "portable": {"dispatch": "portable"},
+    "serial": {"backend": "serial"},
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def how(request):
+    return BACKENDS[request.param]
+
+
+@pytest.fixture(params=["ffi", "io_callback"])
+def transport(request):
+    if request.param == "ffi" and _ffi.reason_unavailable() is not None:
+        pytest.skip(str(_ffi.reason_unavailable()))
+    return request.param
+
+
+# --- In programs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["ready", "sent"])
+def test_in_a_scan_every_env_steps_as_often_as_it_was_received(make, how, transport, order):
+    envs = make(
+        CountingEnv,
+        6,
+        num_workers=None if how.get("backend") else 2,
+        batch_size=2,
+        recv_order=order,
+        transport=transport,
+        **how,
+    )
+    handle, timestep = jaxvec.reset(envs, seed=0)
+    assert timestep.obs.shape == (2, 4)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            env_id = timestep.info["env_id"]
+            handle = jaxvec.send(handle, 10 * env_id, env_id)
+            handle, timestep = jaxvec.recv(handle)
+            return (handle, timestep), timestep
+
+        return jax.lax.scan(body, (handle, timestep), length=60)
+
+    first = timestep.info["env_id"].tolist()
+    (handle, _), steps = program(handle, timestep)
+    received = Counter(steps.info["env_id"].reshape(-1).tolist())
+    received.update(first)
+    assert sum(received.values()) == 122
+    # The first that an env returns is its reset; then each row is its next step, with its own action.
+    seen = Counter(first)
+    for env_id, obs in zip(
+        steps.info["env_id"].reshape(-1).tolist(), steps.obs.reshape(-1, 4).tolist(), strict=True
+    ):
+        assert obs[1:] == ([0, 0, -1] if seen[env_id] == 0 else [seen[env_id], seen[env_id], 10 * env_id])
+        seen[env_id] += 1
+    if order == "sent":
+        assert steps.info["env_id"].tolist() == [[1, 4], [2, 5], [0, 3]] * 20
+    rest = [jaxvec.recv(handle)]
+    rest.append(jaxvec.recv(rest[0][0]))
+    taken = Counter(np.concatenate([timestep.info["env_id"] for _, timestep in rest]).tolist())
+    assert set(taken.values()) == {1}
+    assert envs.get_attr("steps") == tuple((received + taken)[i] - 1 for i in range(6))
+
+
+def test_two_halves_alternate(make, transport):
+    """Double buffering: the policy works on one half while workers step the other; deterministic."""
+    envs = make(CountingEnv, 8, num_workers=2, batch_size=4, recv_order="sent", transport=transport)
+    handle, timestep = jaxvec.reset(envs)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            handle = jaxvec.send(handle, timestep.obs[:, 1], timestep.info["env_id"])
+            handle, timestep = jaxvec.recv(handle)
+            return (handle, timestep), (timestep.info["env_id"], timestep.obs)
+
+        return jax.lax.scan(body, (handle, timestep), length=20)[1]
+
+    env_id, obs = program(handle, timestep)
+    assert env_id.tolist() == [[1, 3, 5, 7], [0, 2, 4, 6]] * 10
+    np.testing.assert_array_equal(obs[:, 0, 1], np.arange(20) // 2 + np.arange(20) % 2)
+
+
+def test_without_batch_size_recv_returns_all_in_env_order(make, how, transport):
+    workers = {} if how.get("backend") else {"num_workers": 3}
+    envs = make(CountingEnv, 5, transport=transport, **how, **workers)
+    handle, _ = jaxvec.reset(envs)
+
+    @jax.jit
+    def program(handle):
+        handle = jaxvec.send(handle, jnp.array([1, 3]), jnp.array([4, 0]))
+        handle = jaxvec.send(handle, jnp.array([5, 6, 7]), jnp.array([2, 1, 3]))
+        return jaxvec.recv(handle)
+
+    handle, timestep = program(handle)
+    np.testing.assert_array_equal(timestep.info["env_id"], range(5))
+    np.testing.assert_array_equal(timestep.obs[:, 3], [3, 6, 5, 7, 1])
+    handle, _ = jaxvec.step(handle, jnp.zeros(5, int))  # all are received
+    handle = jaxvec.send(handle, jnp.zeros(5, int))
+    _, timestep = jaxvec.recv(handle)
+    np.testing.assert_array_equal(timestep.obs[:, 1], 3)
+
+
+def test_those_that_are_done_first_come_first(make, transport, tmp_path):
+    envs = make(lambda: GatedEnv(tmp_path / "open"), 4, num_workers=4, batch_size=1, transport=transport)
+    handle, timestep = jaxvec.reset(envs)
+    arrived = timestep.info["env_id"].tolist()
+    for _ in range(3):
+        handle, timestep = jaxvec.recv(handle)
+        arrived += timestep.info["env_id"].tolist()
+    assert sorted(arrived) == [0, 1, 2, 3]
+    handle = jaxvec.send(handle, jnp.array([7]), jnp.array([1]))
+    for other in (3, 0, 2):  # one after the other: each is done before the next is sent
+        handle = jaxvec.send(handle, jnp.array([0]), jnp.array([other]))
+        while envs.pool._workers._dispatch.unfinished().tolist() != [1]:
+            threading.Event().wait(0.001)
+    order = []
+    for _ in range(3):
+        handle, timestep = jaxvec.recv(handle)
+        order += timestep.info["env_id"].tolist()
+    assert order == [3, 0, 2]
+    (tmp_path / "open").touch()
+    assert jaxvec.recv(handle)[1].info["env_id"].tolist() == [1]
+
+
+def test_within_a_batch_they_are_in_the_order_in_which_they_were_done(make, transport):
+    """One worker steps them as they were sent."""
+    envs = make(CountingEnv, 4, num_workers=1, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    handle, _ = jaxvec.recv(handle)
+    turn = jax.jit(lambda h, ids: jaxvec.recv(jaxvec.send(h, ids, ids)))
+    for ids in ([3, 0], [0, 3], [2, 1]):
+        handle, timestep = turn(handle, jnp.array(ids))
+        assert timestep.info["env_id"].tolist() == ids
+        assert timestep.obs[:, 3].tolist() == ids
+
+
+def test_a_slow_env_neither_starves_nor_holds_up_the_others(make, transport, tmp_path):
+    """Env 0 waits while the others step on, and is served as soon as it is done."""
+    envs = make(lambda: GatedEnv(tmp_path / "open"), 4, num_workers=4, batch_size=2, transport=transport)
+    handle, timestep = jaxvec.reset(envs)
+
+    @jax.jit
+    def turn(handle, timestep):
+        env_id = timestep.info["env_id"]
+        handle = jaxvec.send(handle, jnp.where(env_id == 0, 7, 1), env_id)
+        return jaxvec.recv(handle)
+
+    seen = set()
+    while timestep.obs[:, 1].max() < 100:
+        handle, timestep = turn(handle, timestep)
+        seen |= set(zip(timestep.info["env_id"].tolist(), timestep.obs[:, 1].tolist(), strict=True))
+    assert {step for env_id, step in seen if env_id == 0} <= {0}
+    (tmp_path / "open").touch()
+    served = 0
+    for _ in range(400):
+        handle, timestep = turn(handle, timestep)
+        served += 0 in timestep.info["env_id"]
+    assert served >= 10
+
+
+# --- On the host ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_an_env_that_hangs_is_noticed_though_others_are_ready(make, dispatch, transport, on_fault, tmp_path):
+    class Steady(GatedEnv):
+        def step(self, action):
+            threading.Event().wait(0.02)  # so some env of the other worker always runs
+            return super().step(action)
+
+    envs = make(
+        lambda: Steady(tmp_path / "gate"),
+        4,
+        num_workers=2,
+        batch_size=1,
+        dispatch=dispatch,
+        transport=transport,
+        step_timeout=1.0,
+        on_fault=on_fault,
+    )
+    handle, timestep = jaxvec.reset(envs)
+    turn = jax.jit(lambda h, ids: jaxvec.recv(jaxvec.send(h, jnp.where(ids == 3, 7, 1), ids)))
+    running = r"env 3 \(worker 1\) is running, last action \S+; unfinished: envs? (2, )?3"
+    late = f"step timed out after 1.0 s: {running}"
+    faults = 0
+    with pytest.raises(RuntimeError, match=late) if on_fault == "raise" else nullcontext():
+        while not faults:
+            handle, timestep = turn(handle, timestep.info["env_id"])
+            faults += int(timestep.info["fault"].sum()) if on_fault == "restart" else 0
+    assert envs.stats().total.restarts == faults
+
+
+def test_the_host_has_the_same_verbs_from_any_thread(make, how):
+    """An actor thread sends and receives, as EnvPool's users do."""
+    envs = make(CountingEnv, 6, batch_size=3, **how)
+    steps = Counter()
+    errors = []
+
+    def act():
+        try:
+            timestep = envs.reset(seed=0)
+            for _ in range(50):
+                env_id = timestep.info["env_id"]
+                steps.update(env_id.tolist())
+                envs.send(timestep.obs[:, 1], env_id)
+                timestep = envs.recv()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join(60)
+    assert not errors
+    assert envs.reset().obs.shape == (3, 4)
+    assert envs.get_attr("steps") == tuple(steps[i] for i in range(6))
+
+
+def test_one_thread_sends_while_another_receives(make, tmp_path):
+    envs = make(lambda: GatedEnv(tmp_path / "open"), 2, num_workers=2, batch_size=1)
+    envs.reset()
+    envs.recv()
+    envs.send([7], [0])
+    got = []
+    receiver = threading.Thread(target=lambda: got.append(envs.recv().info["env_id"].tolist()))
+    receiver.start()
+    while envs.pool._engine.generation[0] < 4:  # until the receiver waits
+        threading.Event().wait(0.001)
+    envs.send([0], [1])  # is not held up by it
+    (tmp_path / "open").touch()
+    receiver.join(20)
+    assert got == [[0]]
+    assert envs.recv().info["env_id"].tolist() == [1]
+
+
+def test_views_are_read_only_and_show_the_segment(make):
+    envs = make(CountingEnv, 4, num_workers=2, batch_size=2, recv_order="sent")
+    envs.reset()
+    views = envs.recv(copy=False)
+    assert views.info["env_id"].tolist() == [1, 3]
+    assert not views.obs.flags.writeable
+    assert views.obs.base is not None
+    copies = views.obs.copy()
+    envs.send([5, 6], [1, 3])
+    envs.send([1, 2], [0, 2])
+    np.testing.assert_array_equal(envs.recv(copy=False).obs[:, 3], [5, 6])
+    np.testing.assert_array_equal(views.obs[:, 3], [5, 6])  # the same memory
+    assert copies[:, 3].tolist() == [-1, -1]
+    envs.send([8, 9], [3, 1])
+    envs.recv()
+    backwards = envs.recv(copy=False)  # such rows are copied
+    assert backwards.obs[:, 3].tolist() == [8, 9]
+    assert backwards.obs.flags.writeable
+
+
+def check_rows(timestep, ids, actions, resets=1):
+    """Checks all fields of the rows of envs that were stepped once since their reset; by -1, not at all."""
+    steps = [int(action >= 0) for action in actions]
+    np.testing.assert_array_equal(timestep.obs[:, 0], resets)
+    assert timestep.obs[:, 2].tolist() == timestep.reward.tolist() == steps
+    assert timestep.obs[:, 3].tolist() == list(actions)
+    assert not timestep.terminated.any()
+    assert not timestep.truncated.any()
+    assert timestep.info.keys() == {"env_id", "episode_return", "episode_length", "final_obs", "_final_obs"}
+    assert timestep.info["env_id"].tolist() == list(ids)
+    assert timestep.info["episode_return"].tolist() == timestep.info["episode_length"].tolist() == steps
+    assert timestep.info["final_obs"].tolist() == [[0] * 4] * len(steps)
+    assert not timestep.info["_final_obs"].any()
+
+
+@pytest.mark.parametrize("order", ["ready", "sent"])
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_all_that_are_ready_are_returned_and_one_at_least(make, dispatch, order, tmp_path):
+    gate = tmp_path / "open"
+    envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, dispatch=dispatch)
+    envs.reset()
+    envs.recv()
+    with pytest.raises(
+        jaxvec.PendingEnvError, match="recv returns at least 1 envs, but only 0 are in flight"
+    ):
+        envs.recv(at_least=1)
+    envs.send([7], [1])
+    for other in (3, 0, 2):  # one after the other: each is done before the next is sent
+        envs.send([other], [other])
+        wait_until(lambda: unfinished(envs) == [1])
+    if order == "ready":
+        check_rows(envs.recv(at_least=1), [3, 0, 2], [3, 0, 2])  # more than batch_size
+        with pytest.raises(jaxvec.PendingEnvError, match="recv returns at least 2 envs, but only 1 are"):
+            envs.recv(at_least=2)
+    with pytest.raises(jaxvec.NotReadyError):
+        envs.recv(at_least=1, timeout=0)
+    gate.touch()
+    ids = [1] if order == "ready" else [1, 3, 0, 2]
+    check_rows(envs.recv(at_least=1, timeout=PATIENCE), ids, [7, 3, 0, 2][: len(ids)])
+
+
+def test_a_question_waits_for_no_env_of_another_worker(make, tmp_path):
+    gate = tmp_path / "open"
+    envs = make(GatedEnv, 2, gate=gate, num_workers=2, batch_size=1)
+    envs.reset()
+    envs.recv()
+    envs.send([7], [0])
+
+    def ask():
+        envs.set_attr("name", "idle", indices=[1])
+        return envs.call("steps", indices=[1]) + envs.get_attr("name", indices=[1])
+
+    assert within(ask) == (0, "idle")
+    envs.send([5], [1])
+    check_rows(envs.recv(), [1], [5])
+    assert unfinished(envs) == [0]
+    assert envs.call("steps", indices=[]) == ()
+    later = envs.call_async("steps", indices=[1, 0])  # which waits for env 0
+    gate.touch()
+    assert later.result(PATIENCE) == (1, 1)
+    check_rows(envs.recv(), [0], [7])
+
+
+def test_without_batch_size_those_that_are_ready_are_returned_too(make, tmp_path):
+    """As programs with ML-Agents go: a worker with one env each, and whoever has answered is next."""
+    gate = tmp_path / "open"
+    envs = make(GatedEnv, 3, gate=gate, num_workers=3)
+    envs.reset()
+    envs.send([5, 7, 6])
+    wait_until(lambda: unfinished(envs) == [1])
+    timestep = envs.recv(at_least=2)
+    ids = timestep.info["env_id"].tolist()
+    assert sorted(ids) == [0, 2]
+    check_rows(timestep, ids, [5 + env_id // 2 for env_id in ids])
+    gate.touch()
+    check_rows(envs.recv(at_least=1), [1], [7])
+    assert envs.step([0, 0, 0]).obs[:, 2].tolist() == [2, 2, 2]  # all are received
+
+
+# --- What is refused --------------------------------------------------------------------------
+
+
+REFUSED = {
+    "nothing in flight": (
+        lambda h: jaxvec.recv(h),
+        jaxvec.PendingEnvError,
+        "recv returns 2 envs, but only 0 are",
+    ),
+    "a partial batch": (
+        lambda h: jaxvec.recv(jaxvec.send(h, jnp.zeros(1, int), jnp.array([0]))),
+        jaxvec.PendingEnvError,
+        "recv returns 2 envs, but only 1 are",
+    ),
+    "in flight": (
+        lambda h: jaxvec.send(
+            jaxvec.send(h, jnp.zeros(2, int), jnp.array([0, 1])), jnp.zeros(2, int), jnp.array([2, 1])
+        ),
+        jaxvec.PendingEnvError,
+        r"envs \[1\] are in flight",
+    ),
+    "a step of envs in flight": (
+        lambda h: jaxvec.step(jaxvec.send(h, jnp.zeros(1, int), jnp.array([3])), jnp.zeros(4, int)),
+        jaxvec.PendingEnvError,
+        r"envs \[3\] are in flight",
+    ),
+    "twice": (
+        lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 1])),
+        jaxvec.EnvIdError,
+        "env_id 1 is named twice",
+    ),
+    "foreign": (
+        lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 4])),
+        jaxvec.EnvIdError,
+        "env_id 4 is out of range for pool",
+    ),
+    "negative": (
+        lambda h: jaxvec.send(h, jnp.zeros(1, int), jnp.array([-1])),
+        jaxvec.EnvIdError,
+        "env_id -1 is out of range for pool",
+    ),
+    "a part of the pool's handle": (
+        lambda h: jaxvec.recv(jax.tree.map(lambda x: x[:2], h)),
+        jaxvec.EnvIdError,
+        "all 4 envs, not to 2",
+    ),
+    "a reset of some": (
+        lambda h: jaxvec.reset(jax.tree.map(lambda x: x[:2], h)),
+        jaxvec.EnvIdError,
+        "all 4 envs, not to 2",
+    ),
+    "a reset by mask of all, one in flight": (
+        lambda h: jaxvec.reset(jaxvec.send(h, jnp.zeros(1, int), jnp.array([2])), mask=np.ones(4, bool)),
+        jaxvec.PendingEnvError,
+        r"envs \[2\] are in flight",
+    ),
+    "a reset by mask of too few": (
+        lambda h: jaxvec.reset(h, mask=np.array([True, False, False, False])),
+        jaxvec.PendingEnvError,
+        "reset returns 2 envs, as recv does, but with the 1 of mask only 1 would be in flight",
+    ),
+    "a handle with an env twice": (
+        lambda h: jaxvec.send(
+            jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], h), jnp.zeros(1, int), jnp.array([1])
+        ),
+        jaxvec.EnvIdError,
+        "env_id 0 is named twice",
+    ),
+    "a handle with an env twice, at recv": (
+        lambda h: jaxvec.recv(
+            jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], jaxvec.send(h, jnp.zeros(4, int)))
+        ),
+        jaxvec.EnvIdError,
+        "env_id 0 is named twice",
+    ),
+    "stale": (
+        lambda h: (
+            jaxvec.send(h, jnp.zeros(1, int), jnp.array([0])),
+            jaxvec.send(h, jnp.zeros(1, int), jnp.array([1])),
+        ),
+        jaxvec.StaleHandleError,
+        "stale handle.*the latest is call .*, by jaxvec.send",
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_call_moves_nothing_and_leaves_the_pool_usable(make, transport, case, jit):
+    call, error, match = REFUSED[case]
+    envs = make(CountingEnv, 4, num_workers=2, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    handle, _ = jaxvec.recv(handle)  # all are received
+    with pytest.raises((error, RuntimeError), match=match):
+        jax.block_until_ready((jax.jit(call) if jit else call)(handle))
+    handle, timestep = jaxvec.reset(envs)
+    handle, _ = jaxvec.recv(handle)
+    handle = jaxvec.send(handle, jnp.zeros(4, int))
+    _, timestep = jaxvec.recv(handle)
+    assert (timestep.obs[:, 1] <= 2).all()
+    assert envs.pool.state.broken_by is None
+
+
+def test_a_handle_in_another_order_is_the_same_handle(make, transport):
+    envs = make(CountingEnv, 4, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    handle, first = jaxvec.recv(jax.tree.map(lambda x: x[::-1], handle))
+    handle = jaxvec.send(handle, jnp.array([3, 4]), first.info["env_id"])
+    _, second = jaxvec.recv(handle)
+    assert sorted(first.info["env_id"].tolist()) == sorted(second.info["env_id"].tolist())
+    assert sorted(second.obs[:, 3].tolist()) == [3, 4]
+
+
+def test_arguments_that_can_not_be_are_refused(make, transport):
+    envs = make(CountingEnv, 4, batch_size=2, transport=transport)
+    handle, _ = jaxvec.reset(envs)
+    with pytest.raises(jaxvec.EnvIdError, match="integers of shape"):
+        jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0.0, 1.0]))
+    with pytest.raises(jaxvec.ActionError, match=r"\(2,\).*\(3"):
+        jaxvec.send(handle, jnp.zeros(2, int), jnp.array([0, 1, 2]))
+    with pytest.raises(TypeError, match=r"at_least=1: how many envs are ready differs.*VectorEnv\.recv"):
+        jax.jit(partial(jaxvec.recv, at_least=1))(handle)
+    for wrong in (0, 5, True, 2.0):
+        with pytest.raises(ValueError, match=r"at_least must be an integer from 1 to num_envs \(4\), not"):
+            envs.recv(at_least=wrong)
+    with pytest.raises(NotImplementedError, match="can't be split over vmapped instances"):
+        jax.vmap(jaxvec.recv)(jax.tree.map(lambda x: x[None], handle))
+    for wrong in (0, 5, True, 2.0):
+        with pytest.raises(ValueError, match="batch_size must be an integer from 1 to num_envs"):
+            make(CountingEnv, 4, batch_size=wrong)
+    with pytest.raises(ValueError, match="recv_order must be"):
+        make(CountingEnv, 4, batch_size=2, recv_order="first")
+    with pytest.raises(ValueError, match="reset themselves"):
+        make(CountingEnv, 4, batch_size=2, autoreset_mode="DISABLED")
+
+
+def test_a_reset_drops_what_is_in_flight(make, how):
+    envs = make(CountingEnv, 4, batch_size=2, **how)
+    for resets in range(1, 5):
+        timestep = envs.reset(seed=resets)
+        rest = envs.recv()
+        np.testing.assert_array_equal(timestep.obs[:, 0], resets)
+        np.testing.assert_array_equal(rest.obs[:, 0], resets)
+        envs.send(np.zeros(3, int), [0, 2, 3])
+    assert envs.get_attr("steps") == (4, 0, 4, 4)
+
+
+# --- Resets by mask ---------------------------------------------------------------------------
+
+
+def test_a_program_resets_some_envs_while_others_are_in_flight(make, transport):
+    """Of each batch, the first env is stepped, and the second is reset."""
+    envs = make(CountingEnv, 6, num_workers=2, batch_size=2, recv_order="sent", transport=transport)
+    handle, timestep = jaxvec.reset(envs, seed=0)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            first, second = timestep.info["env_id"]
+            handle = jaxvec.send(handle, first[None], first[None])
+            handle, timestep = jaxvec.reset(handle, mask=jnp.arange(6) == second)
+            return (handle, timestep), timestep
+
+        return jax.lax.scan(body, (handle, timestep), length=20)[1]
+
+    first = timestep.info["env_id"].tolist()
+    found = program(handle, timestep)
+    resets, steps, last = [1] * 6, [0] * 6, [-1] * 6
+    flying = [env_id for env_id in spread(6, 2) if env_id not in first]
+    batch = first
+    for turn in range(20):
+        stepped, reset = batch
+        steps[stepped], last[stepped] = steps[stepped] + 1, stepped
+        resets[reset], last[reset] = resets[reset] + 1, -1
+        flying += batch
+        batch, flying = flying[:2], flying[2:]
+        assert found.info["env_id"][turn].tolist() == batch
+        assert found.obs[turn, :, 0].tolist() == [resets[env_id] for env_id in batch]
+        assert found.obs[turn, :, 1].tolist() == [steps[env_id] for env_id in batch]
+        assert found.obs[turn, :, 3].tolist() == [last[env_id] for env_id in batch]
+        was_reset = np.array([last[env_id] < 0 for env_id in batch])
+        for zero in (found.reward, found.info["episode_return"], found.info["episode_length"]):
+            np.testing.assert_array_equal(zero[turn] == 0, was_reset)
+
+
+class WaitingReset(CountingEnv):
+    """Its reset waits for a file if the options say so."""
+
+    def reset(self, *, seed=None, options=None):
+        while options and "gate" in options and not options["gate"].exists():
+            threading.Event().wait(0.001)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, dispatch, tmp_path):
+    """Env 1 waits behind the reset of env 0, its worker's other; meanwhile env 3 is reset, and received."""
+    gate = tmp_path / "open"
+    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, dispatch=dispatch)
+    envs.reset()
+    envs.recv()
+    left, last = np.arange(4) < 2, np.arange(4) == 3
+    envs.reset_async(mask=left, seed=10, options=[{"gate": gate}, {"level": 1}, None, None])
+    for reset in (envs.reset, envs.reset_async):
+        for mask, flying in ((left, r"\[0, 1\]"), (~left | [False, True, False, False], r"\[1\]")):
+            with pytest.raises(jaxvec.PendingEnvError, match=f"envs {flying} are in flight"):
+                reset(mask=mask, seed=30, options={"level": 30})
+    # Worker 0 is busy, but is not asked, since the options of its envs stay.
+    within(lambda: envs.reset_async(mask=last, seed=20, options={"level": 3}))
+    check_rows(envs.recv(at_least=1, timeout=PATIENCE), [3], [-1], resets=2)
+    gate.touch()
+    check_rows(envs.recv(timeout=PATIENCE), [0, 1], [-1, -1], resets=2)
+    assert [(info["seed"], info["options"]) for info in envs.infos()] == [
+        (10, {"gate": gate}),
+        (11, {"level": 1}),
+        (-1, None),
+        (23, {"level": 3}),
+    ]
+    envs.reset_async(mask=~left)  # without options: none are left over from before
+    ids = envs.recv().info["env_id"]
+    assert sorted(ids.tolist()) == [2, 3]
+    assert [info["options"] for info in envs.infos([2, 3])] == [None, None]
+    with pytest.raises(jaxvec.PendingEnvError, match="with the 0 of mask only 0 would be in flight"):
+        envs.reset(mask=np.zeros(4, bool))
+
+
+# --- Against a model --------------------------------------------------------------------------
+
+
+def spread(num_envs, batch_size):
+    """The order in which a reset sends: each batch has envs of all parts of the pool."""
+    batches = -(-num_envs // batch_size)
+    return sorted(range(num_envs), key=lambda i: (i % batches, i))
+
+
+# Drawn before the game: who is ready first is no choice of Hypothesis', and its draws must not depend on it.
+MOVES = st.lists(
+    st.tuples(st.just("send"), st.randoms(use_true_random=True))
+    | st.tuples(st.just("recv"), st.none() | st.integers(1, 6)),
+    max_size=25,
+)
+
+
+@settings(max_examples=15)
+@given(
+    num_envs=st.integers(1, 6),
+    batch=st.integers(1, 6),
+    order=st.sampled_from(["ready", "sent"]),
+    moves=MOVES,
+)
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_random_sends_and_receives_agree_with_a_model(dispatch, num_envs, batch, order, moves):
+    batch = min(batch, num_envs)
+    with disasters.make(
+        CountingEnv,
+        num_envs,
+        num_workers=min(2, num_envs),
+        batch_size=batch,
+        recv_order=order,
+        dispatch=dispatch,
+    ) as envs:
+        steps = [0] * num_envs
+        arrived = envs.reset().info["env_id"].tolist()
+        flying = [i for i in spread(num_envs, batch) if i not in arrived]
+        actions = dict.fromkeys(range(num_envs), -1)
+        for name, how in moves:
+            if name == "send":
+                sent = how.sample(arrived, how.randint(min(1, len(arrived)), len(arrived)))
+                given_actions = [how.randrange(1000) for _ in sent]
+                envs.send(np.array(given_actions, int), np.array(sent, int))
+                for env_id, action in zip(sent, given_actions, strict=True):
+                    arrived.remove(env_id)
+                    flying.append(env_id)
+                    steps[env_id] += 1
+                    actions[env_id] = action
+                continue
+            at_least = how and min(how, num_envs)
+            if len(flying) < (at_least or batch):
+                with pytest.raises(jaxvec.PendingEnvError):
+                    envs.recv(at_least=at_least)
+            else:
+                timestep = envs.recv(at_least=at_least)
+                got = timestep.info["env_id"].tolist()
+                assert len(set(got)) == len(got) >= (at_least or batch)
+                assert at_least is not None or len(got) == batch
+                if at_least is None and batch == num_envs:
+                    assert got == list(range(num_envs))
+                elif order == "sent":
+                    assert got == flying[: len(got)]
+                assert timestep.obs[:, 1].tolist() == [steps[i] for i in got]
+                assert timestep.obs[:, 3].tolist() == [actions[i] for i in got]
+                for env_id in got:
+                    flying.remove(env_id)
+                    arrived.append(env_id)
+
+
+# --- Resets in two halves, and a caller's own time limit -----------------------------------------
+
+
+def test_a_reset_that_was_sent_is_received(make, how):
+    envs = make(CountingEnv, 3, **how)
+    envs.reset_async(seed=5, options=[{"level": 1}, None, {"level": 3}])
+    with pytest.raises(jaxvec.PendingEnvError):
+        envs.step([0, 0, 0])
+    assert envs.recv().obs[:, :2].tolist() == [[1, 0]] * 3
+    assert [info["seed"] for info in envs.infos()] == [5, 6, 7]
+    assert [info["options"] for info in envs.infos()] == [{"level": 1}, None, {"level": 3}]
+    envs.step([0, 0, 0])
+
+
+def test_some_envs_reset_while_others_step(make, how):
+    envs = make(CountingEnv, 4, **how)
+    envs.reset()
+    envs.reset_async(mask=np.array([True, False, True, False]))
+    with pytest.raises(jaxvec.PendingEnvError):  # two are in flight, recv returns four
+        envs.recv()
+    envs.send([1, 3], env_id=[1, 3])
+    assert envs.recv().obs.tolist() == [[2, 0, 0, -1], [1, 1, 1, 1], [2, 0, 0, -1], [1, 1, 1, 3]]
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, dispatch, tmp_path):
+    gate = tmp_path / "gate"
+    envs = make(GatedEnv, 2, gate=gate, dispatch=dispatch)
+    envs.reset()
+    envs.send([7, 0])
+    for _ in range(2):
+        with pytest.raises(jaxvec.NotReadyError, match="call it again to go on waiting"):
+            envs.recv(timeout=0.01)
+    with pytest.raises(jaxvec.PendingEnvError):
+        envs.step([0, 0])
+    gate.touch()
+    assert envs.recv(timeout=20).obs.tolist() == [[1, 1, 1, 7], [1, 1, 1, 0]]
+    assert envs.step([1, 2]).obs[:, 3].tolist() == [1, 2]  # no stale row
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([{}], "got 1 dicts for 2 envs"),
+        ("fast", "must be a dict, or one for each env, not str"),
+        ([{}, 3], "options of env 1 must be a dict or None, not int"),
+    ],
+)
+def test_wrong_options_are_refused(make, how, options, error):
+    envs = make(CountingEnv, 2, **how)
+    for reset in (envs.reset, envs.reset_async, lambda options: jaxvec.reset(envs, options=options)):
+        with pytest.raises((TypeError, ValueError), match=error):
+            reset(options=options)
+    assert envs.reset().obs[:, 0].tolist() == [1, 1]

@@ -1,0 +1,193 @@
+"""The same data as `gymnasium.vector.SyncVectorEnv`, bit for bit, in every autoreset mode."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from support.oracle import (
+    assert_same,
+    host_loop,
+    oracle_steps,
+    rollout,
+    sample_actions,
+)
+
+import jaxvec
+from jaxvec.testing import NestedEnv
+
+MODES = list(AutoresetMode)
+ENVS = {  # 5 envs each, so that 2 workers hold slices of different size
+    **{
+        name: [partial(gymnasium.make, name)] * 5
+        for name in (
+            "CartPole-v1",
+            "MountainCarContinuous-v0",
+            "Pendulum-v1",
+            "Blackjack-v1",
+            "FrozenLake-v1",
+            "Taxi-v4",
+        )
+    },
+    "NestedEnv": [partial(NestedEnv, length) for length in (3, 7, 5, 1, 4)],
+}
+
+modes = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(
+            name,
+            mode,
+            marks=() if name in ("CartPole-v1", "NestedEnv") or i % 3 == j else pytest.mark.nightly,
+            id=f"{name}-{mode.name}",
+        )
+        for i, name in enumerate(ENVS)
+        for j, mode in enumerate(MODES)
+    ],
+)
+def test_a_thousand_jitted_steps_equal_gymnasiums(make, name, mode):
+    env_fns = ENVS[name]
+    actions, raw = sample_actions(env_fns, 1_000)
+    envs = make(env_fns, num_workers=2, autoreset_mode=mode)
+    ended = assert_same(rollout(envs, actions), oracle_steps(env_fns, mode, raw, 1_000))
+    assert ended >= 5  # every env's episode, or the comparison would say little
+
+
+@modes
+@pytest.mark.parametrize("name", ["CartPole-v1", "NestedEnv"])
+def test_host_steps_equal_gymnasiums(make, backend, name, mode):
+    env_fns = ENVS[name]
+    actions, raw = sample_actions(env_fns, 200)
+    local = backend == "serial"  # and through all wrappers
+    envs = make(
+        env_fns, num_workers=1 if local else 2, backend=backend, autoreset_mode=mode, wrapper_bypass=not local
+    )
+    got = host_loop(envs, actions, 200)
+    assert assert_same(got, oracle_steps(env_fns, mode, raw, 200)) >= 25
+
+
+@pytest.fixture
+def x64():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@modes
+def test_with_x64_nothing_is_rounded(make, x64, mode):
+    env_fns = ENVS["NestedEnv"]
+    actions, raw = sample_actions(env_fns, 100)
+    assert actions["arm"][0].dtype == np.float64
+    assert actions["turn"].dtype == np.int64
+    envs = make(env_fns, num_workers=2, autoreset_mode=mode)
+    assert assert_same(rollout(envs, actions), oracle_steps(env_fns, mode, raw, 100)) >= 50
+
+
+class SparseInfoEnv(gymnasium.Env):
+    """Its info has each key on some calls only."""
+
+    observation_space = spaces.Discrete(1_000)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, env_id):
+        self._id, self._calls, self._steps = env_id, env_id, 0
+
+    def _info(self):
+        self._calls += 1
+        calls = self._calls
+        info = {"never declared": "text"}
+        if calls % 2:
+            info["lives"] = calls
+        if calls % 3 == 0:
+            info["where"] = np.array([calls, 1 / calls])
+        if calls % 5 == 0:
+            info["nested"] = {"flag": bool(calls % 2), "speed": calls / 7}
+        return info
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._calls, self._info()
+
+    def step(self, action):
+        self._steps += 1
+        return self._calls, 1 / self._calls, self._steps > 3 + self._id, self._steps > 5, self._info()
+
+
+SPARSE = {
+    "lives": spaces.Discrete(1_000),
+    "where": spaces.Box(-np.inf, np.inf, (2,), np.float64),
+    "nested": spaces.Dict(
+        {"flag": spaces.Box(0, 1, (), np.bool_), "speed": spaces.Box(0, 99, (), np.float64)}
+    ),
+}
+
+
+@modes
+def test_declared_info_equals_gymnasiums_infos_and_masks(make, mode):
+    env_fns = [partial(SparseInfoEnv, i) for i in range(4)]
+    actions, raw = sample_actions(env_fns, 100)
+    declarations = SPARSE | {"lives": int, "where": (np.float64, (2,))}  # dtypes do as well as spaces
+    envs = make(env_fns, num_workers=2, autoreset_mode=mode, info=declarations)
+    got = rollout(envs, actions)
+    assert assert_same(got, oracle_steps(env_fns, mode, raw, 100, SPARSE)) >= 60
+    masks = np.stack([timestep.info[f"_{key}"] for timestep in got for key in SPARSE])
+    assert masks.any(axis=0).all()
+    assert not masks.all(axis=0).any()
+
+
+class InPlaceEnv(gymnasium.Env):
+    """Reuses the memory of its observation and of its info, in reset too: `[episode, step]`."""
+
+    observation_space = spaces.Box(0, 1_000, (2,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length):
+        self._length = length
+        self._obs = np.zeros(2)
+        self._info = {"seen": np.zeros(2, int)}
+
+    def _result(self):
+        self._info["seen"][:] = self._obs
+        return self._obs, self._info
+
+    def reset(self, *, seed=None, options=None):
+        self._obs += [1, 0]
+        self._obs[1] = 0
+        return self._result()
+
+    def step(self, action):
+        self._obs[1] += 1
+        obs, info = self._result()
+        return obs, 1.0, bool(obs[1] == self._length), False, info
+
+
+def test_final_obs_and_info_survive_an_env_that_reuses_its_memory(make, backend):
+    lengths = np.array([2, 3, 5])
+    envs = make(
+        [partial(InPlaceEnv, length) for length in lengths], backend=backend, info={"seen": (int, (2,))}
+    )
+    handle, _ = jaxvec.reset(envs)
+    scan = jax.jit(
+        lambda handle: jax.lax.scan(lambda h, a: jaxvec.step(h, a), handle, jnp.zeros((30, 3), int))
+    )
+    _, timestep = scan(handle)
+    episode, step = np.divmod(np.arange(30)[:, None], lengths)
+    over = step == lengths - 1
+    final = np.stack([episode + 1, step + 1], -1)
+    np.testing.assert_array_equal(timestep.terminated, over)
+    np.testing.assert_array_equal(timestep.info["_final_obs"], over)
+    np.testing.assert_array_equal(timestep.info["final_obs"], np.where(over[..., None], final, 0))
+    np.testing.assert_array_equal(timestep.info["final_info"]["seen"], np.where(over[..., None], final, 0))
+    now = np.where(over[..., None], np.stack([episode + 2, 0 * step], -1), final)
+    np.testing.assert_array_equal(timestep.obs, now)
+    np.testing.assert_array_equal(timestep.info["seen"], now)

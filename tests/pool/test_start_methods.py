@@ -1,0 +1,699 @@
+"""How workers are started: they are as clean as new interpreters, whatever happens to what starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import types
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from support.disasters import Background, wait_until
+from support.scripts import gone, workers
+
+import jaxvec
+from jaxvec._workers import fork as _fork
+from jaxvec._workers import forkserver
+from jaxvec.testing import CountingEnv
+
+METHODS = ["forkserver", "spawn"]
+methods = pytest.mark.parametrize("method", METHODS)
+FREE = jaxvec.Restart(max_restarts=None, rate=None)
+
+pytestmark = pytest.mark.skipif(
+    _fork.reason_unavailable() is not None, reason=str(_fork.reason_unavailable())
+)
+
+
+class AskedEnv(CountingEnv):
+    """Answers what it is asked, by an expression."""
+
+    def ask(self, expression):
+        modules = "os random resource signal subprocess sys tempfile threading uuid"
+        return eval(expression, {"np": np} | {name: __import__(name) for name in modules.split()})
+
+    def step(self, action):
+        if action == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def ask(make, expression, method="forkserver", num_envs=1, **options):
+    """Returns what the envs of a new pool answer, whose workers have these `options`."""
+    workers = jaxvec.Workers(num=num_envs, start_method=method, **options)
+    envs = make(AskedEnv, num_envs, workers=workers)
+    return list(envs.call("ask", expression))
+
+
+def server():
+    """Returns the one fork server that the latest pool has."""
+    return psutil.Process(list(_fork._servers.values())[-1].pid)
+
+
+# --- What a worker runs first -------------------------------------------------------------------
+
+
+@methods
+def test_worker_init_runs_before_the_envs_of_workers_and_replacements(make, method, tmp_path, monkeypatch):
+    log, env_class = tmp_path / "log", AskedEnv
+
+    def define():
+        module = types.ModuleType("made_by_init")
+        module.env_class = env_class
+        exec("def make_env():\n    return env_class()", vars(module))
+        return module
+
+    def prepare(worker_id):
+        sys.modules["made_by_init"] = define()
+        os.environ["JAXVEC_MINE"] = f"worker {worker_id}"
+        with log.open("a") as file:
+            file.write(f"{worker_id} {os.getpid()}\n")
+
+    monkeypatch.setitem(sys.modules, "made_by_init", define())
+    make_env = sys.modules["made_by_init"].make_env  # which is sent by its name
+    envs = make(
+        make_env, 3, num_workers=2, workers=jaxvec.Workers(start_method=method, init=prepare), on_fault=FREE
+    )
+    envs.reset()
+    mine, pid = "os.environ['JAXVEC_MINE']", "os.getpid()"
+    assert envs.call("ask", mine) == ("worker 0", "worker 1", "worker 1")
+    old = dict(enumerate(envs.call("ask", pid, indices=[0, 1])))
+    assert sorted(log.read_text().split("\n")[:-1]) == [f"{worker} {old[worker]}" for worker in (0, 1)]
+    assert envs.step([0, 7, 0]).info["fault"].tolist() == [False, True, True]
+    assert envs.call("ask", mine) == ("worker 0", "worker 1", "worker 1")
+    assert log.read_text().split("\n")[2:] == [f"1 {envs.call('ask', pid, indices=1)[0]}", ""]
+    assert "JAXVEC_MINE" not in os.environ
+
+
+def test_what_worker_init_raises_names_the_worker_and_its_traceback(make):
+    def prepare(worker_id):
+        if worker_id == 1:
+            raise LookupError("no licence")
+
+    with pytest.raises(
+        jaxvec.EnvError, match="(?s)^worker 1 raised LookupError in worker_init: no licence.*in prepare"
+    ) as caught:
+        make(CountingEnv, 4, num_workers=2, workers=jaxvec.Workers(init=prepare))
+    error = caught.value
+    assert (error.worker, error.env_id, error.operation) == (1, 2, "worker_init")
+    assert isinstance(error.__cause__, LookupError)
+
+
+def test_worker_init_error_in_a_replacement_is_raised_at_the_limit(make, tmp_path):
+    done = tmp_path / "done"
+
+    def prepare():
+        if done.exists():
+            raise LookupError("no licence")
+
+    policy = jaxvec.Restart(max_restarts=2, rate=None)
+    envs = make(AskedEnv, 1, workers=jaxvec.Workers(init=prepare), on_fault=policy)
+    envs.reset()
+    done.touch()
+    with pytest.raises(jaxvec.EnvError, match="(?s)in worker_init: no licence.*max_restarts is 2"):
+        envs.step([7])
+
+
+def test_worker_init_needs_workers_and_a_function_that_can_be_sent():
+    lock = threading.Lock()
+    for arguments, kind, text in (
+        (
+            {"workers": jaxvec.Workers(init=lambda: lock)},
+            TypeError,
+            r"Workers\(init=...\) can't be pickled, .*make what it needs inside",
+        ),
+        (
+            {"workers": jaxvec.Workers(init=print), "backend": "serial"},
+            ValueError,
+            r"Workers\(init=...\) needs worker processes",
+        ),
+    ):
+        with pytest.raises(kind, match=text):
+            jaxvec.make(CountingEnv, 1, **arguments)
+    with pytest.raises(TypeError, match=r"Workers\(init=...\) must be a function, or None, not 'prepare'"):
+        jaxvec.Workers(init="prepare")
+
+
+def test_a_pool_is_made_in_the_background_or_its_future_says_why_not():
+    def prepare():
+        raise LookupError("no licence")
+
+    with ThreadPoolExecutor() as executor:
+        pools = [executor.submit(jaxvec.make, CountingEnv, 2) for _ in range(2)]
+        failed = executor.submit(jaxvec.make, CountingEnv, 2, workers=jaxvec.Workers(init=prepare))
+        for pool in pools:
+            pool.result(timeout=200)
+        with pytest.raises(jaxvec.EnvError, match="no licence"):
+            failed.result(timeout=200)
+    for pool in pools:  # whose threads have ended by now
+        with pool.result() as envs:
+            envs.reset()
+            assert envs.step([1, 1]).reward.tolist() == [1, 1]
+
+
+# --- As clean as a new interpreter -------------------------------------------------------------
+
+
+@methods
+def test_workers_are_no_members_of_the_mpi_job_of_the_program(make, monkeypatch, method):
+    """A library that is imported there and initialises MPI would take itself for this process."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MPI_MINE"):
+        monkeypatch.setenv(name, "3")
+    names = "{name: value for name, value in os.environ.items() if 'MPI' in name or 'PMI' in name}"
+    assert ask(make, names, method) == [{"MPI_MINE": "3"}]
+    worker_env = {"PMI_RANK": "0", "OMPI_MINE": "yes"}
+    assert ask(make, names, method, env=worker_env) == [{"MPI_MINE": "3", **worker_env}]
+
+
+@methods
+def test_a_worker_has_what_the_program_has_at_the_moment_of_make(make, method, tmp_path, monkeypatch):
+    ask(make, "0", method)  # what it is forked from is older than all that follows
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXVEC_MINE", "yes")
+    monkeypatch.delenv("HOME")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    umask, cores, files = os.umask(0o057), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        os.sched_setaffinity(0, {max(cores)})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
+        expression = (
+            "os.getcwd(), os.environ.get('JAXVEC_MINE'), os.environ.get('HOME'), sys.path, os.umask(0), "
+            "os.sched_getaffinity(0), resource.getrlimit(7), os.getpriority(os.PRIO_PROCESS, 0), "
+            "signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, signal.getsignal(signal.SIGTERM), "
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [])"
+        )
+        (found,) = ask(make, f"[__import__('signal') for signal in [0]] and ({expression})", method)
+    finally:
+        os.umask(umask)
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+        signal.signal(signal.SIGHUP, handler)
+    assert resource.RLIMIT_NOFILE == 7
+    assert found == (
+        str(tmp_path),
+        "yes",
+        None,
+        sys.path,
+        0o057,
+        {max(cores)},
+        (files[0] - 1, files[1]),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        True,
+        signal.SIG_DFL,
+        set(),
+    )
+
+
+@methods
+def test_worker_has_its_own_process_group_one_thread_and_no_jax(make, method):
+    found = ask(
+        make,
+        "os.getpid() == os.getpgrp(), len(os.listdir('/proc/self/task')), 'jax' in sys.modules, "
+        "threading.current_thread() is threading.main_thread(), sys.stdin.read(), "
+        "[name for name in sys.modules if name.startswith('test_')]",
+        method,
+        2,
+    )
+    assert found == [(True, 1, False, True, "", [])] * 2
+
+
+@methods
+def test_a_worker_has_no_descriptors_but_its_own(make, method):
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(tempfile.TemporaryFile())
+        make(AskedEnv, 2, workers=jaxvec.Workers(start_method=method))  # whose sockets are nobody else's
+        numbers = "fd in range(3, 100) if os.path.islink(f'/proc/self/fd/{fd}')"
+        expression = f"sorted(os.readlink(f'/proc/self/fd/{{fd}}') for {numbers})"
+        (found,) = ask(make, expression, method)
+    kinds = [name.split(":")[0] for name in found]
+    assert kinds == ["/memfd", "pipe", "socket"], found  # segment, lifeline, control socket
+
+
+@methods
+def test_what_an_env_starts_inherits_the_standard_descriptors_only(make, method):
+    expression = (
+        "subprocess.run(['ls', '/proc/self/fd'], capture_output=True, text=True, close_fds=False).stdout"
+    )
+    (found,) = ask(make, expression, method)
+    assert found.split() == ["0", "1", "2", "3"]  # the last is ls's own
+
+
+@methods
+def test_no_two_workers_share_a_random_stream(make, method):
+    expression = (
+        "[random.random(), np.random.random(), np.random.default_rng().random(), uuid.uuid1().hex, "
+        "uuid.uuid4().hex, next(tempfile._get_candidate_names()), os.urandom(8), id(0) and uuid.uuid4().hex, "
+        "__import__('multiprocessing').current_process().authkey.hex()]"
+    )
+    found = ask(make, expression, method, 3) + ask(make, expression, method, 3)
+    for stream in zip(*found, strict=True):
+        assert len(set(stream)) == 6, stream
+
+
+def test_interpreters_of_their_own_have_hash_seeds_of_their_own(make, monkeypatch):
+    """Forks have that of their server: it can't be changed in an interpreter that runs."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert len(set(ask(make, "hash('a')", "spawn", 3))) == 3
+    (ours,) = {*ask(make, "hash('a')", "forkserver", 3)}
+    assert ours != hash("a")
+
+
+@methods
+def test_a_worker_finds_modules_that_are_newer_than_its_server(make, method, tmp_path, monkeypatch):
+    folder = tmp_path / "later"
+    monkeypatch.syspath_prepend(str(folder))
+    ask(make, "0", method)
+    folder.mkdir()
+    (folder / "made_later.py").write_text("answer = 42")
+    assert ask(make, "__import__('made_later').answer", method) == [42]
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
+@methods
+@pytest.mark.nightly(but=3)
+def test_a_program_without_standard_descriptors_can_make_a_pool(method, closed):
+    """As daemons are, and what supervisors start."""
+    source = """
+        import os, sys
+        report = os.dup2(int(sys.argv[1]), 50)
+        for fd in map(int, sys.argv[3].split()):
+            os.close(fd)
+        import numpy as np, jaxvec
+        from jaxvec.testing import CountingEnv
+        workers = jaxvec.Workers(num=2, start_method=sys.argv[2])
+        with jaxvec.make(CountingEnv, 2, workers=workers) as envs:
+            envs.reset(seed=0)
+            os.write(report, str(envs.step(np.full(2, 5)).obs[:, 3].tolist()).encode())
+    """
+    ours, theirs = os.pipe()
+    with os.fdopen(ours) as report:
+        with os.fdopen(theirs):
+            words = [sys.executable, "-c", textwrap.dedent(source), str(theirs), method, closed]
+            done = subprocess.run(words, pass_fds=[theirs], timeout=200, check=False)
+        assert (done.returncode, report.read()) == (0, "[5, 5]")
+
+
+# --- Fork servers ------------------------------------------------------------------------------
+
+
+def test_pools_of_equal_environment_share_a_server_and_others_do_not(make, monkeypatch):
+    parent = "os.getppid()"
+    first = ask(make, parent)
+    monkeypatch.setenv("JAXVEC_MINE", "no matter")  # nothing reads it as it starts
+    assert ask(make, parent) == first
+    with_changes = ask(make, parent, env={"MINE": "1"})
+    assert with_changes != first
+    assert ask(make, parent, env={"MINE": "1"}) == with_changes
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # which is read once
+    assert ask(make, parent) not in (first, with_changes)
+
+
+def test_servers_without_pools_are_few():
+    for number in range(4):
+        jaxvec.make(CountingEnv, 1, workers=jaxvec.Workers(env={"NUMBER": str(number)})).close()
+    idle = [each for each in _fork._servers.values() if not each.users]
+    assert len(idle) <= _fork._IDLE
+    assert all(psutil.pid_exists(pid) for pid in _fork.server_pids())
+
+
+def test_what_numpy_reads_at_its_import_takes_effect(make, tmp_path, monkeypatch):
+    (tmp_path / "reads_early.py").write_text(
+        "import os; seen = os.environ.get('OMP_NUM_THREADS'), os.getpid()"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"env": {"OMP_NUM_THREADS": "3"}, "preload": ["reads_early"]}
+    seen = ask(make, "sys.modules['reads_early'].seen", num_envs=2, **options)
+    assert seen == [("3", server().pid)] * 2  # imported once, in the server
+
+
+def test_pools_of_several_threads_share_a_server(make):
+    calls = [Background(lambda: ask(make, "os.getppid()", num_envs=2)) for _ in range(6)]
+    assert len({pid for call in calls for pid in call.result()}) == 1
+
+
+def test_a_module_that_can_not_be_preloaded_is_named(make, tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("raise KeyError('no such room')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module, said in {
+        "no_such_module": "No module named",
+        "broken_module": "KeyError: 'no such room'",
+    }.items():
+        with pytest.raises(ImportError, match=f"preload: '{module}' can't be imported: .*{said}"):
+            make(CountingEnv, 1, workers=jaxvec.Workers(preload=(module,)))
+    (tmp_path / "no_such_module.py").touch()
+    assert ask(make, "'no_such_module' in sys.modules", preload="no_such_module") == [True]
+
+
+def test_what_starts_threads_is_not_forked(make, tmp_path, monkeypatch):
+    source = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "threaded_module.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match='its imports started 1 threads.*start_method="spawn"'):
+        make(CountingEnv, 1, workers=jaxvec.Workers(preload=["threaded_module"]))
+    # Without preload, what starts them is a plug-in of Gymnasium's, or NumPy's BLAS.
+    monkeypatch.setattr(_fork, "Imports", lambda _, path: forkserver.Imports(("threaded_module",), path))
+    worker_env = {"JAXVEC": "threads"}
+    (parent,) = ask(make, "os.getppid()", "auto", env=worker_env)
+    assert parent == os.getpid()
+    with pytest.raises(RuntimeError, match="its imports started 1 threads"):
+        make(CountingEnv, 1, workers=jaxvec.Workers(start_method="forkserver", env=worker_env))
+
+
+# --- What can go wrong -------------------------------------------------------------------------
+
+
+def test_a_server_that_was_killed_is_followed_by_another(make):
+    ask(make, "0")
+    killed = server()
+    killed.kill()
+    wait_until(lambda: killed.status() == psutil.STATUS_ZOMBIE)
+    assert ask(make, "os.getpid() > 0", num_envs=2) == [True, True]
+    assert server().pid != killed.pid
+
+
+def test_a_pool_goes_on_without_its_server(make):
+    envs = make(AskedEnv, 2, num_workers=2, on_fault=FREE, workers=jaxvec.Workers(start_method="forkserver"))
+    envs.reset(seed=0)
+    killed = server()
+    pids = envs.call("ask", "os.getpid()")
+    killed.kill()
+    wait_until(lambda: killed.status() == psutil.STATUS_ZOMBIE)
+    assert envs.step(np.array([1, 2])).obs[:, 3].tolist() == [1, 2]
+    assert envs.step(np.array([7, 2])).info["fault"].tolist() == [True, False]
+    assert envs.call("ask", "os.getpid()")[1] == pids[1]
+    (said,) = [loss.why for _, loss in envs.pool._workers.supervisor.losses]
+    assert "ended, after the fork server that knew its exit code" in said
+    envs.close()
+    assert gone(pids)
+
+
+def test_a_stopped_server_is_a_timeout(make):
+    ask(make, "0")
+    stopped = server()
+    stopped.suspend()
+    try:
+        with pytest.raises(
+            jaxvec.EnvTimeoutError, match=r"worker 0 \(env 0\) did not start within Timeouts.start, 0.5 s"
+        ):
+            make(CountingEnv, 1, start_timeout=0.5)
+    finally:
+        stopped.resume()
+    assert ask(make, "1") == [1]
+
+
+def test_a_fork_that_fails_is_a_typed_error_and_the_next_may_succeed(make, tmp_path, monkeypatch):
+    (tmp_path / "no_forks.py").write_text(f"""
+import os
+fork = os.fork
+def refuse():
+    if os.path.exists({str(tmp_path / "no")!r}):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = refuse
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"workers": jaxvec.Workers(num=2, preload=["no_forks"]), "on_fault": FREE}
+    others = _fork.server_pids()
+    make(AskedEnv, 2, **options).close()
+    (server,) = _fork.server_pids() - others
+    descriptors = len(os.listdir(f"/proc/{server}/fd"))
+    envs = make(AskedEnv, 2, **options)
+    envs.reset(seed=0)
+    (tmp_path / "no").touch()
+    with pytest.raises(
+        jaxvec.WorkerDiedError, match=r"worker 0 \(env 0\) could not be started: .*unavailable"
+    ):
+        make(AskedEnv, 2, **options)
+    with pytest.raises(jaxvec.WorkerDiedError, match=r"worker 1 \(env 1\) could not be started") as caught:
+        envs.step(np.array([0, 7]))
+    assert "worker 1 (env 1) was killed by SIGKILL" in str(caught.value.__cause__)
+    with pytest.raises(jaxvec.PoolBrokenError):
+        envs.step(np.zeros(2, int))
+    envs.close()
+    assert len(os.listdir(f"/proc/{server}/fd")) == descriptors
+    (tmp_path / "no").unlink()
+    assert make(AskedEnv, 2, **options).reset(seed=0).obs.shape == (2, 4)
+
+
+def test_a_program_that_can_not_start_an_interpreter_says_so(make, monkeypatch):
+    broken = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+
+    def start(*args, **kwargs):
+        broken.wait()
+        return broken
+
+    monkeypatch.setattr(_fork, "start", start)
+    with pytest.raises(jaxvec.WorkerDiedError, match="worker 0 .*the fork server exited with code 3"):
+        make(CountingEnv, 1, workers=jaxvec.Workers(env={"JAXVEC": "broken"}))
+
+
+KILLED = """
+import os, signal, sys
+import jaxvec
+from jaxvec._workers import fork as _fork, spawn as _spawn
+from jaxvec._dispatch.channel import Channel
+from jaxvec.testing import CountingEnv
+
+def die_after(where, name, times):
+    real = getattr(where, name)
+    def call(*args, **kwargs):
+        nonlocal times
+        result = real(*args, **kwargs)
+        times -= 1
+        if times == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    setattr(where, name, call)
+
+{moment}
+jaxvec.make(CountingEnv, 3, num_workers=3, workers=jaxvec.Workers(start_method={method!r}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+MOMENTS = {
+    "the server runs": ("forkserver", "die_after(_fork, 'start', 1)"),
+    "the server imports": ("forkserver", "die_after(_fork._Server, '__init__', 1)"),
+    "a fork was asked for": ("forkserver", "die_after(_fork._Server, 'fork', 1)"),
+    "another was": ("forkserver", "die_after(_fork._Server, 'fork', 3)"),
+    "a worker knows where it is": ("forkserver", "die_after(Channel, 'send', 2)"),
+    "a worker was started": ("forkserver", "die_after(_fork.Forker, 'launch', 1)"),
+    "all were": ("forkserver", "die_after(_fork.Forker, 'launch', 3)"),
+    "envs are built": ("forkserver", "die_after(Channel, 'receive', 5)"),
+    "all serve": ("forkserver", ""),
+    "an interpreter runs": ("spawn", "die_after(_spawn, 'start', 1)"),
+    "all interpreters do": ("spawn", "die_after(_spawn.Spawner, 'launch', 3)"),
+    "their envs are built": ("spawn", "die_after(Channel, 'receive', 1)"),
+}
+
+
+def of_environment(mark):
+    """Returns the processes that were started with this mark in their environment, and live."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            alive = process.status() != psutil.STATUS_ZOMBIE
+            if alive and mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.nightly(but=5)
+def test_program_killed_while_making_a_pool_leaves_nothing_behind(moment):
+    method, patch = MOMENTS[moment]
+    mark = uuid.uuid4().hex
+    source = KILLED.format(method=method, moment=patch)
+    done = subprocess.run(
+        [sys.executable, "-c", source], env={**os.environ, "JAXVEC_MARK": mark}, timeout=200, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    wait_until(lambda: of_environment(mark) == [])
+
+
+ENDINGS = {
+    "it returns": "",
+    "it raises": "raise KeyError('no such room')",
+    "it exits at once": "os._exit(3)",
+    "it is killed": "os.kill(os.getpid(), 9)",
+    "a worker is stopped": "os.kill(envs.call('pid')[0], 19)",
+}
+
+SIMULATED = """
+import os, subprocess
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+class Env(CountingEnv):
+    def __init__(self):
+        super().__init__()
+        self.simulator = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+
+    def pid(self):
+        return os.getpid()
+
+envs = jaxvec.make(Env, 2, num_workers=2, workers=jaxvec.Workers(start_method="forkserver"))
+envs.reset()
+{ending}
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.nightly(but=3)
+def test_nothing_is_left_of_a_program_however_it_ends(ending):
+    mark = uuid.uuid4().hex
+    subprocess.run(
+        [sys.executable, "-c", SIMULATED.format(ending=ENDINGS[ending])],
+        env={**os.environ, "JAXVEC_MARK": mark},
+        stderr=subprocess.DEVNULL,
+        timeout=200,
+        check=False,
+    )
+    wait_until(lambda: of_environment(mark) == [])
+
+
+FORKING = """
+import ctypes, os, signal, sys, time, warnings
+warnings.simplefilter("ignore")
+import jaxvec
+from jaxvec.testing import CountingEnv
+envs = jaxvec.make(CountingEnv, 2, num_workers=2, workers=jaxvec.Workers(start_method={method!r}))
+envs.reset(seed=0)
+helper = {fork}
+if helper == 0:
+    time.sleep(100)
+print(helper, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "fork"),
+    [("forkserver", "os.fork()"), ("forkserver", "ctypes.CDLL(None).fork()"), ("spawn", "os.fork()")],
+)
+def test_workers_do_not_outlive_a_killed_program_that_had_forked(method, fork):
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING.format(method=method, fork=fork)],
+        env={**os.environ, "JAXVEC_MARK": mark},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as script:
+        helper = int(script.stdout.readline())
+        try:
+            assert len(of_environment(mark)) == (5 if method == "forkserver" else 4)
+            script.kill()
+            script.wait(timeout=200)
+            wait_until(lambda: [each.pid for each in of_environment(mark)] == [helper])
+        finally:
+            os.kill(helper, signal.SIGKILL)
+
+
+def test_a_fork_of_the_program_has_servers_and_lifelines_of_its_own():
+    source = """
+        import os, warnings
+        warnings.simplefilter("ignore")
+        import jaxvec
+        from jaxvec.compat.gymnasium import AsyncVectorEnv
+        from jaxvec.testing import CountingEnv
+        envs = AsyncVectorEnv([CountingEnv] * 2)
+        envs.reset(seed=0)
+        child = os.fork()
+        if child == 0:
+            mine = AsyncVectorEnv([CountingEnv] * 2)
+            mine.reset(seed=0)
+            assert mine.step([1, 1])[0][:, 3].tolist() == [1, 1]
+            mine.close()
+            raise SystemExit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert envs.step([2, 2])[0][:, 3].tolist() == [2, 2]
+        envs.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [(_fork._Server, "fork"), (_fork.ProcessContext, "here"), (_fork._Server, "reap")]
+)
+def test_ctrl_c_while_a_worker_is_started_or_ended_leaves_none_behind(monkeypatch, where, name):
+    """The next pool is as good as any."""
+    real = getattr(where, name)
+
+    def interrupted(*args, **kwargs):
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    def pool():
+        return jaxvec.make(CountingEnv, 2, num_workers=2, workers=jaxvec.Workers(start_method="forkserver"))
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(where, name, staticmethod(interrupted) if name == "here" else interrupted)
+        with contextlib.closing(pool()) as envs:
+            envs.close()
+    wait_until(lambda: all(each.status() == psutil.STATUS_ZOMBIE for each in workers()))
+    with pool() as envs:
+        assert envs.reset(seed=0).obs.shape == (2, 4)
+    _fork.end_all()
+    wait_until(lambda: workers() == [])
+
+
+BAD = [
+    (
+        {"start_method": "fork"},
+        ValueError,
+        r"\(start_method=...\) must be one of auto, forkserver, spawn, not 'fork'",
+    ),
+    ({"preload": [3]}, TypeError, r"\(preload=...\) must be names of modules, as texts, not 3"),
+    ({"preload": ["math"], "start_method": "spawn"}, ValueError, r"\(preload=...\) needs the fork server"),
+    ({"preload": ["math"]}, ValueError, r"\(preload=...\) needs worker processes"),
+    ({"env": {"A": 1}}, TypeError, r"\(env=...\): 'A' is 1; names are texts, values texts or None"),
+    ({"env": {"A=B": "1"}}, ValueError, r"\(env=...\): 'A=B' can't be an environment variable"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "said"), BAD)
+def test_bad_arguments_are_named(options, error, said):
+    with pytest.raises(error, match="Workers" + said):
+        jaxvec.make(CountingEnv, 2, backend="serial", workers=jaxvec.Workers(**options))
+
+
+def test_without_pidfds_workers_are_interpreters(make, monkeypatch):
+    def refuse(pid):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert ask(make, "os.getppid()", "auto") == [os.getpid()]
+    with pytest.raises(RuntimeError, match="not possible here: the system has no pidfds: .*not implemented"):
+        make(CountingEnv, 1, workers=jaxvec.Workers(start_method="forkserver"))
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds nothing to cores")
+@methods
+def test_pinned_workers_have_a_core_each_in_turn(make, method):
+    class Pinned(CountingEnv):
+        def cores(self):
+            return sorted(os.sched_getaffinity(0))
+
+    cores = sorted(os.sched_getaffinity(0))
+    envs = make(Pinned, 5, num_workers=5, workers=jaxvec.Workers(pin=True, start_method=method))
+    assert envs.call("cores") == tuple([cores[i % len(cores)]] for i in range(5))
+    assert sorted(os.sched_getaffinity(0)) == cores

@@ -1,0 +1,281 @@
+"""The connection between a pool and an actor: what comes of it, and who gets none. Needs no Ray."""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+import socket
+import threading
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from support.disasters import PATIENCE, Background, wait_until
+
+from jaxvec._config import PoolConfig
+from jaxvec._ray import link, wire
+from jaxvec._ray.actor import ActorHost
+from jaxvec._ray.wire import (
+    KEY_BYTES,
+    MESSAGE,
+    HostFailure,
+    Listener,
+    ProcessEnd,
+    WorkerMessage,
+    connect_to_actor,
+)
+
+KEY = bytes(range(KEY_BYTES))
+ROWS = 1
+
+
+@pytest.fixture
+def listener():
+    listener = Listener("127.0.0.1", KEY)
+    yield listener
+    listener._socket.close()
+
+
+@pytest.fixture
+def ends(listener):
+    """Yields both ends of a connection."""
+    accepted = Background(listener.accept)
+    here = connect_to_actor(listener.address, KEY)
+    there = accepted.result(PATIENCE)
+    yield here, there
+    here.close()
+    there.close()
+
+
+def test_frames_arrive_whole_and_in_order(ends):
+    here, there = ends
+    rng = np.random.default_rng(1)
+    sent = [rng.integers(0, 256, size, np.uint8) for size in (9, 5 << 20, 9, 9, 0, 0, 1 << 20)]
+    sending = Background(lambda: [here.send(kind % 2, data.data) for kind, data in enumerate(sent)])
+    for number, data in enumerate(sent):
+        kind, came = there.receive()
+        assert kind == number % 2
+        np.testing.assert_array_equal(came, data)
+    sending.result(PATIENCE)
+
+
+def test_many_threads_send_frames_that_do_not_mix(ends):
+    here, there = ends
+    senders = [
+        Background(lambda value=value: [here.send(ROWS, bytes([value]) * 300_000) for _ in range(20)])
+        for value in range(3)
+    ]
+    came = []
+    for _ in range(60):
+        _, data = there.receive()
+        assert len({*data.tolist()}) == 1
+        came.append(int(data[0]))
+    assert sorted(came) == sorted([*range(3)] * 20)
+    for sender in senders:
+        sender.result(PATIENCE)
+
+
+@pytest.mark.parametrize("how", ["closed", "broken off here"])
+def test_an_end_ends_whoever_receives(ends, how):
+    here, there = ends
+    waits = Background(here.receive)
+    there.close() if how == "closed" else here.break_off()
+    with pytest.raises(EOFError):
+        waits.result(PATIENCE)
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        for _ in range(100):  # the other end has to say that it is gone
+            here.send(ROWS, bytes(1 << 20))
+
+
+# --- Who does not know the key --------------------------------------------------------------------
+
+
+sprung = threading.Event()
+
+
+def spring():
+    sprung.set()
+
+
+class Trap:
+    """Says so if it is unpickled."""
+
+    def __reduce__(self):
+        return (spring, ())
+
+
+def proofless(sock, said):
+    """Talks to a listener, and returns all that it says."""
+    with sock:
+        sock.settimeout(PATIENCE)
+        sock.sendall(said)
+        heard = b""
+        try:
+            while part := sock.recv(1 << 16):
+                heard += part
+        except ConnectionResetError:  # it had not read all
+            pass
+        return heard
+
+
+FRAME = wire._HEADER.pack(MESSAGE, len(pickle.dumps(Trap()))) + pickle.dumps(Trap())
+NONCE = bytes(32)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        FRAME,
+        NONCE + hmac.digest(b"another key", NONCE, "sha256") + FRAME,
+        NONCE + bytes(32) + FRAME,
+    ],
+    ids=["nothing", "a frame at once", "a proof by another key", "no proof"],
+)
+def test_strangers_get_nothing_and_the_one_with_the_key_gets_in(listener, monkeypatch, said):
+    monkeypatch.setattr(wire, "_UNAUTHENTICATED_TIMEOUT", 2.0)  # also for the one with the key
+    stranger = socket.create_connection(listener.address)  # first
+    heard = Background(lambda: proofless(stranger, said))
+    accepted = Background(listener.accept)
+    with_key = Background(lambda: connect_to_actor(listener.address, KEY))
+    there, here = accepted.result(PATIENCE), with_key.result(PATIENCE)
+    assert len(heard.result(PATIENCE)) <= 32  # random bytes
+    here.send(MESSAGE, b"welcome")
+    assert there.receive()[1].tobytes() == b"welcome"
+    assert not sprung.is_set()
+    here.close()
+    there.close()
+
+
+def test_nobody_gets_in_after_the_first(listener, ends):
+    with pytest.raises(ConnectionRefusedError):
+        connect_to_actor(listener.address, KEY)
+
+
+def test_a_proof_that_was_overheard_is_no_use():
+    """A stranger between two listeners of one key, which there never are, passes on what one was told."""
+    listener = Listener("127.0.0.1", KEY)
+    accepted = Background(listener.accept)
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        connecting = Background(lambda: connect_to_actor(between.getsockname()[:2], KEY))
+        victim, _ = between.accept()
+        with victim:
+            victim.sendall(NONCE)  # not the listener's
+            overheard = victim.recv(64, socket.MSG_WAITALL)
+            assert len(overheard) == 64
+            assert len(proofless(socket.create_connection(listener.address), overheard)) <= 32
+            victim.sendall(overheard[32:])  # its own proof
+            with pytest.raises(ConnectionError, match="does not know the key"):
+                connecting.result(PATIENCE)
+    connect_to_actor(listener.address, KEY).close()
+    accepted.result(PATIENCE).close()
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9, bytes(64)])
+def test_a_listener_that_does_not_know_the_key_is_refused(said):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connecting = Background(lambda: connect_to_actor(server.getsockname()[:2], KEY))
+        sock, _ = server.accept()
+        with sock:
+            with suppress(OSError):  # who hears enough to refuse us closes at once
+                sock.sendall(said)
+                sock.shutdown(socket.SHUT_WR)
+            with pytest.raises(ConnectionError, match="does not know the key|closed the connection"):
+                connecting.result(PATIENCE)
+
+
+def test_who_is_not_awaited_any_more_is_refused(listener, monkeypatch):
+    monkeypatch.setattr(wire, "_CONNECT_TIMEOUT", 0.1)
+    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
+    with pytest.raises(TimeoutError):
+        listener.accept()
+    with pytest.raises(ConnectionRefusedError):
+        connect_to_actor(listener.address, KEY)
+
+
+def test_who_says_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
+        connect_to_actor(silent.getsockname()[:2], KEY)
+
+
+# --- Machines that are slow, or gone --------------------------------------------------------------
+
+
+def test_who_has_no_time_to_read_is_not_lost(ends, monkeypatch):
+    """The kernel's timeout of data that are not taken would end the connection."""
+    here, there = ends
+    looked = threading.Semaphore(0)
+    is_silent = wire.Connection._is_silent
+
+    def look(self):
+        looked.release()
+        return is_silent(self)
+
+    monkeypatch.setattr(wire, "_ACK_TIMEOUT", 2.0)  # a kernel may put off its answer by 0.2
+    monkeypatch.setattr(wire.Connection, "_is_silent", look)
+    here._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wire._TIMEVAL.pack(0, 100_000))
+    sending = Background(lambda: here.send(ROWS, bytes(50 << 20)))
+    receiving = Background(here.receive)
+    for _ in range(30):  # looks in 3 s, while the other end's buffer is full
+        assert looked.acquire(timeout=PATIENCE)
+    assert there.receive()[1].nbytes == 50 << 20
+    sending.result(PATIENCE)
+    there.send(ROWS, b"an answer")
+    assert receiving.result(PATIENCE)[1].tobytes() == b"an answer"
+
+
+# --- The actor's end ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host():
+    host = ActorHost(range(1), ((0, 1),), PoolConfig())
+    yield host  # which ends with its actor
+    host._launcher.close()
+    worker_slot = host._worker_slots[0]
+    for end in (host._wake_writer, host._wake_reader, worker_slot.channel, worker_slot.dead_socket):
+        if end is not None:
+            end.close()
+
+
+def messages(connection):
+    while True:
+        yield pickle.loads(connection.receive()[1].data)
+
+
+def test_a_host_is_served_until_the_connection_ends(host, listener):
+    serving = Background(lambda: link.serve(host, listener))
+    connection = connect_to_actor(listener.address, KEY)
+    connection.send(MESSAGE, pickle.dumps(("launch", (0, 1))))
+    connection.send(MESSAGE, pickle.dumps(("tell", (0, 1, None))))  # the end of file
+    said = next(messages(connection))
+    assert isinstance(said, WorkerMessage)
+    assert (said.worker, said.incarnation) == (0, 1)
+    assert isinstance(said.message, ProcessEnd)
+    connection.send(MESSAGE, pickle.dumps(("fly", ())))
+    failure = next(messages(connection))
+    assert isinstance(failure, HostFailure)
+    assert "AttributeError" in failure.why
+    connection.close()
+    serving.result(PATIENCE)
+
+
+def test_a_host_that_nobody_connects_to_is_not_served(host, listener, monkeypatch):
+    monkeypatch.setattr(wire, "_CONNECT_TIMEOUT", 0.1)
+    monkeypatch.setattr(wire, "_HANDSHAKE_TIMEOUT", 0.1)
+    link.serve(host, listener)
+
+
+def test_a_worker_whose_end_comes_before_its_start_is_ended(host):
+    """They come by ways of their own."""
+    host.end(0, 1)
+    host.launch(0, 1)
+    said = next(host.run())
+    assert isinstance(said, WorkerMessage)
+    assert isinstance(said.message, ProcessEnd)
+    host.launch(0, 2)
+    process = host._worker_slots[0].process
+    assert not process.ended()
+    host.end(0, 2)
+    wait_until(process.ended)

@@ -1,0 +1,187 @@
+"""Workers in actors as the pool hears them: many by one pipe, with few descriptors. Needs no Ray."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from support.segments import KINDS, board
+
+from jaxvec._dispatch.channel import WAKE
+from jaxvec._ray import link as _link
+from jaxvec._ray import nodes
+from jaxvec._ray.link import RemoteWorker, WakePipe
+from jaxvec._ray.wire import ProcessEnd
+from jaxvec._workers import base
+
+ENDED = ProcessEnd(3, "exited with code 3")
+
+
+class Link:
+    """Notes what workers are told."""
+
+    node, ahead = "node 1", 0
+
+    def __init__(self):
+        self.told = []
+
+    def tell(self, remote, message, descriptors):
+        if remote.ended():
+            raise EOFError
+        self.told.append((remote.worker, remote.incarnation, message))
+
+
+@pytest.fixture
+def pipe():
+    pipe = WakePipe()
+    yield pipe
+    pipe.close()
+
+
+@pytest.fixture
+def link():
+    return Link()
+
+
+@pytest.fixture
+def start(pipe, link):
+    """Yields what makes a worker."""
+    return lambda worker, incarnation=1: RemoteWorker(link, worker, incarnation, pipe)
+
+
+def rung(pipe):
+    """Says whether a poll of the pipe would return."""
+    return bool(select.select([pipe], [], [], 0)[0])
+
+
+def test_the_pipe_is_readable_while_somebody_is_not_heard(pipe, start):
+    one, two = start(0), start(1)
+    assert one.fileno() == two.fileno() == pipe.fileno()
+    assert not rung(pipe)
+    one.say("a")
+    two.say("b")
+    one.say("c")
+    assert (one.receive(), one.receive()) == ("a", "c")
+    assert (one.readable(), two.readable(), rung(pipe)) == (False, True, True)
+    assert two.receive() == "b"
+    assert not rung(pipe)
+
+
+def test_an_end_is_heard_once_after_what_was_said(pipe, start):
+    worker = start(0)
+    worker.say("last words")
+    worker.mark_ended(ENDED)
+    worker.mark_ended(ProcessEnd(4, "again"))
+    worker.say("from beyond")
+    assert worker.receive() == "last words"
+    with pytest.raises(EOFError):
+        worker.receive()
+    assert not rung(pipe)
+    assert worker.ending() == (3, "on node 1 exited with code 3")
+    with pytest.raises(EOFError):
+        worker.send("hello")
+    worker.shut()
+
+
+def test_a_wake_is_not_said_twice(pipe, start):
+    worker = start(0)
+    for _ in range(100_000):  # more than fit into a pipe
+        worker.say(WAKE)
+    assert worker.receive() is WAKE
+    assert not rung(pipe)
+
+
+def test_who_takes_a_place_is_told_and_heard_in_it(pipe, link, start):
+    old, new = start(0), start(0, 2)
+    old.say("something that nobody hears")
+    old.mark_ended(ENDED)
+    channel = old.replace(new)
+    assert not rung(pipe)
+    new.say("hello")
+    assert channel.receive() == "hello"
+    channel.send("welcome")
+    channel.shut()
+    assert link.told == [(0, 2, "welcome"), (0, 2, None)]
+
+
+def test_a_message_whose_byte_was_lost_to_ctrl_c_blocks_nobody(pipe, start):
+    one, two = start(0), start(1)
+    one.say("a")
+    pipe.take()  # and then the signal came
+    two.say("b")
+    assert (one.receive(), two.receive()) == ("a", "b")
+    assert not rung(pipe)
+
+
+@contextmanager
+def descriptors_left(count):
+    """Leaves room for so many more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_workers_are_heard_than_there_may_be_descriptors(kind, start):
+    """`poll` refuses to look at more than the limit."""
+    with descriptors_left(0):
+        num_workers = resource.getrlimit(resource.RLIMIT_NOFILE)[0] + 1
+        marks, slices = board(num_workers, num_workers)
+        workers = [*map(start, range(num_workers))]
+        workers[-1].say("hello")
+        end = base.parent_end(kind, marks, slices=slices, channels=workers, spin_ns=0)
+        assert not end.wait(np.arange(num_workers), num_workers, 0)  # before it is content with its slots
+        workers[-1].receive()
+
+
+class Ray:
+    """Knows an actor's address."""
+
+    def get(self, answer):
+        return answer
+
+
+class Actor:
+    """Says where it listens."""
+
+    listen = serve = property(lambda self: self)
+
+    def remote(self, *_):
+        return "127.0.0.1", 1
+
+
+@pytest.mark.parametrize("data", ["tcp", "auto"])
+def test_too_few_descriptors_for_a_connection_are_told(data):
+    with descriptors_left(0), pytest.raises(nodes.ActorLostError, match="too many open files"):
+        _link.open_wire(Ray(), Actor(), data)
+
+
+def test_too_few_descriptors_for_ray_are_told():
+    with descriptors_left(1):
+        nodes.check_descriptors()
+    with descriptors_left(0), pytest.raises(nodes.ActorLostError, match="too many open files"):
+        nodes.check_descriptors()
+
+
+def test_a_head_that_nobody_has_a_descriptor_to_ask_is_not_lost():
+    said = []
+    monitor = nodes.HeadMonitor("127.0.0.1:1", said.append)
+    monitor.close()
+    assert not monitor._answers()
+    with descriptors_left(0):
+        assert monitor._answers()

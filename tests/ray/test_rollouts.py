@@ -1,0 +1,308 @@
+"""Rollouts by actors of a Ray cluster: the same function run here, over a local pool, is their oracle."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.disasters import wait_until
+
+import jaxvec
+from jaxvec.examples import impala_ray
+from jaxvec.testing import CountingEnv
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: the extra ray has it")
+import test_ray  # noqa: E402
+from test_ray import assert_equal, cluster  # noqa: E402, F401 - a cluster for this file
+
+pytestmark = test_ray.pytestmark
+
+NUM_ENVS = 3
+PARAMS = np.zeros((4, 2), np.float32)
+
+
+class Steps(NamedTuple):
+    """A class that Ray's own pickler would make anew."""
+
+    obs: Any
+    action: Any
+    timestep: Any
+
+
+def rollout(params, handle, timestep, key):
+    def step(carry, key):
+        handle, obs = carry
+        action = jax.random.categorical(key, obs @ params)
+        handle, timestep = jaxvec.step(handle, action)
+        return (handle, timestep.obs), Steps(obs, action, timestep)
+
+    (handle, obs), steps = jax.lax.scan(step, (handle, timestep.obs), jax.random.split(key, 8))
+    return handle, timestep._replace(obs=obs), steps
+
+
+def count(params, handle, timestep, key):
+    """Takes one step, and returns what the envs and the weights are."""
+    handle, timestep = jaxvec.step(handle, jnp.zeros(handle.num_envs, int))
+    return handle, timestep, {"obs": timestep.obs, "params": params}
+
+
+@pytest.fixture
+def make_rollouts(cluster):  # noqa: F811
+    """Yields `jaxvec.Rollouts`, with little to do, and closes all that it made."""
+    made = []
+
+    def make_rollouts(rollout=count, env=CountingEnv, **options):
+        options = {
+            "num_envs": 2,
+            "num_actors": 1,
+            "params": np.int32(0),
+            "timeouts": jaxvec.Timeouts(start=200),
+        } | options
+        made.append(jaxvec.Rollouts(rollout, env, **options))
+        return made[-1]
+
+    make_rollouts.made = made
+    yield make_rollouts
+    for rollouts in made:
+        rollouts.close()
+
+
+def get(rollouts):
+    return rollouts.get(timeout=200)
+
+
+def test_trajectories_are_those_of_the_same_rollout_here(make_rollouts, make):
+    seed, params = 5, [PARAMS]
+    rollouts = make_rollouts(
+        rollout, "CartPole-v1", num_envs=NUM_ENVS, num_actors=2, params=PARAMS, seed=seed, in_flight=2
+    )
+    came = [get(rollouts)]
+    while len(came) < 12 or {done.actor for done in came} != {0, 1}:
+        params.append(params[-1] + np.arange(8, dtype=np.float32).reshape(4, 2) / 10)
+        rollouts.push(params[-1])
+        came.append(get(rollouts))
+        assert came[-1].lag == len(params) - 1 - came[-1].version
+
+    program = jax.jit(rollout)
+    for actor in range(2):
+        ours = [done for done in came if done.actor == actor]
+        assert [done.index for done in ours] == [*range(len(ours))]
+        envs = make("CartPole-v1", NUM_ENVS, num_workers=1)
+        handle, timestep = jaxvec.reset(envs, seed=seed + actor * NUM_ENVS)
+        key = jax.random.fold_in(jax.random.key(seed), actor)
+        for done in ours:
+            weights, one = params[done.version], jax.random.fold_in(key, done.index)
+            handle, timestep, steps = program(weights, handle, timestep, one)
+            assert_equal(done.trajectory, steps)
+            assert isinstance(done.trajectory, Steps)
+            assert isinstance(done.trajectory.obs, jax.Array)
+    assert max(done.version for done in came) > 0
+    stats = rollouts.stats()
+    assert stats.rollouts == len(came)
+    assert stats.env_steps == len(came) * 8 * NUM_ENVS
+    assert (stats.dropped, stats.restarts, stats.version) == (0, (0, 0), len(params) - 1)
+
+    with pytest.raises(TypeError, match="JAX keys can't travel"):
+        rollouts.push(jax.random.key(0))
+    rollouts.close()
+    rollouts.close()
+    for call in (rollouts.get, partial(rollouts.push, PARAMS)):
+        with pytest.raises(jaxvec.PoolClosedError):
+            call()
+
+
+class Gated(CountingEnv):
+    """Waits in each step for a file that is named by its seed."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def reset(self, *, seed=None, options=None):
+        self.seed = self.seed if seed is None else seed
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        (self.folder / f"began {self.seed}").touch()
+        gate = self.folder / f"gate {self.seed}"
+        while not gate.exists():
+            time.sleep(0.01)
+        gate.unlink()
+        return super().step(action)
+
+
+def test_rollouts_return_in_order_of_completion_and_drop_stale_ones(make_rollouts, tmp_path):
+    rollouts = make_rollouts(env=partial(Gated, tmp_path), num_envs=1, num_actors=2, max_lag=1, in_flight=2)
+
+    def begun(actor):
+        wait_until((tmp_path / f"began {actor}").exists)
+
+    def finish(actor):
+        begun(actor)
+        (tmp_path / f"began {actor}").unlink()
+        (tmp_path / f"gate {actor}").touch()
+
+    begun(0)
+    with pytest.raises(jaxvec.NotReadyError, match=r"no rollout was done within 0.1 s"):
+        rollouts.get(timeout=0.1)
+    finish(1)
+    assert get(rollouts).actor == 1
+    finish(0)
+    assert get(rollouts).actor == 0
+    # Both have begun anew. After three versions, those of 0 and 1 are too old.
+    begun(0)
+    begun(1)
+    for version in (1, 2, 3):
+        rollouts.push(np.int32(version))
+    finish(0)
+    begun(0)
+    finish(0)
+    done = get(rollouts)
+    assert (done.actor, done.index, done.version, done.lag) == (0, 2, 3, 0)
+    assert done.trajectory["params"] == 3
+    assert rollouts.stats().dropped == 1
+
+    # What nobody holds any more ends, though a rollout is under way.
+    assert ray.available_resources().get("CPU", 0) == 2
+    make_rollouts.made.clear()
+    del rollouts
+    gc.collect()
+    wait_until(lambda: ray.available_resources().get("CPU") == 4)
+
+
+def test_rollout_exception_is_raised_and_breaks_the_rollouts(make_rollouts):
+    def failing(params, handle, timestep, key):
+        raise LookupError("no such layer")
+
+    rollouts = make_rollouts(failing)
+    with pytest.raises(
+        jaxvec.RolloutError, match=r"actor 0 on node .* raised LookupError in rollout 0: no such"
+    ) as caught:
+        get(rollouts)
+    error = caught.value
+    assert error.actor == 0
+    assert "in failing" in error.remote_traceback
+    assert isinstance(error.__cause__, LookupError)
+    for call in (rollouts.get, partial(rollouts.push, 1)):
+        with pytest.raises(jaxvec.PoolBrokenError, match="no such layer"):
+            call()
+
+
+def test_an_env_that_raises_is_named(make_rollouts):
+    class Fragile(CountingEnv):
+        def step(self, action):
+            return 1 // 0
+
+    with pytest.raises(
+        jaxvec.RolloutError, match="actor 0 on node .* raised EnvError in rollout 0: env 0"
+    ) as caught:
+        get(make_rollouts(env=Fragile))
+    assert isinstance(caught.value.__cause__, jaxvec.EnvError)
+    assert caught.value.__cause__.env_id == 0
+
+
+@pytest.mark.nightly
+def test_what_make_refuses_is_refused(make_rollouts):
+    with pytest.raises(jaxvec.RolloutError, match="actor 0 on node .* raised .* when it started") as caught:
+        make_rollouts(env="NoSuchEnv-v1")
+    assert "NoSuchEnv" in str(caught.value.__cause__)
+
+
+def test_an_actor_that_dies_is_an_error(make_rollouts):
+    rollouts = make_rollouts()
+    get(rollouts)
+    ray.kill(rollouts._actors._places[0].actor)
+    with pytest.raises(jaxvec.ActorDiedError, match="actor 0 on node .* was lost: ") as caught:
+        while True:
+            get(rollouts)
+    assert (caught.value.actor, caught.value.node.startswith("node ")) == (0, True)
+
+
+def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
+    rollouts = make_rollouts(on_fault=jaxvec.Restart(max_restarts=1))
+    before = [get(rollouts) for _ in range(3)]
+    place = rollouts._actors._places[0]
+    ray.kill(place.actor)
+    rollouts.push(np.int32(1))
+    came = before + [get(rollouts) for _ in range(3)]
+    assert rollouts.stats().restarts == (1,)
+    assert [done.index for done in came] == [*range(6)]  # none is lost that was done
+    assert came[-1].version == 1
+    assert came[-1].trajectory["obs"][0, 1] < 5  # new envs have made fewer steps
+    assert "actor 0 recovers from fault 1, and starts anew: actor 0 on node" in caplog.text
+    ray.kill(place.actor)
+    with pytest.raises(jaxvec.ActorDiedError, match=r"Actor 0 was not restarted: .* max_restarts is 1"):
+        while True:
+            get(rollouts)
+
+
+def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
+    taken = ray.util.placement_group([{"CPU": 1}] * 3)
+    ray.get(taken.ready(), timeout=200)
+    with pytest.raises(
+        jaxvec.ActorDiedError, match=r"not ready within Timeouts.start, 2 s: Ray has not started"
+    ):
+        make_rollouts(backend=jaxvec.Ray(workers_per_actor=2), timeouts=jaxvec.Timeouts(start=2))
+    ray.util.remove_placement_group(taken)
+    with pytest.raises(ValueError, match=r"no node of the Ray cluster has {'CPU': 1, 'unobtainium': 1}"):
+        make_rollouts(backend=jaxvec.Ray(resources_per_worker={"unobtainium": 1}))
+    wait_until(lambda: ray.available_resources().get("CPU") == 4)
+
+
+def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, cluster, tmp_path):  # noqa: F811
+    rollouts = make_rollouts(env=partial(Gated, tmp_path))
+    waiting = threading.Thread(target=_shut_down, args=(tmp_path,), daemon=True)
+    waiting.start()
+    try:
+        with pytest.raises(jaxvec.ActorDiedError, match=r"actor 0 on node .* was lost"):
+            rollouts.get()
+    finally:
+        waiting.join(200)
+        ray.init(address=cluster.address, log_to_driver=False)
+    with pytest.raises(jaxvec.PoolBrokenError, match="failed before"):
+        rollouts.get()
+
+
+def _shut_down(folder):
+    wait_until(lambda: (folder / "began 0").exists())
+    ray.shutdown()
+
+
+def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    size = "--num-actors 1 --num-envs 4 --num-steps 50 --total-steps 600"
+    result = impala_ray.main(size.split())
+    assert (result.env_steps, result.curve.shape) == (600, (3,))
+    assert 8 < result.mean_return < 100
+    assert "actors restarted 0 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"rollout": 3}, TypeError, "rollout must be a function"),
+        ({"num_actors": 0}, ValueError, "num_actors must be an integer of at least 1, not 0"),
+        ({"max_lag": -1}, ValueError, "max_lag must be an integer of at least 0"),
+        ({"backend": "process"}, ValueError, 'backend must be "ray" or a jaxvec.Ray'),
+        ({"num_workers": 2}, TypeError, "no option 'num_workers': .*workers_per_actor"),
+        (
+            {"backend": jaxvec.Ray("192.0.2.1:6379")},
+            ValueError,
+            "this process is connected to the Ray cluster",
+        ),
+        ({"recv_order": "random"}, ValueError, "recv_order must be"),
+        ({"numbers": (number for number in "12")}, jaxvec.NotPicklableError, "can't be pickled.*generator"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(cluster, options, kind, said):  # noqa: F811
+    defaults = {"rollout": count, "env": CountingEnv, "num_envs": 1, "num_actors": 1, "params": 0}
+    with pytest.raises(kind, match=re.compile(said, re.DOTALL)):
+        jaxvec.Rollouts(**defaults | options)

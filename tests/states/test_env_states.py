@@ -1,0 +1,616 @@
+"""The state of an env as a value: an env that is put back time and again does what another one does."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import io
+import itertools
+import mmap
+import random
+import socket
+import threading
+import weakref
+from collections import Counter, deque
+from functools import partial
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces, wrappers
+from gymnasium.utils import EzPickle
+from support.env_states import assert_equal, assert_goes_on
+
+import jaxvec
+from jaxvec import _native
+from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._snapshots.snapshot import difference
+from jaxvec.adapters.replay import ReplayEnv
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("Acrobot-v1", 1),
+        ("CartPole-v1", 20),
+        ("MountainCar-v0", 3),
+        ("MountainCarContinuous-v0", 0),
+        ("Pendulum-v1", 3),
+        ("Blackjack-v1", 300),
+        ("CliffWalking-v1", 0),
+        ("FrozenLake-v1", 30),
+        ("Taxi-v4", 3),
+    ],
+)
+def test_gymnasiums_own(name, ends):
+    assert_goes_on(partial(gymnasium.make, name), ends=ends)
+
+
+def test_wrappers_with_states_of_their_own():
+    def wrapped():
+        env = wrappers.RecordEpisodeStatistics(gymnasium.make("CartPole-v1", max_episode_steps=30))
+        env = wrappers.NormalizeReward(wrappers.NormalizeObservation(env))
+        return wrappers.FrameStackObservation(wrappers.DelayObservation(env, 2), 3)
+
+    class Timeless(gymnasium.Wrapper):
+        def step(self, action):
+            *rest, info = self.env.step(action)
+            info.get("episode", {}).pop("t", None)
+            return *rest, info
+
+    assert_goes_on(lambda: Timeless(wrapped()), ends=20)
+
+
+class Toy(gymnasium.Env):
+    """Has one of each kind of thing that a state may hold; `step` returns and changes all of them."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (12,), np.float64)
+
+    class Thing:
+        __slots__ = ("__hidden", "place")
+
+        def __init__(self, place):
+            self.place = place
+            self.__hidden = [place]
+
+        def move(self, by):
+            self.place += by
+            self.__hidden.append(self.place)
+            return sum(self.__hidden[-3:])
+
+    def __init__(self):
+        self.action_space = spaces.Dict(
+            {"a": spaces.Discrete(3), "b": spaces.Tuple([spaces.Box(-1, 1, (2,))])}
+        )
+        self.grid = np.zeros((4, 5), order="F")
+        self.row = self.grid[1:3, 2]  # a view
+        self.thing = self.Thing(1)
+        self.move = self.thing.move  # a bound method
+        self.pair = (self.thing, [self.thing])  # aliases
+        self.me = weakref.ref(self)
+        self.cycle = {"env": self, 0: []}
+        self.cycle["cycle"] = self.cycle
+        self.long = [*range(9)]
+        self.long.append(self.long)
+        self.python = random.Random(1)
+        self.old = np.random.RandomState(1)
+        self.file = io.BytesIO()
+        self.names = {"b", "a"}
+        self.recent = deque(maxlen=3)
+        self.counts = Counter()
+        self.table = {number: [(number, 0.5)] for number in range(99)}
+        self.objects = np.array([[], [1]], object)
+        self.iterator = itertools.count(3)
+        count = 0
+
+        def draw():  # closes over the env, and counts
+            nonlocal count
+            count += 1
+            return self.thing.place + count
+
+        self.draw = draw
+        self.lock = threading.Lock()
+        self.nothing = object()
+        self.fixed = np.arange(3.0)
+        self.fixed.flags.writeable = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.action_space.seed(seed)
+        self.shared = self.np_random.spawn(1)[0]
+        self.late = self.Thing(5)
+        return self._observe(), {}
+
+    def step(self, action):
+        self.row[...] += self.shared.random()
+        self.thing.move(int(action["a"]))
+        self.recent.append(self.Thing(len(self.recent)))
+        self.counts[int(action["a"])] += 1
+        self.table[int(action["a"])].append((1, 2.0))
+        self.objects[0, ...].append(next(self.iterator)) if self.objects.ndim > 1 else self.objects[0].append(
+            1
+        )
+        self.names.add(str(self.python.random())[:3])
+        self.file.write(b"x" * int(self.old.randint(3)))
+        self.cycle["cycle"]["cycle"][0].append(self.cycle["env"].draw())
+        self.long[-1][-1][int(action["a"])] += 1
+        over = bool(self.np_random.random() < 0.1)
+        return (
+            self._observe(),
+            float(self.action_space.sample()["b"][0][0]),
+            over,
+            False,
+            {"names": sorted(self.names)},
+        )
+
+    def _observe(self):
+        return np.array(
+            [
+                *(
+                    self.grid.sum(),
+                    self.move(1),
+                    self.pair[0].place,
+                    self.pair[1][0].move(2),
+                    self.me().draw(),
+                ),
+                *(
+                    self.python.random(),
+                    self.old.random(),
+                    self.file.tell(),
+                    len(self.recent),
+                    self.counts[1],
+                ),
+                *(
+                    sum(self.long[:9]) + sum(map(len, self.table.values())),
+                    next(self.iterator) + sum(map(len, self.objects)) + self.fixed[1],
+                ),
+            ]
+        )
+
+
+def test_all_that_attributes_may_hold():
+    assert_goes_on(Toy, ends=30, pickled=False)
+
+
+class Seldom(gymnasium.Env):
+    """Does with its `held` what `change` does, but so seldom that no proof sees it."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (9,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, make, change, show=np.array):
+        self.make, self.change, self.show = make, change, show
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.held = self.make()
+        self.steps = 0
+        return self.show(self.held), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps % 100 == 0:
+            self.held = self.change(self.held)
+        return self.show(self.held), 0.0, False, False, {}
+
+
+def unlock(array):
+    array.flags.writeable = True
+    array += 1
+    array.flags.writeable = False
+    return array
+
+
+def locked():
+    array = np.zeros(9)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        pytest.param(locked, unlock, id="an array that the env unlocks"),
+        pytest.param(
+            lambda: np.frombuffer(bytes(72)),
+            lambda array: np.frombuffer((array + 1).tobytes()),
+            id="memory of bytes",
+        ),
+    ],
+)
+def test_arrays_that_cannot_be_written_to_may_differ(make, change):
+    stateful = StatefulEnv(Seldom(make, change))
+    env = stateful.env
+    stateful.prove(fresh=True)
+    env.reset()
+    before = stateful.take()
+    for _ in range(100):
+        obs, *_ = env.step(0)
+    after = stateful.take()
+    assert obs.tolist() == [1.0] * 9
+    for state, expected in [(before, 0.0), (after, 1.0), (before, 0.0)]:
+        stateful.put(state)
+        assert not env.held.flags.writeable
+        assert env.step(0)[0].tolist() == [expected] * 9
+
+
+def first_to_last(held):
+    first = next(iter(held))
+    held[first] = held.pop(first)
+    return held
+
+
+def negated(held):
+    held[:] = [-number for number in held]
+    return held
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        pytest.param(lambda: [0.0] * 9, negated, id="zeros of another sign"),
+        pytest.param(lambda: dict.fromkeys(range(9), 0), first_to_last, id="another order"),
+    ],
+)
+def test_a_large_container_that_is_equal_may_differ(make, change):
+    stateful = StatefulEnv(Seldom(make, change, lambda held: np.array(list(held))))
+    env = stateful.env
+    stateful.prove(fresh=True)
+    first, _ = env.reset()
+    before = stateful.take()
+    for _ in range(100):
+        last, *_ = env.step(0)
+    after = stateful.take()
+    assert first.tobytes() != last.tobytes()
+    for state, expected in [(before, first), (after, last), (before, first)]:
+        stateful.put(state)
+        assert env.step(0)[0].tobytes() == expected.astype(first.dtype).tobytes()
+
+
+class Packed(gymnasium.Env):
+    """Observations are memory that is not NumPy's, each its own."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self._observe(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self._observe(), 0.0, self.steps == 9, False, {}
+
+    def _observe(self):
+        return np.frombuffer(bytearray(np.array([self.steps, self.np_random.random()]).tobytes()))
+
+
+def test_memory_that_was_several_arrays_and_is_one():
+    """A reset fills the frames with one array."""
+    assert_goes_on(lambda: wrappers.FrameStackObservation(Packed(), 4), ends=30)
+
+
+class Odd(gymnasium.Env):
+    """Changes its attributes in each step, mostly as envs do, else in all ways that are not ordinary."""
+
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    random = random.Random(0)  # of the class, so it is no part of the state
+
+    def __init__(self, seed):
+        self.kept, self.dtype, self.space = Kept.MEMBER, np.dtype(float), spaces.Box(-1, 1, (2,))
+        self.generator, self.another = np.random.default_rng(seed), np.random.default_rng(seed)
+        self.change()
+
+    def change(self):
+        self.number, self.name = self.random.random(), "a"
+        self.pair = (1, self.number)
+        self.array, self.frame = np.full(3, self.number), np.zeros((2, 2), np.uint8)
+
+    def step(self, action):
+        self.frame[0] = self.generator.integers(9)
+        if self.random.random() < 0.6:
+            self.change()
+        if self.random.random() < 0.4:
+            name, make = self.random.choice(ODDITIES)
+            vars(self)[name] = make(self)
+        if self.random.random() < 0.05:
+            vars(self).pop(self.random.choice(["name", "pair", "number", "more"]), None)
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+class Kept(enum.Enum):
+    MEMBER = 1
+
+
+ODDITIES = [
+    *(("number", lambda env, one=one: one) for one in (1, True, 1.0, -0.0, np.float64(1), None, "1", [1])),
+    *(("pair", lambda env, one=one: one) for one in ((), (1, (2, 3)), ([1],), [1, 2], None)),
+    ("array", lambda env: env.frame[:1]),
+    ("array", lambda env: env.frame.reshape(-1)),
+    ("array", lambda env: locked()),
+    ("array", lambda env: np.array([[1], None], object)),
+    ("array", lambda env: np.frombuffer(bytearray(16))),
+    ("array", lambda env: np.zeros(2, "f4,i4")),
+    ("array", lambda env: np.asfortranarray(np.ones((2, 3), ">f4"))),
+    ("array", lambda env: np.float32(1)),
+    ("array", lambda env: env.frame),
+    ("generator", lambda env: env.another),
+    ("generator", lambda env: np.random.Generator(env.another.bit_generator)),
+    ("generator", lambda env: np.random.Generator(np.random.Philox(3))),
+    ("generator", lambda env: np.random.default_rng(7)),
+    ("name", lambda env: str(len(env.generator.spawn(2)))),
+    ("generator", lambda env: env.generator.spawn(1)[0]),
+    ("generator", lambda env: np.random.Generator(env.generator.spawn(1)[0].bit_generator)),
+    ("another", lambda env: env.np_random),
+    ("another", lambda env: np.random.default_rng(9)),
+    ("name", lambda env: env.space.sample() is None),
+    ("space", lambda env: spaces.Box(-1, 1, (2,))),
+    ("space", lambda env: spaces.Box(-2, 1, (2,))),
+    ("metadata", lambda env: {}),
+    ("dtype", lambda env: np.dtype(np.int8)),
+    ("more", lambda env: env.frame),
+]
+
+
+def assert_same_state(one, other):
+    """Compares what was taken; atoms may be among the nodes, and the counts include what is not taken."""
+    assert difference(*([fields[0] | fields[1] for fields in state.layers] for state in (one, other))) is None
+
+
+@pytest.mark.skipif(_native.ext is None, reason="not compiled")
+def test_what_is_taken_again_is_what_a_walk_takes():
+    """C++ takes and puts what it can; what it leaves and what it does are both as if there were none."""
+    counts = Counter()
+    for seed in range(40):
+        Odd.random.seed(seed)
+        env = wrappers.OrderEnforcing(wrappers.TimeLimit(Odd(seed), 99))
+        again, walk = StatefulEnv(env), StatefulEnv(env)
+        walk._again = None
+        env.unwrapped.reset(seed=seed)
+        kept = []
+        for _ in range(40):
+            env.unwrapped.step(0)
+            counts["taken", again._again.take() is not None] += 1
+            states = [again.take(), walk.take()]
+            assert_same_state(*states)
+            kept = [*kept, states[seed % 2]][-3:]
+            if Odd.random.random() < 0.4:
+                state = Odd.random.choice(kept)
+                done = again._again.put(state.layers)
+                counts["put", done] += 1
+                if not done:
+                    assert_same_state(walk.take(), states[1])  # nothing was done
+                    again.put(state)
+                assert_same_state(walk.take(), state)
+                walk.put(state)
+                assert_same_state(again.take(), state)
+    assert min(counts[key] for key in itertools.product(("taken", "put"), (True, False))) > 50, counts
+
+
+class Constructed(EzPickle, gymnasium.Wrapper):
+    """Copies and pickles as a new one, without its state; so does what is in it."""
+
+    class Part(EzPickle):
+        def __init__(self):
+            EzPickle.__init__(self)
+            self.total = 0
+
+    def __init__(self):
+        EzPickle.__init__(self)
+        gymnasium.Wrapper.__init__(self, gymnasium.make("CartPole-v1"))
+        self.part = self.Part()
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        self.part.total += self.steps
+        obs, *rest, info = self.env.step(action)
+        return obs, *rest, info | {"steps": self.steps, "total": self.part.total}
+
+
+def test_what_copies_without_its_state():
+    assert_goes_on(Constructed)
+    env = Constructed()
+    env.reset()
+    env.step(0)
+    assert copy.deepcopy(env).steps == 0
+
+
+_COUNTERS = weakref.WeakKeyDictionary()
+
+
+class Hidden(gymnasium.Env):
+    """Counts its steps where Python's attributes don't show it."""
+
+    observation_space = spaces.Discrete(99)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self):
+        self.last = -1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action):
+        self.last = next(_COUNTERS.setdefault(self, itertools.count()))
+        return self.last % 7, 0.0, False, False, {}
+
+
+class Tells(Hidden):
+    """Says its state, which is in no attribute."""
+
+    def get_state(self):
+        return self.last
+
+    def set_state(self, state):
+        _COUNTERS[self] = itertools.count(state + 1)
+
+
+def test_an_env_may_say_its_state_itself():
+    assert_goes_on(Tells, ends=0, pickled=False)
+
+
+def test_so_may_its_user():
+    env = wrappers.TimeLimit(Hidden(), 9)
+
+    def get(env):
+        return env.unwrapped.last
+
+    def set_(env, last):
+        env.unwrapped.last = last
+        _COUNTERS[env.unwrapped] = itertools.count(last + 1)
+
+    env.reset(seed=0)
+    env.step(0)
+    stateful = StatefulEnv(env, (get, set_))
+    stateful.prove()
+    state = stateful.take()
+    first = [env.step(0) for _ in range(7)]
+    for _ in range(3):
+        stateful.put(state)
+        assert [env.step(0) for _ in range(7)] == first  # TimeLimit's count is put back, too
+
+
+def test_what_is_not_in_attributes_is_seen():
+    env = wrappers.TimeLimit(Hidden(), 9)
+    with pytest.raises(
+        jaxvec.EnvStateError, match=r"Hidden does not go on .* after 1 of .*, obs differs; .* Hidden.last"
+    ):
+        StatefulEnv(env).prove(fresh=True)
+
+    class Global(Hidden):
+        def step(self, action):
+            return random.randrange(50), 0.0, False, False, {}
+
+    with pytest.raises(jaxvec.EnvStateError, match=r"(?s)obs differs.* global .* generator"):
+        StatefulEnv(Global()).prove(fresh=True)
+
+
+class Odometer:
+    """Pickles and copies as a new one, which is no loss before its first step."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __reduce__(self):
+        return Odometer, ()
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_what_is_lost_only_later_in_an_episode_is_seen(fresh):
+    class Lossy(Hidden):
+        def reset(self, **kwargs):
+            self.odometer = Odometer()
+            return super().reset(**kwargs)
+
+        def step(self, action):
+            self.odometer.count += 1
+            return self.odometer.count, 0.0, self.odometer.count > 30, False, {}
+
+    env = Lossy()
+    if not fresh:
+        env.reset(seed=0)
+    stateful = StatefulEnv(env)
+    with pytest.raises(jaxvec.EnvStateError, match=r"Lossy does not go on .*, obs differs"):
+        stateful.prove(fresh=fresh)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Path(__file__).open(), "an open file"),  # noqa: SIM115
+        (lambda: socket.socket(), "a socket"),
+        (lambda: (number for number in range(3)), "a generator"),
+        (lambda: threading.Thread(), "a thread"),
+    ],
+)
+def test_what_is_no_value_is_named(make, what):
+    env = wrappers.TimeLimit(Hidden(), 9)
+    held = make()
+    env.unwrapped.parts = {"held": [held]}
+    with pytest.raises(
+        jaxvec.EnvStateError, match=rf"Hidden.parts\['held'\]\[0\], it is {what}.* States\(functions="
+    ):
+        StatefulEnv(env).take()
+    if hasattr(held, "close"):
+        held.close()
+
+
+def test_a_state_is_for_envs_of_its_kind():
+    state = StatefulEnv(gymnasium.make("CartPole-v1")).take()
+    for other in (gymnasium.make("Acrobot-v1"), gymnasium.make("CartPole-v1").unwrapped):
+        with pytest.raises(jaxvec.EnvStateError, match="a state of .*CartPoleEnv can't be put into"):
+            StatefulEnv(other).put(state)
+
+
+def test_a_wrapper_may_come_in_between():
+    env = gymnasium.make("CartPole-v1")
+    stateful = StatefulEnv(env)
+    env.reset(seed=0)
+    before = stateful.take()
+    env.env = wrappers.TransformReward(env.env, lambda reward: reward + 1)
+    env.env.bonus = [3]
+    state = stateful.take()
+    env.env.bonus[0] = 4
+    stateful.put(state)
+    assert env.env.bonus == [3]
+    with pytest.raises(jaxvec.EnvStateError, match="can't be put into"):
+        stateful.put(before)
+
+
+def test_memory_that_is_lent_stays():
+    """What an env writes to a buffer is its own; the state has a copy of it, and the env keeps the buffer."""
+    segment = mmap.mmap(-1, 4096)
+    buffers = list(np.frombuffer(segment, np.float64).reshape(2, -1)[:, :5])
+
+    class Writer(Hidden):
+        observation_space = spaces.Box(-np.inf, np.inf, (5,), np.float64)
+
+        def set_observation_buffer(self, buffer):
+            self.lent = {"there": (buffer,)}
+
+        def step(self, action):
+            self.lent["there"][0][...] += self.np_random.random(5)
+            return self.lent["there"][0], 0.0, False, False, {}
+
+    envs = [Writer(), Writer()]
+    for env, buffer in zip(envs, buffers, strict=True):
+        env.reset(seed=0)
+        env.set_observation_buffer(buffer)
+    envs[0].step(0)
+    state = StatefulEnv(envs[0]).take()
+    first = [envs[0].step(0)[0].copy() for _ in range(3)]
+    for env, buffer in zip(envs, buffers, strict=True):
+        StatefulEnv(env).put(state)
+        assert env.lent["there"][0] is buffer
+        for expected in first:
+            np.testing.assert_array_equal(env.step(0)[0], expected)
+            np.testing.assert_array_equal(buffer, expected)
+
+
+def test_a_replayed_env():
+    assert_goes_on(lambda: ReplayEnv(gymnasium.make("CartPole-v1")), ends=20)
+    assert_goes_on(lambda: ReplayEnv(lambda: gymnasium.make("FrozenLake-v1")), ends=20)
+
+
+def test_a_replayed_env_may_change_its_actions():
+    class Doubling(gymnasium.Wrapper):
+        def step(self, action):
+            action *= 2
+            return self.env.step(action)
+
+    env = ReplayEnv(Doubling(gymnasium.make("Pendulum-v1")))
+    env.reset(seed=0)
+    env.step(np.full(1, 0.3, np.float32))
+    state = env.get_state()
+    expected = env.step(np.full(1, 0.3, np.float32))
+    env.set_state(state)
+    assert_equal(env.step(np.full(1, 0.3, np.float32)), expected)

@@ -1,0 +1,454 @@
+"""What the failure suite shares: envs that misbehave, and a driver that reaches them in every way.
+
+conftest registers this module for pickling by value, as it does test modules: workers get its envs without
+importing it, and JAX.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+import jaxvec
+from jaxvec import _native
+from jaxvec.callbacks import _ffi
+from jaxvec.testing import CountingEnv
+
+PATIENCE = 200  # seconds that anything may take here which should come at once; machines stand still at times
+
+# --- Ways to drive a pool ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """One cell of the matrix: how envs are handed over, who drives them, and whether in halves."""
+
+    dispatch: str
+    face: str  # "python", or the transport of compiled programs
+    first_ready: bool
+
+    def __str__(self) -> str:
+        return f"{self.dispatch}-{self.face}-{'first ready' if self.first_ready else 'sync'}"
+
+    def reason_unavailable(self) -> str | None:
+        return (_native.reason_unavailable() if self.dispatch == "native" else None) or (
+            _ffi.reason_unavailable() if self.face == "ffi" else None
+        )
+
+
+WAYS = [
+    Way(*cell) for cell in product(("native", "portable"), ("python", "io_callback", "ffi"), (False, True))
+]
+# For variants of a case: the way that never comes to Python, and the one that always does.
+TWO_WAYS = [Way("native", "ffi", True), Way("portable", "io_callback", False)]
+in_halves = pytest.mark.parametrize("way", [w for w in WAYS if w.first_ready], ids=str, indirect=True)
+in_two_ways = pytest.mark.parametrize("way", TWO_WAYS, ids=str, indirect=True)
+
+
+def make(*args: object, **options: object) -> jaxvec.VectorEnv:
+    """Makes a pool; limits of time may be given one by one here, and settings of `jaxvec.config`, too."""
+    settings = {
+        name: options.pop(name) for name in ("transport", "dispatch", "wrapper_bypass") if name in options
+    }
+    names = {"start_timeout": "start", "reset_timeout": "reset", "step_timeout": "step"}
+    limits = {name: options.pop(flat) for flat, name in names.items() if flat in options}
+    if limits:
+        options["timeouts"] = jaxvec.Timeouts(**{"start": PATIENCE} | limits)
+    with jaxvec.config.override(**settings):
+        return jaxvec.make(*args, **options)
+
+
+class Driver:
+    """Drives one pool in one way. Whatever the way, errors come typed.
+
+    Its timeouts are for failures that go unnoticed: these end in an `EnvTimeoutError`, which is not what
+    their test waits for.
+    """
+
+    def __init__(self, way: Way, env: object, num_envs: int = 4, **kwargs: object) -> None:
+        options = {
+            "num_workers": 2,
+            "dispatch": way.dispatch,
+            "start_timeout": PATIENCE,
+            "reset_timeout": PATIENCE,
+            "step_timeout": PATIENCE,
+        }
+        if way.first_ready:
+            options["batch_size"] = num_envs // 2
+        if way.face != "python":
+            options["transport"] = way.face
+        self.way = way
+        self.envs = make(env, num_envs, **options | kwargs)
+        self.workers = [
+            psutil.Process(process.pid) for process in self.envs.pool._workers.supervisor._processes
+        ]
+        self._handle = None
+
+    def reset(self) -> object:
+        """Resets every env; returns the observations of all, in env order."""
+        if self.way.face != "python":
+            self._handle, obs = self._run(jax.jit(partial(_reset, self.envs)))
+            return obs
+        timesteps = [self.envs.reset()]
+        return _in_env_order(timesteps + [self.envs.recv() for _ in range(self._turns - 1)], np)
+
+    def step(self, action: int = 0, times: int = 1) -> object:
+        """Steps every env `times` times; returns the observations of all, in env order."""
+        actions = np.full(self.envs.num_envs, action)
+        if self.way.face != "python":
+            handle = jaxvec.reset(self.envs)[0] if self._handle is None else self._handle
+            self._handle, obs = self._run(partial(_step, times=times), handle, actions)
+            return obs
+        for _ in range(times):
+            if self.way.first_ready:
+                self.envs.send(actions)
+                obs = _in_env_order([self.envs.recv() for _ in range(self._turns)], np)
+            else:
+                obs = self.envs.step(actions).obs
+        return obs
+
+    def forever(self) -> None:
+        """Steps on, until something comes between: which then comes as it is, from a jitted loop as text."""
+        if self.way.face == "python":
+            self.step(times=10**9)
+        else:
+            jax.block_until_ready(_step(self._handle, np.zeros(self.envs.num_envs, int), times=10**9))
+
+    def send(self, action: int, env_ids: object) -> None:
+        """Sends `action` to some envs."""
+        actions, env_ids = np.full(len(env_ids), action), np.asarray(env_ids)
+        if self.way.face == "python":
+            self.envs.send(actions, env_ids)
+        else:
+            self._handle = self._run(_send, self._handle, actions, env_ids)
+
+    def recv(self) -> object:
+        """Receives a batch; returns its env ids."""
+        if self.way.face == "python":
+            return self.envs.recv().info["env_id"]
+        self._handle, timestep = self._run(_recv, self._handle)
+        return timestep.info["env_id"]
+
+    def close(self) -> None:
+        """Closes the pool, in bounded time; no worker is left."""
+        within(self.envs.close)
+        assert self.envs.closed
+        assert not any(worker.is_running() for worker in self.workers)
+
+    @property
+    def _turns(self) -> int:
+        return self.envs.num_envs // self.envs.batch_size
+
+    def _run(self, program: Callable[..., object], *args: object) -> object:
+        try:
+            return jax.block_until_ready(program(*args))
+        except jax.errors.JaxRuntimeError as error:
+            text = str(error)
+        with pytest.raises(BaseException) as typed:  # noqa: PT011 - whatever it is, it comes typed
+            self.envs.raise_if_failed()
+        said = f"{type(typed.value).__name__}: {typed.value}"
+        assert said.encode(errors="replace").decode() in text
+        raise typed.value
+
+
+_send, _recv = jax.jit(jaxvec.send), jax.jit(jaxvec.recv)
+
+
+def _reset(envs):
+    handle, timestep = jaxvec.reset(envs)
+    return _receive(handle, [timestep])
+
+
+@partial(jax.jit, static_argnames="times")
+def _step(handle, actions, times):
+    def once(handle):
+        if handle.spec.first_ready:
+            return _receive(jaxvec.send(handle, actions), [])
+        handle, timestep = jaxvec.step(handle, actions)
+        return handle, timestep.obs
+
+    # Carried, not stacked: a loop may be meant to go on for ever.
+    obs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, handle)[1])
+    return jax.lax.scan(lambda carry, _: (once(carry[0]), None), (handle, obs), length=times)[0]
+
+
+def _receive(handle, timesteps):
+    while len(timesteps) < handle.spec.num_envs // handle.spec.batch_size:
+        handle, timestep = jaxvec.recv(handle)
+        timesteps.append(timestep)
+    return handle, _in_env_order(timesteps, jnp)
+
+
+def _in_env_order(timesteps, numpy):
+    order = numpy.argsort(numpy.concatenate([timestep.info["env_id"] for timestep in timesteps]))
+    return jax.tree.map(lambda *rows: numpy.concatenate(rows)[order], *[each.obs for each in timesteps])
+
+
+# --- What is asked of every broken pool -------------------------------------------------------
+
+
+def assert_broken(driver: Driver, cause: BaseException) -> None:
+    """Every call repeats the cause, and returns no row; then the pool closes, twice."""
+    envs = driver.envs
+    actions = np.zeros(envs.num_envs, int)
+    calls = [
+        driver.step,
+        driver.reset,
+        envs.reset,
+        envs.recv,
+        partial(envs.step, actions),
+        partial(envs.send, actions),
+        partial(envs.call, "steps"),
+        partial(envs.set_attr, "steps", 0),
+        envs.render,
+        lambda: envs.infos(),
+    ]
+    for call in calls:
+        with pytest.raises(jaxvec.PoolBrokenError) as again:
+            call()
+        assert again.value.__cause__ is cause
+        assert f"failed with {type(cause).__name__}: {cause}" in str(again.value)
+    with pytest.raises(type(cause)) as first:
+        envs.raise_if_failed()
+    assert first.value is cause
+    assert envs.pool.state.broken_by is cause
+    assert "broken" in repr(envs)
+    assert_closes(driver)
+
+
+def assert_closes(driver: Driver) -> None:
+    """The pool closes, twice, and says so."""
+    driver.close()
+    driver.close()
+    with pytest.raises(jaxvec.PoolClosedError):
+        driver.reset()
+    with pytest.raises(jaxvec.PoolClosedError):
+        driver.envs.call("steps")
+
+
+def within(function: Callable[[], object], seconds: float = PATIENCE) -> object:
+    """Calls `function` in a thread, and fails if it takes longer."""
+    return Background(function).result(seconds)
+
+
+class Background:
+    """Calls a function in a thread."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._outcome: list[object] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._call, daemon=True)
+        self._thread.start()
+
+    def _call(self) -> None:
+        try:
+            self._outcome.append(self._function())
+        except BaseException as error:
+            self._error = error
+
+    def result(self, seconds: float = PATIENCE) -> object:
+        """Returns or raises what the function did; fails if it takes longer."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), f"{self._function} takes more than {seconds} s"
+        error, self._error = self._error, None  # no cycle
+        if error is not None:
+            raise error
+        return self._outcome[0]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Waits for what has no event to wait for."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        threading.Event().wait(0.001)
+
+
+def wait_until_running(envs: jaxvec.VectorEnv) -> None:
+    """Waits until a worker is inside an env's code."""
+    running = envs.pool._workers._arrays["running",]
+    wait_until(running.any)
+
+
+def wait_until_dead(worker: psutil.Process) -> None:
+    """Waits until a worker has ended; the pool, its parent, has yet to learn of it."""
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+
+
+def unfinished(envs: jaxvec.VectorEnv) -> list[int]:
+    """Returns the envs that owe the parent a row."""
+    return envs.pool._workers._dispatch.unfinished().tolist()
+
+
+# --- Exceptions -------------------------------------------------------------------------------
+
+
+class TwoArguments(Exception):
+    """Can be pickled, but not unpickled: `__init__` wants two arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class RaisesInReduce(Exception):
+    def __reduce__(self):
+        raise RuntimeError("no")
+
+
+class RaisesInStr(Exception):
+    def __str__(self):
+        raise RuntimeError("no")
+
+
+def recurse():
+    return recurse() + 1
+
+
+def throw(error):
+    raise error
+
+
+def exhaust_memory():
+    """Leaves the process at its limit: what follows has to do with what there is."""
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), resource.RLIM_INFINITY))
+    bytearray(1 << 30)
+
+
+FAILURES = {
+    "picklable": (lambda: throw(ValueError("bad luck")), "ValueError.*bad luck"),
+    "two arguments": (lambda: throw(TwoArguments("a", "b")), "TwoArguments.*a and b"),
+    "unpicklable": (lambda: throw(Unpicklable()), "Unpicklable.*holds a lock"),
+    "raising in __reduce__": (lambda: throw(RaisesInReduce("x")), "RaisesInReduce.*x"),
+    "raising in __str__": (lambda: throw(RaisesInStr()), "RaisesInStr.*__str__ raised RuntimeError"),
+    "ten megabytes": (lambda: throw(ValueError("x" * 10_000_000)), "ValueError.*characters left out"),
+    "base exception": (lambda: throw(BaseException("base")), "BaseException.*base"),
+    "sys.exit": (lambda: sys.exit(3), "SystemExit.*3"),
+    "group": (lambda: throw(ExceptionGroup("two", [ValueError("1"), KeyError("2")])), "ExceptionGroup.*two"),
+    "recursion": (recurse, "RecursionError"),
+}
+TRAVEL = ("picklable", "sys.exit", "base exception", "group")  # whose originals reach the parent
+# As file names that are not UTF-8 have them; C cuts the one short, and stumbles over the other.
+ODD = {"a zero": "is \0 end", "a lone surrogate": "is \udcff end"}
+# Not for the serial backend, whose envs would limit the memory of this process.
+OUT_OF_MEMORY = {"out of memory": (exhaust_memory, "MemoryError")}
+
+DEATHS = {
+    "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL", -9),
+    "SIGSEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV", -11),
+    "os._exit": (lambda: os._exit(17), "exited with code 17", 17),
+}
+
+
+def assert_env_error(error, name, where, *, file, worker=1):
+    """Checks all that an `EnvError` of env 2 says of the failure `name`."""
+    _, text = (FAILURES | OUT_OF_MEMORY)[name]
+    assert type(error) is jaxvec.EnvError
+    assert re.search(rf"env 2.* in {where}.*{text}", str(error), re.DOTALL)
+    assert error.env_id == 2
+    assert error.operation == where
+    assert error.worker == worker
+    assert error.action == ("np.int64(7)" if where == "step" else None)
+    assert file in error.remote_traceback
+    assert len(str(error)) < 50_000
+    if name in TRAVEL or worker is None:
+        assert type(error.__cause__).__name__ in text
+
+
+def assert_death(error, name, where):
+    """Checks all that a `WorkerDiedError` of env 2's worker says of the death `name`."""
+    _, text, exitcode = DEATHS[name]
+    assert type(error) is jaxvec.WorkerDiedError
+    assert text in str(error)
+    assert (error.worker, error.env_ids, error.exitcode) == (1, (2, 3), exitcode)
+    assert "worker 1 (envs 2, 3)" in str(error)
+    if where in ("reset", "step"):
+        assert "env 2 (worker 1) is running" in str(error)
+    if where == "step":
+        assert "last action np.int64(7)" in str(error)
+
+
+# --- Envs -------------------------------------------------------------------------------------
+
+
+class FailingEnv(CountingEnv):
+    """Does `action()` in `where` of env `victim`, in step on the action 7 only."""
+
+    def __init__(self, env_id, where, action, victim=2):
+        super().__init__()
+        self._fail = action if env_id == victim else None
+        self._where = where
+        if self._fail and where == "constructor":
+            self._fail()
+
+    def reset(self, *, seed=None, options=None):
+        if self._fail and self._where == "reset":
+            self._fail()
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if self._fail and self._where == "step" and action == 7:
+            self._fail()
+        return super().step(action)
+
+
+def failing(where, action, victim=2):
+    return lambda env_id: FailingEnv(env_id, where, action, victim)
+
+
+def waiting_for(path):
+    """Returns an action that ends when there is a file."""
+
+    def wait():
+        while not path.exists():
+            threading.Event().wait(0.001)
+
+    return wait
+
+
+class SleepingEnv(CountingEnv):
+    """Env 1 sleeps for ever on the action 7."""
+
+    def __init__(self, env_id):
+        super().__init__()
+        self._sleeps = env_id == 1
+
+    def step(self, action):
+        if self._sleeps and action == 7:
+            signal.pause()
+        return super().step(action)
+
+
+class GatedEnv(CountingEnv):
+    """Its steps with action 7 wait for a file."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self._gate = gate
+
+    def step(self, action):
+        while action == 7 and not self._gate.exists():
+            threading.Event().wait(0.001)
+        return super().step(action)

@@ -1,0 +1,72 @@
+"""Comparison of envs that are restored from saved states with envs that are only stepped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import jax
+import numpy as np
+
+from jaxvec._envs.env_states import StatefulEnv
+
+
+def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
+    """Compares an env that is stepped with two that take turns, between which states go to and fro.
+
+    Before a state is put, the env goes elsewhere for some steps, through a reset with another seed at times.
+    """
+    rng = np.random.default_rng(0)
+    straight = env_fn()
+    mine, other = (StatefulEnv(env_fn()) for _ in range(2))
+    actions = copy.deepcopy(straight.action_space)
+    actions.seed(1)
+
+    def wander(env):
+        if rng.random() < 0.3:
+            env.reset(seed=int(rng.integers(99)))
+        for _ in range(rng.integers(1, 5)):
+            result = env.step(actions.sample())
+            if result[2] or result[3]:
+                env.reset()
+
+    mine.prove(fresh=True)
+    other.env.reset(seed=5)
+    wander(other.env)
+    assert_equal(mine.env.reset(seed=3), straight.reset(seed=3))
+    count = 0
+    for step in range(num_steps):
+        if step % 6 == 0:
+            state = mine.take()
+            if pickled and rng.random() < 0.1:
+                state = pickle.loads(pickle.dumps(state))
+            wander(mine.env)
+            if rng.random() < 0.5:
+                mine, other = other, mine
+                mine.put(state)
+                wander(mine.env)
+            mine.put(state)
+        action = actions.sample()
+        expected, seen = straight.step(action), mine.env.step(action)
+        assert_equal(seen, expected, step)
+        if expected[2] or expected[3]:
+            count += 1
+            assert_equal(mine.env.reset(), straight.reset(), step)
+    assert count >= ends
+    mine.prove()
+    for env in (straight, mine.env, other.env):
+        env.close()
+
+
+def assert_equal(seen, expected, step=-1):
+    seen, expected = (jax.tree_util.tree_flatten_with_path(result)[0] for result in (seen, expected))
+    assert len(seen) == len(expected)
+    for (path, one), (other_path, other) in zip(seen, expected, strict=True):
+        assert path == other_path
+        assert type(one) is type(other), (step, path)
+        if isinstance(one, (np.ndarray, np.generic)):
+            assert one.dtype == other.dtype, (step, path)
+            assert one.shape == other.shape, (step, path)
+            assert one.tobytes() == other.tobytes(), (step, path)
+        else:
+            assert one == other or (one != one and other != other), (step, path)

@@ -1,0 +1,114 @@
+"""Programs of their own, for tests of what ends a program or limits it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from support.disasters import PATIENCE, Way
+
+from jaxvec._workers import fork
+
+SCRIPT = """
+import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start its jobs without
+import numpy as np, gymnasium, jaxvec
+from gymnasium import spaces
+
+class Env(gymnasium.Env):  # of __main__, and there is no main guard
+    observation_space = spaces.Box(0, 1, (2,))
+    action_space = spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {{}}
+    def pid(self):
+        return os.getpid()
+    def step(self, action):
+        {step}
+        return np.zeros(2, np.float32), 1.0, False, False, {{}}
+
+{make}
+print(*envs.call("pid"), flush=True)
+{then}
+"""
+
+PLAIN = """
+jaxvec.config.dispatch = {dispatch!r}
+envs = jaxvec.make(Env, num_envs=2, num_workers=2, timeouts=jaxvec.Timeouts(start={patience}))
+envs.reset()
+"""
+
+DRIVEN = """
+sys.path.insert(0, {tests!r})
+import cloudpickle
+from support import disasters
+cloudpickle.register_pickle_by_value(disasters)
+driver = disasters.Driver(disasters.{way!r}, Env, 2, step_timeout=None)
+envs = driver.envs
+driver.reset()
+"""
+
+# What an env does in `step`, as text of a script.
+STEPPING = r'os.write(1, b"stepping\n"); signal.pause()'
+
+
+def run_script(
+    step: str = "pass", then: str = "pass", way: Way | None = None, dispatch: str = "auto", **kwargs: object
+) -> subprocess.Popen[str]:
+    """Starts a script that makes a pool, prints its workers' pids, and does `then`.
+
+    Args:
+        step: what an env does in `step`.
+        then: with `envs`, and `driver` if there is a `way`.
+        way: to drive the pool; on the host, as a user would write it, if there is none.
+        dispatch: of a pool without a way.
+        **kwargs: of `Popen`.
+    """
+    if way is None:
+        make = PLAIN.format(dispatch=dispatch, patience=PATIENCE)
+    else:
+        make = DRIVEN.format(tests=str(Path(__file__).parents[1]), way=way)
+    source = textwrap.dedent(SCRIPT).format(step=step, make=make, then=then)
+    return subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+def read_pids(script: subprocess.Popen[str]) -> list[int]:
+    """Waits for the script's pool; returns the pids of its two workers."""
+    line = script.stdout.readline()
+    pids = [int(word) for word in line.split()]
+    assert len(pids) == 2, line + script.stderr.read()
+    return pids
+
+
+def workers() -> list[psutil.Process]:
+    """Returns what there is of workers of this process, and of what their envs have started."""
+    kept = fork.server_pids()
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in kept]
+
+
+def shared_names() -> set[str]:
+    """Returns the names in /dev/shm that could be ours; other programs have some, too."""
+    return {name for name in os.listdir("/dev/shm") if "jaxvec" in name}
+
+
+def gone(pids: object, timeout: float = PATIENCE) -> bool:
+    """Whether all these processes end in time."""
+    alive = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            alive.append(psutil.Process(pid))
+    return psutil.wait_procs(alive, timeout=timeout)[1] == []
+
+
+def end(script: subprocess.Popen[str]) -> None:
+    """Ends a script, in whatever state it is."""
+    script.kill()
+    script.wait(timeout=200)
+    script.stdout.close()
+    script.stderr.close()

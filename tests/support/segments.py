@@ -1,0 +1,36 @@
+"""Segments without a pool, and the ways to dispatch that there are."""
+
+from __future__ import annotations
+
+import gymnasium
+import pytest
+
+from jaxvec import _native
+from jaxvec._memory import segment
+from jaxvec._memory.segment import Marks
+from jaxvec._spec import Autoreset, EnvSpaces, as_jax, make_spec
+
+KINDS = [
+    "portable",
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(
+            _native.reason_unavailable() is not None, reason=str(_native.reason_unavailable())
+        ),
+    ),
+]
+
+
+def board(num_envs, num_workers):
+    """Returns the marks of a pool, and its slices."""
+    spaces = EnvSpaces(gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2), None)
+    spec = make_spec(
+        spaces,
+        num_envs=num_envs,
+        autoreset=Autoreset.DISABLED,
+        final_obs=False,
+        declared={},
+        policy=as_jax,
+    )
+    layout = segment.make_layout(spec, num_workers)
+    return Marks.of(segment.private_segment(layout)), segment.split_evenly(spec.num_envs, num_workers)

@@ -1,0 +1,234 @@
+"""The hand-offs: chosen by name, equal in what they do, and sound under load."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import platform
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import disasters
+from support.segments import KINDS, board
+
+import jaxvec
+from jaxvec import _native
+from jaxvec._dispatch import dispatch
+from jaxvec._dispatch.move import Verb
+from jaxvec._workers import base
+from jaxvec.testing import CountingEnv, NestedEnv
+
+REQUESTED = [Verb.RESET, Verb.STEP, Verb.SAVE, Verb.RESTORE]
+
+
+class LoopbackChannel:
+    """A control socket whose wakes stay in this process."""
+
+    def __init__(self):
+        self.has_wake = 0
+
+    def fileno(self):
+        return -1
+
+    def wake(self):
+        self.has_wake += 1
+
+    def receive(self):
+        return dispatch.WAKE
+
+    def readable(self):
+        return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), num_envs=st.integers(1, 20), rounds=st.integers(1, 12))
+def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, rounds):
+    """Both ends in one process, in any order of workers that a schedule could bring about."""
+    num_workers = data.draw(st.integers(1, num_envs))
+    marks, slices = board(num_envs, num_workers)
+    down, up = ([LoopbackChannel() for _ in slices] for _ in range(2))
+    parent = base.parent_end(kind, marks, slices=slices, channels=up, spin_ns=0)
+    workers = [
+        base.worker_end(kind, marks, worker=w, slots=slices[w], channel=channel, spin_ns=0)
+        for w, channel in enumerate(up)
+    ]
+    del down
+    for _ in range(rounds):
+        operation = data.draw(st.sampled_from(REQUESTED))
+        slots = np.array(data.draw(st.lists(st.integers(0, num_envs - 1), min_size=1, unique=True)))
+        parent.send(operation, slots)
+        assert parent.unfinished().tolist() == sorted(slots)
+        owners = [w for w, (a, b) in enumerate(slices) if ((slots >= a) & (slots < b)).any()]
+        posted: list[int] = []
+        for w in data.draw(st.permutations(owners)):
+            work = workers[w].receive()
+            first, stop = slices[w]
+            assert work.verb == operation
+            assert work.slots.tolist() == [slot for slot in slots if first <= slot < stop]
+            for half in np.array_split(work.slots, data.draw(st.integers(1, 2))):
+                if half.size:
+                    workers[w].post(half)
+                    posted += half.tolist()
+        while not parent.wait(slots, len(slots), 0):  # also to look at its sockets
+            assert parent.begin_look(slots, len(slots), 60) == 0  # it need not sleep
+        assert parent.unfinished().size == 0
+        count = data.draw(st.integers(1, len(slots)))
+        assert parent.first_completed(np.array(posted), count).tolist() == posted[:count]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_takes_what_is_asked_for_by_other_verbs_apart(kind):
+    marks, slices = board(7, 1)
+    channel = LoopbackChannel()
+    parent = base.parent_end(kind, marks, slices=slices, channels=[channel], spin_ns=0)
+    worker = base.worker_end(kind, marks, worker=0, slots=slices[0], channel=channel, spin_ns=0)
+    sent = [
+        (Verb.RESET, [3, 1]),
+        (Verb.STEP, [0]),
+        (Verb.SAVE, [4]),
+        (Verb.RESTORE, [2, 5]),
+        (Verb.RESET, [6]),
+    ]
+    for operation, slots in sent:
+        parent.send(operation, np.array(slots))
+    taken = []
+    while not worker.idle():
+        for slot in range(7):
+            resets = slot in (1, 3, 6) and slot in parent.unfinished()
+            assert parent.any_resetting(np.array([slot])) == resets
+        work = worker.receive()
+        taken.append((work.verb, work.slots.tolist()))
+        worker.post(work.slots.copy())
+    assert taken == sent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), num_envs=st.integers(1, 12))
+def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, num_envs):
+    num_workers = data.draw(st.integers(1, num_envs))
+    (here, slices), (there, _) = (board(num_envs, num_workers) for _ in range(2))
+    ends = [
+        base.parent_end(kind, marks, slices=slices, channels=[LoopbackChannel() for _ in slices], spin_ns=0)
+        for marks in (here, there)
+    ]
+    slots = np.array(data.draw(st.permutations(range(num_envs))))
+    cut = data.draw(st.integers(0, num_envs))
+    for part in (slots[:cut], slots[cut:]):
+        if part.size:
+            ends[0].send(data.draw(st.sampled_from(REQUESTED)), part)
+    ends[1].pass_on(here.requested, np.arange(num_envs))
+    for worker, own in enumerate(slices):
+        told = [
+            base.worker_end(kind, marks, worker=worker, slots=own, channel=LoopbackChannel(), spin_ns=0)
+            for marks in (here, there)
+        ]
+        while not told[0].idle():
+            made, passed = (end.receive() for end in told)
+            assert (made.verb, made.slots.tolist()) == (passed.verb, passed.slots.tolist())
+            for end, work in zip(told, (made, passed), strict=True):
+                end.post(work.slots.copy())
+    assert not ends[0].unfinished().size
+    assert not ends[1].unfinished().size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (7, 3), (64, 8)])
+def test_more_workers_than_cores_lose_no_step(make, kind, num_envs, num_workers):
+    envs = make(CountingEnv, num_envs, num_workers=num_workers, dispatch=kind, episode_length=11)
+    envs.reset(seed=0)
+    total = np.zeros(num_envs, np.int64)
+    for step in range(300):
+        action = (np.arange(num_envs) + step) % 1000
+        timestep = envs.step(action)
+        total += 1
+        over = timestep.terminated
+        assert timestep.obs[:, 1].tolist() == total.tolist()
+        assert timestep.obs[~over, 3].tolist() == action[~over].tolist()
+    assert envs.get_attr("steps") == (300,) * num_envs
+
+
+def test_both_hand_offs_give_the_same_bits(make):
+    if _native.reason_unavailable() is not None:
+        pytest.skip(str(_native.reason_unavailable()))
+    pools = [make(NestedEnv, 5, num_workers=2, dispatch=kind) for kind in ("native", "portable")]
+    timesteps = [envs.reset(seed=3) for envs in pools]
+    pools[0].action_space.seed(0)
+    for _ in range(50):
+        action = pools[0].action_space.sample()
+        assert str(timesteps[0]) == str(timesteps[1])
+        timesteps = [envs.step(action) for envs in pools]
+
+
+def test_an_unknown_hand_off_is_refused():
+    with pytest.raises(ValueError, match="dispatch must be one of auto, native, portable, not 'pigeon'"):
+        disasters.make(CountingEnv, 1, dispatch="pigeon")
+
+
+def test_without_the_library_auto_is_portable_and_native_says_why(monkeypatch):
+    def missing():
+        raise _native.NativeUnavailableError("the native library was not built")
+
+    monkeypatch.setattr(base, "load", missing)
+    assert base.choose_dispatch("portable") == "portable"
+    with pytest.raises(ImportError, match="was not built"):
+        disasters.make(CountingEnv, 1, dispatch="native")
+
+
+def test_doctor_says_what_is_active():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxvec", "doctor"], capture_output=True, text=True, timeout=200, check=True
+    )
+    found = dict(
+        line.split(maxsplit=1)
+        for line in done.stdout.splitlines()
+        if line.split()[0] in ("jaxvec", "dispatch")
+    )
+    active = "native" if _native.reason_unavailable() is None else "portable"
+    assert found == {"jaxvec": jaxvec.__version__, "dispatch": active}
+
+
+# --- Short slices of the scheduler --------------------------------------------------------------
+
+
+def slice_of_thread():
+    """Returns the scheduler's slice of this thread, in ns; 0 of a kernel that does not say."""
+    attributes = (ctypes.c_uint64 * 6)()
+    number = {"x86_64": 315, "aarch64": 275}[platform.machine()]  # sched_getattr
+    assert ctypes.CDLL(None).syscall(number, 0, attributes, 48, 0) == 0
+    return attributes[3]
+
+
+def slice_of_child():
+    """Returns the same of a process that this one starts."""
+    command = f"import ctypes, platform\n{inspect.getsource(slice_of_thread)}print(slice_of_thread())"
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(_native.reason_unavailable() is not None, reason="there is no native library")
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_threads_that_wait_for_steps_get_short_slices(make, monkeypatch, setting):
+    default = slice_of_child()
+    if not default:
+        pytest.skip("this kernel has no slices that a thread can ask for")
+    if setting is not None:
+        monkeypatch.setenv("JAXVEC_SHORT_SLICES", setting)
+    envs = make(CountingEnv, 2, num_workers=1, dispatch="native")
+    envs.reset()
+
+    def step():  # in a thread that has never waited before
+        envs.step([0, 0])
+        return slice_of_thread(), slice_of_child()
+
+    with ThreadPoolExecutor(1) as pool:
+        here = pool.submit(step).result(60)
+    there = envs.map(lambda env: (slice_of_thread(), slice_of_child()), indices=0)
+    expected = 100_000 if setting is None else default
+    assert (here, there) == ((expected, default), ((expected, default),))
