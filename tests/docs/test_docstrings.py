@@ -36,7 +36,7 @@ NO_EXAMPLE = {f"jaxvec.{name}": "docs/errors.md has them" for name in _errors.__
 }
 NOT_RUN = {
     "jaxvec.Ray": "needs a cluster",
-    "jaxvec.Rollout": "needs a cluster; tests/test_rollouts.py makes rollouts",
+    "jaxvec.Rollout": "needs a cluster; tests/ray/test_rollouts.py makes rollouts",
     "jaxvec._rollouts.RolloutStats": "needs a cluster",
     "jaxvec.Rollouts": "needs a cluster; docs/how-to/ray.md has another, which runs",
     "jaxvec.adapters.mlagents.MlAgentsEnv": "needs a built Unity scene",
