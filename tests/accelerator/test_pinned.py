@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from support import probe
 from support.fake_cuda import OUT_OF_MEMORY, Gpu, built, driver
 
 import jaxvec
@@ -76,9 +77,9 @@ def test_a_pool_is_page_locked_once_and_only_for_a_gpu(driver, make):
     token, _ = gpu.reset(seed=0)
     token, _ = gpu.step(token, np.zeros(2, int))
     gpu.reset(seed=0)
-    segment = envs.pool._segment
+    segment = probe.segment(envs)
     assert registrations(driver) == [f"cuMemHostRegister_v2 {segment.nbytes} 1"]
-    assert all(0 <= a.ctypes.data - segment.ctypes.data < segment.nbytes for a in envs.pool._views._results)
+    assert all(0 <= a.ctypes.data - segment.ctypes.data < segment.nbytes for a in probe.results(envs))
     del segment
     envs.close()
     assert registrations(driver) == ["cuMemHostUnregister"]  # which the driver refuses of what is not mapped
@@ -87,7 +88,7 @@ def test_a_pool_is_page_locked_once_and_only_for_a_gpu(driver, make):
 def test_the_first_call_may_be_a_step(driver, make):
     envs = make(CountingEnv, 2)
     envs.reset()
-    envs.pool._engine.generation[:] = 1
+    probe.engine(envs).generation[:] = 1
     token = np.array([[envs.pool.id, slot, 1] for slot in range(2)], np.uint32)
     Gpu(driver, envs).step(token, np.zeros(2, int))
     assert driver.registered == 1

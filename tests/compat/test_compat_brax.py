@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
+from support import probe
 
 import jaxvec
 from jaxvec.compat import brax as face
@@ -123,7 +124,7 @@ def test_vmapped_it_is_one_hand_off(make):
 
     obs = jax.jit(jax.vmap(rollout))(jax.random.split(KEY, 2))
     assert obs[..., STEPS].tolist() == [[[i] * 4 for i in range(1, 11)]] * 2
-    assert env.pools[8].pool._engine.num_served == 11
+    assert probe.num_served(env.pools[8]) == 11
 
 
 def test_actions_are_scaled_to_finite_bounds_and_clipped(make):
@@ -241,5 +242,5 @@ def test_brax_s_ppo_trains(make, brax, monkeypatch):
     pool = env.pools[8]
     steps = pool.stats().total.steps
     assert steps >= 160
-    assert pool.pool._engine.num_served == 1 + steps // 8
+    assert probe.num_served(pool) == 1 + steps // 8
     assert gymnasium.spec("Pendulum-v1").max_episode_steps == 200

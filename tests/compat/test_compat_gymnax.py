@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from support import probe
 
 import jaxvec
 from jaxvec.compat import _spaces
@@ -67,7 +68,7 @@ def rollout(env, key, lanes, length):
 
 def hand_offs(env, lanes):
     """Returns how many calls of compiled programs the pool has served."""
-    return env.pools[lanes].pool._engine.num_served
+    return probe.num_served(env.pools[lanes])
 
 
 # --- one env ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
+from support import probe
 
 import jaxvec
 from jaxvec.compat import cleanba, envpool
@@ -223,7 +224,7 @@ def test_cleanba_s_actors_get_old_gym_s_interface():
     assert envs.single_observation_space is envs.observation_space
     obs = envs.reset()
     assert obs["count"].tolist() == [[1, 0, 0, -1]] * 3
-    assert [info["seed"] for info in envs._envs.infos()] == [7, 8, 9]
+    assert [info["seed"] for info in probe.adapted_pool(envs).infos()] == [7, 8, 9]
     obs, reward, done, info = envs.step(np.array([4, 5, 6]))
     assert (reward.tolist(), done.tolist()) == ([1] * 3, [False] * 3)
     assert (info["env_id"].tolist(), info["elapsed_step"].tolist()) == ([0, 1, 2], [1, 1, 1])

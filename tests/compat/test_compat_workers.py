@@ -6,6 +6,7 @@ import importlib
 
 import gymnasium
 import pytest
+from support import probe
 
 from jaxvec.compat import brax, cleanba, envpool, gymnax
 from jaxvec.compat.gymnasium import AsyncVectorEnv, vector_entry_point
@@ -44,7 +45,7 @@ def envpool_api(task):
 
 def cleanba_api(task):
     envs = cleanba.make_env(task, seed=1, num_envs=1)()
-    return envs, envs._envs
+    return envs, probe.adapted_pool(envs)
 
 
 def stoix_api(task):

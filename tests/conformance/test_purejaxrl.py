@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from checkouts import PUREJAXRL
+from support import probe
 
 import jaxvec
 from jaxvec.compat import gymnax as face
@@ -80,7 +81,7 @@ def test_it_trains_and_each_step_of_the_whole_batch_is_one_hand_off(ppo, seeds):
     lanes = NUM_ENVS * (seeds or 1)
     pool = env.pools[lanes]
     assert sorted(env.pools) == [1, lanes]
-    assert pool.pool._engine.num_served == 1 + NUM_STEPS * NUM_UPDATES  # the reset, and the steps
+    assert probe.num_served(pool) == 1 + NUM_STEPS * NUM_UPDATES  # the reset, and the steps
     assert pool.stats().total.steps == lanes * NUM_STEPS * NUM_UPDATES
     assert env.pools[1].stats().total.steps == 0
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import psutil
 import pytest
-from support import disasters
+from support import disasters, probe
 from support.disasters import (
     TWO_WAYS,
     WAYS,
@@ -30,7 +30,6 @@ from support.scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
 from jaxvec._dispatch import dispatch
-from jaxvec._pool.pool import Timeouts
 from jaxvec._workers import supervisor
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
@@ -49,7 +48,7 @@ def death(driver):
 
 def timeout(driver):
     driver.workers[0].suspend()
-    driver.envs.pool._timeouts = Timeouts(1, 1, 0.5)
+    probe.set_timeouts(driver.envs, 1, 1, 0.5)
     with pytest.raises(jaxvec.EnvTimeoutError):
         driver.step()
 
@@ -108,9 +107,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
             self.envs = disasters.make(
                 failing("step", bad_luck), 4, num_workers=2, dispatch=way.dispatch, **first_ready
             )
-            self.workers = [
-                psutil.Process(each.pid) for each in self.envs.pool._workers.supervisor._processes
-            ]
+            self.workers = probe.processes(self.envs)
             self.envs.reset()
             if way.first_ready:
                 self.envs.recv()
@@ -134,7 +131,7 @@ def test_a_pool_that_is_dropped_in_any_state_ends_its_workers(way, state):
 def test_a_pool_dropped_without_close_ends_its_workers(way):
     envs = disasters.make(CountingEnv, 2, dispatch=way.dispatch, batch_size=1 if way.first_ready else None)
     handle, _ = jaxvec.reset(envs)
-    before = [psutil.Process(process.pid) for process in envs.pool._workers.supervisor._processes]
+    before = probe.processes(envs)
     assert len(before) == 2
     del envs
     assert psutil.wait_procs(before, timeout=200)[1] == []

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import psutil
 import pytest
-from support import disasters
+from support import disasters, probe
 from support.disasters import WAYS, wait_until
 from support.scripts import STEPPING, end, gone, read_pids, run_script
 
@@ -243,7 +242,7 @@ def test_ctrl_c_before_wait_leaves_no_untracked_env(drive, way, verb):
         driver.workers[0].suspend()  # what was handed over is under way for as long as we look
         where = interrupt_at(n, getattr(driver, verb))
         pool = driver.envs.pool
-        if where == "_check" or (pool.state.broken_by is None and pool._admission.num_sent[0]):
+        if where == "_check" or (pool.state.broken_by is None and probe.admission(pool).num_sent[0]):
             break  # it is in the wait, or between two calls, with envs in flight
         driver.workers[0].resume()
         if pool.state.broken_by is None:
@@ -436,7 +435,7 @@ def test_what_a_handler_raises_in_an_answer_is_kept_wherever_it_comes(monkeypatc
     for line in itertools.count(1, 3):
         with disasters.make(CountingEnv, 2, num_workers=1, transport="ffi", dispatch="native") as envs:
             handle, _ = jaxvec.reset(envs)
-            worker = psutil.Process(envs.pool._workers.supervisor._processes[0].pid)
+            worker = probe.processes(envs)[0]
             error = None
             with stopped_at(line, worker) as lines:
                 try:

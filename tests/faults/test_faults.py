@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from support import disasters
+from support import disasters, probe
 from support.disasters import (
     DEATHS,
     FAILURES,
@@ -388,7 +388,7 @@ def test_a_worker_that_ends_while_idle_is_noticed(drive, name, tmp_path):
 def test_a_dead_worker_is_noticed_by_a_call(make):
     envs = make(CountingEnv, 2, num_workers=2)
     envs.reset()
-    os.kill(envs.pool._workers.supervisor._processes[1].pid, signal.SIGKILL)
+    os.kill(probe.processes(envs)[1].pid, signal.SIGKILL)
     with pytest.raises(jaxvec.WorkerDiedError, match=r"worker 1 \(env 1\) was killed by SIGKILL"):
         envs.call("steps")
     with pytest.raises(jaxvec.PoolBrokenError, match="SIGKILL"):
@@ -463,7 +463,7 @@ def test_reset_timeout_starts_anew_when_another_reset_waits(make):
 def test_a_stopped_worker_is_named_by_the_timeout(drive):
     driver = drive(CountingEnv, step_timeout=1.0)
     driver.reset()
-    running = driver.envs.pool._workers._arrays["running",]
+    running = probe.array(driver.envs, "running")
     wait_until(lambda: not running.any())  # a row is here a moment before its worker is done with it
     driver.workers[1].suspend()
     with pytest.raises(

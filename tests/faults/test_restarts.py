@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 
 import gymnasium
@@ -21,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
+from support import probe
 from support.scripts import gone, workers
 
 import jaxvec
@@ -250,7 +250,7 @@ def test_a_reset_after_a_replacement_has_no_final_observation(make):
     envs = make(lambda: CountingEnv(1), 2, num_workers=1, on_fault="restart")
     envs.reset()
     assert envs.step(np.zeros(2, int)).info["_final_obs"].all()
-    os.kill(envs.pool._workers.supervisor._processes[0].pid, signal.SIGKILL)
+    os.kill(probe.processes(envs)[0].pid, signal.SIGKILL)
     timestep = envs.reset()
     assert not timestep.info["_final_obs"].any()
     assert not timestep.info["final_obs"].any()
@@ -299,9 +299,7 @@ def fail(left, times):
 
 def give_replacements(envs, seconds):
     """Sets `Timeouts.start` for workers that start from now on."""
-    supervisor = envs.pool._workers.supervisor
-    config = replace(supervisor._recipe.config, timeouts=jaxvec.Timeouts(start=seconds))
-    supervisor._recipe = replace(supervisor._recipe, config=config)
+    probe.set_start_timeout(envs, seconds)
 
 
 def test_hanging_constructor_in_a_replacement_is_retried(make, face, left, caplog):
@@ -688,7 +686,7 @@ def test_close_during_a_restart_leaves_nothing(make):
 
         thread = threading.Thread(target=step)
         thread.start()
-        supervisor = envs.pool._workers.supervisor
+        supervisor = probe.supervisor(envs)
         while not supervisor.starting:
             thread.join(0.01)
             assert thread.is_alive()
@@ -712,7 +710,7 @@ def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
     )
     envs.reset(seed=0)
     envs.recv()
-    worker = envs.pool._workers.supervisor.channels[0]
+    worker = probe.supervisor(envs).channels[0]
     while worker.readable():  # wakes for what was received
         worker.receive()
     envs.send([HARM], [0])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import disasters
+from support import disasters, probe
 from support.disasters import PATIENCE, GatedEnv, unfinished, wait_until, within
 
 import jaxvec
@@ -139,7 +139,7 @@ def test_those_that_are_done_first_come_first(make, transport, tmp_path):
     handle = jaxvec.send(handle, jnp.array([7]), jnp.array([1]))
     for other in (3, 0, 2):  # one after the other: each is done before the next is sent
         handle = jaxvec.send(handle, jnp.array([0]), jnp.array([other]))
-        while envs.pool._workers._dispatch.unfinished().tolist() != [1]:
+        while probe.unfinished(envs) != [1]:
             threading.Event().wait(0.001)
     order = []
     for _ in range(3):
@@ -252,7 +252,7 @@ def test_one_thread_sends_while_another_receives(make, tmp_path):
     got = []
     receiver = threading.Thread(target=lambda: got.append(envs.recv().info["env_id"].tolist()))
     receiver.start()
-    while envs.pool._engine.generation[0] < 4:  # until the receiver waits
+    while probe.engine(envs).generation[0] < 4:  # until the receiver waits
         threading.Event().wait(0.001)
     envs.send([0], [1])  # is not held up by it
     (tmp_path / "open").touch()

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from support import disasters
+from support import disasters, probe
 
 import jaxvec
 from jaxvec import _config
@@ -994,13 +994,13 @@ def test_only_infos_that_say_something_are_asked_for(make, backend, monkeypatch)
     envs = make(Rare, 5, num_workers=num_workers, backend=backend, autoreset_mode="SAME_STEP")
     envs.reset(seed=0)
     asked = []
-    request = type(envs.pool._workers).request
+    request = type(probe.workers(envs)).request
 
     def spy(self, name, arguments, **kwargs):
         asked.extend(arguments(0, 5))
         return request(self, name, arguments, **kwargs)
 
-    monkeypatch.setattr(type(envs.pool._workers), "request", spy)
+    monkeypatch.setattr(type(probe.workers(envs)), "request", spy)
     envs.step([0, 5, 8, 0, 3])  # env 2 ends an episode, and nothing is said of it
     assert envs.infos() == ({}, {"said": 5}, {"final_info": {}}, {}, {"said": 3})
     assert envs.infos([4, 2]) == ({"said": 3}, {"final_info": {}})

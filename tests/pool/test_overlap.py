@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import probe
 from support.disasters import PATIENCE, Background, wait_until, within
 
 import jaxvec
@@ -228,7 +229,7 @@ def test_other_envs_are_moved_while_a_call_is_under_way(pool_of):
 
 def test_an_env_that_is_stepped_is_not_sent_before_its_step_is_done(pool_of, monkeypatch):
     pool = pool_of()
-    envs, engine = pool.envs, pool.envs.pool._engine
+    envs, engine = pool.envs, probe.engine(pool.envs)
     envs.reset()
     stepping = Background(lambda: envs.step([1, 1, 1, HELD]).obs[:, 1:].tolist())
     pool.wait_until_inside(3)

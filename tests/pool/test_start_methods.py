@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from support import probe
 from support.disasters import Background, wait_until
 from support.scripts import gone, workers
 
@@ -394,7 +395,7 @@ def test_a_pool_goes_on_without_its_server(make):
     assert envs.step(np.array([1, 2])).obs[:, 3].tolist() == [1, 2]
     assert envs.step(np.array([7, 2])).info["fault"].tolist() == [True, False]
     assert envs.call("ask", "os.getpid()")[1] == pids[1]
-    (said,) = [loss.why for _, loss in envs.pool._workers.supervisor.losses]
+    (said,) = [loss.why for _, loss in probe.supervisor(envs).losses]
     assert "ended, after the fork server that knew its exit code" in said
     envs.close()
     assert gone(pids)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import probe
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -61,9 +62,9 @@ def run(make, seed, fate):
 
 def kill(envs, dice):
     """Kills a worker; if the pool is closed by now, there is none."""
-    processes = envs.pool._workers.supervisor._processes
-    if processes:
-        os.kill(dice.choice(processes).pid, signal.SIGKILL)
+    pids = probe.pids(envs)
+    if pids:
+        os.kill(dice.choice(pids), signal.SIGKILL)
 
 
 FATES = {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
-from support import disasters
+from support import disasters, probe
 
 import jaxvec
 from jaxvec import _native
@@ -162,7 +162,7 @@ def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, 
     monkeypatch.setattr(pool.Pool, "end", None)
     ours = program(handles[0])
     jax.tree.map(np.testing.assert_array_equal, ours[1], theirs[1])
-    assert envs.pool._engine.generation.tolist() == [21] * 3
+    assert probe.engine(envs).generation.tolist() == [21] * 3
 
 
 @pytest.mark.usefixtures("patient_programs")
@@ -354,7 +354,7 @@ def test_a_program_returns_when_its_steps_are_done(make):
     x = jnp.ones((2, 256))
     for n in range(1, 4):
         handle, x = program(handle, x)
-        assert envs.pool._engine.generation.tolist() == [1 + 300 * n] * 2
+        assert probe.engine(envs).generation.tolist() == [1 + 300 * n] * 2
 
 
 def test_close_ends_a_program_in_another_thread(make):
@@ -372,7 +372,7 @@ def test_close_ends_a_program_in_another_thread(make):
 
     thread = threading.Thread(target=run)
     thread.start()
-    while envs.pool._engine.generation[0] < 100:
+    while probe.engine(envs).generation[0] < 100:
         began.wait(0.01)
     envs.close()
     thread.join(20)

@@ -28,7 +28,7 @@ from conftest import leftovers
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from support import disasters, state_game
+from support import disasters, probe, state_game
 from support.disasters import DEATHS, FAILURES, GatedEnv, SleepingEnv, failing, wait_until, within
 from support.pool_machine import PoolMachine
 
@@ -394,7 +394,7 @@ IN_PAIRS = jaxvec.Ray(workers_per_actor=2)
 def parents(envs):
     """Returns the actor, by process id, of each worker."""
     pids = envs.call("parent")
-    return [pids[first] for first, _ in envs.pool._workers._slices]
+    return [pids[first] for first, _ in probe.partition(envs)]
 
 
 class Parented(CountingEnv):
@@ -569,7 +569,7 @@ def closed_ports(monkeypatch):
 def test_data_take_a_connection_where_they_can(make_on_ray):
     envs = make_on_ray(CountingEnv, 2, num_workers=1)
     envs.reset()
-    (link,) = envs.pool._workers._launcher._links.values()
+    (link,) = probe.links(envs)
     assert isinstance(link._wire, _link.TcpWire)
 
 
@@ -729,7 +729,7 @@ ON_STAGE = jaxvec.Ray(resources_per_worker={"stage": 1})
 
 def kill_a_node_during(envs, cluster, nodes, program):
     """Runs `program` in a thread, and kills a node that it uses when it is under way."""
-    completed = envs.pool._workers._arrays["completed",]
+    completed = probe.array(envs, "completed")
     outcome = disasters.Background(program)
     before = completed.copy()
     wait_until(lambda: (completed > before + 20).all())
@@ -969,7 +969,7 @@ def test_a_placement_group_that_is_removed_breaks_the_pool(make_on_ray, monkeypa
         start_timeout=None,
     )
     envs.reset()
-    placement = envs.pool._workers._launcher._placement
+    placement = probe.placement(envs)
     if seen != "by the launcher":  # it was there a moment ago
         monkeypatch.setattr(placement, "lost", partial(next, iter(["", *["it was removed"] * 9])))
     ray.util.remove_placement_group(placement._group)

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from support import probe
 
 import jaxvec
 from jaxvec import _native
@@ -94,9 +95,7 @@ class Driver:
             options["transport"] = way.face
         self.way = way
         self.envs = make(env, num_envs, **options | kwargs)
-        self.workers = [
-            psutil.Process(process.pid) for process in self.envs.pool._workers.supervisor._processes
-        ]
+        self.workers = probe.processes(self.envs)
         self._handle = None
 
     def reset(self) -> object:
@@ -282,7 +281,7 @@ def wait_until(condition: Callable[[], object], seconds: float = PATIENCE) -> No
 
 def wait_until_running(envs: jaxvec.VectorEnv) -> None:
     """Waits until a worker is inside an env's code."""
-    running = envs.pool._workers._arrays["running",]
+    running = probe.array(envs, "running")
     wait_until(running.any)
 
 
@@ -293,7 +292,7 @@ def wait_until_dead(worker: psutil.Process) -> None:
 
 def unfinished(envs: jaxvec.VectorEnv) -> list[int]:
     """Returns the envs that owe the parent a row."""
-    return envs.pool._workers._dispatch.unfinished().tolist()
+    return probe.unfinished(envs)
 
 
 # --- Exceptions -------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ray
 from ray.cluster_utils import Cluster
+from support import probe
 from support.disasters import wait_until
 
 import jaxvec
@@ -20,7 +21,7 @@ cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
 ray.init(address=cluster.address, log_to_driver=False)
 envs = jaxvec.make(CountingEnv, 4, num_workers=2, backend="ray")
 handle, _ = jaxvec.reset(envs)
-completed = envs.pool._workers._arrays["completed",]
+completed = probe.array(envs, "completed")
 
 
 def behead() -> None:

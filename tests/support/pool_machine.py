@@ -20,12 +20,11 @@ from typing import Any
 import gymnasium
 import jax
 import numpy as np
-import psutil
 import pytest
 from gymnasium import spaces
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support import disasters
+from support import disasters, probe
 from support.disasters import wait_until_dead
 
 import jaxvec
@@ -515,7 +514,7 @@ class PoolMachine(RuleBasedStateMachine):
         number = data.draw(st.integers(0, len(self.workers) - 1))
         if number in self.dead | self.perhaps_dead:
             return
-        worker = psutil.Process(self.envs.pool._workers.supervisor._processes[number].pid)
+        worker = probe.processes(self.envs)[number]
         worker.kill()
         wait_until_dead(worker)  # it may run on for a moment where the machine is busy
         self.workers[number].die()

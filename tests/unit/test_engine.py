@@ -17,6 +17,7 @@ from gymnasium import spaces
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import probe
 from support.disasters import PATIENCE, wait_until, within
 
 import jaxvec
@@ -227,7 +228,7 @@ class EngineMachine(RuleBasedStateMachine):
     def receive(self, found, at_least=None):
         """Checks what was received, and notes that it is not in flight any more."""
         if not self.sent:  # a reset has sent all
-            self.sent = self.pool._admission.spread.tolist()
+            self.sent = probe.admission(self.pool).spread.tolist()
         ids = found[4].tolist()
         if at_least is None:
             assert len(ids) == self.batch_size
@@ -369,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         found = reset()
         self.moved(slots, [-1] * len(slots))
-        self.sent += [slot for slot in self.pool._admission.spread.tolist() if slot in slots]
+        self.sent += [slot for slot in probe.admission(self.pool).spread.tolist() if slot in slots]
         self.counts += 1
         if receives:
             self.receive(found)
@@ -405,7 +406,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.rules_played += 1
         if not self.broken:
             assert self.pool.generation(self.pool.all).tolist() == self.counts.tolist()
-            assert self.pool._admission.sent.tolist() == self.sent
+            assert probe.admission(self.pool).sent.tolist() == self.sent
 
     def teardown(self):
         traceback.print_exc()  # of a failure, which Hypothesis hides where it does not come each time
@@ -426,15 +427,15 @@ def test_a_thread_does_not_wait_for_what_it_keeps_itself(kind):
     waited = []
 
     def enter(thread):
-        with pool._engine.exclusive(if_busy=lambda: waited.append(thread), patience=0):
+        with probe.engine(pool).exclusive(if_busy=lambda: waited.append(thread), patience=0):
             pass
 
     try:
-        with pool._engine.shared():
-            pool._engine.hold(pool.all)
+        with probe.engine(pool).shared():
+            probe.engine(pool).hold(pool.all)
         enter("mine")
         within(partial(enter, "another"))
-        pool._engine.release()
+        probe.engine(pool).release()
         within(partial(enter, "a later one"))
     finally:
         pool.close()
@@ -457,7 +458,7 @@ ENTRIES = {  # who waits for whom holds env 1, env 1 alone, or the queue
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_needs_slots_waits_for_those_who_hold_them(kind):
     pool = open_pool(kind, 3, num_workers=1, batch_size=3, in_order=False)
-    engine, busy = pool._engine, []
+    engine, busy = probe.engine(pool), []
 
     def enter(name, exclusive, slots):
         slots = None if slots is None else np.array(slots, int)
@@ -485,7 +486,7 @@ def test_who_needs_slots_waits_for_those_who_hold_them(kind):
 def test_a_batched_env_of_which_a_part_is_marked_is_not_received(kind, in_order):
     """Our threads mark each slot by itself, as workers do those of a batched env; we look in between."""
     pool = open_pool(kind, 4, num_workers=2, batch_size=2, in_order=in_order, together=2)
-    workers, action = pool._workers, pool.spec.action_leaves[0].stored
+    workers, action = probe.workers(pool), pool.spec.action_leaves[0].stored
 
     def recv(**kwargs):
         return pool.recv(pool.move_all(Verb.RECV, Caller.HOST), **kwargs)[4].tolist()
@@ -511,7 +512,7 @@ def test_a_batched_env_of_which_a_part_is_marked_is_not_received(kind, in_order)
 def test_a_batch_has_whole_batched_envs(kind):
     """Of one half is done before the other begins, and is still by itself when the batch is full."""
     pool = open_pool(kind, 4, num_workers=2, batch_size=2, in_order=False, together=2)
-    workers, action = pool._workers, pool.spec.action_leaves[0].stored
+    workers, action = probe.workers(pool), pool.spec.action_leaves[0].stored
 
     def send(slots, actions):
         pool.send(pool.move_all(Verb.SEND, Caller.HOST), np.array(slots), [np.array(actions, action)])

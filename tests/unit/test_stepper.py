@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from support import probe
 
 import jaxvec
 from jaxvec import _native
@@ -165,7 +166,7 @@ def play(seed: int, mode: Autoreset, policy: Any, first_ready: bool) -> list[Any
         for _ in range(20):
             seen.append(outcome(call, slots, arrays, first_ready))
             seen.append({path: array.tobytes() for path, array in arrays.items() if path != ("stats",)})
-            seen.append((arrays["stats",][1, :4].tolist(), repr(env_slice._rows.infos)))
+            seen.append((arrays["stats",][1, :4].tolist(), repr(probe.slice_infos(env_slice))))
             if len(seen[-3]) == 1:
                 break
             slots = [slot for slot in slots if slot not in seen[-3][4]]
@@ -198,10 +199,10 @@ def test_what_is_kept_of_a_row_counts_once_all_of_it_is_there(monkeypatch):
     env_slice, arrays = make_slice([Scripted(0, 0.0)], mode=Autoreset.SAME_STEP)
     slots = np.array([FIRST])
     env_slice.reset(slots)
-    for path in tuple(env_slice._delivered._rows):
+    for path in tuple(probe.committed_rows(env_slice)):
         arrays["requested",][slots] += 2
         with monkeypatch.context() as deadly, pytest.raises(KeyboardInterrupt):
-            deadly.setitem(env_slice._delivered._rows, path, Deadly())
+            deadly.setitem(probe.committed_rows(env_slice), path, Deadly())
             env_slice.step(slots)
         assert arrays["kept_for",][slots] != arrays["requested",][slots]
 
@@ -234,7 +235,7 @@ def test_after_a_trace_envs_are_stepped_as_before_it():
     assert record is not None
     assert [each.what for each in record.spans] == [f"step env {FIRST}"]
     env_slice.step(slots)
-    assert env_slice._slots.targets.envs == env_slice._slots.envs
+    assert probe.slots(env_slice).targets.envs == probe.slots(env_slice).envs
 
 
 def test_it_keeps_no_references():
@@ -254,7 +255,15 @@ def test_it_keeps_no_references():
     slots = np.array([FIRST])
     env_slice.reset(slots)
     env_slice.step(slots)
-    objects = [env_slice, env, env.env, Same.result, *Same.result, *Same.result[0], env_slice._rows.infos]
+    objects = [
+        env_slice,
+        env,
+        env.env,
+        Same.result,
+        *Same.result,
+        *Same.result[0],
+        probe.slice_infos(env_slice),
+    ]
     before = [sys.getrefcount(each) for each in objects]
     for _ in range(100):
         env_slice.step(slots)

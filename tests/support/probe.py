@@ -1,0 +1,132 @@
+"""Access of tests to private state of pools, engines, workers and slices.
+
+Each function takes a `VectorEnv` or its `Pool`, unless its name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import psutil
+
+import jaxvec
+from jaxvec._dispatch.engine import Admission, Engine
+from jaxvec._pool.pool import Pool
+from jaxvec._workers.supervisor import Supervisor
+
+
+def _pool(envs: jaxvec.VectorEnv | Pool) -> Pool:
+    return envs if isinstance(envs, Pool) else envs.pool
+
+
+# --- The pool -------------------------------------------------------------------------------------------
+
+
+def engine(envs: jaxvec.VectorEnv | Pool) -> Engine:
+    return _pool(envs)._engine
+
+
+def admission(envs: jaxvec.VectorEnv | Pool) -> Admission:
+    return _pool(envs)._admission
+
+
+def num_served(envs: jaxvec.VectorEnv | Pool) -> int:
+    """Returns how many calls of compiled programs succeeded."""
+    return engine(envs).num_served
+
+
+def segment(envs: jaxvec.VectorEnv | Pool) -> Any:
+    """Returns the bytes of the shared memory."""
+    return _pool(envs)._segment
+
+
+def results(envs: jaxvec.VectorEnv | Pool) -> Any:
+    """Returns the arrays of the time step in the segment."""
+    return _pool(envs)._views._results
+
+
+def set_timeouts(envs: jaxvec.VectorEnv | Pool, *seconds: float) -> None:
+    """Replaces the timeouts of start, reset and step of a pool that runs."""
+    _pool(envs)._timeouts = jaxvec.Timeouts(*seconds)
+
+
+# --- Its workers ----------------------------------------------------------------------------------------
+
+
+def workers(envs: jaxvec.VectorEnv | Pool) -> Any:
+    return _pool(envs)._workers
+
+
+def supervisor(envs: jaxvec.VectorEnv | Pool) -> Supervisor:
+    return workers(envs).supervisor
+
+
+def processes(envs: jaxvec.VectorEnv | Pool) -> list[psutil.Process]:
+    """Returns the processes of the workers, as they are now."""
+    return [psutil.Process(process.pid) for process in supervisor(envs)._processes]
+
+
+def pids(envs: jaxvec.VectorEnv | Pool) -> list[int]:
+    """Returns the process ids of the workers, also of those that have ended."""
+    return [process.pid for process in supervisor(envs)._processes]
+
+
+def array(envs: jaxvec.VectorEnv | Pool, name: str) -> Any:
+    """Returns a column of marks in the segment, such as `running` or `completed`."""
+    return workers(envs)._arrays[name,]
+
+
+def unfinished(envs: jaxvec.VectorEnv | Pool) -> list[int]:
+    """Returns the slots whose envs have not completed their latest request."""
+    return workers(envs)._dispatch.unfinished().tolist()
+
+
+def set_start_timeout(envs: jaxvec.VectorEnv | Pool, seconds: float) -> None:
+    """Replaces the time that workers which take another's place have to start."""
+    recipe = supervisor(envs)._recipe
+    config = replace(recipe.config, timeouts=jaxvec.Timeouts(start=seconds))
+    supervisor(envs)._recipe = replace(recipe, config=config)
+
+
+def local_slice(envs: jaxvec.VectorEnv | Pool) -> Any:
+    """Returns the slice of a serial pool."""
+    return workers(envs)._slice
+
+
+def partition(envs: jaxvec.VectorEnv | Pool) -> Any:
+    """Returns `(first, stop)` of each worker of a pool on Ray."""
+    return workers(envs)._slices
+
+
+def links(envs: jaxvec.VectorEnv | Pool) -> list[Any]:
+    """Returns the links to the actors of a pool on Ray."""
+    return list(workers(envs)._launcher._links.values())
+
+
+def placement(envs: jaxvec.VectorEnv | Pool) -> Any:
+    """Returns where Ray has placed the actors of a pool."""
+    return workers(envs)._launcher._placement
+
+
+# --- Slices and compatibility APIs ----------------------------------------------------------------------
+
+
+def slice_infos(env_slice: Any) -> Any:
+    """Returns the raw infos that an `EnvSlice` keeps."""
+    return env_slice._rows.infos
+
+
+def committed_rows(env_slice: Any) -> Any:
+    """Returns the copies of delivered results that an `EnvSlice` keeps, by leaf."""
+    return env_slice._delivered._rows
+
+
+def slots(env_slice: Any) -> Any:
+    """Returns the `SlotEnvs` of an `EnvSlice`."""
+    return env_slice._slots
+
+
+def adapted_pool(envs: Any) -> Any:
+    """Returns the pool inside the vector env of a compatibility API."""
+    return envs._envs
