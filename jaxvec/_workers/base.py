@@ -1,4 +1,8 @@
-"""Interfaces of workers and of their launchers, and the choice of the dispatch."""
+"""Interfaces of the workers of a pool and of their launchers, and the choice of the dispatch.
+
+A pool uses a `WorkerGroup`: `ProcessWorkers` (process.py) or `SerialWorkers` (serial.py). The former starts
+its workers by a `Launcher`, on this machine (fork.py, spawn.py) or on a Ray cluster (_ray/cluster.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
@@ -34,257 +37,212 @@ from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._tracing import Record
 
 # ----------------------------------------------------------------------------------------------------------
-# What a supervisor asks of those who start its workers: processes here, or actors of a cluster.
+# Processes and launchers
 # ----------------------------------------------------------------------------------------------------------
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Process(ABC):
-    """A worker, as far as it can be told from outside.
-
-    Attributes:
-        place: where it is, in words, if that is not this machine.
-        ahead: how far its monotonic clock is ahead of ours, in ns.
-    """
+    """A worker process, here or on another machine."""
 
     @property
     def place(self) -> str:
+        """Location in words, such as "on node 10.0.0.2"; empty for this machine."""
         return ""
 
     @property
     def ahead(self) -> int:
+        """Nanoseconds by which the worker's monotonic clock is ahead of this process's clock."""
         return 0
 
     @abstractmethod
     def ended(self) -> bool:
-        """Tells whether it has ended."""
+        """Returns whether the process has ended."""
 
     @abstractmethod
     def wait(self, timeout: float) -> bool:
-        """Waits for its end, for at most `timeout` seconds; returns whether it has ended."""
+        """Waits for the end for at most `timeout` seconds, and returns whether the process has ended."""
 
     @abstractmethod
     def end(self) -> None:
-        """Ends it at once, and whatever its envs have started; from any thread, and twice."""
+        """Kills the process and all processes of its envs. Any thread may call it, repeatedly."""
 
     @abstractmethod
     def ending(self) -> tuple[int | None, str]:
-        """Returns the exit code, if there is one, and how it ended, in words."""
+        """Returns the exit code, or `None` if unknown, and a phrase such as "was killed by SIGKILL"."""
 
 
 class Launcher(ABC):
-    """Starts workers, each with a control socket, on which it waits for what to build.
+    """A starter of worker processes, each of which then waits on its control socket for `Setup`."""
 
-    Attributes:
-        at_sockets: whether workers that serve listen at their sockets all the same, and need no notice.
-    """
-
-    at_sockets: ClassVar[bool] = False
+    at_sockets: ClassVar[bool] = False  # whether serving workers read their sockets without a notice
 
     def partition(self, slices: Slices) -> Slices:
-        """Returns for which slots each worker's doorbell is rung, of the slots that each holds."""
+        """Returns the slots for which a dispatch wakes each worker; `slices` are the slots that it has."""
         return slices
 
     @abstractmethod
     def launch(self, worker: int) -> tuple[Process, ParentChannel]:
-        """Starts a worker, or another in its place; returns it, and our end of its control socket.
+        """Starts a worker or its replacement, and returns it with the parent's end of its control socket.
 
         Raises:
-            ConnectionError: what starts workers can't be reached any more.
-            TimeoutError: it was not started in time.
-            OSError: there is no room for it: no memory, descriptor or process is left.
+            ConnectionError: The machine that should start it can't be reached any more.
+            TimeoutError: It was not started in time.
+            OSError: Memory, descriptors or processes are exhausted.
         """
 
     def close(self) -> None:  # noqa: B027 - a default
-        """Lets go of what workers share. They have ended."""
+        """Releases resources that the workers shared, after their end."""
 
 
-def tell_ending(ended: bool, exitcode: int | None) -> tuple[int | None, str]:
-    """Says how a process of this machine ended; see `Process.ending`."""
+def describe_exit(ended: bool, exitcode: int | None) -> tuple[int | None, str]:
+    """Returns `Process.ending` of a process on this machine."""
     if not ended:
-        return None, "closed its control socket"  # but lives; it will be killed
+        return None, "closed its control socket"  # still alive; the supervisor kills it
     if exitcode is None:
-        return None, "ended, after the fork server that knew its exit code"
+        return None, "ended with an unknown exit code, since the fork server had ended before"
     if exitcode >= 0:
         return exitcode, f"exited with code {exitcode}"
     name = signal.Signals(-exitcode).name
-    hint = " (perhaps by the kernel, for want of memory)" if name == "SIGKILL" else ""
+    hint = " (possibly by the kernel, because memory ran out)" if name == "SIGKILL" else ""
     return exitcode, f"was killed by {name}{hint}"
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a pool asks of those who do its work: worker processes, or this one.
+# Worker groups
 # ----------------------------------------------------------------------------------------------------------
+
+Check: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long an operation may take, and what ends its wait.
+    """The limits of a wait."""
 
-    Attributes:
-        name: of the operation, for errors.
-        timeout: seconds that it may take; `None` for ever.
-        check: called now and then; raises what should end the wait.
-        waited: seconds of `timeout` that were gone when it began.
-        give_up: when the caller has waited long enough, of `time.monotonic()`; `None` for never.
-        began: when the wait began, of `time.monotonic()`.
-    """
-
-    name: str
-    timeout: float | None
-    check: Callable[[], None]
-    waited: float = 0
-    give_up: float | None = None
-    began: float = field(default_factory=time.monotonic)
+    name: str  # of the operation, for errors
+    timeout: float | None  # seconds that the operation may take
+    check: Check  # called about 20 times a second; raises to end the wait
+    waited: float = 0  # seconds of `timeout` that had passed before the wait
+    give_up: float | None = None  # time.monotonic() at which the caller gives up, without a fault
+    start: float = field(default_factory=time.monotonic)
 
     def late(self, grace: float) -> float | None:
-        """Returns when the operation is late: not before it had all its time since `grace`."""
+        """Returns the time of the timeout, which is at least `timeout` after `grace`, the latest recovery."""
         if self.timeout is None:
             return None
-        return max(self.began + max(self.timeout - self.waited, 0), grace + self.timeout)
+        return max(self.start + max(self.timeout - self.waited, 0), grace + self.timeout)
 
 
 class WorkerGroup(ABC):
-    """The envs, wherever they live.
+    """The workers that hold the envs of one pool.
 
-    One call at a time, but for `wait`, `close`, `kill`, and requests of slices whose slots the caller holds.
-
-    Attributes:
-        description: of the envs.
-        restarts: number of recovered faults, per worker.
-        incarnations: number of replacements, per worker.
-        last_errors: the error for which each worker was replaced last.
-        env_settings: settings of the envs that new ones are told again, if the pool goes on after faults.
-        maps_segment: whether the envs see what the pool writes into the segment.
-        moves_states: whether `send` takes saves and restores, of states whose numbers are in the segment.
+    One thread calls it at a time, except for `wait`, `close`, `kill`, and `request` with the slots locked.
     """
 
     description: Description
-    restarts: Sequence[int]
-    incarnations: Sequence[int]
-    last_errors: Sequence[JaxvecError | None]
-    env_settings: EnvSettings | None
-    maps_segment: bool = True
-    moves_states: bool = False
+    restarts: Sequence[int]  # number of recovered faults, per worker
+    incarnations: Sequence[int]  # number of replacements, per worker
+    last_errors: Sequence[JaxvecError | None]  # of the latest replacement, per worker
+    env_settings: EnvSettings | None  # for rebuilt envs; None if the pool does not recover from faults
+    maps_segment: bool = True  # whether the envs' processes share the memory of the segment with the pool
+    moves_states: bool = False  # whether `send` takes saves and restores, of states numbered in the segment
 
     @abstractmethod
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
-        """Creates the segment, lets the envs write there, and returns its arrays."""
+        """Creates the segment, maps it into the workers, and returns its arrays."""
 
     @abstractmethod
     def open_engine(self, rules: Rules) -> Engine:
-        """Returns the engine, which decides who may move the envs."""
+        """Returns the engine that moves the envs."""
 
     @abstractmethod
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        """Hands `slots` to their envs."""
+        """Dispatches `slots` to their workers."""
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
-        """Tells whether one of `slots` is being reset."""
+        """Returns whether one of `slots` is being reset."""
         return False
 
     @abstractmethod
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
-        """Waits until `count` of `slots` are done.
-
-        Args:
-            slots: that were sent.
-            count: how many of them.
-            patience: for how long, and what else ends it.
+        """Waits until `count` of the dispatched `slots` are completed.
 
         Raises:
-            EnvError: an env raised or returned wrong data.
-            WorkerDiedError: a worker died.
-            EnvTimeoutError: the envs did not finish in time.
-            NotReadyError: the caller has waited long enough; nothing has failed.
+            EnvError: An env raised or returned wrong data.
+            WorkerDiedError: A worker died.
+            EnvTimeoutError: The envs did not finish in time.
+            NotReadyError: The caller gave up; nothing has failed.
         """
 
     @abstractmethod
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        """Returns those of `slots` that were done first, in that order.
-
-        Args:
-            slots: that were sent, in that order.
-            count: how many of them, at most; as many as are done, if these are fewer.
-        """
+        """Returns the first `count` of `slots` that were completed, or fewer, in the order of completion."""
 
     @abstractmethod
     def set_options(self, options: Options, timeout: float | None) -> None:
-        """Sets what every `reset` from now on passes to its envs; raises as `wait` and `request`."""
+        """Sets the options of future resets; raises as `wait` and `request`."""
 
     @abstractmethod
     def request(
-        self,
-        name: RequestName,
-        arguments: Arguments,
-        *,
-        timeout: float | None,
-        check: Callable[[], None] = lambda: None,
+        self, name: RequestName, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
-        """Calls the method `name` of each `Slice`.
+        """Calls a method of each `Slice`.
 
         Args:
-            name: of the method.
-            arguments: of the slice of envs `first` to `stop - 1`; `None` where it is not to be asked.
-            timeout: seconds, `None` for ever.
-            check: as of `Patience`.
+            name: Name of the method.
+            arguments: Function of `(first, stop)` that returns a slice's arguments, or `None` to skip it.
+            timeout: Seconds that the call may take; `None` for no limit.
+            check: Function as in `Patience`.
 
         Returns:
-            A result of each slice, `None` of one that was not asked, or the error that took its place: an env
-            raised there, or its worker was replaced.
+            Result of each slice: `None` if it was skipped, or an error if an env raised there or its worker
+            was replaced.
 
         Raises:
-            NotPicklableError: of the arguments; nobody was asked.
-            JaxvecError: as `wait`, if envs in flight fail meanwhile.
+            NotPicklableError: The arguments can't be pickled; no worker received a request.
+            JaxvecError: Pending envs failed meanwhile, as in `wait`.
         """
 
     @abstractmethod
     def start_trace(self, capacity: int) -> None:
-        """Lets each slice record the latest `capacity` spans from now on; raises as `request`."""
+        """Starts recording the latest `capacity` spans in each slice; raises as `request`."""
 
     @abstractmethod
     def stop_trace(self, *, hurry: bool) -> list[Record]:
-        """Ends that, and returns the record of each slice.
+        """Ends recording, and returns the record of each slice; raises as `request`.
 
-        Args:
-            hurry: whether to wait for short only, and for nobody who may be replaced: the pool is broken.
-
-        Raises:
-            As `request`, unless in a hurry.
+        With `hurry`, for a broken pool, it waits for about a second, replaces no worker, and does not raise.
         """
 
     @abstractmethod
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
-        """Closes the envs, by force after `timeout` seconds; `None` waits for them for ever.
+        """Closes the envs, and kills their workers after `timeout` seconds; `None` waits without limit.
 
-        `tell` says whether to log which of them were cut off.
+        With `tell`, it logs each `close` of an env that was cut off.
         """
 
     def kill(self) -> None:  # noqa: B027 - a default
-        """Ends the envs at once, if they have processes; from any thread. Waits for them get an error."""
+        """Kills worker processes at once, so that waits for them raise. Any thread may call it."""
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Chooses between the hand-offs, by name, and the engine that goes with each.
+# Choice of the dispatch and of its engine
 # ----------------------------------------------------------------------------------------------------------
 
-_LARGE = 1024  # bytes of a row
+# Bytes of a row of `final_obs`. Smaller rows are all copied, as it is not worth selecting the final ones.
+_MIN_SELECTED_ROW = 1024
 
 _logger = logging.getLogger("jaxvec")
 
 
 def choose_dispatch(kind: str) -> str:
-    """Returns `"native"` or `"portable"`.
-
-    Raises:
-        NativeUnavailableError: `"native"` was asked for and can't be had; says why.
-    """
+    """Returns `"native"` or `"portable"`. Raises `NativeUnavailableError` for an unavailable `"native"`."""
     if kind == "auto":
         reason = reason_unavailable()
         if reason is None:
             return "native"
-        _logger.info("portable hand-off: %s", reason)
+        _logger.info("using the portable dispatch: %s", reason)
         return "portable"
     if kind == "native":
         load()
@@ -292,14 +250,8 @@ def choose_dispatch(kind: str) -> str:
 
 
 def parent_end(
-    kind: str,
-    marks: Marks,
-    *,
-    slices: tuple[tuple[int, int], ...],
-    channels: Sequence[ParentChannel],
-    spin_ns: int,
+    kind: str, marks: Marks, *, slices: Slices, channels: Sequence[ParentChannel], spin_ns: int
 ) -> ParentDispatch:
-    """Makes the parent's end."""
     if kind == "native":
         return NativeParentDispatch(marks, slices, channels, spin_ns=spin_ns)
     return PortableParentDispatch(marks, slices, channels)
@@ -315,33 +267,22 @@ def worker_end(
     spin_ns: int,
     notices: int = 0,
 ) -> WorkerDispatch:
-    """Makes the end of a worker.
-
-    Args:
-        kind: `"native"` or `"portable"`.
-        marks: in the segment.
-        worker: its index.
-        slots: `(first, stop)`, its slots.
-        channel: its control socket.
-        spin_ns: how long it looks again before it sleeps.
-        notices: how often the worker in whose place it is was notified of messages.
-    """
+    # `notices` continues the count of a replaced worker, which the parent does not reset.
     if kind == "native":
         return NativeWorkerDispatch(marks, worker, slots, channel, spin_ns=spin_ns, notices=notices)
     return PortableWorkerDispatch(marks, slots, channel)
 
 
 def open_engine(
-    end: ParentDispatch,
-    spec: PoolSpec,
-    arrays: Arrays,
-    *,
-    slices: tuple[tuple[int, int], ...],
-    rules: Rules,
+    end: ParentDispatch, spec: PoolSpec, arrays: Arrays, *, slices: Slices, rules: Rules
 ) -> Engine:
-    """Makes the engine of a pool with this hand-off."""
+    """Makes the C++ engine, or the Python one if the dispatch is portable or leaves are Python objects."""
     if end.native_end is None or spec.object_leaves:
         return PyEngine(rules)
+
+    def is_large(leaf: Leaf) -> bool:
+        return leaf.path[:2] == ("info", "final_obs") and leaf.nbytes >= _MIN_SELECTED_ROW
+
     return CEngine(
         end,
         rules,
@@ -349,12 +290,6 @@ def open_engine(
         slices=slices,
         actions=[arrays[leaf.path] for leaf in spec.action_leaves],
         results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
-        nonzero=[_nonzero(leaf, arrays) for leaf in spec.timestep_leaves],
+        nonzero=[arrays["info", "_final_obs"] if is_large(leaf) else None for leaf in spec.timestep_leaves],
         batch_size=spec.batch_size,
     )
-
-
-def _nonzero(leaf: Leaf, arrays: Arrays) -> NDArray[np.bool_] | None:
-    """Returns the flags of the rows that final observations fill; small leaves are copied anyhow."""
-    final = leaf.path[:2] == ("info", "final_obs") and leaf.nbytes >= _LARGE
-    return arrays["info", "_final_obs"] if final else None

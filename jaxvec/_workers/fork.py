@@ -1,4 +1,7 @@
-"""Starts workers as forks of a fork server; see `forkserver.py`, which is the other end."""
+"""The program's end of the fork server (forkserver.py): starts and reaps workers that are its forks.
+
+Pools with equal environment variables, preloaded modules and process identity share a server.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from typing import Any
 
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
-from jaxvec._workers.base import Launcher, Process, tell_ending
+from jaxvec._workers.base import Launcher, Process, describe_exit
 from jaxvec._workers.forkserver import (
     ANSWER,
     FORK,
@@ -34,32 +37,27 @@ from jaxvec._workers.forkserver import (
 )
 from jaxvec._workers.spawn import environ, is_open, start
 
-# Beginnings of the names of variables that an interpreter reads as it starts, or NumPy as it is imported:
-# a fork can't take them on later.
-_READ_EARLY = (
+# Prefixes of variables that an interpreter reads when it starts, or NumPy when it is imported. A fork can't
+# apply them later, so each set of values has its own server.
+_STARTUP_VARIABLES = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_", "GOTO_", "BLIS_", "NUMEXPR_", "NPY_", "NUMPY_"),
 )
-_ANSWER_TIMEOUT = 1.0  # seconds for an answer that comes at once
-_IDLE = 2  # how many servers without workers are kept, in case there is another pool
+_ANSWER_TIMEOUT = 1.0  # seconds for an answer that needs no work of the server
+_MAX_IDLE = 2  # servers without a pool that are kept for the next pools
 
 
 class ForkedWorker(Process):
-    """A worker of this machine, forked, the first of a process group of its own."""
+    """A worker on this machine, forked by a server, and the leader of its own process group."""
 
     def __init__(self, pid: int, pidfd: int, reap: Callable[[int], int | None]) -> None:
-        """Takes over a worker.
-
-        Args:
-            pid: of the worker; its own until it is reaped.
-            pidfd: of the worker, which is ours from now on.
-            reap: reaps it, once it has ended, and returns its exit code if that can be known.
-        """
+        """Takes ownership of `pidfd`. `reap` reaps the pid, and returns its exit code if it is known."""
         self.pid = pid
         self._pidfd = pidfd
-        self._close = weakref.finalize(self, os.close, pidfd)  # also if nobody sees it end
-        self._close.atexit = False  # a pool that is closed at the program's end sees its workers off by it
+        self._close = weakref.finalize(self, os.close, pidfd)
+        self._close.atexit = False  # pools that are closed at the program's end still wait with it
         self._reap = reap
+        # Guards `_reaped`: once reaped, the pid may belong to another process, so no signal may be sent.
         self._lock = threading.Lock()
         self._reaped = False
         self._exitcode: int | None = None
@@ -71,7 +69,7 @@ class ForkedWorker(Process):
         if not self._reaped and _readable(self._pidfd, timeout):
             with self._lock:
                 if not self._reaped:
-                    self._kill()  # what its envs have started
+                    self._kill()  # the processes that its envs have started
                     try:
                         self._exitcode = self._reap(self.pid)
                     finally:
@@ -85,11 +83,11 @@ class ForkedWorker(Process):
                 self._kill()
 
     def ending(self) -> tuple[int | None, str]:
-        return tell_ending(self.wait(timeout=1), self._exitcode)
+        return describe_exit(self.wait(timeout=1), self._exitcode)
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):
-            # If the server has ended, another may have reaped it, and its pid be another's: this asks.
+            # Raises if init has reaped it, after the server ended: its pid may belong to another process now.
             signal.pidfd_send_signal(self._pidfd, 0)
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -98,75 +96,76 @@ class _Server:
     """The program's end of a fork server."""
 
     def __init__(self, env: Mapping[str, str], modules: tuple[str, ...]) -> None:
-        self.users = 0  # pools
-        self._lock = threading.Lock()  # for its answers
-        self._exitcodes: dict[int, int] = {}  # that it has told, and nobody has taken
+        self.users = 0  # number of pools; guarded by the module's `_lock`
+        self._lock = threading.Lock()  # guards the answers on `_requests`, and `_exitcodes`
+        self._exitcodes: dict[int, int] = {}  # by pid, of answers that an interrupted `reap` left
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 self._process = start("jaxvec._workers.forkserver", theirs.fileno(), os.getpid(), env=env)
             self.pid = self._process.pid
-            with suppress(ConnectionError):  # it has ended, as who asks for a fork will see
+            with suppress(ConnectionError):  # it has ended; `fork` will raise
                 self._requests.send(pickle.dumps(Imports(modules, list(sys.path))))
         except BaseException:
             self._requests.close()
             raise
 
     def fork(self, control: int) -> None:
-        """Asks for a worker, which answers at its end of the control socket; raises `ConnectionError`."""
-        if self._requests.fileno() < 0:  # another pool found it ended
+        """Requests a worker with this end of a control socket, where the server then answers."""
+        if self._requests.fileno() < 0:  # another pool noticed its end, and closed it
             raise ConnectionError
-        borrowed = [1, 2]
         opened: list[int] = []
+
+        def open_path(path: str, flags: int) -> int:
+            opened.append(os.open(path, flags | os.O_CLOEXEC))
+            return opened[-1]
+
         try:
-            for standard in (1, 2):
-                if not is_open(standard):
-                    opened.append(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC))
-                    borrowed[standard - 1] = opened[-1]
-            opened.append(os.open(".", os.O_PATH | os.O_CLOEXEC))
-            socket.send_fds(self._requests, [FORK], [control, *borrowed, opened[-1]])
+            outputs = [each if is_open(each) else open_path(os.devnull, os.O_WRONLY) for each in (1, 2)]
+            socket.send_fds(self._requests, [FORK], [control, *outputs, open_path(".", os.O_PATH)])
         finally:
             for descriptor in opened:
                 os.close(descriptor)
 
     def reap(self, pid: int) -> int | None:
-        """Reaps a worker that has ended; returns its exit code, or `None` if the server has ended, too."""
+        """Reaps a worker that has ended. Returns its exit code, or `None` if the server has ended, too."""
         with self._lock, suppress(OSError):
             self._requests.send(REAP + PID.pack(pid))
-            # Who was interrupted here has left an answer, which comes first.
+            # The answer to an interrupted call may come first.
             while pid not in self._exitcodes and _readable(self._requests.fileno(), _ANSWER_TIMEOUT):
                 answer = self._requests.recv(ANSWER.size)
                 if not answer:
                     break
-                whose, exitcode = ANSWER.unpack(answer)
-                self._exitcodes[whose] = exitcode
+                reaped, exitcode = ANSWER.unpack(answer)
+                self._exitcodes[reaped] = exitcode
         return self._exitcodes.pop(pid, None)
 
     def close(self) -> str:
-        """Ends it, if it has not ended, and says how it did. Its workers live on."""
+        """Ends the server, if it has not ended, but not its workers. Returns how it ended."""
         self._requests.close()
         try:
             exitcode = self._process.wait(timeout=_ANSWER_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             exitcode = self._process.wait()
-        return tell_ending(True, exitcode)[1]
+        return describe_exit(True, exitcode)[1]
 
     def forget(self) -> None:
-        """Lets go of it, and does not wait for its end; a fork of the program could not."""
+        """Releases the server without waiting for its end, which a fork of the program could not."""
         self._requests.close()
-        self._process.returncode = 0  # or Popen would warn
+        self._process.returncode = 0  # keeps Popen from warning that it still runs
 
 
-_servers: dict[tuple[Any, ...], _Server] = {}  # by what they have that a fork can't take on; the latest last
-_lock = threading.RLock()  # Ctrl-C may come while it is held
+# By the properties that a fork can't change later; least recently used first. Guarded by `_lock`, which is
+# reentrant because a signal handler may close a pool while its thread holds it.
+_servers: dict[tuple[Any, ...], _Server] = {}
+_lock = threading.RLock()
 
 
 class Forker(Launcher):
-    """Starts workers on this machine, as forks of a server."""
+    """Starts workers on this machine as forks of a server. `Timeouts.start` includes the server's start."""
 
     def __init__(self, config: PoolConfig) -> None:
-        """Prepares to start workers; `Timeouts(start=...)` includes the start of the server."""
         self._changes = config.workers.env
         self._modules = tuple(config.workers.preload)
         self._timeout = config.timeouts.start
@@ -177,66 +176,62 @@ class Forker(Launcher):
         deadline = None if self._timeout is None else time.monotonic() + self._timeout
         try:
             return self._launch(env, deadline)
-        except (EOFError, ConnectionError):  # the server has ended, who knows when
-            self._give_up()
+        except (EOFError, ConnectionError):  # the server has ended, perhaps long ago: try a new one
+            self._discard_server()
         try:
             return self._launch(env, deadline)
         except (EOFError, ConnectionError) as error:
-            raise ChildProcessError(
-                f"the fork server {self._give_up()}; its standard error may tell more"
-            ) from error
+            ending = self._discard_server()
+            raise ChildProcessError(f"the fork server {ending}; look at its output on stderr") from error
 
     def close(self) -> None:
-        self._leave()
+        """Releases the server. A few idle ones are kept for later pools."""
+        with _lock:
+            server, self._server = self._server, None
+            if server is not None:
+                server.users -= 1
+            idle = [key for key, each in _servers.items() if not each.users]
+            for key in idle[:-_MAX_IDLE]:
+                _servers.pop(key).close()
 
     def _launch(self, env: dict[str, str], deadline: float | None) -> tuple[ForkedWorker, Channel]:
         ours, theirs = channel_pair()
         try:
             try:
-                server = self._join(env)
+                server = self._acquire_server(env)
                 server.fork(theirs)
             finally:
                 os.close(theirs)
-            with suppress(EOFError):  # it may have refused by now
+            with suppress(EOFError):  # the server may have refused, and closed its end
                 ours.send(ProcessContext.here(env), deadline=deadline)
             if not ours.readable(deadline):
-                raise TimeoutError("the fork server did not answer; what `preload` names may take long")
+                raise TimeoutError("the fork server did not answer; is a module in preload slow to import?")
             answer: Started | Refused = ours.receive(deadline)
             if isinstance(answer, Refused):
-                if not isinstance(answer.error, OSError):  # it will say so to all
-                    self._give_up()
+                if not isinstance(answer.error, OSError):  # of its imports: it will refuse every fork
+                    self._discard_server()
                 raise answer.error
             return ForkedWorker(answer.pid, ours.descriptors.pop(), server.reap), ours
         except BaseException:
             ours.close()
             raise
 
-    def _join(self, env: dict[str, str]) -> _Server:
-        """Returns the server of this pool; starts it, if there is none."""
+    def _acquire_server(self, env: dict[str, str]) -> _Server:
+        """Returns the server of this pool, and starts it if necessary."""
         with _lock:
             if self._server is not None:
                 return self._server
-            early = {name: value for name, value in env.items() if name.startswith(_READ_EARLY)}
-            asked = tuple(sorted(self._changes.items()))
-            key = (*sorted(early.items()), asked, self._modules, sys.executable, process_identity())
+            early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
+            changes = tuple(sorted(self._changes.items()))
+            key = (*sorted(early.items()), changes, self._modules, sys.executable, process_identity())
             server = _servers.pop(key, None) or _Server(env, self._modules)
             _servers[key] = server
             server.users += 1
             self._server = server
             return server
 
-    def _leave(self) -> None:
-        """Lets go of the server; some that nobody uses are kept for other pools."""
-        with _lock:
-            server, self._server = self._server, None
-            if server is not None:
-                server.users -= 1
-            idle = [key for key, each in _servers.items() if not each.users]
-            for key in idle[:-_IDLE]:
-                _servers.pop(key).close()
-
-    def _give_up(self) -> str:
-        """Ends the server, if it has not ended, and says how it did; nobody gets it any more."""
+    def _discard_server(self) -> str:
+        """Ends the server, if it has not ended, so that no pool uses it. Returns how it ended."""
         with _lock:
             server, self._server = self._server, None
             assert server is not None
@@ -246,26 +241,26 @@ class Forker(Launcher):
 
 
 def server_pids() -> set[int]:
-    """Returns the processes that are there to be forked."""
+    """Returns the pids of all fork servers."""
     return {server.pid for server in _servers.values()}
 
 
 @atexit.register
 def end_all() -> None:
-    """Ends the servers. A pool that needs one starts another."""
+    """Ends the servers. A pool that needs one starts a new one."""
     with _lock:
         while _servers:
             _, server = _servers.popitem()
             if server.users:
-                server.forget()  # it ends with its workers, or the program
+                server.forget()  # it ends after its workers, or with the program
             else:
                 server.close()
 
 
 def _forget_all() -> None:
-    """In a fork of the program: it has none."""
+    # In a fork of the program, which has no servers of its own. Another thread may have held the lock.
     global _lock
-    _lock = threading.RLock()  # another thread may have held it
+    _lock = threading.RLock()
     while _servers:
         _servers.popitem()[1].forget()
 
@@ -274,15 +269,16 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def reason_unavailable() -> str | None:
-    """Says why workers can't be forked here; `None` if they can."""
+    """Returns the reason why workers can't be forked on this machine, or `None` if they can."""
     if sys.platform != "linux":
         return f"a fork is not safe on {sys.platform}"
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
         return f"the system has no pidfds: {error}"
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        return "the system does not tell a process's children: /proc has no such file"
+    children = f"/proc/self/task/{os.getpid()}/children"
+    if not Path(children).exists():
+        return f"the system does not list the children of a process: {children} does not exist"
     return None
 
 

@@ -1,4 +1,8 @@
-"""What a process has from the one that starts it, for workers that are forked from another one."""
+"""The fork server: a process with the imports of every worker, which forks into workers.
+
+A forked worker also needs what a new interpreter would inherit from the program: `ProcessContext`, and file
+descriptors. The program's end is in fork.py.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +36,25 @@ _LIMITS = sorted({value for name, value in vars(resource).items() if name.starts
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """Of a process at one moment. What else there is, descriptors, comes with a message of its own."""
+    """The attributes, other than file descriptors, that a process passes on to a new one."""
 
     environ: dict[str, str]
     umask: int
-    limits: list[tuple[int, int]]  # soft and hard, of each of `_LIMITS`
+    limits: list[tuple[int, int]]  # soft and hard limit, for each of `_LIMITS`
     cores: set[int]
     nice: int
-    ignored: set[int]  # signals
-    blocked: set[int]  # signals
+    ignored: set[int]  # signal numbers
+    blocked: set[int]  # signal numbers
 
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> ProcessContext:
-        """Returns those of this process and thread, but for the environment variables."""
+        """Returns the context of this process and thread, with other environment variables."""
+        # `os.umask` returns the value only by setting it, which other threads would see.
+        with open("/proc/self/status") as status:
+            umask = next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
         return cls(
             environ=dict(environ),
-            umask=_umask(),
+            umask=umask,
             limits=[resource.getrlimit(limit) for limit in _LIMITS],
             cores=os.sched_getaffinity(0),
             nice=os.getpriority(os.PRIO_PROCESS, 0),
@@ -56,11 +63,7 @@ class ProcessContext:
         )
 
     def enter(self) -> None:
-        """Makes them those of this process.
-
-        Raises:
-            OSError: the kernel does not let us.
-        """
+        """Applies the context to this process; raises `OSError` if the kernel refuses."""
         os.environ.clear()
         os.environ.update(self.environ)
         time.tzset()
@@ -78,7 +81,7 @@ class ProcessContext:
 
 
 def process_identity() -> tuple[object, ...]:
-    """Returns what a process has from the one that starts it and can't take on later, to be compared."""
+    """Returns the inherited attributes of a process that it can't change later, for comparison."""
     return (
         os.getresuid(),
         os.getresgid(),
@@ -90,84 +93,76 @@ def process_identity() -> tuple[object, ...]:
     )
 
 
-def _umask() -> int:
-    """Reads it where it can be read; to set it and set it back would be seen by other threads."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
-
-
 def _ignored() -> set[int]:
     return {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The fork server: a process that has imported what every worker imports, and forks into workers.
+# The fork server
 #
-# It is an interpreter of its own, so it has neither JAX nor its threads; nor has it code of the user, but
-# for the modules that `preload` names. It has one thread, always: it looks, after its imports. So a fork of
-# it is as good as a new interpreter, and takes a few milliseconds where that takes half a second.
+# It is a new interpreter with one thread, without JAX, and without the user's code except for `preload`. So
+# a fork is as good as a new interpreter, and takes a few milliseconds instead of half a second.
 #
-# The program asks it, over a socket that keeps messages apart (`SOCK_SEQPACKET`), so a request is one
-# system call and can't be cut in two by Ctrl-C. Each answer says to what: if Ctrl-C keeps somebody from
-# reading it, it is not taken for another.
+# Requests come over a SOCK_SEQPACKET socket, so each is one system call that Ctrl-C can't split. An answer
+# names its request, so that one left by an interrupted call is not taken for another:
 #
-# - The first message: a pickled `Imports`.
-# - `FORK`, with the worker's end of its control socket, its standard output and error, and its folder. The
-#   answer comes on the control socket, where the program waits: `Started` with a pidfd, or `Refused`. Then
-#   the worker, which begins here, reads its `ProcessContext` there.
-# - `REAP` and the pid of a worker that has ended. The answer, `ANSWER`, is the pid and the exit code. Until
-#   then the worker is a zombie; so its pid, and that of its group, can't have become another's.
+# - First message: a pickled `Imports`.
+# - FORK, with four descriptors: the worker's end of its control socket, stdout, stderr and working directory.
+#   The answer comes on the control socket: `Started` with a pidfd, or `Refused`. The worker then reads its
+#   `ProcessContext` there.
+# - REAP and the pid of a worker that has ended. The answer is its pid and exit code. Until then the worker is
+#   a zombie, so its pid and process group can't belong to another process.
 #
-# What a worker's envs have started is ended with the worker, even if it has a session of its own: a worker
-# is the parent of what its children leave, and the server of what a worker leaves. So what is the server's
-# child, and no worker, has nobody any more.
+# Processes that envs have started end with their worker, even in sessions of their own. Each worker adopts
+# the orphans among its descendants, and the server those of a dead worker.
 #
-# It ends at the program's end, after all its workers: it looks for the end of its lifeline and, since a
-# process that C code has forked may have inherited that, of the program itself.
+# When the program closes the socket, the server ends after its last worker; when the program ends, it kills
+# them. It watches the program, too, since a process forked by C code may have inherited the lifeline.
 # ----------------------------------------------------------------------------------------------------------
 
 FORK, REAP = b"f", b"r"
 PID = struct.Struct("!i")
 ANSWER = struct.Struct("!ii")
-_LONGEST = 1 << 18  # bytes of a message; more than the kernel passes on
-_POLL_INTERVAL = 100  # milliseconds
+_MAX_MESSAGE = 1 << 18  # bytes; above the kernel's limit
+_POLL_INTERVAL_MS = 100
 
 
 @dataclass(frozen=True)
 class Imports:
-    """What to import."""
+    """Modules to import, with the program's `sys.path`."""
 
     modules: tuple[str, ...]
-    sys_path: list[str]  # of the program
+    sys_path: list[str]
 
 
 @dataclass(frozen=True)
 class Started:
-    """Server: the worker runs; its pidfd comes with this message."""
+    """Answer of the server: the worker runs. Its pidfd comes with this message."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Server: there is no worker."""
+    """Answer of the server: there is no worker, because of this error."""
 
     error: Exception
 
 
 class ThreadsError(RuntimeError):
-    """What was imported has started threads, so a fork would not be safe."""
+    """Error of a server with several threads, which can't be forked safely."""
 
 
 def main(lifeline: int, requests: int, program: int) -> None:
-    """Serves until the program's end; returns in each worker, at its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's business
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker gets the program's own
+    """Serves until the program's end. Returns only in workers, at their end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program handles Ctrl-C
+    # The server holds descriptors of all its workers. Each worker applies the program's own limits.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     server = _Server(lifeline, socket.socket(fileno=requests), program)
     worker = server.serve()
     if worker is not None:
-        _worker.work(worker)
+        _worker.run_worker(worker)
 
 
 class _Server:
@@ -175,24 +170,24 @@ class _Server:
         self._lifeline = lifeline
         self._requests = requests
         requests.set_inheritable(False)
-        self._program = os.pidfd_open(program)  # it lives, or its lifeline had ended us
+        self._program = os.pidfd_open(program)  # alive, or the lifeline would have killed this process
         self._workers: set[int] = set()
-        self._refusal = self._import(pickle.loads(requests.recv(_LONGEST)))
-        self._helpers = _children()  # of what was imported, if it has any
+        self._refusal = self._import(pickle.loads(requests.recv(_MAX_MESSAGE)))
+        self._helpers = _children()  # processes that the imports have started
         _adopt_orphans()
-        _lifeline.let_go(lifeline)  # we look ourselves from now on, and outlive the workers
+        _lifeline.release(lifeline)  # `serve` polls it, to outlive the workers
 
     def serve(self) -> Channel | None:
-        """Forks when asked to. Returns in each worker its control socket, ready to work, and here never."""
+        """Answers requests until the program ends. Returns only in workers: their control socket."""
         poll = select.poll()
         poll.register(self._requests, select.POLLIN)
         poll.register(self._program, select.POLLIN)
-        poll.register(self._lifeline, 0)  # its end comes unasked for
+        poll.register(self._lifeline, 0)  # POLLHUP is reported in any case
         while True:
             ready = [fd for fd, _ in poll.poll()]
             if self._program in ready or self._lifeline in ready:
-                self._end(kill=True)
-            request, descriptors, _, _ = socket.recv_fds(self._requests, _LONGEST, 4)
+                self._end()
+            request, descriptors, _, _ = socket.recv_fds(self._requests, _MAX_MESSAGE, 4)
             if request == FORK:
                 worker = self._fork(descriptors)
                 if worker is not None:
@@ -200,28 +195,28 @@ class _Server:
             elif request[:1] == REAP:
                 self._reap(*PID.unpack(request[1:]))
             else:
-                self._see_off(poll)
+                self._drain(poll)
 
     def _import(self, imports: Imports) -> Exception | None:
-        """Imports what workers have in common; returns why there can be none."""
-        ours = list(sys.path)
+        """Imports the preloaded modules. Returns the error with which every fork is refused, if any."""
+        own_path = list(sys.path)
         sys.path[:] = imports.sys_path
         for module in imports.modules:
             try:
                 importlib.import_module(module)
             except BaseException as error:
                 return ImportError(f"preload: {module!r} can't be imported: {type(error).__name__}: {error}")
-        sys.path[:] = ours
-        os.chdir("/")  # to hold on to no folder
+        sys.path[:] = own_path
+        os.chdir("/")  # so that the current directory can be unmounted
         gc.collect()
-        gc.freeze()  # a collection in a worker would copy the memory that all share
+        gc.freeze()  # otherwise a collection in a worker writes to, and so copies, the shared memory pages
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
             return ThreadsError(f"its imports started {threads - 1} threads")
         return None
 
     def _fork(self, descriptors: list[int]) -> Channel | None:
-        """Forks, and says so; returns the control socket in the worker only."""
+        """Forks and answers. Returns the control socket in the worker, and `None` in the server."""
         control, *others = descriptors
         channel = adopt_channel(control)
         answer: Started | Refused
@@ -237,11 +232,12 @@ class _Server:
                 self._become_worker(channel, *others)
                 return channel
             self._workers.add(pid)
-            with suppress(OSError):  # it may be quicker; but who hears of it may want to end its group
+            # The worker does this, too, but the program may kill its group before the worker first runs.
+            with suppress(OSError):
                 os.setpgid(pid, pid)
             pidfds.append(os.pidfd_open(pid))
             answer = Started(pid)
-        with suppress(EOFError):  # nobody waits for it any more
+        with suppress(EOFError):  # the program no longer waits for it
             channel.send(answer, descriptors=pidfds)
         channel.close()
         for descriptor in (*others, *pidfds):
@@ -249,9 +245,9 @@ class _Server:
         return None
 
     def _become_worker(self, channel: Channel, output: int, error: int, folder: int) -> None:
-        """Leaves what is the server's, and takes what a new interpreter would have from the program."""
+        """Closes the server's descriptors, and applies the program's context."""
         os.setpgid(0, 0)
-        _lifeline.hold(self._lifeline)  # from here on it ends with the program
+        _lifeline.hold(self._lifeline)  # from now on, this process ends with the program
         _adopt_orphans()
         self._requests.close()
         os.close(self._program)
@@ -261,12 +257,12 @@ class _Server:
         for descriptor in (output, error, folder):
             os.close(descriptor)
         try:
-            surroundings: ProcessContext = channel.receive_message()
-        except EOFError:  # the program has changed its mind
+            context: ProcessContext = channel.receive_message()
+        except EOFError:  # the program has given up on the worker
             sys.exit()
-        surroundings.enter()
-        importlib.invalidate_caches()  # there may be other modules by now
-        np.random.seed()  # `random` has seen to itself; the system's own is nobody's
+        context.enter()
+        importlib.invalidate_caches()  # modules may have been installed since the server's start
+        np.random.seed()  # every fork has the server's state; `random` reseeds itself after a fork
         multiprocessing.current_process().authkey = os.urandom(32)
 
     def _reap(self, pid: int) -> None:
@@ -275,29 +271,28 @@ class _Server:
         self._end_orphans()
         self._requests.send(ANSWER.pack(pid, os.waitstatus_to_exitcode(status)))
 
-    def _see_off(self, poll: select.poll) -> NoReturn:
-        """Waits for the end of the workers, of which the program wants to know nothing more."""
+    def _drain(self, poll: select.poll) -> NoReturn:
+        """Waits for the end of the workers after the program has closed the socket, and exits."""
         poll.unregister(self._requests)
         while self._workers:
-            if poll.poll(_POLL_INTERVAL):
-                self._end(kill=True)
+            if poll.poll(_POLL_INTERVAL_MS):
+                self._end()
             for pid in list(self._workers):
                 if os.waitpid(pid, os.WNOHANG)[0]:
                     self._workers.remove(pid)
                     self._end_orphans()
-        self._end(kill=False)
+        self._end()
 
-    def _end(self, *, kill: bool) -> NoReturn:
-        for pid in self._workers if kill else ():
+    def _end(self) -> NoReturn:
+        for pid in self._workers:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        if kill:
-            self._workers.clear()
-            self._end_orphans()
+        self._workers.clear()
+        self._end_orphans()
         os._exit(0)
 
     def _end_orphans(self) -> None:
-        """Ends what workers that have ended have left, and what that leaves in turn."""
+        # A child that is neither a worker nor a helper is an orphan, and may leave orphans of its own.
         while orphans := _children() - self._workers - self._helpers:
             for pid in orphans:
                 os.kill(pid, signal.SIGKILL)
@@ -305,11 +300,11 @@ class _Server:
 
 
 def _children() -> set[int]:
-    """Returns the children of this process, of which it is the one thread."""
+    # Of the main thread, which is the only one.
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
 
 def _adopt_orphans() -> None:
-    """Makes what our children leave behind our children, and not those of the system's first process."""
-    set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+    """Makes this process, in place of init, the new parent of orphans among its descendants."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)

@@ -1,13 +1,11 @@
-"""Ties processes to the program that started them: its end, however it comes, is theirs.
+"""Kills processes when the program that started them ends, however it ends.
 
-The program holds the write end of a pipe, the lifeline, and nobody else does; so its death closes the pipe.
-On Linux the kernel then kills each process group that holds on to it: even while code of an env holds the
-GIL, and with all processes that the envs have started. (PR_SET_PDEATHSIG would fire when the *thread* ends
-that started us.) Elsewhere a thread watches.
+Only the program holds the write end of a pipe, the lifeline, so its death closes the pipe. On Linux the
+kernel then sends SIGKILL to each process group that holds the read end, even while an env holds the GIL.
+PR_SET_PDEATHSIG would fire when the starting *thread* ends. On other systems a thread reads the pipe.
 
-Run as a program, `python _lifeline.py DESCRIPTOR MODULE ARGUMENT...`, it takes hold before it imports
-anything that takes time, and then calls the module's `main` with what `hold` returns and the arguments,
-which are integers. So it imports the standard library only.
+As a program, `python lifeline.py DESCRIPTOR MODULE INTEGER...`, it first holds the lifeline, and then calls
+`MODULE.main(lifeline, *integers)`. It imports only the standard library, so that no time passes before.
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 
-_pipe: tuple[int, int] | None = None  # of this process
+_pipe: tuple[int, int] | None = None  # the read and write end of this process's pipe; guarded by `_lock`
 _lock = threading.Lock()
 
 
 def read_end() -> int:
-    """Returns the descriptor that processes which are to end with this one get from it."""
+    """Returns the read end of this process's lifeline, which child processes inherit."""
     global _pipe
     with _lock:
         if _pipe is None:
@@ -33,50 +32,35 @@ def read_end() -> int:
 
 
 def hold(lifeline: int) -> int:
-    """Makes the end of the program the end of this process group; returns what to keep open for it.
-
-    Each group opens the pipe anew, because a signal's owner belongs to the open file description.
-
-    Args:
-        lifeline: a descriptor of the pipe's read end, which is closed.
-    """
+    """Ties this process group to the program's end. Closes `lifeline`, and returns a descriptor to keep."""
     if sys.platform != "linux":
-        _watch(lifeline)
+        os.set_inheritable(lifeline, False)
+
+        def watch() -> None:
+            os.read(lifeline, 1)
+            os.killpg(0, signal.SIGKILL)
+
+        threading.Thread(target=watch, daemon=True).start()
         return lifeline
+    # Each group opens the pipe anew, because the owner of a signal belongs to the open file description.
     own = os.open(f"/proc/self/fd/{lifeline}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
     os.close(lifeline)
-    if _closed(own):  # the program died before we asked for the signal
-        os._exit(1)
+    with suppress(BlockingIOError):  # still open
+        if os.read(own, 1) == b"":  # the program died before F_SETFL took effect
+            os._exit(1)
     return own
 
 
-def let_go(lifeline: int) -> None:
-    """Undoes what `hold` did, which returned `lifeline`: its end is to be looked for."""
+def release(lifeline: int) -> None:
+    """Turns the signal off again. The caller must poll the descriptor, which `hold` returned."""
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
-def _watch(lifeline: int) -> None:
-    os.set_inheritable(lifeline, False)
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _closed(pipe: int) -> bool:
-    try:
-        return os.read(pipe, 1) == b""
-    except BlockingIOError:
-        return False
-
-
-def _let_go() -> None:
-    """In a fork of the program: what it holds on to would outlive the program."""
+def _close_in_fork() -> None:
+    # A fork of the program must not hold the write end, which would keep workers alive after the program.
     global _pipe, _lock
     _lock = threading.Lock()  # another thread may have held it
     if _pipe is not None:
@@ -85,7 +69,7 @@ def _let_go() -> None:
         _pipe = None
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Worker processes of this machine or of a cluster, and how they are started."""
+"""The envs of a pool in worker processes, and the start method of local workers.
+
+`ProcessWorkers` dispatches slots and waits for their completion. Its `Supervisor` handles everything else:
+requests over the control sockets, failures and replacements.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,39 +28,32 @@ from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork
-from jaxvec._workers.base import Launcher, Patience, Process, WorkerGroup, open_engine, parent_end
+from jaxvec._workers.base import Check, Launcher, Patience, Process, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
 from jaxvec._workers.spawn import Spawner
 from jaxvec._workers.supervisor import Supervisor, check_all
 from jaxvec._workers.worker import Attach, WorkerRecipe
 
-# ----------------------------------------------------------------------------------------------------------
-# How workers of this machine are started: as forks of a fork server, or as interpreters of their own.
-# ----------------------------------------------------------------------------------------------------------
+_SPIN_NS = 200_000  # for which an idle worker spins before it sleeps
 
 _logger = logging.getLogger("jaxvec")
 
 
 def choose_start_method(name: str) -> str:
-    """Returns `"forkserver"` or `"spawn"`.
-
-    Raises:
-        RuntimeError: `"forkserver"` was asked for and can't be had; says why.
-    """
+    """Returns `"forkserver"` or `"spawn"`. Raises `RuntimeError` for an unavailable `"forkserver"`."""
     reason = fork.reason_unavailable()
     if name == "forkserver" and reason is not None:
-        raise RuntimeError(f'start_method="forkserver" is not possible here: {reason}')
+        raise RuntimeError(f'start_method="forkserver" is not possible here: {reason}; use "auto" or "spawn"')
     if name == "auto":
         return "forkserver" if reason is None else "spawn"
     return name
 
 
 class LocalLauncher(Launcher):
-    """Starts workers on this machine, by the start method that is possible."""
+    """Starts workers on this machine, by fork or, where that is unsafe, as new interpreters."""
 
     def __init__(self, config: PoolConfig) -> None:
-        """Prepares to start workers; raises as `choose_start_method`."""
         self._config = config
         forks = choose_start_method(config.workers.start_method) == "forkserver"
         self._launcher = Forker(config) if forks else Spawner(config)
@@ -68,10 +64,10 @@ class LocalLauncher(Launcher):
         except ThreadsError as error:
             if self._config.workers.start_method != "auto" or self._config.workers.preload:
                 raise ThreadsError(
-                    f"the fork server can't be used: {error}, and forking threads is not safe; use "
-                    'start_method="spawn", or leave the module that starts them out of preload'
+                    f"the fork server can't be used: {error}, and a fork of several threads is not safe; use "
+                    'start_method="spawn", or remove the module that starts them from preload'
                 ) from error
-            _logger.info("workers are started as interpreters of their own: %s", error)
+            _logger.info('using start_method="spawn": %s', error)
             self._launcher = Spawner(self._config)
             return self._launcher.launch(worker)
 
@@ -79,26 +75,13 @@ class LocalLauncher(Launcher):
         self._launcher.close()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The envs of a pool in worker processes: hands them over, waits for them, and asks them.
-# ----------------------------------------------------------------------------------------------------------
-
-_SPIN_NS = 200_000  # how long a worker without work looks again before it sleeps
-
-
 class ProcessWorkers(WorkerGroup):
-    """The worker processes of one pool. `close()` ends them, whatever state they are in."""
+    """The worker processes of one pool, and the parent's end of the dispatch to them."""
 
     def __init__(
         self, recipe: WorkerRecipe, *, launcher: Launcher, dispatch: str, budget: Budget, learn_info: bool
     ) -> None:
-        """Starts the workers and waits until every env is built.
-
-        Raises:
-            EnvError: an env's constructor raised.
-            WorkerDiedError: a worker died.
-            EnvTimeoutError: the envs were not built in time.
-        """
+        """Starts the workers and waits until every env is built; raises as `wait`."""
         self._slices = recipe.slices
         self._launcher = launcher
         self._start_timeout = recipe.config.timeouts.start
@@ -107,21 +90,18 @@ class ProcessWorkers(WorkerGroup):
         self._kind = dispatch
         self._dispatch: ParentDispatch | None = None
         supervisor = self.supervisor = Supervisor(recipe, budget, launcher)
-        self.restarts, self.incarnations, self.last_errors = (
-            budget.restarts,
-            supervisor.incarnations,
-            supervisor.last_errors,
-        )
-        self.env_settings = supervisor.env_settings
+        self.restarts, self.env_settings = budget.restarts, supervisor.env_settings
+        self.incarnations, self.last_errors = supervisor.incarnations, supervisor.last_errors
         self.maps_segment = not launcher.at_sockets
         try:
-            self.description = self.supervisor.build(learn_info=learn_info)
+            self.description = supervisor.build(learn_info=learn_info)
         except BaseException:
             self.close(timeout=0)
             raise
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
-        spin_ns = _spin_ns(len(self._slices))
+        # Workers that share cores do not spin: it would take time from a worker that steps.
+        spin_ns = _SPIN_NS if len(self._slices) <= usable_cores() else 0
         descriptor = create_segment(layout)
         try:
             arrays = attach_segment(descriptor, layout)
@@ -135,12 +115,9 @@ class ProcessWorkers(WorkerGroup):
         self._objects_in = [leaf.path for leaf in spec.timestep_leaves if leaf.is_object]
         self.moves_states = self.maps_segment and not self._objects_in
         self._partition = self._launcher.partition(self._slices)
+        marks, channels = Marks.of(arrays), self.supervisor.channels
         self._dispatch = parent_end(
-            self._kind,
-            Marks.of(arrays),
-            slices=self._partition,
-            channels=self.supervisor.channels,
-            spin_ns=spin_ns,
+            self._kind, marks, slices=self._partition, channels=channels, spin_ns=spin_ns
         )
         if not self._launcher.at_sockets:
             self.supervisor.notify_worker = self._dispatch.notify_worker
@@ -170,14 +147,15 @@ class ProcessWorkers(WorkerGroup):
                 break
             with supervisor.polling():
                 try:
-                    heard = supervisor.poll(dispatch.begin_look(slots, count, seconds), patience)
+                    received = supervisor.poll(dispatch.begin_look(slots, count, seconds), patience)
                 except (EnvError, WorkerDiedError) as error:
                     supervisor.collect_errors(error, lambda: self._late(slots)[0], patience)
                     raise
-                # The slots count, not the wakes: a worker can be stopped between the two.
-                over = not heard and supervisor.time_left(patience) <= 0  # what was seen may have moved it
-                if over and not dispatch.enough_completed(slots, count):
-                    late, unfinished = self._blame(slots)
+                # The marks decide, not the wakes: a worker may be stopped between a mark and its wake. After
+                # a message there is another look first, because a recovery extends the time.
+                timed_out = not received and supervisor.time_left(patience) <= 0
+                if timed_out and not dispatch.enough_completed(slots, count):
+                    late, unfinished = self._find_culprits(slots)
                     supervisor.time_out(patience, late, unfinished)
         if self._objects_in:
             self._get_objects(slots, patience.timeout)
@@ -187,9 +165,11 @@ class ProcessWorkers(WorkerGroup):
         return self._dispatch.first_completed(slots, count)
 
     def set_options(self, options: Options, timeout: float | None) -> None:
-        before, self.supervisor.options = self.supervisor.options, options  # for who is replaced meanwhile
+        # First, so that a worker that is replaced during the request also gets them.
+        before, self.supervisor.options = self.supervisor.options, options
 
-        def arguments(*slots: int) -> tuple[Options] | None:  # others may be in the middle of a long step
+        def arguments(*slots: int) -> tuple[Options] | None:
+            # Only workers with changed options: the others may be in the middle of a long step.
             changed = options_changed(before, options, *slots)
             return (select_options(options, *slots),) if changed else None
 
@@ -200,18 +180,13 @@ class ProcessWorkers(WorkerGroup):
             raise
 
     def request(
-        self,
-        name: RequestName,
-        arguments: Arguments,
-        *,
-        timeout: float | None,
-        check: Callable[[], None] = lambda: None,
+        self, name: RequestName, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
-        return self.supervisor.ask(name, arguments, timeout, check)
+        return self.supervisor.request(name, arguments, timeout, check)
 
     def start_trace(self, capacity: int) -> None:
         self.supervisor.losses.clear()
-        self.supervisor.trace = capacity  # a worker that is replaced is told, too
+        self.supervisor.trace = capacity  # first: replacements get it, too
         self.request("start_trace", lambda *_: (capacity,), timeout=self._start_timeout)
 
     def stop_trace(self, *, hurry: bool) -> list[Record]:
@@ -220,17 +195,14 @@ class ProcessWorkers(WorkerGroup):
             answers = self.supervisor.collect_traces()
         else:
             answers = self.request("stop_trace", lambda *_: (), timeout=self._start_timeout)
-        losses = self.supervisor.losses
+        losses, records = self.supervisor.losses, list[Record]()
         for worker, answer in enumerate(answers):
             if isinstance(answer, JaxvecError):
                 losses.append((worker, Loss(str(answer), time.monotonic_ns())))
-        return [
-            replace(
-                answer.earlier(self.supervisor.ahead(worker)) if isinstance(answer, Record) else Record([]),
-                losses=tuple(loss for whose, loss in losses if whose == worker),
-            )
-            for worker, answer in enumerate(answers)
-        ]
+            ahead = self.supervisor.ahead(worker)
+            record = answer.earlier(ahead) if isinstance(answer, Record) else Record([])
+            records.append(replace(record, losses=tuple(loss for loser, loss in losses if loser == worker)))
+        return records
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         try:
@@ -243,25 +215,26 @@ class ProcessWorkers(WorkerGroup):
     def kill(self) -> None:
         self.supervisor.kill()
 
-    def _blame(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
-        """Returns the workers that hold up `slots`, and what else of theirs is unfinished, too."""
+    def _find_culprits(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
+        """Returns the workers that delay `slots`, and all unfinished slots of these workers."""
         late, unfinished = self._late(slots)
-        if self._max_running is not None:  # who waits for its turn is late because of those that run
+        if self._max_running is not None:  # a worker in the queue is delayed by those that run
             assert self._arrays is not None
             waiting = Marks.of(self._arrays).running[:, 1]
             late = [worker for worker in late if not waiting[worker]] or late
-        # In a first-ready pool those of other workers may have been sent a moment ago.
-        return late, [slot for slot in unfinished if self.supervisor.worker_of(slot) in late]
+        # Slots of other workers may have been dispatched a moment ago, in first-ready mode.
+        worker_of = self.supervisor.diagnosis.worker_of
+        return late, [slot for slot in unfinished if worker_of(slot) in late]
 
     def _late(self, slots: NDArray[Any]) -> tuple[list[int], list[int]]:
-        """Returns the workers that are not done with `slots`, and all slots that are not done."""
+        """Returns the workers with unfinished slots among `slots`, and all unfinished slots of the pool."""
         assert self._dispatch is not None
         unfinished = self._dispatch.unfinished()
-        late = {self.supervisor.worker_of(slot) for slot in np.intersect1d(unfinished, slots).tolist()}
+        late = set(map(self.supervisor.diagnosis.worker_of, np.intersect1d(unfinished, slots).tolist()))
         return sorted(late), unfinished.tolist()
 
     def _put_objects(self, slots: NDArray[Any]) -> None:
-        """Gives the workers what of the actions of `slots` is not in the segment."""
+        """Sends the workers the action leaves of Python objects, which are not in the segment."""
         assert self._arrays is not None
         columns = {path: self._arrays[path] for path in self._objects_out}
 
@@ -272,7 +245,7 @@ class ProcessWorkers(WorkerGroup):
         check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
 
     def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
-        """Gets from the workers what of the time steps of `slots` is not in the segment."""
+        """Fetches the time step leaves of Python objects, which are not in the segment."""
         assert self._arrays is not None
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:
@@ -283,8 +256,3 @@ class ProcessWorkers(WorkerGroup):
         for (first, stop), columns in zip(self._slices, answers, strict=True):
             for path, column in (columns or {}).items():
                 self._arrays[path][slots[(first <= slots) & (slots < stop)]] = column
-
-
-def _spin_ns(num_workers: int) -> int:
-    """Spinning keeps cores awake; where workers share them, somebody else does."""
-    return _SPIN_NS if num_workers <= usable_cores() else 0

@@ -1,7 +1,7 @@
-"""The serial backend: the whole pool as one slice in this process. Same stepper, no processes.
+"""The serial backend: all envs of a pool in this process, as one slice.
 
-For debugging, and for envs so cheap that handing them over costs more than stepping them. It can't
-interrupt an env, so timeouts don't apply.
+It is for debugging, and for env steps that take less time than a dispatch. It can't interrupt an env, so
+timeouts do not apply.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
-from jaxvec._workers.base import Patience, WorkerGroup
-from jaxvec._workers.supervisor import tell_lost
+from jaxvec._workers.base import Check, Patience, WorkerGroup
+from jaxvec._workers.supervisor import describe_losses
 from jaxvec._workers.worker import WorkerRecipe
 
 
@@ -41,7 +41,9 @@ class SerialWorkers(WorkerGroup):
         self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
         self.env_settings = None
         if budget.policy is not None:
-            self.env_settings = EnvSettings(budget.policy, lambda value: value)  # envs have the very values
+            self.env_settings = EnvSettings(
+                budget.policy, lambda value: value
+            )  # envs get the values themselves
         with _typed():
             self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
             self.description = describe(
@@ -65,11 +67,19 @@ class SerialWorkers(WorkerGroup):
         return PyEngine(rules, done_at_once=True)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        self._requested[self._rows(slots)] += 1  # the slice keeps what was delivered once for each request
-        self._move(verb, slots)
+        # A new request number: the slice copies the received rows once for each request.
+        self._requested[self._rows(slots)] += 1
+        move = self._slice.step if verb is Verb.STEP else self._slice.reset
+        while slots.size:
+            try:
+                move(slots)
+                return
+            except EnvFailure as failure:
+                slots = np.setdiff1d(slots, failure.completed)
+                self._recover(failure)
 
     def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
-        """Returns at once, since all is done when `send` returns."""
+        """Returns at once: `send` has completed the slots."""
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         return slots[:count]
@@ -78,12 +88,7 @@ class SerialWorkers(WorkerGroup):
         self._slice.set_options(options)
 
     def request(
-        self,
-        name: RequestName,
-        arguments: Arguments,
-        *,
-        timeout: float | None,
-        check: Callable[[], None] = lambda: None,
+        self, name: RequestName, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
         mine = arguments(0, self._num_envs)
         if mine is None:
@@ -106,21 +111,11 @@ class SerialWorkers(WorkerGroup):
         with _typed():
             close_envs(envs, 0, self._recipe.config.envs_per_instance)
 
-    def _move(self, verb: Verb, slots: NDArray[Any]) -> None:
-        move = self._slice.step if verb is Verb.STEP else self._slice.reset
-        while slots.size:
-            try:
-                move(slots)
-                return
-            except EnvFailure as failure:
-                slots = np.setdiff1d(slots, failure.completed)
-                self._recover(failure)
-
     def _recover(self, failure: EnvFailure) -> None:
-        slot, told, rebuild = failure.env_id, self.env_settings, self._budget.rebuilds
+        slot, known, rebuild = failure.env_id, self.env_settings, self._budget.rebuilds
         while True:
-            self._budget.spend(0, _to_error(failure), tell_lost(told, [slot]) if rebuild else "")
-            settings = told.of(slot) if rebuild and told is not None else None
+            self._budget.spend(0, _to_error(failure), describe_losses(known, [slot]) if rebuild else "")
+            settings = known.of(slot) if rebuild and known is not None else None
             try:
                 self._slice.recover(failure, rebuild=rebuild, settings=settings)
             except EnvFailure as another:
@@ -138,7 +133,7 @@ def _typed() -> Generator[None]:
 
 
 def _to_error(failure: EnvFailure) -> EnvError | EnvStateError:
-    """Returns the error that the user gets; raises Ctrl-C, which is no failure of the env."""
+    """Returns the public error of a failure; raises Ctrl-C, which is not a failure of the env."""
     if isinstance(failure.__cause__, KeyboardInterrupt):
         raise failure.__cause__ from None
     error = failures.to_error(failures.report(failure), worker=None)

@@ -1,4 +1,4 @@
-"""Starts interpreters of their own: workers, and the fork server that others are forked from."""
+"""The start of new interpreters: workers with `start_method="spawn"`, and the fork server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import gymnasium
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
 from jaxvec._workers import lifeline
-from jaxvec._workers.base import Launcher, Process, tell_ending
+from jaxvec._workers.base import Launcher, Process, describe_exit
 
-# WorkerGroup share the machine's cores, so each gets one thread; and they never touch the accelerator.
+# Workers share the machine's cores, so each gets one thread. They never use the accelerator.
 _WORKER_ENV: dict[str, str | None] = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -31,27 +31,32 @@ _WORKER_ENV: dict[str, str | None] = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 
-# By these MPI's launchers tell a process its rank: MPI in a worker would take the program's place.
-_MPI = ("OMPI_", "PMI_", "PMIX_")
+# Prefixes of variables with the process's MPI rank. MPI in a worker would take the program's rank.
+_MPI_PREFIXES = ("OMPI_", "PMI_", "PMIX_")
 
-_POLL_INTERVAL = 0.002  # seconds between looks for the end of a process
+_POLL_INTERVAL = 0.002  # seconds
 
 
 class SpawnedWorker(Process):
-    """A worker with an interpreter of its own, the first of a process group."""
+    """A worker with its own interpreter, and the leader of its own process group."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self.pid = process.pid
 
     def ended(self) -> bool:
-        if self._process.returncode is None and _has_ended(self.pid):
-            self.end()  # what its envs have started; once it is reaped, its pid may be another's
+        if self._process.returncode is None:
+            try:  # without reaping it
+                if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    return False
+            except ChildProcessError:  # other code has reaped it
+                pass
+            self.end()  # the processes that its envs have started, before its pid can be reused
             self._process.wait()
-        return self._process.returncode is not None
+        return True
 
     def wait(self, timeout: float) -> bool:
-        # Not by Popen.wait, which would reap it before the rest of its group is ended.
+        # Not `Popen.wait`, which would reap it before the rest of its group is killed.
         deadline = time.monotonic() + timeout
         while not self.ended() and time.monotonic() < deadline:
             time.sleep(_POLL_INTERVAL)
@@ -63,11 +68,11 @@ class SpawnedWorker(Process):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def ending(self) -> tuple[int | None, str]:
-        return tell_ending(self.wait(timeout=1), self._process.returncode)
+        return describe_exit(self.wait(timeout=1), self._process.returncode)
 
 
 class Spawner(Launcher):
-    """Starts workers on this machine, each an interpreter of its own."""
+    """Starts workers on this machine as new interpreters."""
 
     def __init__(self, config: PoolConfig) -> None:
         self._changes = config.workers.env
@@ -85,27 +90,23 @@ class Spawner(Launcher):
 
 
 def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns the environment variables of a worker that is started now."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(_MPI)}
-    variables = {**ours, **_WORKER_ENV, **changes}
+    """Returns the program's environment variables, with the changes for workers."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_PREFIXES)}
+    variables = {**own, **_WORKER_ENV, **changes}
     return {name: value for name, value in variables.items() if value is not None}
 
 
 def start(module: str, descriptor: int, *arguments: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts an interpreter that runs `main` of a module, in a process group of its own, and ends with us.
+    """Starts an interpreter that runs `module.main(lifeline, descriptor, *arguments)`.
 
-    Args:
-        module: of this package.
-        descriptor: that it inherits; an argument of `main`, after the lifeline.
-        *arguments: more of these.
-        env: its environment variables.
+    It ends with this process, inherits `descriptor`, and leads its own process group.
     """
     if not sys.executable:
         raise FileNotFoundError(
             "there is no Python interpreter to start: sys.executable is empty; set it to the path of one"
         )
     env = dict(env)
-    # Only to find what it begins with; it then takes over our sys.path and restores PYTHONPATH.
+    # For the first imports. A worker then applies the program's sys.path and PYTHONPATH.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
     with ExitStack() as stack:
         given = [_above_standard(each, stack) for each in (lifeline.read_end(), descriptor)]
@@ -117,12 +118,12 @@ def start(module: str, descriptor: int, *arguments: int, env: Mapping[str, str])
             stdin=subprocess.DEVNULL,
             stdout=None if is_open(1) else subprocess.DEVNULL,
             stderr=None if is_open(2) else subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C in a terminal is for the program alone
+            process_group=0,  # a terminal sends Ctrl-C to the program's group only
         )
 
 
 def is_open(descriptor: int) -> bool:
-    """Says whether there is such a descriptor; daemons close even the standard ones."""
+    """Returns whether the descriptor is open. Daemons close even the standard ones."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -131,7 +132,7 @@ def is_open(descriptor: int) -> bool:
 
 
 def _above_standard(descriptor: int, stack: ExitStack) -> int:
-    """Returns a descriptor that is none of the standard ones, which a child has for itself."""
+    # The child gets standard streams of its own under 0 to 2.
     if descriptor > 2:
         return descriptor
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -139,16 +140,8 @@ def _above_standard(descriptor: int, stack: ExitStack) -> int:
     return copy
 
 
-def _has_ended(pid: int) -> bool:
-    """Says whether a child has ended, without reaping it."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody else has reaped it
-        return True
-
-
 def _roots() -> list[str]:
-    """Returns where this package is and, if it is not installed like others, the Gymnasium in use."""
-    here = str(Path(__file__).resolve().parents[2])
-    theirs = str(Path(gymnasium.__file__).parents[1])
-    return [here] if theirs in (here, *sysconfig.get_paths().values()) else [theirs, here]
+    """Returns the directories of this package and, if it is not a site directory, of the Gymnasium in use."""
+    own = str(Path(__file__).resolve().parents[2])
+    other = str(Path(gymnasium.__file__).parents[1])
+    return [own] if other in (own, *sysconfig.get_paths().values()) else [other, own]

@@ -1,4 +1,8 @@
-"""A worker process: the messages that it receives, and its loop."""
+"""A worker process: its messages, its start, and the loop that steps its envs.
+
+A worker receives `Setup` and builds its envs, replies `Ready`, receives `Attach` with the segment, and then
+serves until end of file: `Work` from the dispatch, and `Request` from the control socket.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -28,124 +31,86 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.env_states import StateFunctions
-from jaxvec._envs.envs import Env, EnvFailure, EnvFn, Failing, build_env, close_envs, watch_forks
+from jaxvec._envs.envs import EnvFailure, EnvFn, Failing, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import RequestName, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
-from jaxvec._memory.segment import Arrays, Layout, Marks, attach_segment
+from jaxvec._memory.segment import Layout, Marks, attach_segment
 from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._stats import WAIT_NS
 from jaxvec._tracing import span
 from jaxvec._util import dumps
-from jaxvec._workers.base import worker_end
+from jaxvec._workers.base import Slices, worker_end
 
 # ----------------------------------------------------------------------------------------------------------
-# Names a worker's process, so that `ps` tells whose it is.
-# ----------------------------------------------------------------------------------------------------------
-
-_LONGEST = 15  # characters, of which the kernel keeps no more
-
-
-def show_process_name(first: int, count: int) -> None:
-    """Names this process `jaxvec 4-7`, after its envs, where the system lets it; its command line stays.
-
-    Args:
-        first: id of its first env.
-        count: how many it has.
-    """
-    envs = f"{first}-{first + count - 1}" if count > 1 else f"{first}"
-    with suppress(OSError):  # not Linux, or no /proc: a name is a convenience
-        Path("/proc/self/comm").write_text(f"jaxvec {envs}"[:_LONGEST])
-
-
-# ----------------------------------------------------------------------------------------------------------
-# `RunLimit`: at most so many of a pool's workers run their envs at once; the others wait for their turn.
+# Limit on running workers
 #
-# A turn is a lock on one byte of the segment, which the kernel gives back whatever becomes of its holder.
-# Only who holds the queue's lock looks which turn is free; the others sleep until the queue is theirs.
+# `Workers(max_running=n)` lets n workers run their envs at a time. Bytes 0 to n - 1 of the segment's file are
+# n locks, one for each running worker, and byte n is the lock of the queue for them. The kernel releases the
+# locks of a dead process, so a crash never blocks other workers. Only the first in the queue polls; the
+# others sleep in the kernel.
 # ----------------------------------------------------------------------------------------------------------
 
-_LOOK_AGAIN = 0.0005  # seconds; who runs for long enough to be limited is not held up by that
+_POLL_INTERVAL = 0.0005  # seconds; short compared to the env steps that are worth a limit
 
 
 class RunLimit:
-    """A worker's view; a context manager in which its envs run."""
+    """A worker's share of the limit, as a context manager in which its envs run."""
 
-    def __init__(self, segment: int, turns: int, waiting: NDArray[Any]) -> None:
-        """Keeps a descriptor of its own.
-
-        Args:
-            segment: the descriptor of the memory that all workers share.
-            turns: how many may run.
-            waiting: our word that says that we wait for our turn.
-        """
+    def __init__(self, segment: int, max_running: int, waiting: NDArray[Any]) -> None:
+        """Duplicates the segment's descriptor; `waiting` is this worker's flag in the segment."""
         self._fd = os.dup(segment)
-        self._turns, self._queue = range(turns), turns
+        self._turns, self._queue = range(max_running), max_running
         self._waiting = waiting
-        waiting[...] = 0  # a worker that is gone may have left it
+        waiting[...] = 0  # a worker that died in the queue has left 1
 
     def __enter__(self) -> None:
         self._waiting[...] = 1
         fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._queue)
-        self._turn = next(turn for turn in itertools.cycle(self._turns) if self._take(turn))
+        for turn in itertools.cycle(self._turns):
+            with suppress(BlockingIOError):
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, turn)
+                self._turn = turn
+                break
+            if turn == self._turns[-1]:
+                time.sleep(_POLL_INTERVAL)
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._queue)
         self._waiting[...] = 0
 
     def __exit__(self, *_: object) -> None:
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._turn)
 
-    def _take(self, turn: int) -> bool:
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, turn)
-        except BlockingIOError:
-            if turn == self._turns[-1]:
-                time.sleep(_LOOK_AGAIN)
-            return False
-        return True
-
-
-# ----------------------------------------------------------------------------------------------------------
-# What the workers of a pool are made of.
-# ----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class WorkerRecipe:
-    """What a worker is made of, now and whenever it has to be made again.
+    """The specification from which the workers of a pool, and their replacements, are made."""
 
-    Attributes:
-        env_fns: of all envs, or of all batches of envs.
-        slices: `(first, stop)` of each worker's envs.
-        config: options of the pool.
-        equal_spaces: whether observation spaces have to be equal, and not only alike.
-    """
-
-    env_fns: Sequence[EnvFn]
-    slices: tuple[tuple[int, int], ...]
+    env_fns: Sequence[EnvFn]  # of all envs, or of all instances of batched envs
+    slices: Slices  # `(first, stop)` of each worker's envs
     config: PoolConfig
-    equal_spaces: bool
+    equal_spaces: bool  # whether observation spaces must be equal, not only compatible
 
     def env_fns_of(self, worker: int) -> Sequence[EnvFn]:
-        """Returns those of one worker."""
         first, stop = (place // (self.config.envs_per_instance or 1) for place in self.slices[worker])
         return self.env_fns[first:stop]
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The messages on a worker's control socket, in the order in which they are first sent.
+# Messages on the control socket, in the order in which they are first sent
 # ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Parent: build these envs."""
+    """Request of the parent to build envs."""
 
     sys_path: list[str]
     python_path: str | None
     worker: int
-    first: int  # env id of the slice's first env
-    init: bytes | None  # cloudpickled, to be opened only once sys.path is set, and run
-    env_fns: bytes  # and functions for states, cloudpickled, to be opened only after that
+    first: int  # id of the worker's first env
+    # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
+    init: bytes | None
+    env_fns: bytes  # with the functions for states
     config: PoolConfig
     equal_spaces: bool
     learn_info: bool
@@ -153,27 +118,25 @@ class Setup:
 
 @dataclass(frozen=True)
 class Ready:
-    """Worker: the envs are built; a cloudpickled `Description`."""
+    """Report of the worker that its envs are built; `description` is a cloudpickled `Description`."""
 
     description: bytes
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """What a worker that is gone was told since it attached."""
+    """State of a dead worker that its replacement starts with."""
 
     options: Options  # of its envs' resets
-    trace: int | None  # how many spans to record, if any
-    notices: int  # of messages on its control socket
-    objects: dict[
-        KeyPath, NDArray[Any]
-    ]  # that the program had from it last, of leaves that are not in the segment
-    settings: dict[int, SlotSettings]  # of its envs, those that have some
+    trace: int | None  # capacity of the span recorder, if tracing
+    notices: int  # number of notices of messages on the control socket, which a futex counts
+    objects: dict[KeyPath, NDArray[Any]]  # last received rows of the leaves that are not in the segment
+    settings: dict[int, SlotSettings]  # by slot, for envs that have some
 
 
 @dataclass(frozen=True)
 class Attach:
-    """Parent: map the segment, whose descriptor comes with this message, and begin to serve."""
+    """Request of the parent to map the segment, by the descriptor that comes with it, and to serve."""
 
     worker: int
     slots: tuple[int, int]  # first and stop
@@ -181,47 +144,47 @@ class Attach:
     spec: PoolSpec
     dispatch: str  # "native" or "portable"
     spin_ns: int
-    replaces: Replacement | None  # what to know in the place of a worker that is gone
+    replaces: Replacement | None
 
 
 @dataclass(frozen=True)
 class Recover:
-    """Parent: go on after the failure that you reported; it was the pool's last otherwise."""
+    """Request of the parent to recover from a reported failure. Without it, the pool ends."""
 
-    rebuild: bool  # the env
+    rebuild: bool  # whether to build the env anew
     settings: SlotSettings | None  # of the new env
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Worker, after the end of file: these envs are closed."""
+    """Report of the worker, after the end of file, that these envs are closed."""
 
     env_ids: range
 
 
 @dataclass(frozen=True)
 class Request:
-    """Parent: call this method of your `Slice`."""
+    """Request of the parent to call a method of the `Slice`."""
 
     name: RequestName
-    args: bytes  # a cloudpickled tuple; what is wrong with it then is the answer, and no end of the worker
+    args: bytes  # a tuple, pickled apart: an error in unpickling it is a reply, not the end of the worker
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Worker: a `Request`'s cloudpickled result, or why there is none."""
+    """Cloudpickled result of a `Request`, or the failure in its place."""
 
     result: bytes = b""
     failure: Report | None = None
 
 
 def pack(message: Request | Reply) -> bytes:
-    """Pickles a message that has nothing of the user's but bytes: it takes a third of cloudpickle's time."""
+    """Pickles a message with user data that is pickled already, in a third of cloudpickle's time."""
     return pickle.dumps(message)
 
 
 def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
-    """Pickles what the user gave, before a worker is sent it; raises what `refuse` makes of an error."""
+    """Pickles a value of the user, or raises the error that `refuse` makes of the cause."""
     try:
         pickled: bytes = dumps(value)
     except MemoryError:
@@ -231,13 +194,8 @@ def pickle_given(value: Any, refuse: Callable[[Exception], TypeError]) -> bytes:
     return pickled
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Makes the message that tells a worker what to build.
-# ----------------------------------------------------------------------------------------------------------
-
-
 def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
-    """Makes the first message to a worker; raises `TypeError` if a function of the user can't be pickled."""
+    """Makes the first message to a worker. Raises `TypeError` if a function can't be pickled."""
     first, _ = recipe.slices[worker]
     config = recipe.config
     init = config.workers.init
@@ -262,71 +220,90 @@ def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
     return pickle_given(
         function,
         lambda error: TypeError(
-            f"{name} can't be pickled, so it can't be sent to a worker: {error}; make what it needs inside it"
-            + otherwise
+            f"{name} can't be pickled, so it can't be sent to a worker: {error}; create the objects that it "
+            f"needs inside it{otherwise}"
         ),
     )
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A worker. Attaches, builds its slice, serves until end of file.
+# The worker's start and loop
 #
-# It never imports jax. It is its own interpreter, or a fork of one that did nothing but import
-# (`forkserver.py`), not a child of `multiprocessing`: so it neither runs the user's script again nor has
-# JAX's threads.
+# A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
+# child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
+# imports JAX.
 # ----------------------------------------------------------------------------------------------------------
 
-_BY_NAME = (
-    "It was sent by the name of its module, {!r}, which this worker can't import. If the module is no file "
-    "on sys.path, as a script under runpy.run_path(run_name=...), define it in one that is, or call "
-    "cloudpickle.register_pickle_by_value(module) before it is sent."
+_IMPORT_HINT = (
+    "The object was pickled by reference to module {!r}, which this worker can't import. Move its definition "
+    "to a module on sys.path, or call cloudpickle.register_pickle_by_value(module) first. A script that runs "
+    "under runpy.run_path(run_name=...) is not on sys.path."
 )
 
 
 def main(lifeline: int, control: int) -> None:
-    """Works as an interpreter of its own, which holds the lifeline."""
-    work(adopt_channel(control))
+    """Runs a worker that is an interpreter of its own, and that holds the lifeline."""
+    run_worker(adopt_channel(control))
 
 
-def work(channel: Channel) -> None:
-    """Does what comes on the control socket, until its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+def run_worker(channel: Channel) -> None:
+    """Builds the envs and serves until the end of the control socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     watch_forks()
-    try:
+    with suppress(EOFError):  # the parent closed the pool
         setup: Setup = channel.receive_message()
         config = setup.config
         if config.workers.pin:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[setup.worker % len(cores)]})
-        _adopt_paths(setup)
+        # The path of the parent, in place of the one that starts an interpreter.
+        sys.path[:] = setup.sys_path
+        if setup.python_path is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = setup.python_path
         with _reporting(channel):
-            _init(setup)
-            env_fns, functions = _load(setup)
+            if setup.init is not None:
+                with Failing(setup.first, "worker_init"):
+                    _unpickle(setup.init)()
+            functions: StateFunctions | None
+            with Failing(setup.first, "constructor"):
+                env_fns, functions = _unpickle(setup.env_fns)
             config = replace(config, states=replace(config.states, functions=functions))
             size = config.envs_per_instance
-            show_process_name(setup.first, len(env_fns) * (size or 1))
+            last = setup.first + len(env_fns) * (size or 1) - 1
+            ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
+            with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
+                Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit
             envs, spares = build_env(env_fns, setup.first, size), Spares()
+
+            def report_closed(env_ids: range) -> None:
+                with suppress(EOFError):  # the parent has ended
+                    channel.send(Closed(env_ids))
+
             try:
                 with _reporting(channel):
                     spares.build(config.spare_envs, env_fns, setup.first)
-                    channel.send(Ready(_describe(envs, setup)))
+                    description = describe(
+                        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
+                    )
+                    with Failing(setup.first, "constructor"):
+                        ready = Ready(dumps(description))
+                    channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
                     _serve(channel, make_slice, config.workers.max_running)
             finally:
-                tell = partial(_tell_closed, channel)
-                close_envs([*envs, *spares.envs], setup.first, size, tell)
-    except EOFError:
-        pass  # the parent closed the pool
+                close_envs([*envs, *spares.envs], setup.first, size, report_closed)
 
 
 def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int | None) -> None:
-    """Serves until end of file, with the slice that `make_slice` makes of what the parent says."""
-    attach: Attach = channel.receive_message()  # others may send envs to us before we are ready
+    """Performs work and answers requests until end of file, with a replaced worker's settings if any."""
+    attach: Attach = channel.receive_message()  # past wakes: slots may be dispatched before it serves
     segment = channel.descriptors.pop()
     arrays = attach_segment(segment, attach.layout)
     marks = Marks.of(arrays)
-    waits = marks.running[attach.worker, 1:2]
-    turn = nullcontext() if max_running is None else RunLimit(segment, max_running, waits)
+    waiting = marks.running[attach.worker, 1:2]
+    turn = nullcontext() if max_running is None else RunLimit(segment, max_running, waiting)
     os.close(segment)
     replaces = attach.replaces
     env_slice = make_slice(
@@ -338,71 +315,56 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
     )
     if replaces is not None:
         env_slice.set_options(replaces.options)
-        for slot in replaces.settings:
-            settings = _unpack(slot, replaces.settings[slot])
-            assert settings is not None
-            env_slice.reapply_settings(slot, settings)
+        for slot, pickled in replaces.settings.items():
+            env_slice.reapply_settings(slot, _unpickle_settings(slot, pickled))
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
-    try:
-        _work(env_slice, attach, marks, arrays, channel, turn)
-    finally:
-        env_slice.close()
-
-
-def _work(
-    env_slice: Slice,
-    attach: Attach,
-    marks: Marks,
-    arrays: Arrays,
-    channel: Channel,
-    turn: AbstractContextManager[None],
-) -> None:
-    """Serves with a slice that is ready."""
-    replaces = attach.replaces
-    end = worker_end(
-        attach.dispatch,
-        marks,
-        worker=attach.worker,
-        slots=attach.slots,
-        channel=channel,
-        spin_ns=attach.spin_ns,
-        notices=0 if replaces is None else replaces.notices,
-    )
-    channel.send(Reply())
-    stats = arrays["stats",][attach.worker].data
-    done = end.post_some if attach.spec.first_ready else None  # somebody may wait for any of them
-    while True:
-        while env_slice.can_prepare and end.idle():
-            with turn:
-                env_slice.prepare()
-        began = monotonic_ns()
-        message = end.receive()
-        stats[WAIT_NS] += monotonic_ns() - began
-        recorder = env_slice.recorder
-        if recorder is not None:
-            recorder.add("wait", began)
-        if not isinstance(message, Work):
-            runs = turn if message.name == "simulate_states" else nullcontext()
-            with span(recorder, f"answer {message.name}"), runs:
-                channel.send(pack(_answer(env_slice, message)))
-            continue
-        if message.verb in (Verb.SAVE, Verb.RESTORE):
-            attempt = env_slice.try_save if message.verb is Verb.SAVE else env_slice.try_restore
-            with span(recorder, f"answer {message.verb.word}"):
-                attempt(message.slots)
-            end.post(message.slots)
-            continue
-        move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
-        try:
-            with turn:
-                move(message.slots, done)
-            if done is None:
+    with closing(env_slice):
+        end = worker_end(
+            attach.dispatch,
+            marks,
+            worker=attach.worker,
+            slots=attach.slots,
+            channel=channel,
+            spin_ns=attach.spin_ns,
+            notices=0 if replaces is None else replaces.notices,
+        )
+        channel.send(Reply())
+        stats = arrays["stats",][attach.worker].data
+        # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
+        done = end.post_some if attach.spec.first_ready else None
+        while True:
+            while env_slice.can_prepare and end.idle():
+                with turn:
+                    env_slice.prepare()
+            start = monotonic_ns()
+            message = end.receive()
+            stats[WAIT_NS] += monotonic_ns() - start
+            recorder = env_slice.recorder
+            if recorder is not None:
+                recorder.add("wait", start)
+            if not isinstance(message, Work):
+                runs_envs = turn if message.name == "simulate_states" else nullcontext()
+                with span(recorder, f"answer {message.name}"), runs_envs:
+                    channel.send(pack(_answer(env_slice, message)))
+                continue
+            if message.verb in (Verb.SAVE, Verb.RESTORE):
+                attempt = env_slice.try_save if message.verb is Verb.SAVE else env_slice.try_restore
+                with span(recorder, f"answer {message.verb.word}"):
+                    attempt(message.slots)
                 end.post(message.slots)
-        except EnvFailure as failure:
-            if done is None:
-                end.post(np.array(failure.completed, np.int64))
-            _recover(channel, end, env_slice, failure, turn)  # and what is left is found again
+                continue
+            move = env_slice.step if message.verb is Verb.STEP else env_slice.reset
+            try:
+                with turn:
+                    move(message.slots, done)
+                if done is None:
+                    end.post(message.slots)
+            except EnvFailure as failure:
+                if done is None:
+                    end.post(np.array(failure.completed, np.int64))
+                # The marks of the other slots are unchanged, so the next `receive` returns them again.
+                _recover(channel, end, env_slice, failure, turn)
 
 
 def _recover(
@@ -412,25 +374,20 @@ def _recover(
     failure: EnvFailure,
     turn: AbstractContextManager[None],
 ) -> None:
-    """Reports a failure until the env is ready again; the parent may end us instead."""
+    """Reports a failure until the env is ready again. The parent may kill this process instead."""
     while True:
         channel.send(failures.report(failure))
         end.notify_parent()
-        while not isinstance(message := end.receive_message(), Recover):  # a request was under way to us
+        # A request may have been sent before the parent read the report.
+        while not isinstance(message := end.receive_message(), Recover):
             channel.send(pack(_answer(env_slice, message)))
         try:
-            settings = _unpack(failure.env_id, message.settings)
+            settings = message.settings and _unpickle_settings(failure.env_id, message.settings)
             with turn:
                 env_slice.recover(failure, rebuild=message.rebuild, settings=settings)
+            return
         except EnvFailure as another:
             failure = another
-        else:
-            return
-
-
-def _tell_closed(channel: Channel, env_ids: range) -> None:
-    with suppress(EOFError):  # the parent is gone
-        channel.send(Closed(env_ids))
 
 
 @contextmanager
@@ -441,56 +398,25 @@ def _reporting(channel: Channel) -> Generator[None]:
         channel.send(failures.report(failure))
 
 
-def _adopt_paths(setup: Setup) -> None:
-    """Imports from where the parent imports, whatever we had to be started with."""
-    sys.path[:] = setup.sys_path
-    if setup.python_path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = setup.python_path
-
-
-def _init(setup: Setup) -> None:
-    """Runs what the user wants to be run before the envs are even unpickled."""
-    if setup.init is not None:
-        with Failing(setup.first, "worker_init"):
-            _open(setup.init)()
-
-
-def _load(setup: Setup) -> tuple[Sequence[EnvFn], StateFunctions | None]:
-    with Failing(setup.first, "constructor"):
-        return _open(setup.env_fns)
-
-
-def _unpack(slot: int, sent: SlotSettings | None) -> SlotSettings | None:
-    if sent is None:
-        return None
+def _unpickle_settings(slot: int, settings: SlotSettings) -> SlotSettings:
     with Failing(slot, "set_attr"):
-        return replace(sent, attributes={name: _open(value) for name, value in sent.attributes.items()})
+        attributes = {name: _unpickle(value) for name, value in settings.attributes.items()}
+        return replace(settings, attributes=attributes)
 
 
-def _open(sent: bytes) -> Any:
-    """Unpickles what came from the user; says more if its module is not here."""
+def _unpickle(data: bytes) -> Any:
+    """Unpickles objects of the user, and adds a hint to the error if their module can't be imported."""
     try:
-        return pickle.loads(sent)
+        return pickle.loads(data)
     except ModuleNotFoundError as error:
-        error.add_note(_BY_NAME.format(error.name))
+        error.add_note(_IMPORT_HINT.format(error.name))
         raise
 
 
-def _describe(envs: list[Env], setup: Setup) -> bytes:
-    description = describe(
-        envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
-    )
-    with Failing(setup.first, "constructor"):
-        return dumps(description)
-
-
 def _answer(env_slice: Slice, request: Request) -> Reply:
-    """Serves a request; a failure is an answer, too."""
     try:
         with Failing(env_slice.first, request.name):
-            args = _open(request.args)
+            args = _unpickle(request.args)
         result = getattr(env_slice, request.name)(*args)
         with Failing(env_slice.first, request.name):
             return Reply(dumps(result))

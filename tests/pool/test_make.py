@@ -965,7 +965,7 @@ except jaxvec.EnvError as error:
 """)
     said = runpy.run_path(str(path), run_name="another_name")["said"]
     assert "No module named 'another_name'" in said
-    assert "sent by the name of its module, 'another_name', which this worker can't import" in said
+    assert "pickled by reference to module 'another_name', which this worker can't import" in said
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

@@ -654,7 +654,7 @@ def test_an_actor_that_dies_breaks_the_pool(make_on_ray, no_jax_log, by):
     actions = np.full(4, 7)
     with pytest.raises(
         jaxvec.WorkerDiedError,
-        match=r"worker 1 \(envs 2, 3\) on node .* was killed by SIGKILL .* while env 2 .* is running",
+        match=r"worker 1 \(envs 2, 3\) on node .* was killed by SIGKILL .* while stepping env 2 with",
     ) as caught:
         if by == "host":
             envs.step(actions)
@@ -696,7 +696,9 @@ def test_an_actor_killed_while_idle_is_noticed(make_on_ray):
 def test_an_actor_that_is_too_slow_times_out(make_on_ray):
     envs = make_on_ray(SleepingEnv, 4, step_timeout=2)
     envs.reset()
-    with pytest.raises(jaxvec.EnvTimeoutError, match=r"env 1 \(worker 0\) is running, last action") as caught:
+    with pytest.raises(
+        jaxvec.EnvTimeoutError, match=r"Still running: env 1 \(worker 0, action 7\)"
+    ) as caught:
         envs.step(np.full(4, 7))
     assert caught.value.env_ids == (0, 1)
     within(envs.close)
@@ -915,7 +917,7 @@ def test_what_no_node_has_is_refused_at_once(make_on_ray):
 
 
 def test_actors_that_find_no_room_time_out(make_on_ray):
-    needs = "constructor timed out after 2 s: .* no node yet, as Ray has not started .* needs {'CPU': 1}"
+    needs = "constructor timed out after 2 s. .* no node yet, as Ray has not started .* needs {'CPU': 1}"
     with pytest.raises(jaxvec.EnvTimeoutError, match=needs):
         make_on_ray(CountingEnv, 6, num_workers=6, start_timeout=2)
 

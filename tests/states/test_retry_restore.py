@@ -228,7 +228,7 @@ def test_an_env_that_can_not_be_put_back_is_reset(make, tmp_path, caplog):
     envs.save()
     envs.step([1, 1])
     assert envs.step([HARM, 1]).obs[:, 1].tolist() == [1, 3]
-    assert "(env 0 can go on from saved states)" in caplog.text
+    assert "(env 0 can continue from saved states)" in caplog.text
     trap.touch()
     timestep = envs.step([1, HARM])
     assert timestep.info["fault"].tolist() == timestep.truncated.tolist() == [False, True]

@@ -400,7 +400,7 @@ def test_a_worker_that_dies_in_simulate_is_a_worker_that_died(make, on_fault):
     envs.step(np.zeros(4, int))
     state = envs.save()
     with pytest.raises(
-        jaxvec.WorkerDiedError, match=r"\(envs 2, 3\) exited with code 3 while answering simulate;"
+        jaxvec.WorkerDiedError, match=r"\(envs 2, 3\) exited with code 3 while answering simulate\."
     ):
         envs.simulate(state, np.array([0, 0, 8, 0]))
     if on_fault == "raise":
