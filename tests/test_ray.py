@@ -579,7 +579,7 @@ def test_data_travel_through_ray_where_ports_are_closed(make_on_ray, closed_port
     envs = make_on_ray(CountingEnv, 2, num_workers=1)
     envs.reset()
     assert envs.step(np.zeros(2, int)).info["episode_length"].tolist() == [1, 1]
-    why = r"data of an actor travel through Ray, as it can't be reached at [\d.]+:\d+: .*refused"
+    why = r"using Ray instead of TCP for the data of one actor: it can't be reached at [\d.]+:\d+: .*refused"
     assert re.search(why, caplog.text)
 
 
