@@ -571,7 +571,7 @@ def test_data_take_a_connection_where_they_can(make_on_ray):
     envs = make_on_ray(CountingEnv, 2, num_workers=1)
     envs.reset()
     (link,) = envs.pool._workers._launcher._links.values()
-    assert isinstance(link._wire, _link.TcpWire)
+    assert isinstance(link.wire, _link.TcpWire)
 
 
 def test_data_travel_through_ray_where_ports_are_closed(make_on_ray, closed_ports, caplog):

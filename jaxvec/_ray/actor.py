@@ -106,13 +106,9 @@ class ActorHost:
     def send(
         self, worker: int, incarnation: int, pickled: bytes | None, inherited: Payload | None = None
     ) -> None:
-        """Relays a message to a worker, unless another process has replaced it.
+        """Relays a message to a worker's process, or closes the control socket for `None`.
 
-        Args:
-            worker: Index of the worker.
-            incarnation: Number of its process.
-            pickled: Pickled message of the supervisor, or `None` to close the control socket.
-            inherited: Rows of the worker's predecessor, if that was in a lost actor; only with `Attach`.
+        With `Attach`, `inherited` has the rows of the worker's predecessor, if that was in a lost actor.
         """
         worker_slot = self._worker_slots[worker]
         if worker_slot.incarnation != incarnation:

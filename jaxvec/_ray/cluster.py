@@ -17,18 +17,8 @@ from typing import Any
 
 from jaxvec._config import PoolConfig, Ray
 from jaxvec._memory.segment import Arrays, Layout, attach_segment
+from jaxvec._ray import nodes
 from jaxvec._ray.link import ActorLink, RemoteWorker, WakePipe
-from jaxvec._ray.nodes import (
-    HeadMonitor,
-    Placement,
-    check_place,
-    check_reachable,
-    check_runtime_env,
-    cluster_capacity,
-    find_dead_nodes,
-    own_group_capacity,
-    split_runtime_env,
-)
 from jaxvec._util import install_command
 from jaxvec._workers.base import Launcher, Slices
 
@@ -40,18 +30,13 @@ _shipped: dict[str, dict[str, Any]] = {}  # directories that Ray shipped at conn
 def connect(options: Ray, timeout: float | None) -> RayCluster:
     """Connects this process to a cluster, unless it is connected already.
 
-    Without an address Ray may start a cluster on this machine, which ends with this process.
-
-    Args:
-        options: Options of the backend.
-        timeout: Seconds for the head to answer, at most `_CONNECT_TIMEOUT`.
+    Without an address Ray may start a cluster on this machine, which ends with this process. The head has
+    `timeout` seconds to answer, and at most `_CONNECT_TIMEOUT`.
 
     Raises:
         ImportError: Ray is not installed.
         ConnectionError: No cluster answers at the address.
-        ValueError: This process is connected to another cluster, or was connected without the directories of
-            `runtime_env`; or Ray rejects `runtime_env`.
-        TypeError: Ray rejects `runtime_env`.
+        ValueError, TypeError: `options` do not fit the existing connection, or Ray rejects `runtime_env`.
     """
     try:
         _version()
@@ -60,11 +45,12 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
         raise ImportError(f'backend="ray" needs Ray: {install_command("ray")}') from error
     runtime_env = options.runtime_env or {}
     if runtime_env:
-        check_runtime_env(runtime_env)
-    directories, _ = split_runtime_env(runtime_env)
+        nodes.check_runtime_env(runtime_env)
+    directories, _ = nodes.split_runtime_env(runtime_env)
     if not ray.is_initialized():
         address = options.address or os.environ.get("RAY_ADDRESS", "")
-        check_reachable(address, _CONNECT_TIMEOUT if timeout is None else min(timeout, _CONNECT_TIMEOUT))
+        seconds = _CONNECT_TIMEOUT if timeout is None else min(timeout, _CONNECT_TIMEOUT)
+        nodes.check_reachable(address, seconds)
         ray.init(address=options.address, runtime_env=dict(directories) or None)  # Ray modifies the dict
         _shipped[_connection(ray)] = directories
     elif options.address not in (None, "auto", "local", ray.get_runtime_context().gcs_address):
@@ -117,23 +103,21 @@ class RayCluster:
         """Returns the number of workers that fit now, at least one and at most one per env."""
         if not any(self._options.of_actor(1).values()):
             return num_envs
-        capacities = own_group_capacity(self._ray), cluster_capacity(self._ray)
+        capacities = nodes.own_group_capacity(self._ray), nodes.cluster_capacity(self._ray)
         counts = (each.num_workers(self._options) for each in capacities if each)
         return min(num_envs, next(filter(None, counts), 1))
 
     def launcher(self, slices: Slices, config: PoolConfig) -> RayLauncher:
         """Reserves resources for the workers of these slices, and returns their launcher.
 
-        Raises:
-            ValueError: No node has the resources of one actor, or Ray can't count them.
-            TimeoutError: The cluster has no room for the placement group.
+        Raises `ValueError` if no node can hold an actor, `TimeoutError` if a placement group finds no room.
         """
         size, num_workers = self._options.workers_per_actor, len(slices)
         counts = [min(size, num_workers - first) for first in range(0, num_workers, size)]
         for count in {*counts}:  # the last actor may have fewer
             self._options.check(count)
-        check_place(self._ray, self._options.of_actor(counts[0]))
-        placement = Placement(self._ray, self._options, counts, config.timeouts.start)
+        nodes.check_place(self._ray, self._options.of_actor(counts[0]))
+        placement = nodes.Placement(self._ray, self._options, counts, config.timeouts.start)
         return RayLauncher(self._ray, self._options, slices, config, placement)
 
 
@@ -143,19 +127,19 @@ class RayLauncher(Launcher):
     at_sockets = True
 
     def __init__(
-        self, ray: Any, options: Ray, slices: Slices, config: PoolConfig, placement: Placement
+        self, ray: Any, options: Ray, slices: Slices, config: PoolConfig, placement: nodes.Placement
     ) -> None:
         self._ray = ray
         self._options = options
         self._slices = slices
         self._config = config.for_workers()
         self._placement = placement
-        self._dead_nodes = find_dead_nodes(ray)
+        self._dead_nodes = nodes.find_dead_nodes(ray)
         self._wake_pipe: WakePipe | None = None  # once a worker is launched
         self._arrays: Arrays | None = None  # of the pool's segment, once a worker attaches
         self._links: dict[int, ActorLink] = {}  # latest link of each actor, by the actor's first worker
         self._incarnations: Counter[int] = Counter()  # by worker
-        self._head = HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
+        self._head = nodes.HeadMonitor(ray.get_runtime_context().gcs_address, self._lose)
 
     def partition(self, slices: Slices) -> Slices:
         # Ring only the first worker's doorbell for all slots of an actor: its `Shipper` waits for that one.
@@ -172,7 +156,24 @@ class RayLauncher(Launcher):
         if self._wake_pipe is None:
             self._wake_pipe = WakePipe()
         self._incarnations[worker] += 1
-        link = self._link_of(self._members(worker), self._wake_pipe)
+        members = self._members(worker)
+        link = self._links.get(members[0])
+        if link is None or link.lost:
+            if link is not None and (why := self._placement.loss()):
+                raise ConnectionError(why)
+            link = self._links[members[0]] = ActorLink(
+                self._ray,
+                partial(self._start_actor, members),
+                options=self._options,
+                placement=self._placement,
+                workers=members,
+                slices=self._slices[members.start : members.stop],
+                config=self._config,
+                wake_pipe=self._wake_pipe,
+                map_segment=self._map_segment,
+                dead_nodes=self._dead_nodes,
+                predecessor=link,
+            )
         remote = link.launch(worker, self._incarnations[worker])
         return remote, remote
 
@@ -186,27 +187,6 @@ class RayLauncher(Launcher):
             self._wake_pipe.close()
         if not self._head.lost:
             self._placement.close()
-
-    def _link_of(self, members: range, wake_pipe: WakePipe) -> ActorLink:
-        """Returns the link to the actor of these workers; makes one if there is none, or if it is lost."""
-        link = self._links.get(members[0])
-        if link is None or link.lost:
-            if link is not None and (why := self._placement.loss()):
-                raise ConnectionError(why)
-            link = self._links[members[0]] = ActorLink(
-                self._ray,
-                partial(self._start_actor, members),
-                options=self._options,
-                placement=self._placement,
-                workers=members,
-                slices=self._slices[members.start : members.stop],
-                config=self._config,
-                wake_pipe=wake_pipe,
-                map_segment=self._map_segment,
-                dead_nodes=self._dead_nodes,
-                predecessor=link,
-            )
-        return link
 
     def _map_segment(self, descriptor: int, layout: Layout) -> Arrays:
         """Maps the pool's segment, once for all links, because each mapping holds a descriptor."""
@@ -222,7 +202,7 @@ class RayLauncher(Launcher):
 
     def _start_actor(self, workers: range) -> Any:
         number = workers[0] // self._options.workers_per_actor
-        runtime_env = split_runtime_env(self._options.runtime_env or {})[1]
+        runtime_env = nodes.split_runtime_env(self._options.runtime_env or {})[1]
         options = self._placement.actor_options(number, len(workers), runtime_env)
         # Two threads: if the pool falls back to Ray, `serve` may still wait for a connection during `run`.
         options["concurrency_groups"] = {"stream": 2}

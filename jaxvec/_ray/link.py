@@ -34,18 +34,8 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs.failures import Report
 from jaxvec._memory.segment import Arrays, Layout, Marks
+from jaxvec._ray import nodes
 from jaxvec._ray.actor import ActorHost
-from jaxvec._ray.nodes import (
-    ActorLostError,
-    Placement,
-    TooManyFilesError,
-    add_node_to_report,
-    check_descriptors,
-    check_node_identity,
-    describe_loss,
-    find_dead_nodes,
-    measure_clock_offset,
-)
 from jaxvec._ray.wire import (
     KEY_BYTES,
     MESSAGE,
@@ -71,11 +61,7 @@ from jaxvec._workers.worker import Attach, Reply
 
 
 class WakePipe:
-    """Pipe that holds one byte per unread message of a pool's remote workers.
-
-    Raises:
-        OSError: No file descriptors are left.
-    """
+    """Pipe that holds one byte per unread message of a pool's remote workers."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -228,74 +214,49 @@ class _ShipperChannel(WorkerChannel):
 class Shipper:
     """The workers' end of the dispatch, for all workers of one actor.
 
-    Its own thread ships requests. Only the link's receiving thread calls `post`; other methods are
-    thread-safe.
-
-    Args:
-        attach: First message to a worker of the actor.
-        arrays: Arrays of the pool's segment.
-        workers: Indices of the actor's workers.
-        slices: Slots `(first, stop)` of each of these workers.
-        move: Sends a request for slots to the actor.
-        wake_pool: Wakes the pool where it polls the workers' channels.
-        fail: Called with the error that ends the shipping thread.
+    Its own thread ships requests over the link's wire, which must be open. Only the link's receiving thread
+    calls `post`; the other methods are thread-safe.
     """
 
-    def __init__(
-        self,
-        attach: Attach,
-        arrays: Arrays,
-        workers: range,
-        slices: Slices,
-        *,
-        move: Callable[[Verb, Payload], None],
-        wake_pool: Callable[[], None],
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        self._slices = slices
-        self._first = workers[0]  # its doorbell is rung for all workers; see `RayLauncher.partition`
-        self._move = move
-        self._fail = fail
+    def __init__(self, link: ActorLink, attach: Attach, arrays: Arrays) -> None:
+        self._link = link
+        first = link.workers[0]  # its doorbell is rung for all workers; see `RayLauncher.partition`
         self._marks = Marks.of(arrays)
         self._answered = np.zeros_like(self._marks.completed)  # the request that each received row answers
-        self._wire = WireFormat(
-            attach.spec, arrays, workers, requested=self._marks.requested, answered=self._answered
+        self._format = WireFormat(
+            attach.spec, arrays, link.workers, requested=self._marks.requested, answered=self._answered
         )
         # `_order` guards these two, and keeps requests in the order in which they were packed.
         self._order = threading.Lock()
         self._attached = np.zeros(len(self._answered), np.bool_)  # slots of workers that are attached
         self._shipped = self._marks.completed.copy()  # the latest request shipped for each slot
-        self._slots = slice(slices[0][0], slices[-1][1])
-        self._channel = _ShipperChannel(wake_pool)
+        self._slots = slice(link.slices[0][0], link.slices[-1][1])
+        self._channel = _ShipperChannel(link.wake_pool)
         self._requests, self._results = (
             worker_end(
                 attach.dispatch,
                 marks,
-                worker=self._first,
+                worker=first,
                 slots=(self._slots.start, self._slots.stop),
                 channel=self._channel,
                 spin_ns=0,
-                notices=int(marks.worker_notices[self._first, 0]),
+                notices=int(marks.worker_notices[first, 0]),
             )
             for marks in (replace(self._marks, completed=self._shipped), self._marks)
         )
         self._thread = _start_thread(self._run)
 
     def attach(self, worker: int, send: Callable[[Payload | None], Any], *, replaces: bool) -> None:
-        """Starts to ship the slots of a worker.
+        """Sends `Attach` to a worker by `send`, and starts to ship its slots.
 
-        Args:
-            worker: Index of the worker.
-            send: Sends the `Attach` message, with the state that the worker inherits from a worker that was
-                lost with its actor, if any.
-            replaces: Whether the worker replaces another one.
+        If the worker replaces one that was lost with its actor, `send` gets the rows that it inherits.
         """
-        slots = np.arange(*self._slices[worker - self._first])
+        slots = np.arange(*self._link.slices[worker - self._link.workers[0]])
         with self._order:
             if self._attached[slots].all():  # its predecessor ran in this actor, which has all its rows
                 send(None)
                 return
-            send(self._wire.inheritance(worker).pack(slots) if replaces else None)
+            send(self._format.inheritance(worker).pack(slots) if replaces else None)
             self._attached[slots] = True
             self._shipped[slots] = self._marks.completed[slots]
         self._channel.put("attached")  # wakes the thread, which looks for requests of these slots
@@ -311,17 +272,18 @@ class Shipper:
             requested, due = requested[due], self._slots.start + due
             self._shipped[due] = requested
             attached = self._attached[due]  # `attach` resets `_shipped` of the others
-            for verb, packer in self._wire.requests.items():
+            assert self._link.wire is not None
+            for verb, packer in self._format.requests.items():
                 slots = due[attached & (verbs_of(requested) == int(verb))]
                 if slots.size:
-                    self._move(verb, packer.pack(slots))
+                    self._link.wire.move(verb, packer.pack(slots))
 
     def wake(self) -> None:
         self._channel.put(WAKE)
 
     def post(self, rows: Payload) -> None:
         """Writes received rows. Completes each slot if its row answers the slot's latest request."""
-        slots = self._wire.results.unpack(rows)
+        slots = self._format.results.unpack(rows)
         requested, completed = self._marks.requested[slots], self._marks.completed[slots]
         # Rows of batched envs bring those of their neighbours, which may still be busy.
         finished = slots[(self._answered[slots] == requested) & (completed != requested)]
@@ -344,7 +306,7 @@ class Shipper:
                     self._requests.receive()
                     self.ship()
         except BaseException as error:
-            self._fail(error)
+            self._link.fail(error)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -375,11 +337,7 @@ class Wire(ABC):
 
     @abstractmethod
     def receive(self) -> Iterator[Received]:
-        """Yields results and messages. Rows are valid until the next item.
-
-        Raises:
-            ActorLostError, RayError: The actor is lost.
-        """
+        """Yields results and messages; rows are valid until the next item. Raises the loss of the actor."""
 
     def break_off(self) -> None:  # noqa: B027 - a default
         """Ends `receive`, unless only the end of the actor does; from any thread."""
@@ -430,7 +388,7 @@ class TcpWire(Wire):
                 frame_type, data = self._connection.receive()
             except (EOFError, OSError) as error:
                 self._raise_cause()
-                raise ActorLostError(f"was lost: its connection ended: {error}") from error
+                raise nodes.ActorLostError(f"was lost: its connection ended: {error}") from error
             yield pickle.loads(data.data) if frame_type == MESSAGE else data
 
     def break_off(self) -> None:
@@ -449,12 +407,7 @@ class TcpWire(Wire):
 
 
 def open_wire(ray: Any, actor: Any, data: str) -> Wire:
-    """Opens a wire to an actor, which has its host.
-
-    Args:
-        ray: The `ray` module.
-        actor: Handle of the actor.
-        data: `"tcp"`, `"ray"`, or `"auto"` for TCP if it works and Ray otherwise.
+    """Opens a wire to an actor after its `init`; `data` is the option of `jaxvec.Ray`.
 
     Raises:
         ActorLostError: `"tcp"` can't reach the actor, or no file descriptors are left.
@@ -471,10 +424,10 @@ def open_wire(ray: Any, actor: Any, data: str) -> Wire:
         return TcpWire(ray, connect_to_actor(address, key), serving)
     except OSError as error:
         if error.errno == errno.EMFILE:
-            raise TooManyFilesError from error
+            raise nodes.TooManyFilesError from error
         why = f"can't be reached at {where}: {error}"
     if data == "tcp":
-        raise ActorLostError(
+        raise nodes.ActorLostError(
             f'{why}; jaxvec.Ray(data="tcp") needs TCP connections from this machine to free ports of the '
             'nodes; allow them in the firewall, or use data="ray"'
         )
@@ -533,13 +486,14 @@ class ActorLink:
 
     Args:
         make_actor: Starts an actor and returns its handle.
-        workers: Indices of the actor's workers.
-        slices: Slots `(first, stop)` of each of these workers.
         map_segment: Maps the pool's segment, given its file descriptor and layout.
         dead_nodes: Ids of the nodes that were dead when the pool was made.
         predecessor: Lost link that this one replaces.
 
     Attributes:
+        workers: Indices of the actor's workers.
+        slices: Slots `(first, stop)` of each of these workers.
+        wire: Wire to the actor, once the actor has started.
         node: Description of the actor's node.
         lost: Whether the actor can't be used any more. It changes once, under `_lock`.
         ahead: Offset of the actor's monotonic clock from this process's clock, in ns.
@@ -551,7 +505,7 @@ class ActorLink:
         make_actor: Callable[[], Any],
         *,
         options: Ray,
-        placement: Placement,
+        placement: nodes.Placement,
         workers: range,
         slices: Slices,
         config: PoolConfig,
@@ -567,15 +521,15 @@ class ActorLink:
         self._make_actor = make_actor
         self._options = options
         self._placement = placement
-        self._workers = workers
-        self._slices = slices
+        self.workers = workers
+        self.slices = slices
         self._config = config
         self._wake_pipe = wake_pipe
         self._map_segment = map_segment
         self._dead_nodes = dead_nodes
         self._predecessor = predecessor
         self._actor: Any = None
-        self._wire: Wire | None = None  # once the actor has started
+        self.wire: Wire | None = None
         self._shipper: Shipper | None = None  # once a worker attaches
         self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
         self._to_relay: queue.SimpleQueue[Callable[[Wire], None]] = queue.SimpleQueue()
@@ -597,26 +551,13 @@ class ActorLink:
         return remote
 
     def send(self, remote: RemoteWorker, message: Any, descriptors: Sequence[int]) -> None:
-        """Relays a message to a worker; `None` closes its control socket.
-
-        Raises:
-            EOFError: The worker has ended.
-        """
+        """Relays a message, or closes the control socket for `None`; raises `EOFError` after the end."""
         pickled = None if message is None else dumps(message)  # now: the caller may change it later
         with self._lock:
             if remote.ended():
                 raise EOFError
             if isinstance(message, Attach) and self._shipper is None:
-                assert self._wire is not None
-                self._shipper = Shipper(
-                    message,
-                    self._map_segment(descriptors[0], message.layout),
-                    self._workers,
-                    self._slices,
-                    move=self._wire.move,
-                    wake_pool=self._wake_pool,
-                    fail=self._fail,
-                )
+                self._shipper = Shipper(self, message, self._map_segment(descriptors[0], message.layout))
         self._to_relay.put(partial(self._relay, remote, message, pickled))
 
     def wake(self) -> None:
@@ -640,9 +581,7 @@ class ActorLink:
     def lose(self, why: str, *, reachable: bool = True) -> None:
         """Ends the actor and all its workers. After the return, this link writes no more rows.
 
-        Args:
-            why: Cause, a phrase that follows the name of the worker.
-            reachable: Whether Ray can be asked to end the actor.
+        `why` is a phrase that follows the names of workers. `reachable` is False if Ray can't end the actor.
         """
         with self._lock:
             if self.lost:
@@ -651,8 +590,8 @@ class ActorLink:
             for remote in self._remotes.values():
                 remote.mark_ended(ProcessEnd(None, why))
         self._to_relay.put(lambda _: None)  # wakes the relaying thread, which sees `lost`
-        if self._wire is not None:
-            self._wire.break_off()
+        if self.wire is not None:
+            self.wire.break_off()
         # `ray.kill` waits for a head that is gone, and starts another cluster if Ray was shut down.
         if self._actor is not None and reachable and self._ray.is_initialized():
             _start_thread(self._kill).join(timeout=1)  # the head may be gone without our knowing
@@ -672,11 +611,11 @@ class ActorLink:
                 self._predecessor._relayer.join()
                 self._predecessor = None
             self._start_actor()
-            self.ahead = measure_clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
-            self._ray.get(self._actor.init.remote(self._workers, self._slices, self._config))
+            self.ahead = nodes.measure_clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
+            self._ray.get(self._actor.init.remote(self.workers, self.slices, self._config))
             wire = open_wire(self._ray, self._actor, self._options.data)
             with self._lock:
-                self._wire = wire
+                self.wire = wire
                 if self.lost:  # `lose` ran before there was a wire to break off
                     wire.break_off()
             self._receiver = _start_thread(partial(self._receive_all, wire))
@@ -686,7 +625,7 @@ class ActorLink:
                     return
                 relay(wire)
         except BaseException as error:  # any error must reach the pool
-            self._fail(error)
+            self.fail(error)
         finally:
             if self._shipper is not None:
                 self._shipper.close()
@@ -701,29 +640,29 @@ class ActorLink:
             self._actor = self._make_actor()
             if self.lost:  # `lose` ran before there was an actor to kill
                 self._kill()
-                raise ActorLostError("was ended")
+                raise nodes.ActorLostError("was ended")
             try:
                 # Retried: until Ray notices the death it reports "unavailable", and lists no dead node.
                 identity = self._wait_for(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
-                known, self._dead_nodes = self._dead_nodes, find_dead_nodes(self._ray)
+                known, self._dead_nodes = self._dead_nodes, nodes.find_dead_nodes(self._ray)
                 if self.lost or self._dead_nodes <= known:
                     raise
             else:
                 break
         self.node = identity["node"]
-        check_node_identity(identity)
+        nodes.check_node_identity(identity)
 
     def _wait_for(self, reference: Any) -> Any:
         """Waits for the actor's first answer for as long as Ray may still place the actor."""
         while not self._ray.wait([reference], timeout=_PLACE_CHECK_INTERVAL)[0]:
-            needs = self._options.of_actor(len(self._workers))
+            needs = self._options.of_actor(len(self.workers))
             self.node = f"no node yet, as Ray has not started its actor, which needs {needs},"
             if self.lost:
-                raise ActorLostError("was ended")
+                raise nodes.ActorLostError("was ended")
             if why := self._placement.loss():
-                raise ActorLostError(f"was not started: {why}")
-            check_descriptors()
+                raise nodes.ActorLostError(f"was not started: {why}")
+            nodes.check_descriptors()
         return self._ray.get(reference)
 
     def _relay(self, remote: RemoteWorker, message: Any, pickled: bytes | None, wire: Wire) -> None:
@@ -742,7 +681,7 @@ class ActorLink:
         try:
             for item in wire.receive():
                 if isinstance(item, HostFailure):
-                    raise ActorLostError(item.why)
+                    raise nodes.ActorLostError(item.why)
                 with self._lock:
                     if self.lost:
                         continue
@@ -752,7 +691,7 @@ class ActorLink:
                         assert self._shipper is not None
                         self._shipper.post(item)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             wire.close()
 
@@ -764,14 +703,14 @@ class ActorLink:
             remote.mark_ended(message)
             return
         if isinstance(message, Report):
-            message = add_node_to_report(message, self.node)
+            message = nodes.add_node_to_report(message, self.node)
         elif isinstance(message, Reply) and message.failure is not None:
-            message = replace(message, failure=add_node_to_report(message.failure, self.node))
+            message = replace(message, failure=nodes.add_node_to_report(message.failure, self.node))
         remote.deliver(message)
         if isinstance(message, Report) and self._shipper is not None:
             self._shipper.notify_parent()
 
-    def _wake_pool(self) -> None:
+    def wake_pool(self) -> None:
         """Wakes the pool through the channel of any live worker; under the lock."""
         for remote in self._remotes.values():
             if not remote.ended():
@@ -780,11 +719,11 @@ class ActorLink:
 
     # --- Any thread --------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException) -> None:
-        if isinstance(error, ActorLostError):
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, nodes.ActorLostError):
             self.lose(str(error))
         elif isinstance(error, self._ray.exceptions.RayError):
-            self.lose(describe_loss(error))
+            self.lose(nodes.describe_loss(error))
         else:
             self.lose(f"failed: {type(error).__name__}: {error}")
 

@@ -24,11 +24,7 @@ from jaxvec._envs.failures import Report
 
 
 def check_runtime_env(runtime_env: Mapping[str, Any]) -> None:
-    """Checks a runtime environment as Ray does, and also its field names, which Ray ignores if unknown.
-
-    Raises:
-        ValueError, TypeError: Ray can't provide the environment.
-    """
+    """Checks a runtime environment as Ray does, and also its field names, which Ray ignores if unknown."""
     ray_class: Any = importlib.import_module("ray.runtime_env").RuntimeEnv
     known = {*inspect.signature(ray_class).parameters, *ray_class.known_fields}
     unknown = sorted(set(runtime_env) - known)
@@ -86,19 +82,12 @@ class HeadMonitor:
     Steps don't need the head, so a restart of a fault-tolerant head has no effect. But if the head stays away
     for `RAY_gcs_rpc_server_reconnect_timeout_s` (60 s by default), Ray exits this process. The pool gets its
     error after two thirds of that time, so that the program can still save its work.
-
-    Args:
-        address: Address of the head, `host:port`.
-        on_loss: Called once with the reason, in the monitor's thread, when the head is lost.
-
-    Attributes:
-        lost: Reason why the head is lost, or an empty string. Only the monitor's thread writes it.
     """
 
     def __init__(self, address: str, on_loss: Callable[[str], None]) -> None:
         self._address = address
         self._on_loss = on_loss
-        self.lost = ""
+        self.lost = ""  # reason of the loss; only the monitor's thread writes it, before it calls `on_loss`
         self._closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -120,16 +109,12 @@ class HeadMonitor:
         try:
             _connect(self._address, _HEAD_CHECK_INTERVAL)
         except OSError as error:
-            return error.errno == errno.EMFILE  # a limit of this process; the head may be well
+            return error.errno == errno.EMFILE  # this process's limit, not a sign of a lost head
         return True
 
 
 def check_reachable(address: str, timeout: float) -> None:
-    """Checks that a cluster's head listens at an address of `ray.init`. Ray itself would wait for minutes.
-
-    Raises:
-        ConnectionError: The address has a port, and no process listens there.
-    """
+    """Raises `ConnectionError` if no head listens at an address. Ray itself would wait for minutes."""
     address = address.rpartition("://")[2]
     if not address.rpartition(":")[2].isdigit():  # such as "auto": Ray finds the address itself
         return
@@ -216,15 +201,10 @@ def describe_loss(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Resources for actors, by name.
+    """Resources for actors, by name."""
 
-    Attributes:
-        free: Free resources of all places together.
-        places: Resources of each node, or of each bundle of a placement group, free or in use.
-    """
-
-    free: Mapping[str, float]
-    places: Sequence[Mapping[str, float]]
+    free: Mapping[str, float]  # of all places together
+    places: Sequence[Mapping[str, float]]  # of each node, or bundle of a placement group; free or in use
 
     def num_actors(self, wanted: Mapping[str, float]) -> int:
         """Returns the number of actors that fit; 0 if an actor wants nothing."""
@@ -269,22 +249,15 @@ def check_place(ray: Any, wanted: Mapping[str, float]) -> None:
     nodes = cluster_capacity(ray).places
     if not any(all(node.get(name, 0) >= amount for name, amount in wanted.items()) for node in nodes):
         has = "; ".join(str({name: node.get(name, 0) for name in wanted}) for node in nodes)
-        raise ValueError(
-            f"resources_per_worker: no node of the Ray cluster has {wanted}; its nodes have {has}"
-        )
+        raise ValueError(f"resources_per_worker: no node of the Ray cluster has {wanted}; nodes have {has}")
 
 
 class Placement:
     """The placement of one pool's actors.
 
     Args:
-        ray: The `ray` module.
-        options: Options of the backend.
         counts: Number of workers of each actor. The first has the most.
-        timeout: Seconds for the cluster to reserve a placement group, if `options` ask for one.
-
-    Raises:
-        TimeoutError: The cluster has no room for the group.
+        timeout: Seconds to wait for a placement group, if `options` ask for one, before a `TimeoutError`.
     """
 
     def __init__(self, ray: Any, options: Ray, counts: Sequence[int], timeout: float | None) -> None:
@@ -301,6 +274,12 @@ class Placement:
     def actor_options(self, actor: int, num_workers: int, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
         """Returns Ray's options for an actor of `num_workers` workers."""
         resources = self._options.of_actor(num_workers)
+        schedulers: Any = importlib.import_module("ray.util.scheduling_strategies")
+        in_group = schedulers.PlacementGroupSchedulingStrategy
+        if self._group is not None:
+            strategy = in_group(self._group, placement_group_bundle_index=actor)
+        else:  # "DEFAULT" escapes a group that captures child actors
+            strategy = "DEFAULT" if self._parent is None else in_group(self._parent)
         return {
             "num_cpus": resources.pop("CPU"),
             "num_gpus": resources.pop("GPU", 0),
@@ -309,17 +288,8 @@ class Placement:
             "runtime_env": runtime_env,
             "max_restarts": 0,  # a replacement needs the state of its predecessor, which Ray does not know
             "max_task_retries": 0,  # no step may run twice
-            "scheduling_strategy": self._strategy(actor),
+            "scheduling_strategy": strategy,
         }
-
-    def _strategy(self, actor: int) -> Any:
-        strategy: Any = importlib.import_module(
-            "ray.util.scheduling_strategies"
-        ).PlacementGroupSchedulingStrategy
-        if self._group is not None:
-            return strategy(self._group, placement_group_bundle_index=actor)
-        # "DEFAULT" escapes a group that captures child actors.
-        return "DEFAULT" if self._parent is None else strategy(self._parent)
 
     def loss(self) -> str:
         """Returns why no actor can be placed any more, or an empty string. Ray would wait forever."""

@@ -68,11 +68,7 @@ class Connection:
         self._buffer = self._rows = np.empty(0, np.uint8)
 
     def send(self, frame_type: int, data: bytes | memoryview) -> None:
-        """Sends a frame. Blocks while the buffers between both ends are full.
-
-        Raises:
-            OSError: The connection has ended.
-        """
+        """Sends a frame; blocks while buffers are full. Raises `OSError` if the connection has ended."""
         parts = [memoryview(_HEADER.pack(frame_type, len(data))), memoryview(data)]
         with self._sending:
             while parts:
@@ -136,15 +132,7 @@ class Connection:
 
 
 class Listener:
-    """A free port at which an actor waits for its one connection.
-
-    Args:
-        host: IP address of this machine in the cluster.
-        key: Key that the connecting process must have.
-
-    Attributes:
-        address: Host and port.
-    """
+    """A free port, with its `address`, at which an actor waits for its one connection."""
 
     def __init__(self, host: str, key: bytes) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -153,11 +141,7 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def accept(self) -> Connection:
-        """Waits for a connection from a process that has the key, then closes the port.
-
-        Raises:
-            TimeoutError: None came in time.
-        """
+        """Waits for a process that has the key, then closes the port. Raises `TimeoutError`."""
         deadline = time.monotonic() + _CONNECT_TIMEOUT + _HANDSHAKE_TIMEOUT
         with self._socket:
             while True:
@@ -174,11 +158,7 @@ class Listener:
 
 
 def connect_to_actor(address: tuple[str, int], key: bytes) -> Connection:
-    """Connects to a `Listener`.
-
-    Raises:
-        OSError: The listener did not answer in time, or does not have the key.
-    """
+    """Connects to a `Listener`; raises `OSError` if it does not answer in time or lacks the key."""
     sock = socket.create_connection(address, _CONNECT_TIMEOUT)
     try:
         _authenticate(sock, key, deadline=time.monotonic() + _HANDSHAKE_TIMEOUT, connects=True)
@@ -192,10 +172,7 @@ def _authenticate(sock: socket.socket, key: bytes, *, deadline: float, connects:
     """Proves to the other end that this one has the key, and checks the other end's proof.
 
     The listener sends its proof only after it has checked the connector's. A proof is an HMAC of its sender's
-    role and of random bytes of both ends, so it can't be replayed or reflected.
-
-    Raises:
-        OSError: The other end does not have the key, or did not prove it by `deadline`.
+    role and of random bytes of both ends, so it can't be replayed or reflected. Raises `OSError`.
     """
 
     def proof(role: bytes) -> bytes:
@@ -268,15 +245,8 @@ class WireFormat:
     """The packers of rows between a pool and an actor; both ends have equal ones.
 
     Args:
-        spec: Specification of the pool.
-        arrays: Arrays of the segment at this end.
-        workers: Indices of the actor's workers.
         requested: Latest request of each slot `[num_envs]`, sent to the actor.
         answered: Request that each slot's row answers `[num_envs]`, sent to the pool.
-
-    Attributes:
-        requests: Packer of each verb's inputs, for the actor.
-        results: Packer of results, for the pool.
     """
 
     def __init__(
@@ -294,11 +264,11 @@ class WireFormat:
         self._arrays = arrays
         self._rows = [*results, *((name,) for name in _WORKER_ROWS), ("completed",)]
         sent = arrays | {("requested",): requested}
-        self.requests = {
+        self.requests = {  # packers of each verb's inputs, for the actor
             Verb.STEP: RowPacker(sent, [("requested",), *actions]),
             Verb.RESET: RowPacker(sent, [("requested",), ("seed",)]),
         }
-        self.results = RowPacker(
+        self.results = RowPacker(  # for the pool
             arrays | {("completed",): answered},
             self._rows,
             whole=[arrays[name,][workers.start : workers.stop] for name in ("stats", "running")],
