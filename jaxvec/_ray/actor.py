@@ -270,7 +270,7 @@ class ActorHost:
             self._dispatch: ParentDispatch = parent_end(
                 kind, self._marks, slices=slices, channels=channels, spin_ns=0
             )
-            self._arrays = arrays
+            self._arrays = arrays  # last: `run` uses the attributes above once it is set
         if inherited is not None:
             slots = self._wire.inheritance(attach.worker).unpack(inherited)
             self._marks.requested[slots] = self._marks.completed[slots]  # nothing is pending here yet
