@@ -972,7 +972,7 @@ def test_a_placement_group_that_is_removed_breaks_the_pool(make_on_ray, monkeypa
     envs.reset()
     placement = envs.pool._workers._launcher._placement
     if seen != "by the launcher":  # it was there a moment ago
-        monkeypatch.setattr(placement, "lost", partial(next, iter(["", *["it was removed"] * 9])))
+        monkeypatch.setattr(placement, "loss", partial(next, iter(["", *["it was removed"] * 9])))
     ray.util.remove_placement_group(placement._group)
 
     def step_on():
