@@ -1,4 +1,10 @@
-"""Rollouts on a Ray cluster: actors that step pools of their own for a learner here."""
+"""`jaxvec.Rollouts`: actors on a Ray cluster that run whole rollouts for a learner in this process.
+
+    Rollouts.push -- weights ---> ActorGroup -- Ray call: weights -------> RolloutActor, which has a pool
+    Rollouts.get <-- trajectory -- ActorGroup <-- answer: PackedRollout --- and the compiled function
+
+With `backend="ray"`, `make` uses a cluster in the other way: the pool is here and its workers are there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 import jax
@@ -32,16 +38,7 @@ from jaxvec._errors import (
     PoolClosedError,
     RolloutError,
 )
-from jaxvec._ray import cluster
-from jaxvec._ray.nodes import (
-    HeadMonitor,
-    Placement,
-    check_place,
-    describe_loss,
-    find_dead_nodes,
-    node_identity,
-    split_runtime_env,
-)
+from jaxvec._ray import cluster, nodes
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers.worker import pickle_given
@@ -49,17 +46,16 @@ from jaxvec.callbacks._functions import reset
 from jaxvec.callbacks._make import make
 
 # ----------------------------------------------------------------------------------------------------------
-# What runs in an actor: a local pool, and the user's rollout, compiled for it.
+# In an actor: a local pool, and the user's rollout function, compiled for it
 #
-# Pytrees travel as a list of NumPy arrays, which Ray does not copy once more, and their structure. That is
-# pickled by the pickler that the program came by, so that classes of a script or a notebook are found
-# again.
+# A pytree travels as a list of NumPy arrays, which Ray does not copy again, and its structure. cloudpickle
+# pickles the structure, so that it may contain classes of a script or a notebook.
 # ----------------------------------------------------------------------------------------------------------
 
 Leaves: TypeAlias = list[NDArray[Any]]
 
-# Of JAX's options, those that decide which numbers a program computes.
-_OPTIONS = (
+# The options of JAX that affect the numbers that a program computes.
+_JAX_OPTIONS = (
     "jax_enable_x64",
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
@@ -68,137 +64,113 @@ _OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Program:
-    """What all actors are given.
-
-    Attributes:
-        rollout, env, num_envs, seed: of the user.
-        options: of `make`.
-        jaxvec: its version.
-        jax: options of JAX.
-    """
+class Program(NamedTuple):
+    """The definition of the rollouts, equal for all actors; see `Rollouts`."""
 
     rollout: Callable[..., Any]
     env: Any
     num_envs: int
     seed: int
-    options: Mapping[str, Any]
-    jaxvec: str
-    jax: Mapping[str, Any]
+    options: Mapping[str, Any]  # of `make`
+    jaxvec: str  # the learner's version
+    jax: Mapping[str, Any]  # the learner's values of `_JAX_OPTIONS`
 
 
 @dataclass(frozen=True)
-class Played:
-    """A rollout that is done: its trajectory, and how many env steps were taken for it."""
+class PackedRollout:
+    """A finished rollout on its way to `Rollouts.get`; see `Rollout`."""
 
     structure: bytes
     leaves: Leaves
     env_steps: int
+    actor: int
+    index: int
+    version: int
 
 
-@dataclass(frozen=True)
-class Raised:
-    """An exception of the user's code, as text, and pickled if it can be."""
+class RemoteError(NamedTuple):
+    """An exception in an actor, as text, and pickled if possible."""
 
-    kind: str
+    name: str
     message: str
     traceback: str
     pickled: bytes | None
 
 
-class Actor:
-    """Makes rollouts, one after the other."""
+class RolloutActor:
+    """The class of the Ray actors. Its calls run one at a time, in order."""
 
     _envs: VectorEnv | None = None
 
     def identify(self) -> str:
-        """Says where this is."""
         ray: Any = importlib.import_module("ray")
         return f"node {ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:12]})"
 
-    def start(self, pickled: bytes, number: int, incarnation: int) -> Raised | None:
-        """Makes the pool and resets it.
-
-        Args:
-            pickled: the `Program`.
-            number: of this actor.
-            incarnation: how many were there before in its place.
-        """
+    def start(self, pickled: bytes, number: int, incarnation: int) -> RemoteError | None:
+        """Makes and resets the pool of a pickled `Program`. `incarnation` counts replacements, from 0."""
         try:
-            self._start(cloudpickle.loads(pickled), number, incarnation)
+            program: Program = cloudpickle.loads(pickled)
+            version = nodes.node_identity()["jaxvec"]
+            if program.jaxvec != version:
+                raise ImportError(
+                    f"jaxvec has version {version} on this node, but {program.jaxvec} in the learner's "
+                    "process; install the same version"
+                )
+            for name, value in program.jax.items():
+                jax.config.update(name, value)
+            self._rollout = jax.jit(program.rollout)
+            self._envs = make(program.env, program.num_envs, **program.options)
+            self._number = number
+            seed = program.seed + number * program.num_envs
+            if incarnation:  # the predecessor's seeds would repeat its episodes
+                seed = derive_seeds(seed, incarnation)
+            self._handle, self._timestep = reset(self._envs, seed=seed)
+            self._key = jax.random.fold_in(jax.random.key(program.seed), number)
+            self._params: Any = None
+            self._version = -1
         except Exception as error:
-            return _describe(error)
+            return _pack_error(error)
         return None
 
-    def rollout(self, version: int, weights: tuple[bytes, Leaves], index: int) -> Played | Raised:
-        """Makes a rollout, with weights that are converted only if their version is new."""
+    def rollout(self, version: int, weights: tuple[bytes, Leaves], index: int) -> PackedRollout | RemoteError:
+        """Runs a rollout. `weights` are only unpacked if their version is new."""
+        assert self._envs is not None
         try:
-            return self._play(version, weights, index)
+            if version != self._version:
+                self._params, self._version = jax.device_put(unpack(*weights)), version
+            before = self._envs.stats().total.steps
+            key = jax.random.fold_in(self._key, index)
+            self._handle, self._timestep, trajectory = self._rollout(
+                self._params, self._handle, self._timestep, key
+            )
+            structure, leaves = pack(trajectory)
+            steps = self._envs.stats().total.steps - before
+            return PackedRollout(structure, leaves, steps, self._number, index, version)
         except Exception as error:
-            return _describe(self._typed(error))
+            try:
+                self._envs.raise_if_failed()
+            except Exception as typed:  # the pool's error; JAX raises an error of its own with the same text
+                return _pack_error(typed)
+            return _pack_error(error)
 
     def close(self) -> None:
-        """Closes the envs."""
         if self._envs is not None:
             self._envs.close()
 
-    def _typed(self, error: Exception) -> Exception:
-        """Returns the pool's own error, of which a compiled program tells the text."""
-        assert self._envs is not None
-        try:
-            self._envs.raise_if_failed()
-        except Exception as typed:
-            return typed
-        return error
-
-    def _start(self, program: Program, number: int, incarnation: int) -> None:
-        ours = node_identity()["jaxvec"]
-        if program.jaxvec != ours:
-            raise ImportError(f"jaxvec is {ours} here, and {program.jaxvec} where the learner is")
-        for name, value in program.jax.items():
-            jax.config.update(name, value)
-        self._rollout = jax.jit(program.rollout)
-        self._envs = make(program.env, program.num_envs, **program.options)
-        seed = program.seed + number * program.num_envs
-        if incarnation:  # the same episodes again would tell nothing new
-            seed = derive_seeds(seed, incarnation)
-        self._handle, self._timestep = reset(self._envs, seed=seed)
-        self._key = jax.random.fold_in(jax.random.key(program.seed), number)
-        self._params: Any = None
-        self._version = -1
-
-    def _play(self, version: int, weights: tuple[bytes, Leaves], index: int) -> Played:
-        assert self._envs is not None
-        if version != self._version:
-            self._params, self._version = jax.device_put(unpack(*weights)), version
-        before = self._envs.stats().total.steps
-        key = jax.random.fold_in(self._key, index)
-        self._handle, self._timestep, trajectory = self._rollout(
-            self._params, self._handle, self._timestep, key
-        )
-        structure, leaves = pack(trajectory)
-        return Played(structure, leaves, self._envs.stats().total.steps - before)
-
-
-def jax_options() -> dict[str, Any]:
-    """Returns what actors have to set so that they compute what this process would."""
-    return {name: getattr(jax.config, name) for name in _OPTIONS}
-
 
 def pack(tree: Any) -> tuple[bytes, Leaves]:
-    """Returns what a pytree of arrays travels as, once it is computed."""
+    """Waits for a pytree of arrays; returns its pickled structure and its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
-                "JAX keys can't travel; take jax.random.key_data, and wrap_key_data where it arrives"
+                "params and trajectories can't contain JAX keys; send jax.random.key_data(key), and call "
+                "jax.random.wrap_key_data at the other end"
             )
     return _dump(structure), jax.device_get(leaves)
 
 
 def unpack(structure: bytes, leaves: Leaves) -> Any:
-    """Returns the pytree."""
     return jax.tree.unflatten(_load(structure), leaves)
 
 
@@ -212,53 +184,31 @@ def _load(structure: bytes) -> Any:
     return jax.tree.structure(cloudpickle.loads(structure))
 
 
-def _describe(error: Exception) -> Raised:
+def _pack_error(error: Exception) -> RemoteError:
     pickled = None
     with suppress(Exception):
         pickled = dumps(error)
-    return Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error)), pickled)
+    return RemoteError(type(error).__name__, str(error), "".join(traceback.format_exception(error)), pickled)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The actors of a learner: started, kept busy with the newest weights, and replaced when they are lost.
+# In the learner's process: the actors, which are kept busy with the newest weights and replaced when lost
 #
-# One thread does all of this. It takes its turns from a queue, which Ray fills when an answer is there, and
-# the learner when it has taken a rollout. So who is done first comes first, and nobody polls or takes
-# locks.
+# One thread owns all state of the actors. It executes events from a queue: Ray adds the answers of actors,
+# and the learner adds the rollouts that it has taken. So answers are handled in the order in which they
+# arrive, without polling or locks.
 # ----------------------------------------------------------------------------------------------------------
 
-_CLOSE_TIMEOUT = 5.0  # seconds for envs to be closed
-_SHUTDOWN_CHECK_INTERVAL = (
-    1.0  # seconds between looks whether Ray was shut down, after which no answer ever comes
-)
+_CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
+_JOIN_TIMEOUT = 10.0  # seconds for the group's thread to end, with all actors
+_SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
 
 
-@dataclass(frozen=True)
-class Done:
-    """A rollout that is done."""
+class GroupOptions(NamedTuple):
+    """The options of an actor group; see `Rollouts`. Timeouts are in seconds, or `None`."""
 
-    played: Played
-    actor: int
-    index: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What actors are held to.
-
-    Attributes:
-        ray: the module.
-        options: of the user.
-        num_actors: how many there are.
-        start_timeout: seconds until one is ready; `None` for ever.
-        rollout_timeout: seconds that a rollout may take.
-        in_flight: how many rollouts an actor may be ahead.
-        policy: whether a lost one is replaced.
-    """
-
-    ray: Any
-    options: Ray
+    ray: Any  # the module
+    backend: Ray
     num_actors: int
     start_timeout: float | None
     rollout_timeout: float | None
@@ -268,230 +218,212 @@ class Terms:
 
 @dataclass
 class _Place:
-    """One of the places for actors, and who is there now."""
+    """The place of an actor in the group, and its current actor."""
 
     number: int
     incarnation: int = -1
     actor: Any = None
     node: str = "no node yet"
-    asked: str = ""  # what it is at, if anything
-    deadline: float = float("inf")  # when it has to be done with that
-    dead_nodes: set[str] = field(default_factory=set[str])  # when it was started
-    unread: int = 0
+    pending: str = ""  # name of the method that the actor runs, if any
+    deadline: float = float("inf")  # of that call, of `time.monotonic()`
+    dead_nodes: set[str] = field(default_factory=set[str])  # at the start of the actor
+    unread: int = 0  # finished rollouts that the learner has not taken
     index: int = 0  # of the next rollout
-    version: int = -1  # that it plays with
+    version: int = -1  # of the weights in use
 
 
-class Actors:
-    """Actors that make rollouts.
+class ActorGroup:
+    """Actors that run rollouts, and the thread that serves them."""
 
-    Attributes:
-        weights: the newest version, and what Ray knows them by.
-        done: rollouts, the first done first; `None`, which is to be put back, when there will be no more.
-        error: why there will be no more; `None` if they were closed.
-        budget: how often each was replaced.
-    """
-
-    def __init__(self, terms: Terms, placement: Placement, program: bytes, weights: tuple[int, Any]) -> None:
-        """Begins to start them.
-
-        Args:
-            terms: of the user.
-            placement: where they are put.
-            program: for all of them, pickled.
-            weights: the first.
-        """
-        self.weights = weights
-        self.done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()
-        self.error: BaseException | None = None
-        self.budget = Budget(terms.policy, terms.num_actors, who="actor")
-        self._terms = terms
-        self._ray = terms.ray
+    def __init__(
+        self, options: GroupOptions, placement: nodes.Placement, program: bytes, weights: tuple[int, Any]
+    ) -> None:
+        self.weights = weights  # the newest: version and Ray reference; `Rollouts.push` replaces the tuple
+        self.finished: queue.SimpleQueue[PackedRollout | None] = queue.SimpleQueue()  # `None` is the end
+        self.error: BaseException | None = None  # set before the end is queued; `None` after `stop`
+        self.budget = Budget(options.policy, options.num_actors, who="actor")
+        self._options = options
+        self._ray = options.ray
         self._placement = placement
         self._program = self._ray.put(program)
-        self._turns: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._places = [_Place(number) for number in range(terms.num_actors)]
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # `None` ends it
+        self._places = [_Place(number) for number in range(options.num_actors)]
         self._num_started = 0
-        self._up = threading.Event()  # or over
-        self._head = HeadMonitor(self._ray.get_runtime_context().gcs_address, self._lose_head)
+        self._all_started = threading.Event()  # also set at the end
+        address = self._ray.get_runtime_context().gcs_address
+        self._head = nodes.HeadMonitor(address, lambda why: self._events.put(partial(self._fail, why)))
         self._thread = threading.Thread(target=self._run, name="jaxvec-rollouts", daemon=True)
         self._thread.start()
 
-    # --- what the learner does, in any thread -------------------------------------------------------
+    # --- Calls of the learner, from any thread ------------------------------------------------------
 
-    def wait_until_up(self) -> None:
-        """Waits until all have started; raises what kept one from it."""
-        self._up.wait()
+    def wait_until_started(self) -> None:
+        """Waits until all actors have started; raises the error that prevents it."""
+        self._all_started.wait()
         if self.error is not None:
             raise self.error
 
-    def take(self, actor: int) -> None:
-        """Notes that a rollout of an actor was taken, so that it may make another."""
-        self._turns.put(partial(self._release, self._places[actor]))
+    def release(self, actor: int) -> None:
+        """Allows an actor another rollout, because the learner has taken one."""
+        self._events.put(partial(self._release, self._places[actor]))
 
     def versions(self) -> tuple[int, ...]:
-        """Returns the weights' version with which each plays."""
         return tuple(place.version for place in self._places)
 
     def stop(self) -> None:
-        """Has them end soon."""
-        self._turns.put(None)
+        self._events.put(None)
 
-    def join(self, timeout: float) -> None:
-        """Waits for the end, but no longer than so many seconds."""
-        self._thread.join(timeout)
+    def close(self) -> None:
+        self.stop()
+        self._thread.join(_JOIN_TIMEOUT)
 
-    # --- the thread ---------------------------------------------------------------------------------
+    # --- The group's thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            dead_nodes = find_dead_nodes(self._ray)
+            dead_nodes = nodes.find_dead_nodes(self._ray)
             for place in self._places:
                 self._start(place, dead_nodes)
-            while (turn := self._next_turn()) is not None:
-                turn()
-        except BaseException as error:  # whatever it is, the learner is to hear of it
+            while (event := self._next_event()) is not None:
+                event()
+        except BaseException as error:  # any error must reach the learner
             self.error = error
         finally:
             self._head.close()
             with suppress(Exception):
                 self._end()
-            self.done.put(None)
-            self._up.set()
+            self.finished.put(None)
+            self._all_started.set()
 
-    def _next_turn(self) -> Callable[[], None] | None:
+    def _next_event(self) -> Callable[[], None] | None:
         while True:
             first = min(self._places, key=lambda place: place.deadline)
+            timeout = max(min(first.deadline - time.monotonic(), _SHUTDOWN_CHECK_INTERVAL), 0)
             try:
-                return self._turns.get(
-                    timeout=max(min(first.deadline - time.monotonic(), _SHUTDOWN_CHECK_INTERVAL), 0)
-                )
+                return self._events.get(timeout=timeout)
             except queue.Empty:
                 self._check_connected()
                 if time.monotonic() >= first.deadline:
-                    return partial(self._give_up, first)
+                    return partial(self._time_out, first)
 
     def _start(self, place: _Place, dead_nodes: set[str]) -> None:
         place.incarnation += 1
         place.version = -1
         place.dead_nodes = dead_nodes
         place.node = "no node yet"
-        wanted = self._terms.options
-        runtime_env = split_runtime_env(wanted.runtime_env or {})[1]
-        if not wanted.of_actor().get("GPU"):
+        backend = self._options.backend
+        runtime_env = nodes.split_runtime_env(backend.runtime_env or {})[1]
+        if not backend.of_actor().get("GPU"):
             runtime_env["env_vars"] = {"JAX_PLATFORMS": "cpu", **runtime_env.get("env_vars", {})}
-        options = self._placement.actor_options(place.number, wanted.workers_per_actor, runtime_env)
-        place.actor = self._ray.remote(**options)(Actor).remote()
-        place.deadline = _deadline(self._terms.start_timeout)
-        # Retried: until Ray knows that a node is dead, it says "unavailable", and misses no node.
-        self._ask(place, "identify", self._meet, options={"max_task_retries": -1})
+        options = self._placement.actor_options(place.number, backend.workers_per_actor, runtime_env)
+        place.actor = self._ray.remote(**options)(RolloutActor).remote()
+        place.deadline = _deadline(self._options.start_timeout)
+        # Retried: until Ray notices the death of a node it reports "unavailable", and lists no dead node.
+        self._call(place, "identify", self._on_identified, options={"max_task_retries": -1})
 
-    def _meet(self, place: _Place, node: str) -> None:
+    def _on_identified(self, place: _Place, node: str) -> None:
         place.node = node
-        self._ask(place, "start", self._welcome, self._program, place.number, place.incarnation)
+        self._call(place, "start", self._on_started, self._program, place.number, place.incarnation)
 
-    def _welcome(self, place: _Place, failure: Raised | None) -> None:
+    def _on_started(self, place: _Place, failure: RemoteError | None) -> None:
         if failure is not None:
-            raise _to_error(failure, place, "when it started")
+            raise _unpack_error(failure, place, "when it started")
         place.deadline = float("inf")
         self._num_started += 1
         if self._num_started >= len(self._places):
-            self._up.set()
-        self._feed(place)
+            self._all_started.set()
+        self._start_rollout(place)
 
-    def _feed(self, place: _Place) -> None:
-        """Has an actor make the next rollout, with the newest weights, unless it is busy or far ahead."""
-        if place.asked or place.unread >= self._terms.in_flight:
+    def _start_rollout(self, place: _Place) -> None:
+        """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
+        if place.pending or place.unread >= self._options.in_flight:
             return
         place.version, weights = self.weights
-        place.deadline = _deadline(self._terms.rollout_timeout)
-        self._ask(place, "rollout", self._receive, place.version, weights, place.index)
+        place.deadline = _deadline(self._options.rollout_timeout)
+        self._call(place, "rollout", self._on_rollout, place.version, weights, place.index)
 
-    def _receive(self, place: _Place, came: Played | Raised) -> None:
-        if isinstance(came, Raised):
-            raise _to_error(came, place, f"in rollout {place.index}")
+    def _on_rollout(self, place: _Place, result: PackedRollout | RemoteError) -> None:
+        if isinstance(result, RemoteError):
+            raise _unpack_error(result, place, f"in rollout {place.index}")
         place.deadline = float("inf")
-        self.done.put(Done(came, place.number, place.index, place.version))
+        self.finished.put(result)
         place.index += 1
         place.unread += 1
-        self._feed(place)
+        self._start_rollout(place)
 
     def _release(self, place: _Place) -> None:
         place.unread -= 1
-        self._feed(place)
+        self._start_rollout(place)
 
-    def _give_up(self, place: _Place) -> None:
-        if place.asked == "rollout":
-            why = f"was not done with rollout {place.index} within rollout_timeout"
-            self._lose(place, f"{why}, {self._terms.rollout_timeout} s")
+    def _time_out(self, place: _Place) -> None:
+        if place.pending == "rollout":
+            limit = f"rollout_timeout, {self._options.rollout_timeout} s"
+            self._replace(place, f"did not finish rollout {place.index} within {limit}; raise the limit")
             return
-        why = f"was not ready within Timeouts.start, {self._terms.start_timeout} s"
-        if place.asked == "identify":
-            needs, free = self._terms.options.of_actor(), self._ray.available_resources()
-            why += f": Ray has not started it; it needs {needs}, and free are {free}"
-        self._lose(place, why)
+        why = f"was not ready within Timeouts.start, {self._options.start_timeout} s"
+        if place.pending == "identify":
+            needs, free = self._options.backend.of_actor(), self._ray.available_resources()
+            why += f": Ray has not started it; it needs {needs}, available: {free}"
+        self._replace(place, why)
 
-    def _lose(self, place: _Place, why: str) -> None:
-        """Replaces an actor that can't be used any more; raises if that must not be."""
+    def _replace(self, place: _Place, why: str) -> None:
+        """Replaces an actor that can't be used any more; raises an error if the policy does not allow it."""
         self._check_connected()
         self._kill(place)
-        dead_nodes = find_dead_nodes(self._ray)
-        # Ray gives out a dead node until it misses it. That is no further fault.
-        if place.asked != "identify" or dead_nodes <= place.dead_nodes:
+        dead_nodes = nodes.find_dead_nodes(self._ray)
+        # Ray places actors on a dead node until it notices the death. That does not count as a fault.
+        if place.pending != "identify" or dead_nodes <= place.dead_nodes:
             where = f"actor {place.number} on {place.node}"
             error = ActorDiedError(f"{where} {why}", actor=place.number, node=place.node)
-            if not self._up.is_set():
+            if not self._all_started.is_set():
                 raise error
-            if gone := self._placement.lost():
-                error.args = (f"{error}\n{gone}",)
+            if loss := self._placement.loss():
+                error.args = (f"{error}\n{loss}",)
                 raise error
-            self.budget.spend(place.number, error, ", and starts anew")
+            self.budget.spend(place.number, error, ", and resets its envs")
         self._start(place, dead_nodes)
 
     def _check_connected(self) -> None:
-        """Raises if Ray was shut down, as most calls would start another one then."""
+        # After a shutdown, most calls of Ray would start another cluster.
         if not self._ray.is_initialized():
             self._fail("was lost: Ray was shut down")
 
-    def _lose_head(self, why: str) -> None:
-        self._turns.put(partial(self._fail, why))
-
     def _fail(self, why: str) -> None:
-        """Raises what has happened to all actors."""
-        node = self._places[0].node  # as good as any
+        """Raises an error that concerns all actors, in the name of the first."""
+        node = self._places[0].node
         raise ActorDiedError(f"actor 0 on {node} {why}", actor=0, node=node)
 
-    def _ask(
+    def _call(
         self,
         place: _Place,
         method: str,
-        reply: Callable[[_Place, Any], None],
+        on_result: Callable[[_Place, Any], None],
         *args: Any,
         options: dict[str, Any] | None = None,
     ) -> None:
-        """Calls an actor; `reply` gets its answer in a turn of this thread."""
+        """Calls a method of an actor. `on_result` gets the result in this thread."""
         incarnation = place.incarnation
 
-        def answer(future: Future[Any]) -> None:
-            if place.incarnation != incarnation:  # the late word of one that was lost
+        def handle(future: Future[Any]) -> None:
+            if place.incarnation != incarnation:  # a late answer of an actor that was replaced
                 return
             if (error := future.exception()) is not None:
-                self._lose(place, describe_loss(error))
+                self._replace(place, nodes.describe_loss(error))
                 return
-            place.asked = ""
-            reply(place, future.result())
+            place.pending = ""
+            on_result(place, future.result())
 
-        place.asked = method
-        call = getattr(place.actor, method).options(**(options or {}))
-        future: Future[Any] = call.remote(*args).future()
-        future.add_done_callback(lambda future: self._turns.put(partial(answer, future)))
+        place.pending = method
+        bound = getattr(place.actor, method).options(**(options or {}))
+        future: Future[Any] = bound.remote(*args).future()
+        future.add_done_callback(lambda future: self._events.put(partial(handle, future)))
 
     def _end(self) -> None:
         if self._head.lost or not self._ray.is_initialized():
             return
         if self.error is None:
-            asked = [place.actor.close.remote() for place in self._places if place.actor is not None]
-            self._ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_TIMEOUT)
+            calls = [place.actor.close.remote() for place in self._places if place.actor is not None]
+            self._ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_TIMEOUT)
         for place in self._places:
             self._kill(place)
         self._placement.close()
@@ -506,43 +438,38 @@ def _deadline(seconds: float | None) -> float:
     return float("inf") if seconds is None else time.monotonic() + seconds
 
 
-def _to_error(said: Raised, place: _Place, when: str) -> RolloutError:
+def _unpack_error(packed: RemoteError, place: _Place, when: str) -> RolloutError:
     error = RolloutError(
-        f"actor {place.number} on {place.node} raised {said.kind} {when}: {said.message}\n\n"
-        f"The actor's own traceback:\n{said.traceback}",
+        f"actor {place.number} on {place.node} raised {packed.name} {when}: {packed.message}\n\n"
+        f"The actor's own traceback:\n{packed.traceback}",
         actor=place.number,
         node=place.node,
-        remote_traceback=said.traceback,
+        remote_traceback=packed.traceback,
     )
-    if said.pickled is not None:
-        with suppress(Exception):
-            error.__cause__ = pickle.loads(said.pickled)
+    if packed.pickled is not None:
+        with suppress(Exception):  # the exception's class may be unknown here
+            error.__cause__ = pickle.loads(packed.pickled)
     return error
 
 
 # ----------------------------------------------------------------------------------------------------------
-# `jaxvec.Rollouts`: what a learner sees of its actors.
+# The learner's interface
 # ----------------------------------------------------------------------------------------------------------
 
-_JOIN_TIMEOUT = 10.0  # seconds for actors to end
-
 _POOL_OPTIONS = {option.name for option in fields(PoolConfig)}
-_ELSEWHERE = {
-    "num_workers": "Ray(workers_per_actor=) says how many workers each actor's pool has",
-}
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout that an actor has made.
+    """A finished rollout of an actor.
 
     Attributes:
-        trajectory: what the user's function returned of it, on the learner's device. On the CPU its arrays
-            may lie in Ray's object store, so copy what you keep for long.
-        actor: index of the actor.
-        index: how many rollouts of this actor were done before.
-        version: of the weights that it was made with.
-        lag: how many versions older these are than the newest.
+        trajectory: Trajectory that the rollout function returned, on the learner's device. On the CPU, its
+            arrays may lie in Ray's object store; copy those that you keep for long.
+        actor: Index of the actor.
+        index: Number of earlier rollouts of this actor.
+        version: Version of the weights that the rollout used.
+        lag: Number of versions between these weights and the newest.
 
     Example:
         ```python
@@ -561,15 +488,15 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """The work of actors so far.
+    """Counters of a `Rollouts` object.
 
     Attributes:
-        rollouts: that `get` has returned.
-        env_steps: that were taken for these.
-        dropped: rollouts that were too old.
-        restarts: `[num_actors]`, how often each was replaced.
-        version: of the newest weights.
-        versions: `[num_actors]`, of the weights with which each plays; -1 while it starts.
+        rollouts: Number of rollouts that `get` has returned.
+        env_steps: Number of env steps in these rollouts.
+        dropped: Number of rollouts that were dropped because of `max_lag`.
+        restarts: Number of replacements of each actor, `[num_actors]`.
+        version: Version of the newest weights.
+        versions: Version of the weights that each actor uses, `[num_actors]`; -1 while the actor starts.
 
     Example:
         ```python
@@ -588,51 +515,50 @@ class RolloutStats:
 
 
 class Rollouts:
-    """Lets actors on a Ray cluster make rollouts, each in a local pool of its own, for a learner here.
+    """Actors on a Ray cluster that run rollouts, each in a local pool, for a learner in this process.
 
-    Each actor runs `rollout(params, handle, timestep, key)`, compiled by `jax.jit`, again and again: it steps
-    its envs as often as the function says, and returns the next handle, what the next rollout gets as
-    `timestep`, and a trajectory. So the learner's process does some work for each rollout, and none for each
+    Each actor runs `rollout(params, handle, timestep, key)`, compiled by `jax.jit`, again and again. The
+    function steps the actor's envs as often as it likes. It returns the next handle, the `timestep` argument
+    of the next rollout, and a trajectory. So the learner's process does some work per rollout, and none per
     step. The first rollout gets the time step of the reset.
 
-    Rollout number `index` of actor `i` gets the key
-    `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), i), index)`, and env `j` of the actor gets
-    the seed `seed + i * num_envs + j`. An actor that replaces a lost one continues the numbers of its
-    rollouts, and resets its envs with seeds of its own.
+    Rollout `index` of actor `i` gets the key
+    `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), i), index)`, and env `j` of that actor gets
+    the seed `seed + i * num_envs + j`. An actor that replaces a lost one continues the numbering of its
+    rollouts, and resets its envs with other seeds.
 
-    Actors compute on the CPU, unless `backend` gives them GPUs. They get the function, and `env`, by
-    cloudpickle, and the learner's JAX options that decide what is computed, such as x64.
+    Actors compute on the CPU, unless `backend` gives them GPUs. They receive the function and `env` by
+    cloudpickle. They adopt those JAX options of the learner that affect results, such as x64.
 
     Args:
-        rollout: takes the newest weights, the handle of the actor's envs, what the last rollout returned
-            second, and a key; returns the handle, what the next one gets, and the trajectory. All are pytrees
-            of arrays.
-        env: as of `jaxvec.make`.
-        num_envs: of each actor.
-        num_actors: how many there are.
-        params: the first weights, version 0; a pytree of arrays.
-        seed: of envs and keys.
-        backend: where actors are, and what each holds: `resources_per_worker`, `workers_per_actor` times. The
-            latter is the number of worker processes of its pool.
-        device: a `jax.Device`, or a sharding, on which trajectories are put; by default JAX's own.
-        max_lag: by how many versions weights may be older than the newest. A trajectory whose are older is
-            dropped when its turn comes, and counted. `None` for any number.
-        in_flight: how many rollouts each actor may make before the first of them is taken. A learner that is
-            slow holds actors back so.
-        on_fault: of the actors' pools, as of `jaxvec.make`. `"restart"`, or a `jaxvec.Restart`, also replaces
-            actors that are lost, with limits of their own for each.
-        timeouts: of the actors' pools, as of `jaxvec.make`; `start` is also for an actor to make and reset
-            its pool.
-        rollout_timeout: seconds that a rollout may take, with compilation, before its actor counts as lost;
-            `None` for ever. Steps have their own limit in `timeouts`.
-        **options: other options of `jaxvec.make`, and arguments of the env.
+        rollout: Function of the newest weights, the handle of the actor's envs, the second result of the
+            previous rollout, and a key; see above. Arguments and results are pytrees of arrays.
+        env: Env id or constructor, as for `jaxvec.make`.
+        num_envs: Number of envs of each actor.
+        num_actors: Number of actors.
+        params: First weights, version 0; a pytree of arrays.
+        seed: Seed of the envs and keys.
+        backend: `"ray"`, or a `jaxvec.Ray`. An actor holds `resources_per_worker` times
+            `workers_per_actor`, and its pool has `workers_per_actor` worker processes.
+        device: `jax.Device` or sharding for trajectories; JAX's default if `None`.
+        max_lag: Largest number of versions between the weights of a trajectory and the newest weights. Older
+            trajectories are dropped and counted. `None` for no limit.
+        in_flight: Number of rollouts that an actor may finish before `get` returns the first of them. This
+            limits how far actors run ahead of a slow learner.
+        on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. `"restart"`, or a
+            `jaxvec.Restart`, also replaces lost actors; its limits count separately for each actor.
+        timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
+            an actor makes and resets its pool.
+        rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
+            `None` for no limit. Steps have their own limit in `timeouts`.
+        **options: Other options of `jaxvec.make`, and arguments of the env.
 
     Raises:
-        RolloutError: an actor's pool could not be made; `__cause__` is the error of `make`.
-        ActorDiedError: an actor was lost, or not ready in time.
-        NotPicklableError: the function, the env or an option can't be sent.
-        ImportError, ConnectionError: there is no Ray, or no cluster.
-        ValueError, TypeError: a bad argument.
+        RolloutError: An actor could not make its pool; `__cause__` is the error of `make`.
+        ActorDiedError: An actor was lost, or was not ready in time.
+        NotPicklableError: The function, the env or an option can't be pickled.
+        ImportError, ConnectionError: Ray is not installed, or no cluster answers.
+        ValueError, TypeError: An argument is invalid.
 
     Example:
         ```python
@@ -672,7 +598,6 @@ class Rollouts:
         rollout_timeout: float | None = None,
         **options: Any,
     ) -> None:
-        """Starts the actors, and waits until all are ready."""
         if not callable(rollout):
             raise TypeError(f"rollout must be a function, not {rollout!r}")
         ray_options = Ray() if backend == "ray" else backend
@@ -683,77 +608,84 @@ class Rollouts:
         _check_count("seed", seed, 0)
         if max_lag is not None:
             _check_count("max_lag", max_lag, 0)
-        for name, instead in _ELSEWHERE.items():
-            if name in options:
-                raise TypeError(f"Rollouts has no option {name!r}: {instead}")
+        if "num_workers" in options:
+            raise TypeError(
+                "Rollouts has no option 'num_workers': Ray(workers_per_actor=) sets the number of workers of "
+                "each actor's pool"
+            )
         policy = parse_restart(on_fault)
         workers = ray_options.workers_per_actor
         options |= {"num_workers": workers, "on_fault": on_fault, "timeouts": timeouts}
-        PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # checks them
-        program = Program(rollout, env, num_envs, seed, options, node_identity()["jaxvec"], jax_options())
+        PoolConfig(**{name: options[name] for name in _POOL_OPTIONS & {*options}})  # raises if one is invalid
+        jax_options = {name: getattr(jax.config, name) for name in _JAX_OPTIONS}
+        program = Program(rollout, env, num_envs, seed, options, nodes.node_identity()["jaxvec"], jax_options)
         pickled = pickle_given(program, _refuse)
         cluster.connect(ray_options, timeouts.start)
         self._ray: Any = importlib.import_module("ray")
-        check_place(self._ray, ray_options.of_actor())
+        nodes.check_place(self._ray, ray_options.of_actor())
         self._max_lag = max_lag
         self._device = device
         self._version = 0
         self._closed = False
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = self._dropped = 0
-        terms = Terms(self._ray, ray_options, num_actors, timeouts.start, rollout_timeout, in_flight, policy)
-        placement = Placement(self._ray, ray_options, [workers] * num_actors, timeouts.start)
-        self._actors = Actors(terms, placement, pickled, (0, self._put(params)))
-        weakref.finalize(self, self._actors.stop).atexit = False  # Ray ends them then
+        limits = timeouts.start, rollout_timeout
+        group_options = GroupOptions(self._ray, ray_options, num_actors, *limits, in_flight, policy)
+        placement = nodes.Placement(self._ray, ray_options, [workers] * num_actors, timeouts.start)
+        self._actors = ActorGroup(group_options, placement, pickled, (0, self._put(params)))
+        # Not at exit: Ray itself ends the actors then.
+        weakref.finalize(self, self._actors.stop).atexit = False
         try:
-            self._actors.wait_until_up()
+            self._actors.wait_until_started()
         except BaseException:
             self.close()
             raise
 
     def get(self, timeout: float | None = None) -> Rollout:
-        """Returns the rollout that was done first of those that were not returned yet.
+        """Returns the earliest finished rollout that was not returned yet.
 
-        Its actor may then make another, with the newest weights.
+        Its actor may then start another rollout, with the newest weights.
 
         Args:
-            timeout: seconds to wait for one; `None` for ever.
+            timeout: Seconds to wait; `None` for no limit.
 
         Raises:
-            NotReadyError: none was done in time; nothing is lost by that.
-            RolloutError: an actor's rollout, or an env, raised.
-            ActorDiedError: an actor was lost, and not replaced.
-            PoolBrokenError, PoolClosedError: there was an error before, or `close`.
+            NotReadyError: No rollout was finished in time. Nothing is lost; call `get` again.
+            RolloutError: A rollout, or an env, raised an exception in an actor.
+            ActorDiedError: An actor was lost, and was not replaced.
+            PoolBrokenError, PoolClosedError: An earlier call raised an error, or `close` was called.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
             self._check_open()
             try:
-                done = self._actors.done.get(timeout=until and max(until - time.monotonic(), 0))
+                done = self._actors.finished.get(timeout=until and max(until - time.monotonic(), 0))
             except queue.Empty:
                 raise NotReadyError(f"no rollout was done within {timeout} s; call get again") from None
             if done is None:
-                self._actors.done.put(None)
-                self._end()
+                self._actors.finished.put(None)  # the mark of the end, for other threads and later calls
+                self._broken = self._actors.error
+                if self._broken is not None:
+                    raise self._broken
                 continue
-            self._actors.take(done.actor)
+            self._actors.release(done.actor)
             lag = self._version - done.version
             if self._max_lag is None or lag <= self._max_lag:
                 break
             self._dropped += 1
         self._rollouts += 1
-        self._env_steps += done.played.env_steps
-        trajectory = jax.device_put(unpack(done.played.structure, done.played.leaves), self._device)
+        self._env_steps += done.env_steps
+        trajectory = jax.device_put(unpack(done.structure, done.leaves), self._device)
         return Rollout(trajectory, done.actor, done.index, done.version, lag)
 
     def push(self, params: Any) -> None:
-        """Gives actors new weights, for each one's next rollout; those before are not sent any more.
+        """Publishes new weights. Each actor uses the newest weights from its next rollout on.
 
         Args:
-            params: a pytree of arrays. With another structure, other shapes or dtypes, actors compile anew.
+            params: Pytree of arrays. Actors compile again if its structure, shapes or dtypes are new.
 
         Raises:
-            PoolBrokenError, PoolClosedError: there was an error before, or `close`.
+            PoolBrokenError, PoolClosedError: An earlier call raised an error, or `close` was called.
         """
         self._check_open()
         weights = self._put(params)
@@ -761,7 +693,7 @@ class Rollouts:
         self._actors.weights = self._version, weights
 
     def stats(self) -> RolloutStats:
-        """Returns what was done so far."""
+        """Returns the counters so far."""
         return RolloutStats(
             self._rollouts,
             self._env_steps,
@@ -772,10 +704,9 @@ class Rollouts:
         )
 
     def close(self) -> None:
-        """Closes the envs and ends the actors, within about ten seconds; twice is fine."""
+        """Closes the envs and ends the actors, within about ten seconds. May be called more than once."""
         self._closed = True
-        self._actors.stop()
-        self._actors.join(_JOIN_TIMEOUT)
+        self._actors.close()
 
     def __enter__(self) -> Rollouts:
         return self
@@ -786,22 +717,20 @@ class Rollouts:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("Rollouts can't be pickled: they own actors; make them where they are needed")
+        raise TypeError(
+            "Rollouts can't be pickled because they own actors; create them in the process that uses them"
+        )
 
     def _put(self, params: Any) -> Any:
         return self._ray.put(pack(params))
 
     def _check_open(self) -> None:
         if self._closed:
-            raise PoolClosedError("the Rollouts were closed")
+            raise PoolClosedError("the Rollouts were closed; create new ones")
         if self._broken is not None:
-            raise PoolBrokenError(f"the Rollouts failed before: {self._broken}") from self._broken
-
-    def _end(self) -> None:
-        """Raises what ended the actors, for the first time."""
-        self._broken = self._actors.error
-        if self._broken is not None:
-            raise self._broken
+            raise PoolBrokenError(
+                f"the Rollouts failed before; create new ones: {self._broken}"
+            ) from self._broken
 
 
 def _check_count(name: str, count: Any, least: int) -> None:
@@ -811,6 +740,6 @@ def _check_count(name: str, count: Any, least: int) -> None:
 
 def _refuse(error: Exception) -> NotPicklableError:
     return NotPicklableError(
-        f"the rollout, the env or an option can't be pickled, so it can't be sent to actors: {error}; make "
-        "what they need inside them"
+        f"the rollout, the env or an option can't be pickled, so it can't be sent to actors: {error}; create "
+        "such objects inside the rollout function or the env"
     )

@@ -1,1 +1,1 @@
-"""The memory that a pool's processes share: what lies where, and how rows get in and out."""
+"""The memory that the processes of a pool share: its layout, its rows, and page-locking."""

@@ -1,7 +1,7 @@
-"""Page-locks a pool's memory, so that GPUs copy to and from it by themselves; or says why not.
+"""Page-locking of a pool's memory, so that GPUs copy to and from it directly.
 
-By CUDA's driver, which is opened when it is wanted; nothing of CUDA is needed to install jaxvec. Where it
-can't be done all works as well, but the driver copies rows to memory of its own first.
+This uses CUDA's driver library, which is opened on first use; jaxvec installs without CUDA. Without
+page-locking everything works, but the driver first copies rows to memory of its own.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LIBRARY = "libcuda.so.1"
-_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: for every GPU of this process
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for all contexts, so for every GPU
 
 
 class PinningError(RuntimeError):
-    """Memory can't be page-locked here; the text says why."""
+    """Memory can't be page-locked: there is no driver or no GPU, or the driver reported an error."""
 
 
 class Pinned:
-    """Page-locked memory, which stays mapped for as long as we live."""
+    """Page-locked memory, which stays mapped until `close`."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
-        """Page-locks `memory`; raises `PinningError`."""
         self._driver = _Driver.open(_LIBRARY)
         self._memory: NDArray[np.uint8] | None = memory
         with self._driver.context():
             self._driver.call("cuMemHostRegister_v2", memory.ctypes.data, memory.nbytes, _PORTABLE)
 
     def close(self) -> None:
-        """Undoes it; call this before the memory is unmapped. Twice is fine."""
+        """Unlocks the memory, which must still be mapped. May be called more than once."""
         memory, self._memory = self._memory, None
         if memory is None:
             return
@@ -43,31 +42,23 @@ class Pinned:
             with self._driver.context():
                 self._driver.call("cuMemHostUnregister", memory.ctypes.data)
         except PinningError:
-            pass  # the driver has ended before us, or its device has failed: no GPU copies any more
+            pass  # the driver has shut down, or its device has failed: no GPU copies any more
 
 
 def pin(memory: NDArray[np.uint8]) -> Pinned:
-    """Page-locks `memory`.
-
-    Raises:
-        PinningError: there is no driver, no GPU, or it refuses; says what it said.
-    """
+    """Page-locks memory; raises `PinningError`."""
     return Pinned(memory)
 
 
 @contextmanager
 def context() -> Generator[None]:
-    """Has a context of CUDA's be current, for page-locking memory elsewhere.
-
-    Raises:
-        PinningError: as `pin`.
-    """
+    """Makes a CUDA context current, for page-locking in C++; raises `PinningError`."""
     with _Driver.open(_LIBRARY).context():
         yield
 
 
 def reason_unavailable() -> str | None:
-    """Tries it with a page; says why it can't be done, `None` if it can."""
+    """Page-locks one page as a test; returns the error's text, or `None`."""
     try:
         pin(np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)).close()
     except PinningError as error:
@@ -76,7 +67,7 @@ def reason_unavailable() -> str | None:
 
 
 class _Driver:
-    """CUDA's driver, as far as we need it."""
+    """The functions of CUDA's driver that page-locking needs."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -86,7 +77,6 @@ class _Driver:
     @classmethod
     @cache
     def open(cls, name: str) -> _Driver:
-        """Returns the driver in the library of this name; it stays open."""
         try:
             return cls(ctypes.CDLL(name))
         except OSError as error:
@@ -95,7 +85,7 @@ class _Driver:
             raise PinningError(f"CUDA's driver can't be opened: {error}") from error
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function of the driver; raises `PinningError` with the driver's words if that fails."""
+        """Calls a function of the driver; raises `PinningError` with the driver's description of an error."""
         try:
             function = getattr(self._library, name)
         except AttributeError as error:
@@ -106,13 +96,13 @@ class _Driver:
 
     @contextmanager
     def context(self) -> Generator[None]:
-        """Sees to it that some context is current; that of the first GPU, which JAX uses, if none is."""
+        """Makes the primary context of the first GPU current, which JAX uses, unless one is current."""
         current = ctypes.c_void_p()
         self.call("cuCtxGetCurrent", ctypes.byref(current))
         if current:
             yield
             return
-        if not self._primary:  # kept for good: memory that is page-locked in a context ends with it
+        if not self._primary:  # never released: its end would unlock the memory
             device = ctypes.c_int()
             self.call("cuDeviceGet", ctypes.byref(device), 0)
             self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self._primary), device)

@@ -1,4 +1,4 @@
-"""Values in rows of the segment: read, written, checked and packed."""
+"""Conversions between values of envs and rows of the segment, and packing of rows for other machines."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jaxvec._memory.segment import Arrays, align, index_of
 from jaxvec._spec import DictNode, KeyPath, Leaf, Node, TupleNode, format_path, leaves
 
 # ----------------------------------------------------------------------------------------------------------
-# Between an env's values and rows of the segment: checks and casts one way, copies the other.
+# Writing and reading values
 #
-# The rules of casting are those of `gymnasium.vector.SyncVectorEnv`, which stacks observations with NumPy's
-# `same_kind`: float64 into a float32 space is fine, a float into an integer space is not.
+# Values are cast by NumPy's `same_kind`, as in `gymnasium.vector.SyncVectorEnv`: float64 values fit a
+# float32 space, but floats do not fit an integer space.
 # ----------------------------------------------------------------------------------------------------------
 
 Write: TypeAlias = Callable[[int, Any], None]
 
 
 class InvalidValue(Exception):
-    """An env's value doesn't fit its leaf; becomes an `EnvDataError` that names the env too."""
+    """A value that does not fit its leaf. It becomes an `EnvDataError`, which also names the env."""
 
 
 def writer(node: Node, arrays: Arrays) -> Write:
-    """Returns `write(slot, value)`, which writes one env's nested value into row `slot` of `arrays`.
+    """Returns a function `write(slot, value)`, which writes a nested value of an env to its row of `arrays`.
 
-    It raises `InvalidValue` where the value has another structure, shape or dtype than `node`.
+    It raises `InvalidValue` if the value does not have the structure, shapes and dtypes of `node`.
     """
     compiled = _native.ext
     if isinstance(node, Leaf):
@@ -58,12 +58,10 @@ def writer(node: Node, arrays: Arrays) -> Write:
 
 
 def reader(node: Node, arrays: Arrays) -> Callable[[slice | NDArray[Any]], Iterator[Any]]:
-    """Returns `read(index)`, which yields each slot's nested value, as Gymnasium's envs take it.
+    """Returns a function `read(index)`, which yields the nested value of each slot, as envs expect it.
 
-    `index` says which slots: an array of them, or, quicker, a slice with a start, a stop and a step.
-
-    Values are copies that an env may keep and change: rows of a fresh array in the env's own dtype,
-    NumPy scalars where a leaf has no shape.
+    `index` is an array of slots or, faster, a slice with start, stop and step. Values are copies in the env's
+    own dtype, which the env may keep and modify; leaves of shape `()` are NumPy scalars.
     """
     if isinstance(node, Leaf):
         array, dtype = arrays[node.path], node.dtype
@@ -78,7 +76,7 @@ def reader(node: Node, arrays: Arrays) -> Callable[[slice | NDArray[Any]], Itera
     if not children:
         return lambda index: ({} for _ in range(_count(index)))
     keys = repeat(node.keys)
-    # As `dict(zip(node.keys, values))` for each of the values, with nothing of Python in between.
+    # `dict(zip(node.keys, values))` for each of the values, without bytecode per value.
     return lambda index: map(dict, map(zip, keys, zip(*(read(index) for read in children), strict=True)))
 
 
@@ -87,35 +85,36 @@ def _count(index: slice | NDArray[Any]) -> int:
 
 
 def zeroer(node: Node, arrays: Arrays) -> Callable[[int], None]:
-    """Returns `clear(slot)`, which zeroes row `slot` of every leaf."""
+    """Returns a function `clear(slot)`, which zeroes the slot's row of every leaf."""
     fields = [(arrays[leaf.path], None if leaf.is_object else 0) for leaf in leaves(node)]
 
     def clear(slot: int) -> None:
-        for array, nothing in fields:
-            array[slot] = nothing
+        for array, zero in fields:
+            array[slot] = zero
 
     return clear
 
 
 def column(node: Node, arrays: Arrays) -> NDArray[Any]:
-    """Returns the array `[num_envs, ...]` of a node that is a leaf."""
+    """Returns the array `[num_envs, ...]` of a node that must be a leaf."""
     (leaf,) = leaves(node)
     return arrays[leaf.path]
 
 
 def scalars(array: NDArray[Any]) -> Any:
-    """Returns what is quickest to write one element of `array` at a time, or one row if it has rows."""
+    """Returns the view of `array` that writes single elements, or rows, fastest."""
     return array.data if array.ndim == 1 else array
 
 
 def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
     if leaf.is_object:
         return array.__setitem__
-    narrowed = _narrowed(leaf)
+    # JAX may store narrower integers than the space has, in which a value may not fit.
+    narrowed = leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
     if leaf.shape == () and leaf.dtype.kind in "iu":
 
         def write_integer(slot: int, value: Any) -> None:
-            # A Python int, unlike an array, makes NumPy refuse what doesn't fit.
+            # NumPy checks the range of a Python int, but not that of an array.
             try:
                 array[slot] = operator.index(value)
             except TypeError:
@@ -126,18 +125,19 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
         return write_integer
 
     shape, ndarray = leaf.shape, np.ndarray
-    dtype = _one(leaf.dtype)
-    rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # quicker than array[slot]
+    dtype = np.dtype(leaf.dtype.str)  # NumPy's own object, for `is` below; an unpickled dtype is a copy
+    rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # faster than array[slot]
 
     def write(slot: int, value: Any) -> None:
+        # Locals and `is` keep the usual case fast: this runs once per leaf and step.
         if (
             value.__class__ is not ndarray
             or (value.dtype is not dtype and value.dtype != dtype)
             or value.shape != shape
         ):
             value = conform(leaf, value)
-        if _shrinks(leaf, value.dtype):
-            _write_shrunk(leaf, rows[slot], value)
+        if value.dtype.kind == leaf.stored.kind == "f" and leaf.stored.itemsize < value.dtype.itemsize:
+            _write_narrower_floats(leaf, rows[slot], value)
             return
         rows[slot][...] = value
         if narrowed and not np.array_equal(rows[slot], value):
@@ -146,37 +146,17 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
     return write
 
 
-def _narrowed(leaf: Leaf) -> bool:
-    """Says whether a value may not fit where it is stored."""
-    return leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
-
-
-def _shrinks(leaf: Leaf, dtype: np.dtype[Any]) -> bool:
-    """Says whether a value of this dtype may be too large for the floats as which it is stored."""
-    return dtype.kind == leaf.stored.kind == "f" and leaf.stored.itemsize < dtype.itemsize
-
-
-def _write_shrunk(leaf: Leaf, row: NDArray[Any], value: NDArray[Any]) -> None:
+def _write_narrower_floats(leaf: Leaf, row: NDArray[Any], value: NDArray[Any]) -> None:
     try:
         with np.errstate(over="raise"):
             row[...] = value
     except FloatingPointError as error:
         worst = value.flat[np.abs(value, where=np.isfinite(value), out=np.zeros_like(value)).argmax()]
-        text = f"{leaf}: {worst} doesn't fit into {leaf.stored}, as which it is stored"
-        raise InvalidValue(text) from error
-
-
-def _one(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns NumPy's one object for a dtype, quick to compare; an unpickled one is a copy."""
-    return np.dtype(dtype.str)
+        raise InvalidValue(f"{leaf}: {worst} doesn't fit into {leaf.stored}, its stored dtype") from error
 
 
 def conform(leaf: Leaf, value: Any) -> NDArray[Any]:
-    """Returns `value` as an array of the leaf's shape that casts to its dtype by `same_kind`.
-
-    Raises:
-        InvalidValue: it has another shape, or a dtype of another kind.
-    """
+    """Returns `value` as an array that has the leaf's shape and casts to its dtype; raises `InvalidValue`."""
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -184,7 +164,9 @@ def conform(leaf: Leaf, value: Any) -> NDArray[Any]:
     if array.shape != leaf.shape:
         raise InvalidValue(f"{leaf}: expected shape {leaf.shape}, got {array.shape}")
     if not np.can_cast(array.dtype, leaf.dtype, "same_kind"):
-        raise InvalidValue(f"{leaf}: expected {leaf.dtype}, got {_describe(value, array.dtype)}")
+        name = type(value).__name__
+        dtype = name if array.dtype.kind == "O" else f"{array.dtype} ({name})"
+        raise InvalidValue(f"{leaf}: expected {leaf.dtype}, got {dtype}")
     return array
 
 
@@ -202,31 +184,19 @@ def _wrong_structure(node: DictNode | TupleNode, value: Any) -> str:
 
 
 def _overflow(leaf: Leaf, value: Any) -> str:
-    return f"{leaf}: {value!r} doesn't fit into {leaf.stored}, as which JAX stores the space's {leaf.dtype}"
-
-
-def _describe(value: Any, dtype: np.dtype[Any]) -> str:
-    return type(value).__name__ if dtype.kind == "O" else f"{dtype} ({type(value).__name__})"
+    return f"{leaf}: {value!r} doesn't fit into {leaf.stored}, in which JAX stores the space's {leaf.dtype}"
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Packs rows of a segment into one payload buffer, for workers of machines that can't map the segment.
+# Packing rows into one buffer, for machines that can't map the segment
 # ----------------------------------------------------------------------------------------------------------
 
 _INTEGER = np.dtype(np.int64)
-_SLOTS = align(_INTEGER.itemsize)  # where they begin
+_SLOTS_OFFSET = align(_INTEGER.itemsize)
 
 
 class _Batch:
-    """The parts of a buffer that holds rows of some slots, but for sparse ones.
-
-    Attributes:
-        slots: `[n]`.
-        buffer: all of it.
-        whole: the arrays that travel so.
-        dense: the rows of others.
-        stop: where sparse rows begin.
-    """
+    """A buffer for the rows of some slots, and views of its parts except sparse rows."""
 
     def __init__(
         self,
@@ -238,31 +208,37 @@ class _Batch:
         shapes = [*(array.shape for array in whole), *((len(slots), *array.shape[1:]) for array in dense)]
         dtypes = [array.dtype for array in (*whole, *dense)]
         sizes = [align(prod(shape) * dtype.itemsize) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        starts = [*accumulate(sizes, initial=_SLOTS + align(slots.nbytes))]
-        self.stop = starts.pop()
+        starts = [*accumulate(sizes, initial=_SLOTS_OFFSET + align(slots.nbytes))]
+        self.stop = starts.pop()  # offset of the sparse rows
         self.slots = slots
         self.index = index_of(slots)
         if buffer is None:
             buffer = np.zeros(self.stop, np.uint8)
             _view(buffer, 0, (1,), _INTEGER)[0] = len(slots)
-            _view(buffer, _SLOTS, slots.shape, _INTEGER)[:] = slots
+            _view(buffer, _SLOTS_OFFSET, slots.shape, _INTEGER)[:] = slots
         self.buffer = buffer
         parts = [_view(buffer, *each) for each in zip(starts, shapes, dtypes, strict=True)]
         self.whole, self.dense = parts[: len(whole)], parts[len(whole) :]
-        self._head = buffer[: _SLOTS + slots.nbytes]
-        self._said = self._head.tobytes()
+        self._head = buffer[: _SLOTS_OFFSET + slots.nbytes]
+        self._head_bytes = self._head.tobytes()
 
-    def is_in(self, buffer: NDArray[np.uint8]) -> bool:
-        """Says whether this is the buffer, and holds rows of these slots now."""
-        return buffer is self.buffer and self._head.tobytes() == self._said
+    def matches(self, buffer: NDArray[np.uint8]) -> bool:
+        """Returns whether `buffer` is the same object and still holds rows of the same slots."""
+        return buffer is self.buffer and self._head.tobytes() == self._head_bytes
 
 
 class RowPacker:
-    """Packs rows of some arrays, and unpacks them into the same arrays of another segment.
+    """Packs rows of some arrays, and unpacks them into equal arrays of another segment.
 
-    The buffer holds how many slots there are, int64; which, `[n]` int64; then the arrays that travel
-    `whole`, and the rows `[n, ...]` of each path. Each part begins at a multiple of `ALIGNMENT`, as in the
-    segment. Of a sparse path the buffer holds only the rows whose flag is set; the others are zeros.
+    A buffer holds the number of slots `n`, int64; the slots, int64 `[n]`; the arrays that are sent whole; and
+    the rows `[n, ...]` of each path. Each part starts at a multiple of `ALIGNMENT`. Sparse rows come last:
+    only those with a set flag are in the buffer, and the others are zeros.
+
+    Args:
+        arrays: Arrays of the segment.
+        paths: Paths of the arrays `[num_envs, ...]` with the rows to send.
+        whole: Further arrays, which are sent whole with every buffer.
+        sparse: Path of the flags of each sparse path. The flags must be among `paths`.
     """
 
     def __init__(
@@ -273,25 +249,17 @@ class RowPacker:
         whole: Sequence[NDArray[Any]] = (),
         sparse: Mapping[KeyPath, KeyPath] | None = None,
     ) -> None:
-        """Prepares for these arrays.
-
-        Args:
-            arrays: of the segment.
-            paths: of those whose rows travel, `[num_envs, ...]`.
-            whole: further arrays that travel each time, whatever the slots.
-            sparse: flags of those of `paths` that are mostly zeros, by the path of these.
-        """
         self._whole = whole
         sparse = sparse or {}
-        # Flags come first: they say how long what follows is.
         self._dense = [arrays[path] for path in paths if path not in sparse]
         self._sparse = [(arrays[path], arrays[sparse[path]]) for path in paths if path in sparse]
-        # The last ones: a pool in lock step has but one, and to find its parts costs more than to copy them.
+        # The latest batches. A synchronous pool always sends the same slots, and creating the views costs
+        # more than copying the rows.
         self._packed: _Batch | None = None
         self._unpacked: _Batch | None = None
 
     def pack(self, slots: NDArray[Any]) -> NDArray[np.uint8]:
-        """Returns the rows of `slots`, `[n]`, ascending; they are good until the next call."""
+        """Packs the rows of `slots`, ascending `[n]`. The buffer is valid until the next call."""
         batch = self._packed
         if batch is None or batch.slots.tobytes() != slots.tobytes():
             batch = self._packed = _Batch(slots.copy(), None, self._whole, self._dense)
@@ -310,14 +278,14 @@ class RowPacker:
         return buffer
 
     def unpack(self, buffer: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Writes the rows where they belong, and returns their slots.
+        """Writes the rows of a buffer to the arrays, and returns their slots.
 
-        It is quickest if one buffer, as an object, brings rows of the same slots each time.
+        It is fastest if the same buffer object holds rows of the same slots each time.
         """
         batch = self._unpacked
-        if batch is None or not batch.is_in(buffer):
+        if batch is None or not batch.matches(buffer):
             count = int(_view(buffer, 0, (1,), _INTEGER)[0])
-            slots = _view(buffer, _SLOTS, (count,), _INTEGER).copy()
+            slots = _view(buffer, _SLOTS_OFFSET, (count,), _INTEGER).copy()
             batch = self._unpacked = _Batch(slots, buffer, self._whole, self._dense)
         index, slots, start = batch.index, batch.slots, batch.stop
         before = [flags[index].copy() for _, flags in self._sparse]
@@ -327,7 +295,7 @@ class RowPacker:
             array[index] = part
         for (array, flags), old in zip(self._sparse, before, strict=True):
             new = flags[index]
-            array[slots[old & ~new]] = 0
+            array[slots[old & ~new]] = 0  # rows that are no longer sent
             flagged = slots[new]
             part = _view(buffer, start, (len(flagged), *array.shape[1:]), array.dtype)
             array[index_of(flagged)] = part

@@ -1,4 +1,8 @@
-"""The shared memory of a pool: its layout, its mapping and views of its rows."""
+"""The shared memory of a pool: its layout, its mapping, and the parent's views of it.
+
+`make_layout` assigns each array of a `PoolSpec` an offset, `create_segment` allocates the memory, and
+`attach_segment` maps it in each process. `rows.py` converts between env values and rows of these arrays.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +25,19 @@ from jaxvec import _stats
 from jaxvec._spec import KeyPath, PoolSpec
 
 # ----------------------------------------------------------------------------------------------------------
-# What an env's raw info says, as far as the segment tells it: the parent asks for the others alone.
+# Raw infos: the segment holds only their kind, and the parent requests the `FULL` ones from workers
 # ----------------------------------------------------------------------------------------------------------
 
 
 class InfoKind(IntEnum):
-    """What the raw info of an env's last reset or step says; in the segment."""
+    """Content of the raw info of an env's latest reset or step."""
 
     EMPTY = 0
-    EMPTY_AT_END = 1  # nothing, neither of an episode's last step nor of the reset that came with it
-    FULL = 2  # something, which the worker keeps
+    EMPTY_AT_END = 1  # empty infos of an episode's last step and of the reset in the same move
+    FULL = 2  # any other info; the worker keeps it
 
 
 def kind_of(info: dict[str, Any]) -> InfoKind:
-    """Says what an info is."""
     if not info:
         return InfoKind.EMPTY
     final = info.get("final_info") if len(info) == 1 else None
@@ -42,29 +45,29 @@ def kind_of(info: dict[str, Any]) -> InfoKind:
 
 
 def known(kinds: bytes) -> list[dict[str, Any]]:
-    """Returns new infos of these kinds; those in the places of `FULL` ones are none."""
+    """Returns new infos of these kinds; the caller replaces those of kind `FULL`."""
     return [{"final_info": {}} if kind else {} for kind in kinds]
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The words in a segment by which parent and workers hand slots to each other; see `dispatch.py`.
+# Marks: the words in a segment that the dispatch uses; see `dispatch.py`
 # ----------------------------------------------------------------------------------------------------------
 
-_LINE = (16,)  # uint32: one word that has a cache line to itself
+_LINE = (16,)  # shape of a uint32 word with a cache line (64 bytes) to itself, against false sharing
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Each word has one writer, or is only added to. A slot is an env's row.
+    """Arrays of words, each of which has one writer, or is only incremented. A slot is the row of an env.
 
     Attributes:
-        running: `[num_workers, 16]`; worker writes: 1 + the slot whose env runs, or 0; then whether it waits
-            for its turn, see `max_running`.
-        requested: `[num_slots]` int64; parent writes: the latest request, as `requests` of move.py.
-        completed: `[num_slots]` int64; worker writes: the request it completed last.
-        completed_at: `[num_slots]` int64; worker writes: when, in ns of the monotonic clock.
-        doorbell, worker_notices, asleep, finished, target, sleepers, parent_notices: of the native hand-off;
-            handoff.h says who writes.
+        running: uint32 `[num_workers, 16]`, written by workers. Word 0 is 1 + the slot of the running env,
+            or 0. Word 1 is 1 while the worker waits for its turn; see `max_running`.
+        requested: int64 `[num_slots]`, written by the parent: the latest request, as `requests` of move.py.
+        completed: int64 `[num_slots]`, written by workers: the request completed last.
+        completed_at: int64 `[num_slots]`, written by workers: monotonic time of the completion, in ns.
+        doorbell, worker_notices, asleep, finished, target, sleepers, parent_notices: Words of the native
+            dispatch; `_native/handoff.h` documents their writers.
     """
 
     running: NDArray[np.uint32]
@@ -81,25 +84,14 @@ class Marks:
 
     @classmethod
     def of(cls, arrays: Mapping[KeyPath, NDArray[Any]]) -> Marks:
-        """Returns those among the arrays of a segment."""
         return cls(*(arrays[field.name,] for field in fields(cls)))
 
 
-def mark_shapes(num_slots: int, num_workers: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
-    """Yields the path, shape and dtype of each."""
-    for name in ("requested", "completed", "completed_at"):
-        yield (name,), (num_slots,), np.dtype(np.int64)
-    for name in ("running", "doorbell", "worker_notices", "asleep"):
-        yield (name,), (num_workers, *_LINE), np.dtype(np.uint32)
-    for name in ("finished", "target", "sleepers", "parent_notices"):
-        yield (name,), _LINE, np.dtype(np.uint32)
-
-
 # ----------------------------------------------------------------------------------------------------------
-# Pure arithmetic: where each array of a pool lies in its segment.
+# Layout: the offset of each array in the segment
 # ----------------------------------------------------------------------------------------------------------
 
-ALIGNMENT = 64  # bytes: a cache line, what XLA asks of an array it may alias, and SIMD's best
+ALIGNMENT = 64  # bytes: a cache line, and the alignment that XLA requires of arrays it may alias
 
 
 @dataclass(frozen=True)
@@ -118,23 +110,15 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """All arrays of a pool.
+    """All arrays of a pool."""
 
-    Attributes:
-        fields: none overlaps another; each starts on a multiple of `ALIGNMENT`.
-        nbytes: size of the segment.
-        num_envs: of the pool.
-        objects: of arrays of Python objects, `[num_envs]`, which each process has for itself.
-    """
-
-    fields: tuple[Field, ...]
-    nbytes: int
+    fields: tuple[Field, ...]  # in the segment, without overlap, each at a multiple of `ALIGNMENT`
+    nbytes: int  # size of the segment
     num_envs: int
-    objects: tuple[KeyPath, ...]
+    objects: tuple[KeyPath, ...]  # arrays `[num_envs]` of Python objects, private to each process
 
 
 def make_layout(spec: PoolSpec, num_workers: int) -> Layout:
-    """Lays out the segment of a pool of so many workers."""
     fields: list[Field] = []
     offset = 0
     for path, shape, dtype in _arrays(spec, num_workers):
@@ -146,73 +130,73 @@ def make_layout(spec: PoolSpec, num_workers: int) -> Layout:
 
 
 def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[int, int], ...]:
-    """Splits `range(num_envs)` into `num_workers` ranges of `size` envs, or some more, each."""
+    """Splits `range(num_envs)` into `num_workers` ranges with lengths that are multiples of `size`."""
     cuts = [size * (num_envs // size * worker // num_workers) for worker in range(num_workers + 1)]
     return tuple(pairwise(cuts))
 
 
 def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
-    """Yields path, shape and dtype of every array, with its one writer."""
+    """Yields the path, shape and dtype of every array; the comments name the writers."""
     n = spec.num_envs
-    # Data. The parent writes actions and seeds, workers the rest.
+    # The parent writes actions and seeds, and workers write time steps.
     for leaf in (*spec.action_leaves, *spec.timestep_leaves):
         if not leaf.is_object:
             yield leaf.path, spec.batch_shape(leaf), leaf.stored
-    yield ("raw_info",), (n,), np.dtype(np.uint8)  # worker writes: a InfoKind
-    yield ("seed",), (n,), np.dtype(np.int64)  # see _seeds
-    # The parent writes which state is asked for, by number, and which is the oldest; the worker 0 when done.
+    yield ("raw_info",), (n,), np.dtype(np.uint8)  # `InfoKind`, written by workers
+    yield ("seed",), (n,), np.dtype(np.int64)  # of the next reset; see `_arguments.py`
+    # The parent writes the number of the state to save or restore, and the oldest number that it keeps. The
+    # worker writes 0 to `state` when it is done.
     yield ("state",), (n,), np.dtype(np.int64)
     yield ("oldest_state",), (1,), np.dtype(np.int64)
-    # What outlives a worker. It alone writes them, and the one that replaces it goes on from there.
-    yield ("last_seed",), (n,), np.dtype(np.int64)  # that the env was given, see _seeds
-    yield ("rebuilds",), (n,), np.dtype(np.uint32)  # how often the env was built anew
-    if spec.has_fault:  # what the program has of each env while it steps, see _delivered
+    # The following outlive a worker: only it writes them, and its replacement continues with them.
+    yield ("last_seed",), (n,), np.dtype(np.int64)  # latest seed of the env
+    yield ("rebuilds",), (n,), np.dtype(np.uint32)  # number of times that the env was rebuilt
+    if spec.has_fault:  # results that the program has received, kept during a step; see `_envs/episodes.py`
         for leaf in spec.kept_leaves:
             if not leaf.is_object:
                 yield ("kept", *leaf.path), spec.batch_shape(leaf), leaf.stored
-        yield (
-            ("kept_over",),
-            (n,),
-            np.dtype(np.uint8),
-        )  # whether it ended an episode: 1, or 2 by a fault
-        yield ("kept_for",), (n,), np.dtype(np.int64)  # before which request that was, see `requested`
+        yield ("kept_over",), (n,), np.dtype(np.uint8)  # 1 if that result ended an episode, 2 if by a fault
+        yield ("kept_for",), (n,), np.dtype(np.int64)  # the request that followed; see `Marks.requested`
     yield ("stats",), (num_workers, _stats.WIDTH), np.dtype(np.int64)
-    yield from mark_shapes(n, num_workers)
+    for name in ("requested", "completed", "completed_at"):
+        yield (name,), (n,), np.dtype(np.int64)
+    for name in ("running", "doorbell", "worker_notices", "asleep"):
+        yield (name,), (num_workers, *_LINE), np.dtype(np.uint32)
+    for name in ("finished", "target", "sleepers", "parent_notices"):
+        yield (name,), _LINE, np.dtype(np.uint32)
 
 
 def align(offset: int) -> int:
-    """Returns the next multiple of `ALIGNMENT`."""
+    """Rounds an offset up to a multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Creates and maps a pool's memory; NumPy views of it by path.
+# Creating and mapping the memory
 #
-# The memory has no name: nothing to collide with, nothing to leak whatever is killed. It lives for as long
-# as any process or any NumPy view holds it.
+# The memory has no name, so it can't collide with other pools, or leak when a process is killed. It lives
+# as long as any process maps it, and any NumPy view keeps its mapping.
 # ----------------------------------------------------------------------------------------------------------
 
 Arrays: TypeAlias = dict[KeyPath, NDArray[Any]]
 
 
 def create_segment(layout: Layout, *, sparse: bool = False) -> int:
-    """Creates zeroed shared memory for `layout`; returns its file descriptor, not inheritable.
+    """Creates zeroed shared memory; returns its file descriptor, which is not inheritable.
 
-    Args:
-        layout: of the pool.
-        sparse: whether only what is ever touched takes memory, and may then find none.
+    Pages are allocated now or, if `sparse`, when they are touched, which can then kill the process.
 
     Raises:
-        OSError: no memory or no descriptor was left.
+        OSError: No memory or no file descriptor is left.
     """
-    fd = _anonymous()
+    fd = _create_memory()
     try:
-        # ftruncate alone would let a full machine kill a process at the first touch of a page.
+        # With ftruncate alone, a process would be killed if memory runs out when it touches a page.
         if sys.platform == "linux" and not sparse:
             os.posix_fallocate(fd, 0, layout.nbytes)
         else:
             os.ftruncate(fd, layout.nbytes)
-        if sys.platform == "linux":  # who made it shorter would kill all processes that touch it
+        if sys.platform == "linux":  # shrinking it would kill every process that touches the lost pages
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
@@ -221,33 +205,29 @@ def create_segment(layout: Layout, *, sparse: bool = False) -> int:
 
 
 def attach_segment(fd: int, layout: Layout) -> Arrays:
-    """Maps `fd` and returns the array of each field. The views keep the mapping alive."""
-    return view(memoryview(mmap.mmap(fd, layout.nbytes)), layout)
-
-
-def view(buffer: memoryview, layout: Layout) -> Arrays:
-    """Returns the arrays of `layout` over `buffer`, and new ones of its objects, by path."""
+    """Maps a segment and returns its arrays, which keep the mapping alive, and new arrays of objects."""
+    buffer = memoryview(mmap.mmap(fd, layout.nbytes))
     shared = {f.path: np.ndarray(f.shape, f.dtype, buffer, f.offset) for f in layout.fields}
     return shared | {path: np.empty(layout.num_envs, object) for path in layout.objects}
 
 
 def private_segment(layout: Layout) -> Arrays:
-    """Returns the arrays of `layout` over memory of this process alone."""
-    return view(memoryview(mmap.mmap(-1, layout.nbytes)), layout)
+    """Returns the arrays of a layout in memory that is private to this process."""
+    return attach_segment(-1, layout)  # -1 maps anonymous memory
 
 
 def whole_segment(arrays: Arrays, layout: Layout) -> NDArray[np.uint8]:
-    """Returns all bytes of the segment behind `arrays`, which it keeps mapped."""
+    """Returns all bytes of the segment behind `arrays`, as an array that keeps the mapping alive."""
     first = arrays[layout.fields[0].path]
     memory: Any = first.base
     return np.frombuffer(memory, np.uint8, layout.nbytes)
 
 
-def _anonymous() -> int:
+def _create_memory() -> int:
     if sys.platform == "linux":
         return os.memfd_create("jaxvec", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    # POSIX elsewhere: a name that lives for the instant between these two calls.
-    import _posixshmem  # pyright: ignore[reportMissingImports]  # CPython's own, behind shared_memory
+    # Elsewhere POSIX requires a name. It exists only between these two calls.
+    import _posixshmem  # pyright: ignore[reportMissingImports]  # CPython's, used by `shared_memory`
 
     name = f"/jaxvec-{secrets.token_hex(8)}"
     fd: int = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
@@ -256,29 +236,28 @@ def _anonymous() -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The parent's views of a segment: actions and seeds go in by them, time steps come out.
+# The parent's views of a segment, and the ways to deliver rows to a caller
 # ----------------------------------------------------------------------------------------------------------
 
 Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf
-Index = slice | NDArray[Any]  # of rows
-Place = Callable[[Rows], Sequence[Any]]  # copies rows to a device; when it returns, all are there
-Deliver = Callable[[Rows, Index], Sequence[Any]]  # gives a caller its rows of the segment's leaves
+Index = slice | NDArray[Any]  # selects rows
+Place = Callable[[Rows], Sequence[Any]]  # copies rows to a device, and returns when the copies are done
+Deliver = Callable[[Rows, Index], Sequence[Any]]  # returns a caller's rows of the segment's leaves
 
 
 class Views:
-    """All arrays are `[num_envs, ...]`; calls name their envs by `slots`, `[n]`.
+    """Views of a segment for the calls of a pool, which give their envs as `slots`, int `[n]`.
 
     Attributes:
-        seeds: of the next reset.
-        states: the numbers of those that are to be saved, or restored.
-        oldest_state: `[1]`, the number of the oldest that is kept.
-        over: terminated and truncated.
-        stats: what the workers count.
-        raw_info: what the env's raw info says, a `InfoKind`.
+        seeds: Seeds of the next reset, `[num_envs]`.
+        states: Numbers of the states to save or restore, `[num_envs]`.
+        oldest_state: Number of the oldest state that is kept, `[1]`.
+        over: The arrays `terminated` and `truncated`, `[num_envs]`.
+        stats: Counters of the workers, `[num_workers, _stats.WIDTH]`.
+        raw_info: `InfoKind` of each raw info, `[num_envs]`.
     """
 
     def __init__(self, spec: PoolSpec, arrays: Arrays, rows: Callable[[NDArray[Any]], Index]) -> None:
-        """Takes the views that calls need; `rows` knows a slice for all envs, as `Admission.rows`."""
         self.seeds: NDArray[Any] = arrays["seed",]
         self.states: NDArray[Any] = arrays["state",]
         self.oldest_state: NDArray[Any] = arrays["oldest_state",]
@@ -287,22 +266,21 @@ class Views:
         self.over: tuple[NDArray[Any], NDArray[Any]] = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
-        self._rows = rows
+        self._rows = rows  # `Admission.rows`: converts slots to an index, a slice for all envs
 
     def write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
-        """Stores the actions of `slots`."""
         index = self._index_of(slots)
         for stored, action in zip(self._actions, actions, strict=True):
             stored[index] = action
 
     def write(self, slots: NDArray[Any], rows: Rows) -> None:
-        """Writes the time step of `slots`, which belong to the caller."""
+        """Writes the time steps of `slots`, which must belong to the parent."""
         index = self._index_of(slots)
         for stored, row in zip(self._results, rows, strict=True):
             stored[index] = row
 
     def read(self, slots: NDArray[Any], deliver: Deliver) -> Any:
-        """Delivers the time step of `slots`, which belong to the caller."""
+        """Delivers the time steps of `slots`, which must belong to the parent."""
         return deliver(self._results, self._index_of(slots))
 
     def _index_of(self, slots: NDArray[Any]) -> Index:
@@ -312,16 +290,12 @@ class Views:
 
 @dataclass(frozen=True)
 class Copies:
-    """Delivers new arrays; those of leaves that the caller does not read have no rows.
+    """A `Deliver` that copies rows to new arrays."""
 
-    Attributes:
-        unread: the places of such leaves.
-    """
-
-    unread: frozenset[int] = frozenset()
+    unread: frozenset[int] = frozenset()  # indices of unread leaves; their arrays get no rows
 
     def __call__(self, leaves: Rows, index: Index) -> Rows:
-        copy = isinstance(index, slice)  # else NumPy copies by itself
+        copy = isinstance(index, slice)  # indexing with an array copies anyway
         return [
             leaf[:0] if place in self.unread else leaf[index].copy() if copy else leaf[index]
             for place, leaf in enumerate(leaves)
@@ -332,7 +306,7 @@ copies: Copies = Copies()
 
 
 def views(leaves: Rows, index: Index) -> Rows:
-    """Delivers rows as they are in the segment, read-only; copies of those that are not evenly spaced."""
+    """Delivers read-only views of the segment if the rows are evenly spaced, and copies otherwise."""
     rows = [leaf[index] for leaf in leaves]
     if isinstance(index, slice):
         for row in rows:
@@ -341,7 +315,7 @@ def views(leaves: Rows, index: Index) -> Rows:
 
 
 def into(out: Rows) -> Deliver:
-    """Delivers into these arrays, but for those without rows."""
+    """Returns a `Deliver` that copies into these arrays, and skips those without rows."""
 
     def deliver(leaves: Rows, index: Index) -> Rows:
         for target, leaf in zip(out, leaves, strict=True):
@@ -353,7 +327,7 @@ def into(out: Rows) -> Deliver:
 
 
 def placed(place: Place) -> Deliver:
-    """Delivers what `place` makes of rows that it may read until it returns."""
+    """Returns a `Deliver` that passes views of the rows to `place`."""
     return lambda leaves, index: place(views(leaves, index))
 
 
@@ -363,6 +337,6 @@ def index_of(slots: NDArray[Any]) -> Index:
         return slots
     first, last = int(slots[0]), int(slots[-1])
     step = int(slots[1]) - first if len(slots) > 1 else 1
-    if step < 1 or (slots[1:] - slots[:-1] != step).any():  # quicker than by np.diff
+    if step < 1 or (slots[1:] - slots[:-1] != step).any():  # faster than np.diff
         return slots
     return slice(first, last + 1, step)

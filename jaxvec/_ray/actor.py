@@ -1,8 +1,8 @@
-"""What runs in a Ray actor: worker processes of its node, over a segment of their own.
+"""The part of a pool that runs in a Ray actor: worker processes on its node, and a segment of their own.
 
-It is their parent, as the pool is that of local workers, and knows as little of envs. What the pool says to
-a worker it passes on, and what workers say goes back, in order, in one stream with the rows. Its segment has
-the pool's layout, of which only its workers' rows are ever touched, so only these take memory.
+An `ActorHost` is the parent of its workers, as a pool is of local ones. It relays messages to them, and
+returns rows and messages as one stream, in order. `link.py` has the driver's side. The segment has the pool's
+layout, but is sparse: only the rows of the actor's own workers take memory.
 """
 
 from __future__ import annotations
@@ -32,58 +32,54 @@ from jaxvec._workers.base import Process, Slices, choose_dispatch, parent_end
 from jaxvec._workers.process import LocalLauncher
 from jaxvec._workers.worker import Attach, Setup
 
-_BATCH_TIMEOUT = 0.2  # seconds for a request, after which what is completed of it is sent
-
-
-class _Interrupted(Exception):
-    """There is something else to do than to wait for slots."""
+_BATCH_TIMEOUT = 0.2  # seconds for a whole request; then its completed part is sent
 
 
 @dataclass
 class _WorkerSlot:
-    """A worker's place. Its channel keeps its descriptor, whichever process is at the other end."""
+    """The current process of a worker. The channel keeps its descriptor when the process is replaced."""
 
     channel: Channel
-    dead_socket: socket.socket | None  # the other end, while there is no process
+    dead_socket: socket.socket | None  # the channel's other end, while there is no process
     process: Process | None = None
     incarnation: int = -1
-    ended: int = -1  # the latest incarnation that was to be ended
+    ended: int = -1  # the latest incarnation that the pool has ended
 
 
 class ActorHost:
     """The workers of one actor.
 
-    `run` has a thread of its own. What else is asked of it comes one after the other, in order, but for
-    `end`, which nothing may hold up. They share the worker slots and the requests, under a lock.
+    `run` has a thread of its own. The driver's other calls come one at a time, in order; only `end` may come
+    at any time, because it must not wait for others.
     """
 
     def __init__(self, workers: range, slices: Slices, config: PoolConfig) -> None:
-        """Makes room for these workers, each of which holds one of the slices."""
         self._workers = workers
         self._slices = slices
         self._launcher = LocalLauncher(config)
-        self._worker_slots = {worker: _WorkerSlot(*dead_socket()) for worker in workers}
+        # Guards `_requests`, `_messages` and changes of the worker slots, which both threads make.
         self._lock = threading.Lock()
+        self._worker_slots = {worker: _WorkerSlot(*dead_socket()) for worker in workers}
         self._wake_writer, reader = channel_pair()  # wakes `run`
         self._wake_reader = adopt_channel(reader)
-        self._by_fd = {self._worker_slots[worker].channel.fileno(): worker for worker in workers}
+        self._by_fd = {each.channel.fileno(): worker for worker, each in self._worker_slots.items()}
         self._poll = select.poll()
         for fd in (self._wake_reader.fileno(), *self._by_fd):
             self._poll.register(fd, select.POLLIN)
         self._envs_per_instance = 1
         self._arrays: Arrays | None = None
-        self._requests: list[NDArray[np.int64]] = []  # whose slots have not all gone out
-        self._messages: list[WorkerMessage | HostFailure] = []  # to go out
+        self._requests: list[NDArray[np.int64]] = []  # slots of each request that `run` has not yet yielded
+        self._messages: list[WorkerMessage | HostFailure] = []  # for `run` to yield
 
-    def do(self, name: str, *args: Any) -> None:
-        """Calls another of our methods; nobody waits for its errors, so they go out."""
+    def call(self, name: str, *args: Any) -> None:
+        """Calls a method by name. The driver does not wait for the call, so `run` yields its error."""
         try:
             getattr(self, name)(*args)
         except Exception as error:
             self.fail(f"failed: {type(error).__name__}: {error}")
 
     def launch(self, worker: int, incarnation: int) -> None:
-        """Starts a process in a worker's place; the one before it has been ended."""
+        """Starts a process for a worker; an earlier one has been ended."""
         process, channel = self._launcher.launch(worker)
         with self._lock:
             worker_slot = self._worker_slots[worker]
@@ -94,12 +90,12 @@ class ActorHost:
             assert worker_slot.dead_socket is not None
             worker_slot.dead_socket.close()
             worker_slot.dead_socket = None
-            if incarnation <= worker_slot.ended:
+            if incarnation <= worker_slot.ended:  # `end` arrived before this call
                 process.end()
         self._wake_run()
 
     def end(self, worker: int, incarnation: int) -> None:
-        """Ends a process at once, and what its envs have started; also one whose `launch` is yet to come."""
+        """Ends a process and its descendants at once, or at its later `launch`."""
         worker_slot = self._worker_slots[worker]
         with self._lock:
             worker_slot.ended = incarnation
@@ -107,21 +103,17 @@ class ActorHost:
         if process is not None:
             process.end()
 
-    def tell(
-        self, worker: int, incarnation: int, told: bytes | None, inherited: Payload | None = None
+    def send(
+        self, worker: int, incarnation: int, pickled: bytes | None, inherited: Payload | None = None
     ) -> None:
-        """Passes a message on, or the end of file for `None`.
+        """Relays a message to a worker's process, or closes the control socket for `None`.
 
-        Args:
-            worker: whom to tell.
-            incarnation: which of the processes in its place.
-            told: the message of the pool's supervisor, pickled.
-            inherited: with `Attach`, what a worker left that was in another actor.
+        With `Attach`, `inherited` has the rows of the worker's predecessor, if that was in a lost actor.
         """
         worker_slot = self._worker_slots[worker]
         if worker_slot.incarnation != incarnation:
             return
-        message = None if told is None else pickle.loads(told)
+        message = None if pickled is None else pickle.loads(pickled)
         if isinstance(message, Setup):
             self._envs_per_instance = message.config.envs_per_instance or 1
             message = replace(message, sys_path=list(sys.path), python_path=os.environ.get("PYTHONPATH"))
@@ -130,76 +122,72 @@ class ActorHost:
             message = self._attach(message, inherited)
             descriptors = [self._segment]
         elif self._arrays is not None:
-            self._dispatch.notify_worker(worker)  # first: a long message needs its reader
+            self._dispatch.notify_worker(worker)  # first: sending a long message needs a reader
         if message is None:
             worker_slot.channel.shut()
             return
-        with suppress(EOFError):  # it is dead, which `run` sees
+        with suppress(EOFError):  # the worker is dead; `run` reports that
             worker_slot.channel.send(message, descriptors=descriptors)
 
     def move(self, verb: Verb, request: Payload) -> None:
-        """Hands slots to their workers."""
+        """Dispatches slots to their workers."""
         slots = self._wire.requests[verb].unpack(request)
-        self._dispatch.pass_on(
-            self._requested, slots
-        )  # first: until then they look as if they were completed
+        # Before `run` sees the request: until then, the slots look completed.
+        self._dispatch.pass_on(self._requested, slots)
         with self._lock:
             self._requests.append(slots)
         self._wake_run()
 
     def fail(self, why: str) -> None:
-        """Lets the pool know what is wrong with us."""
+        """Reports to the driver why the actor can't continue."""
         with self._lock:
             self._messages.append(HostFailure(why))
         self._wake_run()
 
     def run(self) -> Generator[Payload | WorkerMessage | HostFailure]:
-        """Yields what comes of the workers: rows, and what they say after these."""
-        shown = np.zeros(0)
+        """Yields rows and messages of the workers; a message follows all rows completed before it."""
+        reported = np.zeros(0)  # the latest `running` marks that were yielded
         while True:
-            late = False
-            try:
-                self._wait()
-            except _Interrupted:
-                pass
-            except TimeoutError:
-                late = True
-            # First: what a worker says is about rows that are there by now.
+            late = self._wait()
+            # Take messages before rows: the rows that precede a message are then complete.
             with self._lock:
                 messages, self._messages = self._messages, []
             if self._arrays is not None:
-                slots = self._take_finished(partly=late or bool(messages))
+                slots = self._take_completed(partly=late or bool(messages))
                 running = self._marks.running[self._workers.start : self._workers.stop, 0]
-                if slots.size or ((late or messages) and not np.array_equal(shown, running)):
-                    shown = running.copy()
+                # The payload carries `running`, so that errors of the pool can name the envs that run.
+                if slots.size or ((late or messages) and not np.array_equal(reported, running)):
+                    reported = running.copy()
                     yield self._wire.results.pack(slots)
-            # Not `yield from` the list: Ray sends values into the generator.
+            # Not `yield from`: Ray calls `send` on the generator, which a list's iterator lacks.
             while messages:
                 yield messages.pop(0)
 
-    # --- run's own ---------------------------------------------------------------------------------
+    # --- The thread of run -------------------------------------------------------------------------
 
-    def _wait(self) -> None:
-        """Waits for something to yield; raises `_Interrupted`, or `TimeoutError` if slots are late."""
+    def _wait(self) -> bool:
+        """Waits for messages, new requests or completed slots; returns True if it took `_BATCH_TIMEOUT`."""
         with self._lock:
             requests = list(self._requests)
         if self._arrays is None or not requests:
-            self._look(None)
-            return
-        completed = [self._are_completed(slots) for slots in requests]
+            self._poll_channels(None)
+            return False
+        completed = [self._dispatch.are_completed(slots) for slots in requests]
         if any(map(self._is_due, completed)):
-            return
+            return False
         missing = np.concatenate(requests)[~np.concatenate(completed)]
-        # Who waits for one request is woken once; among several, each may be the first to be completed.
+        # One request wakes this thread once, when all its slots are completed. Of several, any may be first.
         count = missing.size if len(requests) == 1 and not self._first_ready else 1
         deadline = time.monotonic() + _BATCH_TIMEOUT
         while not self._dispatch.wait(missing, count, time_left(deadline)):
-            self._look(self._dispatch.begin_look(missing, count, time_left(deadline)))
+            if self._poll_channels(self._dispatch.begin_look(missing, count, time_left(deadline))):
+                break
             if time_left(deadline) <= 0 and not self._dispatch.enough_completed(missing, count):
-                raise TimeoutError
+                return True
+        return False
 
-    def _look(self, seconds: float | None) -> None:
-        """Waits for messages and wakes. Raises `_Interrupted` if `run` has to do something."""
+    def _poll_channels(self, seconds: float | None) -> bool:
+        """Collects messages; returns True if there are any, or if `_wake_run` was called."""
         woken = False
         for fd, _ in self._poll.poll(None if seconds is None else seconds * 1000):
             if fd == self._wake_reader.fileno():
@@ -209,7 +197,7 @@ class ActorHost:
             worker = self._by_fd[fd]
             with self._lock:
                 worker_slot = self._worker_slots[worker]
-                if not worker_slot.channel.readable():  # another process has taken the place meanwhile
+                if not worker_slot.channel.readable():  # `launch` has replaced the process meanwhile
                     continue
                 try:
                     message = worker_slot.channel.receive()
@@ -218,43 +206,39 @@ class ActorHost:
                     continue
                 if message is not WAKE:
                     self._messages.append(WorkerMessage(worker, worker_slot.incarnation, message))
-        if woken or self._messages:
-            raise _Interrupted
+        return woken or bool(self._messages)
 
-    def _take_finished(self, *, partly: bool) -> NDArray[np.int64]:
-        """Returns the slots that are to go out: those of whole requests, or `partly` of others, too."""
+    def _take_completed(self, *, partly: bool) -> NDArray[np.int64]:
+        """Returns the completed slots to yield: those of due requests, or of all requests if `partly`."""
         out = [np.zeros(0, np.int64)]
         left: list[NDArray[np.int64]] = []
         with self._lock:
             for slots in self._requests:
-                completed = self._are_completed(slots)
+                completed = self._dispatch.are_completed(slots)
                 if partly or self._is_due(completed):
                     out.append(slots[completed])
                     slots = slots[~completed]
                 if slots.size:
                     left.append(slots)
             self._requests = left
-        # Batched envs may have written their neighbours' rows, too.
+        # A batched env may have written the rows of its neighbours, too.
         instances = np.unique(np.concatenate(out) // self._envs_per_instance)
         return (instances[:, None] * self._envs_per_instance + np.arange(self._envs_per_instance)).ravel()
 
-    def _are_completed(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return self._marks.completed[slots] == self._marks.requested[slots]
-
     def _is_due(self, completed: NDArray[np.bool_]) -> bool:
-        """Says whether slots of a request should go out; somebody may wait for any of a first-ready pool."""
+        """Returns whether to yield slots of a request; a first-ready pool may wait for any of them."""
         return bool(completed.any() if self._first_ready else completed.all())
 
-    # --- both threads' -----------------------------------------------------------------------------
+    # --- Both threads ------------------------------------------------------------------------------
 
     def _wake_run(self) -> None:
-        """Makes `run` look around."""
+        # `run` may wait in `_poll_channels`, or in the dispatch.
         self._wake_writer.wake()
         if self._arrays is not None:
             self._dispatch.notify_parent()
 
     def _vacate(self, worker: int) -> None:
-        """Notes that the process in a worker's place has ended; under the lock."""
+        """Reports that a worker's process has ended; under the lock."""
         worker_slot = self._worker_slots[worker]
         assert worker_slot.process is not None
         end = ProcessEnd(*worker_slot.process.ending())
@@ -264,36 +248,33 @@ class ActorHost:
         worker_slot.process = None
 
     def _attach(self, attach: Attach, inherited: Payload | None) -> Attach:
-        """Returns the message with what is different here; makes the segment, if there is none yet."""
+        """Returns the message adapted to this node; creates the segment at the first call."""
+        # This node may lack the native library, whatever the pool's own dispatch is.
         kind = choose_dispatch("portable" if attach.dispatch == "portable" else "auto")
         if self._arrays is None:
             self._segment = create_segment(attach.layout, sparse=True)
             arrays = attach_segment(self._segment, attach.layout)
             self._marks = Marks.of(arrays)
-            self._requested = np.zeros_like(self._marks.requested)  # what the pool asked for, to be passed on
+            self._requested = np.zeros_like(self._marks.requested)  # received requests, for `pass_on`
             self._wire = WireFormat(
                 attach.spec, arrays, self._workers, requested=self._requested, answered=self._marks.completed
             )
             self._first_ready = attach.spec.first_ready
-            elsewhere, self._elsewhere = dead_socket()
-            num_workers = len(self._marks.running)
-            channels = [elsewhere] * num_workers
-            for worker, worker_slot in self._worker_slots.items():
-                channels[worker] = worker_slot.channel
+            # The dispatch covers all workers of the pool; those of other actors have no slots here.
+            dead_channel, self._dead_socket = dead_socket()
+            before, after = self._workers.start, len(self._marks.running) - self._workers.stop
+            (first, _), (_, stop) = self._slices[0], self._slices[-1]
+            slices = (*[(first, first)] * before, *self._slices, *[(stop, stop)] * after)
+            own_channels = [each.channel for each in self._worker_slots.values()]
+            channels = [*[dead_channel] * before, *own_channels, *[dead_channel] * after]
             self._dispatch: ParentDispatch = parent_end(
-                kind, self._marks, slices=self._among(num_workers), channels=channels, spin_ns=0
+                kind, self._marks, slices=slices, channels=channels, spin_ns=0
             )
-            self._arrays = arrays
+            self._arrays = arrays  # last: `run` uses the attributes above once it is set
         if inherited is not None:
             slots = self._wire.inheritance(attach.worker).unpack(inherited)
-            self._marks.requested[slots] = self._marks.completed[slots]
+            self._marks.requested[slots] = self._marks.completed[slots]  # nothing is pending here yet
         replaces = attach.replaces
         if replaces is not None:
             replaces = replace(replaces, notices=int(self._marks.worker_notices[attach.worker, 0]))
         return replace(attach, dispatch=kind, spin_ns=0, replaces=replaces)
-
-    def _among(self, num_workers: int) -> Slices:
-        """Returns our slices in their places among those of all workers; others' are empty here."""
-        first, stop = self._slices[0][0], self._slices[-1][1]
-        after = num_workers - self._workers.stop
-        return (*[(first, first)] * self._workers.start, *self._slices, *[(stop, stop)] * after)

@@ -1,4 +1,14 @@
-"""The driver's side of an actor: remote workers, rows that travel, and the link that carries both."""
+"""The driver's side of a Ray actor that runs some of a pool's workers.
+
+Data flow, in both directions:
+
+    supervisor -> RemoteWorker -> ActorLink -> Wire -> ActorHost (actor.py) -> worker process
+    dispatch   -> Shipper      ----------------^
+
+To the supervisor, a `RemoteWorker` is an ordinary worker: a process and a control socket. A `Shipper` is the
+workers' end of the dispatch: it packs requested slots for the actor and writes the results into the segment.
+An `ActorLink` owns one actor, its wire and its workers. The formats on the wire are in `wire.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +21,7 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,23 +29,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from jaxvec._config import PoolConfig
+from jaxvec._config import PoolConfig, Ray
 from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs.failures import Report
 from jaxvec._memory.segment import Arrays, Layout, Marks
+from jaxvec._ray import nodes
 from jaxvec._ray.actor import ActorHost
-from jaxvec._ray.nodes import (
-    ActorLostError,
-    Placement,
-    TooManyFilesError,
-    check_alike,
-    check_descriptors,
-    clock_offset,
-    describe_loss,
-    find_dead_nodes,
-    on_node,
-)
 from jaxvec._ray.wire import (
     KEY_BYTES,
     MESSAGE,
@@ -53,18 +53,17 @@ from jaxvec._workers.base import Process, Slices, worker_end
 from jaxvec._workers.worker import Attach, Reply
 
 # ----------------------------------------------------------------------------------------------------------
-# A worker process in a Ray actor, as the pool's supervisor sees it: a process and a channel in one.
+# Remote workers
 #
-# It has no socket here. What it is told goes with its number through its actor's link; what it says waits
-# in memory until the pool hears it. One pipe wakes the pool for all its workers.
+# They have no sockets in this process. All workers of a pool share one pipe, so that their number is not
+# limited by file descriptors.
 # ----------------------------------------------------------------------------------------------------------
 
 
 class WakePipe:
-    """Is readable while workers of the pool have said something that it has not heard: a byte for each."""
+    """Pipe that holds one byte per unread message of a pool's remote workers."""
 
     def __init__(self) -> None:
-        """Makes the pipe; raises `OSError` if no descriptors are left."""
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
 
@@ -75,7 +74,9 @@ class WakePipe:
         os.write(self._writer, b"\0")
 
     def take(self) -> None:
-        with suppress(BlockingIOError):  # Ctrl-C came between this and the message once
+        # The pipe can be empty: Ctrl-C may have interrupted `RemoteWorker.receive` after it took the byte
+        # and before it took the message.
+        with suppress(BlockingIOError):
             os.read(self._reader, 1)
 
     def close(self) -> None:
@@ -87,24 +88,18 @@ class RemoteWorker(Process, ParentChannel):
     """A worker process in an actor, and the pool's channel to it."""
 
     def __init__(self, link: ActorLink, worker: int, incarnation: int, wake_pipe: WakePipe) -> None:
-        """Names a process that is about to start.
-
-        Args:
-            link: to the actor.
-            worker: in whose place it is.
-            incarnation: how many were there before.
-            wake_pipe: of the pool.
-        """
         self.worker = worker
-        self.incarnation = incarnation
+        self.incarnation = incarnation  # 1 for the first process of this worker
         self._link = link
         self._wake_pipe = wake_pipe
         self.sending = threading.RLock()
-        self._said: deque[Any] = deque()  # what the pool has not heard; `None` is the end of file
-        self._gone = threading.Event()
-        self._ended = ProcessEnd(None, "ended")
+        # Messages for the pool; `None` is the end of file. The link appends under its lock, and the one
+        # thread that receives pops without it.
+        self._inbox: deque[Any] = deque()
+        self._has_ended = threading.Event()
+        self._end = ProcessEnd(None, "ended")
 
-    # --- the process -------------------------------------------------------------------------------
+    # --- Process -----------------------------------------------------------------------------------
 
     @property
     def place(self) -> str:
@@ -115,20 +110,21 @@ class RemoteWorker(Process, ParentChannel):
         return self._link.ahead
 
     def ended(self) -> bool:
-        return self._gone.is_set()
+        return self._has_ended.is_set()
 
     def wait(self, timeout: float) -> bool:
-        return self._gone.wait(timeout)
+        return self._has_ended.wait(timeout)
 
     def end(self) -> None:
-        if not self._gone.is_set():
+        if not self.ended():
             self._link.end(self)
 
     def ending(self) -> tuple[int | None, str]:
-        self._gone.wait(timeout=1)
-        return self._ended.exitcode, f"{self.place} {self._ended.ending}"
+        # The pool may read the end of file before `mark_ended` has set the event.
+        self._has_ended.wait(timeout=1)
+        return self._end.exitcode, f"{self.place} {self._end.ending}"
 
-    # --- the channel -------------------------------------------------------------------------------
+    # --- ParentChannel -----------------------------------------------------------------------------
 
     def fileno(self) -> int:
         return self._wake_pipe.fileno()
@@ -145,289 +141,255 @@ class RemoteWorker(Process, ParentChannel):
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         with self.sending:
-            self._link.tell(self, message, descriptors)
+            self._link.send(self, message, descriptors)
 
     def readable(self) -> bool:
-        return bool(self._said)
+        return bool(self._inbox)
 
     def receive(self, deadline: float | None = None) -> Any:
-        if not self._said:  # it is on its way
+        if not self._inbox:  # `deliver` has written the byte, but not yet appended the message
             return WAKE
         self._wake_pipe.take()
-        message = self._said.popleft()
+        message = self._inbox.popleft()
         if message is None:
             raise EOFError
         return message
 
     def shut(self) -> None:
         with suppress(EOFError):
-            self._link.tell(self, None, ())
+            self._link.send(self, None, ())
 
     def replace(self, other: RemoteWorker) -> RemoteWorker:
-        while self._said:  # nobody hears it any more
+        while self._inbox:  # discard unread messages together with their bytes in the pipe
             with suppress(EOFError):
                 self.receive()
         return other
 
-    # --- what the link says for it, under its lock -------------------------------------------------
+    # --- Calls of the link, under its lock ---------------------------------------------------------
 
-    def say(self, message: Any) -> None:
-        """Lets the pool hear a message, or `WAKE`, which is said by whatever else it has yet to hear."""
-        if not self._gone.is_set() and not (message is WAKE and self._said):
-            self._wake_pipe.put()  # first: who finds the message takes a byte
-            self._said.append(message)
+    def deliver(self, message: Any) -> None:
+        """Queues a message for the pool. `WAKE` is dropped if an unread message wakes the pool anyway."""
+        if not self.ended() and not (message is WAKE and self._inbox):
+            # Byte before message: a receiver that finds the message can always take a byte.
+            self._wake_pipe.put()
+            self._inbox.append(message)
 
-    def mark_ended(self, ended: ProcessEnd) -> None:
-        """Notes its end, the first that is heard of, which the pool hears as an end of file."""
-        if not self._gone.is_set():
-            self._ended = ended
-            self.say(None)
-            self._gone.set()
+    def mark_ended(self, end: ProcessEnd) -> None:
+        """Records the end of the process, once, and queues the end of file."""
+        if not self.ended():
+            self._end = end
+            self.deliver(None)
+            self._has_ended.set()
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Ships slots that the pool asks for to their Ray actor, and writes the rows that come back.
+# Requested slots and results
 #
-# A slot belongs to its worker while `completed` differs from `requested`, see `dispatch.py`. To know what
-# is shipped already, there is another `completed` here, in which that counts as completed: so several
-# requests can be on their way.
+# A slot belongs to its worker while `completed` differs from `requested`; see `dispatch.py`. The shipper
+# keeps a second `completed` array, in which a shipped request counts as completed. So it finds new requests
+# while earlier ones are still running.
 # ----------------------------------------------------------------------------------------------------------
 
 
-class _WorkersEnd(WorkerChannel):
-    """The queue that a hand-off of all the actor's workers has for a control socket."""
+class _ShipperChannel(WorkerChannel):
+    """Queue that replaces the control socket of the dispatch's worker end."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._come: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wake, self.put = wake, self._come.put
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wake, self.put = wake, self._messages.put
 
     def wake(self) -> None:
         self._wake()
 
     def readable(self) -> bool:
-        return not self._come.empty()
+        return not self._messages.empty()
 
     def receive(self, deadline: float | None = None) -> Any:
-        message = self._come.get()
+        message = self._messages.get()
         if message is None:
             raise EOFError
         return message
 
 
 class Shipper:
-    """The workers' end of the hand-off, for those of one actor.
+    """The workers' end of the dispatch, for all workers of one actor.
 
-    A thread of its own ships; one other calls `post`, and any the rest.
+    Its own thread ships requests over the link's wire, which must be open. Only the link's receiving thread
+    calls `post`; the other methods are thread-safe.
     """
 
-    def __init__(
-        self,
-        attach: Attach,
-        arrays: Arrays,
-        workers: range,
-        slices: Slices,
-        *,
-        move: Callable[[Verb, Payload], None],
-        wake_pool: Callable[[], None],
-        fail: Callable[[BaseException], None],
-    ) -> None:
-        """Begins to ship.
-
-        Args:
-            attach: the first that a worker is sent.
-            arrays: of the segment.
-            workers: of the actor; the first one's doorbell is rung for all.
-            slices: the slots of each.
-            move: has the actor move slots.
-            wake_pool: makes the pool look at its slots, if it waits for that at its channels.
-            fail: is told what the thread fails of, if it does.
-        """
-        self._slices = slices
-        self._first = workers[0]
-        self._move = move
-        self._fail = fail
+    def __init__(self, link: ActorLink, attach: Attach, arrays: Arrays) -> None:
+        self._link = link
+        first = link.workers[0]  # its doorbell is rung for all workers; see `RayLauncher.partition`
         self._marks = Marks.of(arrays)
-        self._answered = np.zeros_like(self._marks.completed)  # the requests that rows answer
-        self._wire = WireFormat(
-            attach.spec, arrays, workers, requested=self._marks.requested, answered=self._answered
+        self._answered = np.zeros_like(self._marks.completed)  # the request that each received row answers
+        self._format = WireFormat(
+            attach.spec, arrays, link.workers, requested=self._marks.requested, answered=self._answered
         )
-        self._serving = np.zeros(len(self._answered), np.bool_)  # slots whose worker is attached
-        self._shipped = self._marks.completed.copy()
-        self._order = threading.Lock()  # what is packed first goes first
-        self._own = slice(slices[0][0], slices[-1][1])
-        self._channel = _WorkersEnd(wake_pool)
-        self._taking, self._posting = (
+        # `_order` guards these two, and keeps requests in the order in which they were packed.
+        self._order = threading.Lock()
+        self._attached = np.zeros(len(self._answered), np.bool_)  # slots of workers that are attached
+        self._shipped = self._marks.completed.copy()  # the latest request shipped for each slot
+        self._slots = slice(link.slices[0][0], link.slices[-1][1])
+        self._channel = _ShipperChannel(link.wake_pool)
+        self._requests, self._results = (
             worker_end(
                 attach.dispatch,
                 marks,
-                worker=self._first,
-                slots=(self._own.start, self._own.stop),
+                worker=first,
+                slots=(self._slots.start, self._slots.stop),
                 channel=self._channel,
                 spin_ns=0,
-                notices=int(marks.worker_notices[self._first, 0]),
+                notices=int(marks.worker_notices[first, 0]),
             )
             for marks in (replace(self._marks, completed=self._shipped), self._marks)
         )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = _start_thread(self._run)
 
-    def serve(self, worker: int, tell: Callable[[Payload | None], Any], *, replaces: bool) -> None:
-        """Ships a worker's slots from now on.
+    def attach(self, worker: int, send: Callable[[Payload | None], Any], *, replaces: bool) -> None:
+        """Sends `Attach` to a worker by `send`, and starts to ship its slots.
 
-        Args:
-            worker: its index.
-            tell: lets the actor know, with what the worker inherits from one that was lost with its actor.
-            replaces: whether another has served before.
+        If the worker replaces one that was lost with its actor, `send` gets the rows that it inherits.
         """
-        slots = np.arange(*self._slices[worker - self._first])
+        slots = np.arange(*self._link.slices[worker - self._link.workers[0]])
         with self._order:
-            if self._serving[slots].all():  # the actor has its rows, and what it was asked for
-                tell(None)
+            if self._attached[slots].all():  # its predecessor ran in this actor, which has all its rows
+                send(None)
                 return
-            tell(self._wire.inheritance(worker).pack(slots) if replaces else None)
-            self._serving[slots] = True
+            send(self._format.inheritance(worker).pack(slots) if replaces else None)
+            self._attached[slots] = True
             self._shipped[slots] = self._marks.completed[slots]
-        self._channel.put("look again")
-        self._taking.notify_worker()
+        self._channel.put("attached")  # wakes the thread, which looks for requests of these slots
+        self._requests.notify_worker()
 
     def ship(self) -> None:
-        """Ships what has been asked for by now, lest what a worker is told next be there first."""
+        """Ships all requests made so far, so that none arrives after a later message to its worker."""
         with self._order:
-            requested = self._marks.requested[self._own].copy()  # others' requests may come meanwhile
-            due = np.flatnonzero(requested != self._shipped[self._own])
+            requested = self._marks.requested[self._slots].copy()  # other threads may add requests meanwhile
+            due = np.flatnonzero(requested != self._shipped[self._slots])
             if not due.size:
                 return
-            requested, due = requested[due], self._own.start + due
+            requested, due = requested[due], self._slots.start + due
             self._shipped[due] = requested
-            serving = self._serving[due]  # `serve` sees to the others
-            for verb, wire in self._wire.requests.items():
-                slots = due[serving & (verbs_of(requested) == int(verb))]
+            attached = self._attached[due]  # `attach` resets `_shipped` of the others
+            assert self._link.wire is not None
+            for verb, packer in self._format.requests.items():
+                slots = due[attached & (verbs_of(requested) == int(verb))]
                 if slots.size:
-                    self._move(verb, wire.pack(slots))
+                    self._link.wire.move(verb, packer.pack(slots))
 
     def wake(self) -> None:
-        """Passes on that something was asked for."""
         self._channel.put(WAKE)
 
     def post(self, rows: Payload) -> None:
-        """Writes rows, and hands those back that answer what was asked."""
-        slots = self._wire.results.unpack(rows)
+        """Writes received rows. Completes each slot if its row answers the slot's latest request."""
+        slots = self._format.results.unpack(rows)
         requested, completed = self._marks.requested[slots], self._marks.completed[slots]
+        # Rows of batched envs bring those of their neighbours, which may still be busy.
         finished = slots[(self._answered[slots] == requested) & (completed != requested)]
         if finished.size:
-            self._posting.post(finished)
+            self._results.post(finished)
 
     def notify_parent(self) -> None:
-        """Makes the pool look at its control sockets at once."""
-        self._posting.notify_parent()
+        """Makes the pool poll its control sockets at once."""
+        self._results.notify_parent()
 
     def close(self) -> None:
-        """Ends the thread."""
         self._channel.put(None)
-        self._taking.notify_worker()
+        self._requests.notify_worker()
         self._thread.join()
 
     def _run(self) -> None:
         try:
             with suppress(EOFError):  # `close`
                 while True:
-                    self._taking.receive()
+                    self._requests.receive()
                     self.ship()
         except BaseException as error:
-            self._fail(error)
+            self._link.fail(error)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# How a pool's process and an actor talk: by a TCP connection of their own, or by Ray's calls and stream.
+# Wires: a TCP connection, or Ray's calls and streams
 #
-# Ray takes some milliseconds of Python for a call and its answer, and a connection does not. But it needs
-# no port, which a firewall may close.
+# A Ray call and its answer cost some milliseconds of Python; a TCP connection avoids them. Ray needs no
+# further port, which a firewall may close.
 # ----------------------------------------------------------------------------------------------------------
 
 _CAUSE_TIMEOUT = 2.0  # seconds in which Ray may find out why an actor's connection ended
-_ROWS = 1  # the kind of frames that come back; a request's kind is this and its verb
+_ROWS = 1  # frame type of results; the type of a request is `_ROWS + verb`
 
 _logger = logging.getLogger("jaxvec")
 
-Came: TypeAlias = Payload | WorkerMessage | HostFailure
+Received: TypeAlias = Payload | WorkerMessage | HostFailure
 
 
 class Wire(ABC):
-    """The end of the pool's process. Any thread may send, and one receives."""
+    """The driver's end of a wire. Any thread may send; one thread receives."""
 
     @abstractmethod
-    def do(self, name: str, *args: Any) -> None:
-        """Has the actor's host call a method, after all that it was asked for before."""
+    def call(self, name: str, *args: Any) -> None:
+        """Calls a method of the actor's host, after all earlier calls and requests."""
 
     @abstractmethod
     def move(self, verb: Verb, request: Payload) -> None:
-        """Has it move slots; `request` is the caller's again."""
+        """Sends a request for slots. The caller may reuse the buffer afterwards."""
 
     @abstractmethod
-    def receive(self) -> Iterator[Came]:
-        """Yields what comes back; rows are good until the next.
-
-        Raises:
-            ActorLostError, RayError: the actor is lost; says why.
-        """
+    def receive(self) -> Iterator[Received]:
+        """Yields results and messages; rows are valid until the next item. Raises the loss of the actor."""
 
     def break_off(self) -> None:  # noqa: B027 - a default
-        """Ends it, unless the end of the actor does; from any thread."""
+        """Ends `receive`, unless only the end of the actor does; from any thread."""
 
     def close(self) -> None:  # noqa: B027 - a default
-        """Gives back what it holds; the thread that receives does so in the end."""
+        """Releases resources. Called by the receiving thread at its end."""
 
 
 class RayWire(Wire):
-    """Calls of the actor, and a stream that Ray brings here."""
+    """Calls of the actor's methods, and a streaming generator for results."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray
         self._actor = actor
 
-    def do(self, name: str, *args: Any) -> None:
-        self._actor.do.remote(name, *args)
+    def call(self, name: str, *args: Any) -> None:
+        self._actor.call.remote(name, *args)
 
     def move(self, verb: Verb, request: Payload) -> None:
-        self.do("move", verb, request)
+        self.call("move", verb, request)
 
-    def receive(self) -> Iterator[Came]:
+    def receive(self) -> Iterator[Received]:
         for reference in self._actor.run.options(num_returns="streaming").remote():
             yield self._ray.get(reference)
 
 
 class TcpWire(Wire):
-    """A connection to the actor."""
+    """A TCP connection to the actor."""
 
     def __init__(self, ray: Any, connection: Connection, serving: Any) -> None:
-        """Takes over a connection.
-
-        Args:
-            ray: the module.
-            connection: to the actor.
-            serving: the actor's call that serves it, which Ray lets fail if the actor is lost.
-        """
         self._ray = ray
         self._connection = connection
-        self._serving = serving
+        self._serving = serving  # the actor's pending call of `serve`, which fails if the actor is lost
         self._broken_off = False
 
-    def do(self, name: str, *args: Any) -> None:
-        with suppress(OSError):  # who receives hears of it, too, and asks why
+    # A send that fails is no error: the receiving thread sees the end, too, and asks Ray for the cause.
+    def call(self, name: str, *args: Any) -> None:
+        with suppress(OSError):
             self._connection.send(MESSAGE, dumps((name, args)))
 
     def move(self, verb: Verb, request: Payload) -> None:
         with suppress(OSError):
             self._connection.send(_ROWS + verb, request.data)
 
-    def receive(self) -> Iterator[Came]:
+    def receive(self) -> Iterator[Received]:
         while True:
             try:
-                kind, data = self._connection.receive()
+                frame_type, data = self._connection.receive()
             except (EOFError, OSError) as error:
-                self._explain()
-                raise ActorLostError(f"was lost: its connection ended: {error}") from error
-            yield pickle.loads(data.data) if kind == MESSAGE else data
+                self._raise_cause()
+                raise nodes.ActorLostError(f"was lost: its connection ended: {error}") from error
+            yield pickle.loads(data.data) if frame_type == MESSAGE else data
 
     def break_off(self) -> None:
         self._broken_off = True
@@ -436,25 +398,20 @@ class TcpWire(Wire):
     def close(self) -> None:
         self._connection.close()
 
-    def _explain(self) -> None:
-        """Raises what Ray knows about the end of the actor, if it hears of it in time."""
-        if self._broken_off or not self._ray.is_initialized():  # which would start another cluster
+    def _raise_cause(self) -> None:
+        """Raises Ray's error for the end of the actor, if Ray learns of it in time."""
+        if self._broken_off or not self._ray.is_initialized():  # `ray.wait` would start another cluster
             return
         if self._ray.wait([self._serving], timeout=_CAUSE_TIMEOUT)[0]:
             self._ray.get(self._serving)
 
 
 def open_wire(ray: Any, actor: Any, data: str) -> Wire:
-    """Connects to an actor.
-
-    Args:
-        ray: the module.
-        actor: that has a host.
-        data: `"tcp"`, `"ray"`, or `"auto"` for the first of these that is possible.
+    """Opens a wire to an actor after its `init`; `data` is the option of `jaxvec.Ray`.
 
     Raises:
-        ActorLostError: it can't be reached by `"tcp"`, or for want of descriptors.
-        RayError: the actor is lost.
+        ActorLostError: `"tcp"` can't reach the actor, or no file descriptors are left.
+        RayError: The actor is lost.
     """
     if data == "ray":
         return RayWire(ray, actor)
@@ -467,24 +424,24 @@ def open_wire(ray: Any, actor: Any, data: str) -> Wire:
         return TcpWire(ray, connect_to_actor(address, key), serving)
     except OSError as error:
         if error.errno == errno.EMFILE:
-            raise TooManyFilesError from error
+            raise nodes.TooManyFilesError from error
         why = f"can't be reached at {where}: {error}"
     if data == "tcp":
-        raise ActorLostError(
-            f'{why}; jaxvec.Ray(data="tcp") needs TCP connections from here to free ports of the nodes; have '
-            'firewalls let them pass, or use data="ray"'
+        raise nodes.ActorLostError(
+            f'{why}; jaxvec.Ray(data="tcp") needs TCP connections from this machine to free ports of the '
+            'nodes; allow them in the firewall, or use data="ray"'
         )
-    _logger.info("data of an actor travel through Ray, as it %s", why)
+    _logger.info("using Ray instead of TCP for the data of one actor: it %s", why)
     return RayWire(ray, actor)
 
 
 def serve(host: ActorHost, listener: Listener) -> None:
-    """Serves a host in its actor, as long as the connection lasts; ends if nobody connects."""
+    """Serves a host in its actor until the connection ends, or returns if no pool connects in time."""
     try:
         connection = listener.accept()
     except TimeoutError:
-        return  # Ray's stream takes its place
-    receiver = threading.Thread(target=_receive_all, args=(host, connection), daemon=True)
+        return  # the pool uses Ray's stream instead
+    receiver = threading.Thread(target=_serve_requests, args=(host, connection), daemon=True)
     receiver.start()
     with suppress(OSError):  # the pool has ended, or is lost
         for each in host.run():
@@ -496,41 +453,50 @@ def serve(host: ActorHost, listener: Listener) -> None:
     receiver.join()
 
 
-def _receive_all(host: ActorHost, connection: Connection) -> None:
+def _serve_requests(host: ActorHost, connection: Connection) -> None:
     try:
         while True:
-            kind, data = connection.receive()
-            if kind == MESSAGE:
+            frame_type, data = connection.receive()
+            if frame_type == MESSAGE:
                 name, args = pickle.loads(data.data)
-                host.do(name, *args)
+                host.call(name, *args)
             else:
-                host.do("move", Verb(kind - _ROWS), data)
+                host.call("move", Verb(frame_type - _ROWS), data)
     except (EOFError, OSError) as error:
         connection.break_off()
-        host.fail(f"lost its connection: {error}")  # so that `run` looks up, and can't send it
+        # `run` waits for workers, not for the connection. This wakes it; its next send then fails.
+        host.fail(f"lost its connection: {error}")
     finally:
         connection.close()
 
 
 # ----------------------------------------------------------------------------------------------------------
-# This process's end of a Ray actor, from its start to its end, and of the workers in it.
+# Links to actors
 #
-# To the pool's supervisor each of these workers is a process with a channel, as local ones are. Three
-# threads serve an actor: one relays what workers are told; one ships slots (`_shipper.py`); one receives
-# what comes back. None holds the GIL while it waits.
+# Three threads serve an actor: one starts it and then relays messages to its workers, one ships requests
+# (`Shipper`), and one receives. None of them holds the GIL while it waits.
 # ----------------------------------------------------------------------------------------------------------
 
-_PLACE_CHECK_INTERVAL = 1.0  # seconds between looks whether an actor can still find a place
-_END_TIMEOUT = 3.0  # seconds within which an actor has to end one of its processes, or is lost
+_PLACE_CHECK_INTERVAL = 1.0  # seconds between checks that an actor can still be placed
+_END_TIMEOUT = 3.0  # seconds for an actor to end one of its processes, before it counts as lost
 
 
 class ActorLink:
-    """An actor with some neighbouring workers.
+    """An actor that runs some neighbouring workers of a pool, from its start to its end.
+
+    Args:
+        make_actor: Starts an actor and returns its handle.
+        map_segment: Maps the pool's segment, given its file descriptor and layout.
+        dead_nodes: Ids of the nodes that were dead when the pool was made.
+        predecessor: Lost link that this one replaces.
 
     Attributes:
-        node: where it is, in words.
-        lost: whether it can't be used any more.
-        ahead: how far its monotonic clock is ahead of ours, in ns.
+        workers: Indices of the actor's workers.
+        slices: Slots `(first, stop)` of each of these workers.
+        wire: Wire to the actor, once the actor has started.
+        node: Description of the actor's node.
+        lost: Whether the actor can't be used any more. It changes once, under `_lock`.
+        ahead: Offset of the actor's monotonic clock from this process's clock, in ns.
     """
 
     def __init__(
@@ -538,256 +504,226 @@ class ActorLink:
         ray: Any,
         make_actor: Callable[[], Any],
         *,
-        placement: Placement,
+        options: Ray,
+        placement: nodes.Placement,
         workers: range,
         slices: Slices,
-        resources: Mapping[str, float],
         config: PoolConfig,
-        data: str,
         wake_pipe: WakePipe,
         map_segment: Callable[[int, Layout], Arrays],
         dead_nodes: Set[str],
         predecessor: ActorLink | None,
     ) -> None:
-        """Begins to serve.
-
-        Args:
-            ray: the module.
-            make_actor: starts the actor.
-            placement: where it is put.
-            workers: that it has room for.
-            slices: the slots of each.
-            resources: that it needs.
-            config: options of the pool.
-            data: how they travel; see `open_wire`.
-            wake_pipe: of the pool.
-            map_segment: returns the arrays of the pool's segment, by its descriptor.
-            dead_nodes: that are known.
-            predecessor: whose place this one takes, and which is lost.
-        """
         self.node = "no node yet"
         self.lost = False
         self.ahead = 0
         self._ray = ray
         self._make_actor = make_actor
+        self._options = options
         self._placement = placement
-        self._workers = workers
-        self._slices = slices
-        self._resources = resources
+        self.workers = workers
+        self.slices = slices
         self._config = config
-        self._data = data
         self._wake_pipe = wake_pipe
         self._map_segment = map_segment
         self._dead_nodes = dead_nodes
         self._predecessor = predecessor
         self._actor: Any = None
-        self._wire: Wire | None = None  # once the actor is there
+        self.wire: Wire | None = None
         self._shipper: Shipper | None = None  # once a worker attaches
         self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
         self._to_relay: queue.SimpleQueue[Callable[[Wire], None]] = queue.SimpleQueue()
-        self._losing = threading.Lock()  # who has it may write rows and speak for workers, unless we are lost
+        # Held while rows are written and while workers deliver or end. A thread that holds it and finds
+        # `lost` unset may write: `lose` waits, and the replacement starts only after `lose`.
+        self._lock = threading.Lock()
         self._receiver: threading.Thread | None = None
-        self._relayer = _start(self._run)
+        self._relayer = _start_thread(self._run)
 
-    # --- what supervisor and launcher do with it, from any thread -----------------------------------
+    # --- Calls of the supervisor and the launcher, from any thread ---------------------------------
 
     def launch(self, worker: int, incarnation: int) -> RemoteWorker:
-        """Starts a worker process; see `RemoteWorker`."""
         remote = RemoteWorker(self, worker, incarnation, self._wake_pipe)
-        with self._losing:
+        with self._lock:
             self._remotes[worker, incarnation] = remote
             if self.lost:
                 remote.mark_ended(ProcessEnd(None, "ended"))
-        self._to_relay.put(lambda wire: wire.do("launch", worker, incarnation))
+        self._to_relay.put(lambda wire: wire.call("launch", worker, incarnation))
         return remote
 
-    def tell(self, remote: RemoteWorker, message: Any, descriptors: Sequence[int]) -> None:
-        """Passes a message on, or the end of file for `None`; raises `EOFError` if the worker has ended."""
-        told = None if message is None else dumps(message)  # as it is now
-        with self._losing:
+    def send(self, remote: RemoteWorker, message: Any, descriptors: Sequence[int]) -> None:
+        """Relays a message, or closes the control socket for `None`; raises `EOFError` after the end."""
+        pickled = None if message is None else dumps(message)  # now: the caller may change it later
+        with self._lock:
             if remote.ended():
                 raise EOFError
             if isinstance(message, Attach) and self._shipper is None:
-                assert self._wire is not None
-                self._shipper = Shipper(
-                    message,
-                    self._map_segment(descriptors[0], message.layout),
-                    self._workers,
-                    self._slices,
-                    move=self._wire.move,
-                    wake_pool=self._wake_pool,
-                    fail=self._fail,
-                )
-        self._to_relay.put(partial(self._relay, remote, message, told))
+                self._shipper = Shipper(self, message, self._map_segment(descriptors[0], message.layout))
+        self._to_relay.put(partial(self._relay, remote, message, pickled))
 
     def wake(self) -> None:
-        """Looks at the slots of the actor's workers."""
+        """Ships requested slots soon."""
         if self._shipper is not None:
             self._shipper.wake()
 
     def end(self, remote: RemoteWorker) -> None:
-        """Ends a worker process; the actor with all others, if it does not do so in time."""
+        """Ends a worker process. If that takes too long, ends the whole actor."""
         if self._receiver is not None and not self.lost:  # before that, the actor could not answer
             with suppress(Exception):
-                # By Ray, so that a long message on the wire does not hold it up.
-                asked = self._actor.do.remote("end", remote.worker, remote.incarnation)
-                done, _ = self._ray.wait([asked], timeout=_END_TIMEOUT)
+                # By a Ray call: on the wire it would wait behind a long message.
+                reference = self._actor.call.remote("end", remote.worker, remote.incarnation)
+                done, _ = self._ray.wait([reference], timeout=_END_TIMEOUT)
                 if done:
-                    with self._losing:
+                    with self._lock:
                         remote.mark_ended(ProcessEnd(None, "was ended"))
                     return
-        self.lose("did not answer")
+        self.lose(f"did not end its process within {_END_TIMEOUT:g} s")
 
     def lose(self, why: str, *, reachable: bool = True) -> None:
-        """Ends the actor and all its workers. Whoever takes their place finds no row written by us then.
+        """Ends the actor and all its workers. After the return, this link writes no more rows.
 
-        Args:
-            why: in words.
-            reachable: whether Ray can be asked to end it.
+        `why` is a phrase that follows the names of workers. `reachable` is False if Ray can't end the actor.
         """
-        with self._losing:
+        with self._lock:
             if self.lost:
                 return
             self.lost = True
             for remote in self._remotes.values():
                 remote.mark_ended(ProcessEnd(None, why))
-        self._to_relay.put(lambda _: None)  # its thread looks up
-        if self._wire is not None:
-            self._wire.break_off()
-        # Without a head this would wait for it, and with Ray shut down start another.
+        self._to_relay.put(lambda _: None)  # wakes the relaying thread, which sees `lost`
+        if self.wire is not None:
+            self.wire.break_off()
+        # `ray.kill` waits for a head that is gone, and starts another cluster if Ray was shut down.
         if self._actor is not None and reachable and self._ray.is_initialized():
-            _start(self._kill).join(timeout=1)  # the head may be gone, and we not know of it yet
+            _start_thread(self._kill).join(timeout=1)  # the head may be gone without our knowing
 
     def close(self, timeout: float) -> None:
-        """Ends all there is, within about so many seconds; a lost node may hold up the last of it."""
+        """Ends the actor and waits up to `timeout` seconds for each thread. A lost node can block them."""
         self.lose("was ended")
         for thread in (self._relayer, self._receiver):
             if thread is not None:
                 thread.join(timeout)
 
-    # --- the thread that relays what workers are told ----------------------------------------------
+    # --- The thread that starts the actor and relays messages --------------------------------------
 
     def _run(self) -> None:
         try:
-            if self._predecessor is not None:  # it must not take what is ours
+            if self._predecessor is not None:  # it might still start an actor, on our resources
                 self._predecessor._relayer.join()
                 self._predecessor = None
-            self._find_place()
-            self.ahead = clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
-            self._ray.get(self._actor.init.remote(self._workers, self._slices, self._config))
-            wire = open_wire(self._ray, self._actor, self._data)
-            with self._losing:
-                self._wire = wire
-                if self.lost:
+            self._start_actor()
+            self.ahead = nodes.measure_clock_offset(lambda: self._ray.get(self._actor.clock.remote()))
+            self._ray.get(self._actor.init.remote(self.workers, self.slices, self._config))
+            wire = open_wire(self._ray, self._actor, self._options.data)
+            with self._lock:
+                self.wire = wire
+                if self.lost:  # `lose` ran before there was a wire to break off
                     wire.break_off()
-            self._receiver = _start(partial(self._receive_all, wire))
-            self._relay_all(wire)
-        except BaseException as error:  # whatever it is, the pool is to hear of it
-            self._fail(error)
+            self._receiver = _start_thread(partial(self._receive_all, wire))
+            while True:
+                relay = self._to_relay.get()
+                if self.lost:
+                    return
+                relay(wire)
+        except BaseException as error:  # any error must reach the pool
+            self.fail(error)
         finally:
             if self._shipper is not None:
                 self._shipper.close()
 
-    def _find_place(self) -> None:
-        """Starts the actor; another, if the node dies before it is there.
+    def _start_actor(self) -> None:
+        """Starts the actor, and starts it again if its node dies before the actor answers.
 
-        Ray gives out a dead node until it misses it, seconds later. What was to be replaced because of that
-        node would fail once more then, and nothing new has happened to it.
+        Ray places actors on a dead node until it notices the death, seconds later. If that counted as
+        another fault, one dead node could use up all restarts.
         """
         while True:
             self._actor = self._make_actor()
-            if self.lost:  # nobody could end it before
+            if self.lost:  # `lose` ran before there was an actor to kill
                 self._kill()
-                raise ActorLostError("was ended")
-            try:  # retried: until Ray knows that it is dead, it says "unavailable", and misses no node
-                said = self._wait_for(self._actor.identify.options(max_task_retries=-1).remote())
+                raise nodes.ActorLostError("was ended")
+            try:
+                # Retried: until Ray notices the death it reports "unavailable", and lists no dead node.
+                identity = self._wait_for(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
-                known, self._dead_nodes = self._dead_nodes, find_dead_nodes(self._ray)
+                known, self._dead_nodes = self._dead_nodes, nodes.find_dead_nodes(self._ray)
                 if self.lost or self._dead_nodes <= known:
                     raise
             else:
                 break
-        self.node = said["node"]
-        check_alike(said)
+        self.node = identity["node"]
+        nodes.check_node_identity(identity)
 
-    def _wait_for(self, answer: Any) -> Any:
-        """Waits for the first answer of the actor, as long as it can come."""
-        while not self._ray.wait([answer], timeout=_PLACE_CHECK_INTERVAL)[0]:
-            self.node = f"no node yet, as Ray has not started its actor, which needs {self._resources},"
+    def _wait_for(self, reference: Any) -> Any:
+        """Waits for the actor's first answer for as long as Ray may still place the actor."""
+        while not self._ray.wait([reference], timeout=_PLACE_CHECK_INTERVAL)[0]:
+            needs = self._options.of_actor(len(self.workers))
+            self.node = f"no node yet, as Ray has not started its actor, which needs {needs},"
             if self.lost:
-                raise ActorLostError("was ended")
-            if why := self._placement.lost():
-                raise ActorLostError(f"was not started: {why}")
-            check_descriptors()
-        return self._ray.get(answer)
+                raise nodes.ActorLostError("was ended")
+            if why := self._placement.loss():
+                raise nodes.ActorLostError(f"was not started: {why}")
+            nodes.check_descriptors()
+        return self._ray.get(reference)
 
-    def _relay_all(self, wire: Wire) -> None:
-        while True:
-            relay = self._to_relay.get()
-            if self.lost:
-                return
-            relay(wire)
-
-    def _relay(self, remote: RemoteWorker, message: Any, told: bytes | None, wire: Wire) -> None:
-        """Passes on what a worker is told."""
-        tell = partial(wire.do, "tell", remote.worker, remote.incarnation, told)
+    def _relay(self, remote: RemoteWorker, message: Any, pickled: bytes | None, wire: Wire) -> None:
+        send = partial(wire.call, "send", remote.worker, remote.incarnation, pickled)
         if isinstance(message, Attach):
             assert self._shipper is not None
-            self._shipper.serve(remote.worker, tell, replaces=message.replaces is not None)
+            self._shipper.attach(remote.worker, send, replaces=message.replaces is not None)
             return
         if self._shipper is not None:
             self._shipper.ship()
-        tell()
+        send()
 
-    # --- the thread that receives what comes back ---------------------------------------------------
+    # --- The thread that receives ------------------------------------------------------------------
 
     def _receive_all(self, wire: Wire) -> None:
         try:
-            for came in wire.receive():
-                if isinstance(came, HostFailure):
-                    raise ActorLostError(came.why)
-                with self._losing:
+            for item in wire.receive():
+                if isinstance(item, HostFailure):
+                    raise nodes.ActorLostError(item.why)
+                with self._lock:
                     if self.lost:
                         continue
-                    if isinstance(came, WorkerMessage):
-                        self._receive(came)
+                    if isinstance(item, WorkerMessage):
+                        self._receive(item)
                     else:
                         assert self._shipper is not None
-                        self._shipper.post(came)
+                        self._shipper.post(item)
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             wire.close()
 
-    def _receive(self, said: WorkerMessage) -> None:
-        """Passes on what a worker says; under the lock."""
-        remote = self._remotes[said.worker, said.incarnation]
-        message = said.message
+    def _receive(self, received: WorkerMessage) -> None:
+        """Delivers a worker's message; under the lock."""
+        remote = self._remotes[received.worker, received.incarnation]
+        message = received.message
         if isinstance(message, ProcessEnd):
             remote.mark_ended(message)
             return
         if isinstance(message, Report):
-            message = on_node(message, self.node)
+            message = nodes.add_node_to_report(message, self.node)
         elif isinstance(message, Reply) and message.failure is not None:
-            message = replace(message, failure=on_node(message.failure, self.node))
-        remote.say(message)
+            message = replace(message, failure=nodes.add_node_to_report(message.failure, self.node))
+        remote.deliver(message)
         if isinstance(message, Report) and self._shipper is not None:
             self._shipper.notify_parent()
 
-    def _wake_pool(self) -> None:
-        """Lets it look at its slots, by a worker whose channel it has; under the lock."""
+    def wake_pool(self) -> None:
+        """Wakes the pool through the channel of any live worker; under the lock."""
         for remote in self._remotes.values():
             if not remote.ended():
-                remote.say(WAKE)
+                remote.deliver(WAKE)
                 break
 
-    # --- all threads' ------------------------------------------------------------------------------
+    # --- Any thread --------------------------------------------------------------------------------
 
-    def _fail(self, error: BaseException) -> None:
-        if isinstance(error, ActorLostError):
+    def fail(self, error: BaseException) -> None:
+        if isinstance(error, nodes.ActorLostError):
             self.lose(str(error))
         elif isinstance(error, self._ray.exceptions.RayError):
-            self.lose(describe_loss(error))
+            self.lose(nodes.describe_loss(error))
         else:
             self.lose(f"failed: {type(error).__name__}: {error}")
 
@@ -796,7 +732,7 @@ class ActorLink:
             self._ray.kill(self._actor, no_restart=True)
 
 
-def _start(target: Callable[[], None]) -> threading.Thread:
+def _start_thread(target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread

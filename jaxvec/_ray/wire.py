@@ -1,4 +1,4 @@
-"""Connections to an actor, and what travels on them."""
+"""TCP connections between a pool and its actors, and the format of rows and messages; used by both ends."""
 
 from __future__ import annotations
 
@@ -21,40 +21,37 @@ from jaxvec._memory.segment import Arrays
 from jaxvec._spec import PoolSpec
 
 # ----------------------------------------------------------------------------------------------------------
-# A TCP connection between two processes that share a key, at both ends: frames of bytes, in order.
+# TCP connections between two processes that share a key
 #
-# The key is new for each connection, and came to both ends by Ray. Each proves that it has the key before
-# the other reads a frame, so nobody else can have anything unpickled here. What follows is not encrypted.
+# The key is new for each connection, and Ray brings it to both ends. Each end proves that it has the key
+# before the other reads a frame, so no stranger's bytes are unpickled. The frames are not encrypted.
 #
-# The standard library's `multiprocessing.connection` does as much. It reads by pieces into a buffer of its
-# own and copies that: an answer of 2 MB took it 3.3 ms of CPU time, in place of 0.5, and one of 1 kB 87 us,
-# in place of 23. Its proof waits without end, and is HMAC-MD5 on Python 3.11.
+# Not `multiprocessing.connection`: it copies what it reads, so 2 MB took 3.3 ms of CPU time instead of 0.5,
+# and 1 kB took 87 us instead of 23. Its handshake has no timeout, and uses HMAC-MD5 on Python 3.11.
 #
-# A peer whose process ends is missed at once. One whose machine freezes, or is cut off, is asked for an
-# acknowledgement by keepalive while nothing is under way, and else by the data. `TCP_USER_TIMEOUT` would be
-# wrong for these: it also ends a connection whose peer is there, but has no time to read.
+# The end of a peer process closes the connection at once. A machine that freezes or is cut off is detected
+# by keepalive probes on an idle connection, and by missing acknowledgements otherwise. `TCP_USER_TIMEOUT`
+# would not do: it also ends the connection to a live peer that is slow to read.
 # ----------------------------------------------------------------------------------------------------------
 
 KEY_BYTES = 32
-MESSAGE = 0  # the kind of frames that their receiver may keep
+MESSAGE = 0  # frame type of messages, which the receiver may keep; all other types are rows
 
-_HEADER = struct.Struct("<BQ")  # kind, and length in bytes
+_HEADER = struct.Struct("<BQ")  # frame type, and length in bytes
 _TIMEVAL = struct.Struct("ll")  # seconds and microseconds
 _NONCE_BYTES = _PROOF_BYTES = 32
-_CONNECT_TIMEOUT = 3.0  # seconds within which a machine that is there lets us in
-_HANDSHAKE_TIMEOUT = 30.0  # seconds for the proofs; more, as a busy machine may be slow
-_UNAUTHENTICATED_TIMEOUT = (
-    5.0  # seconds that somebody may take who does not prove anything, while others wait
-)
-_ACK_CHECK_INTERVAL = 3.0  # seconds between looks whether what was sent is acknowledged
-_ACK_TIMEOUT = 14.0  # seconds without, after which the other machine is lost
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # 14 s in all; not of every system
-# Of Linux: probes without an answer, segments not acknowledged, milliseconds since the last that was.
+_CONNECT_TIMEOUT = 3.0  # seconds for a reachable machine to accept a connection
+_HANDSHAKE_TIMEOUT = 30.0  # seconds for the proofs; longer, as the processes of a busy machine may be slow
+_UNAUTHENTICATED_TIMEOUT = 5.0  # seconds that a listener spends on one stranger, while others may wait
+_ACK_CHECK_INTERVAL = 3.0  # seconds between checks that sent data are acknowledged
+_ACK_TIMEOUT = 14.0  # seconds without an acknowledgement, after which the other machine is lost
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}  # 14 s in all; not on every system
+# Fields of Linux's `tcp_info`: tcpi_probes, tcpi_unacked, and tcpi_last_ack_recv in milliseconds.
 _TCP_INFO = struct.Struct("<3xB20xI28xI")
 
 
 class Connection:
-    """One end. Any thread may send; one receives, and closes."""
+    """One end of a connection. Any thread may send; one thread receives and closes."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -63,20 +60,16 @@ class Connection:
         for name, value in _KEEPALIVE.items():
             if (option := getattr(socket, name, None)) is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        # The kernel's own timeout: Python's takes a system call more for each.
+        # The kernel's timeout: `settimeout` costs a further system call per receive.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(_ACK_CHECK_INTERVAL), 0))
         self._socket = sock
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # keeps the frames of several threads apart
         self._header = memoryview(bytearray(_HEADER.size))
         self._buffer = self._rows = np.empty(0, np.uint8)
 
-    def send(self, kind: int, data: bytes | memoryview) -> None:
-        """Sends a frame; waits while the other end has more to read than fits in between.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        parts = [memoryview(_HEADER.pack(kind, len(data))), memoryview(data)]
+    def send(self, frame_type: int, data: bytes | memoryview) -> None:
+        """Sends a frame; blocks while buffers are full. Raises `OSError` if the connection has ended."""
+        parts = [memoryview(_HEADER.pack(frame_type, len(data))), memoryview(data)]
         with self._sending:
             while parts:
                 sent = self._socket.sendmsg(parts)
@@ -86,82 +79,69 @@ class Connection:
                     parts[0] = parts[0][sent:]
 
     def receive(self) -> tuple[int, NDArray[np.uint8]]:
-        """Waits for a frame. Its data are good until the next call, except of a `MESSAGE`.
+        """Waits for a frame; returns its type and data. Rows are valid until the next call.
 
         Raises:
-            EOFError: the other end has closed, or this one has broken off.
-            OSError: the connection has ended in another way.
+            EOFError: The other end has closed the connection, or `break_off` was called.
+            OSError: The connection has ended in another way.
         """
         self._fill(self._header)
-        kind, length = _HEADER.unpack(self._header)
-        if kind == MESSAGE:
+        frame_type, length = _HEADER.unpack(self._header)
+        if frame_type == MESSAGE:
             data = np.empty(length, np.uint8)
         else:
-            if length > len(self._buffer):  # a new one each time costs more than to fill it
+            if length > len(self._buffer):  # allocating a buffer costs more than filling it
                 self._buffer = np.empty(length, np.uint8)
-            if length != len(self._rows):  # the same object, if it can be: see `RowPacker.unpack`
+            if length != len(self._rows):  # keep the same object: `RowPacker.unpack` is then faster
                 self._rows = self._buffer[:length]
             data = self._rows
         self._fill(data.data)
-        return kind, data
+        return frame_type, data
 
     def break_off(self) -> None:
-        """Lets both ends see an end of file; from any thread, also while others send and receive."""
+        """Causes an end of file at both ends; from any thread, also while others send or receive."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection."""
         self.break_off()
-        with self._sending:
+        with self._sending:  # no thread may send to a descriptor number that is reused
             self._socket.close()
 
     def _fill(self, view: memoryview) -> None:
         while len(view):
             try:
                 count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
-            except BlockingIOError:  # the kernel's timeout
+            except BlockingIOError:  # SO_RCVTIMEO has passed
                 if self._is_silent():
-                    raise TimeoutError(f"nothing was acknowledged for {_ACK_TIMEOUT:g} s") from None
+                    raise TimeoutError(
+                        f"the other machine has not acknowledged any data for {_ACK_TIMEOUT:g} s"
+                    ) from None
                 continue
             if not count:
-                raise EOFError("the other end closed it")
+                raise EOFError("the other end closed the connection")
             view = view[count:]
 
     def _is_silent(self) -> bool:
-        """Says whether the other machine acknowledges nothing any more of what was sent."""
+        """Returns whether the other machine has stopped acknowledging data and probes."""
         if sys.platform != "linux":
             return False
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-        probes, unacknowledged, since = _TCP_INFO.unpack(info)
-        return (unacknowledged > 0 or probes > 1) and since > _ACK_TIMEOUT * 1000
+        probes, unacknowledged, since_ms = _TCP_INFO.unpack(info)
+        return (unacknowledged > 0 or probes > 1) and since_ms > _ACK_TIMEOUT * 1000
 
 
 class Listener:
-    """Where an actor waits for its one connection.
-
-    Attributes:
-        address: host and port.
-    """
+    """A free port, with its `address`, at which an actor waits for its one connection."""
 
     def __init__(self, host: str, key: bytes) -> None:
-        """Listens at a free port; raises `OSError` if there is none.
-
-        Args:
-            host: the IP address of this machine by which others reach it.
-            key: that whoever connects has to know.
-        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family)
         self._key = key
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
 
     def accept(self) -> Connection:
-        """Waits for the one who knows the key, as long as it may take to connect, and listens no more.
-
-        Raises:
-            TimeoutError: it did not come.
-        """
+        """Waits for a process that has the key, then closes the port. Raises `TimeoutError`."""
         deadline = time.monotonic() + _CONNECT_TIMEOUT + _HANDSHAKE_TIMEOUT
         with self._socket:
             while True:
@@ -171,18 +151,14 @@ class Listener:
                     _authenticate(
                         sock, self._key, deadline=time.monotonic() + _UNAUTHENTICATED_TIMEOUT, connects=False
                     )
-                except OSError:  # a stranger; ours may be behind it
+                except OSError:  # a stranger; the pool's connection may be next
                     sock.close()
                 else:
                     return Connection(sock)
 
 
 def connect_to_actor(address: tuple[str, int], key: bytes) -> Connection:
-    """Connects to a `Listener`.
-
-    Raises:
-        OSError: nobody is there in time, or not the one who knows the key.
-    """
+    """Connects to a `Listener`; raises `OSError` if it does not answer in time or lacks the key."""
     sock = socket.create_connection(address, _CONNECT_TIMEOUT)
     try:
         _authenticate(sock, key, deadline=time.monotonic() + _HANDSHAKE_TIMEOUT, connects=True)
@@ -193,21 +169,18 @@ def connect_to_actor(address: tuple[str, int], key: bytes) -> Connection:
 
 
 def _authenticate(sock: socket.socket, key: bytes, *, deadline: float, connects: bool) -> None:
-    """Proves to the other end that we know the key, and has it prove the same.
+    """Proves to the other end that this one has the key, and checks the other end's proof.
 
-    The one who listens proves nothing to whom it has not seen a proof of. Both proofs are about random bytes
-    of both, and say whose they are, so none can be used again.
-
-    Raises:
-        OSError: it does not know the key, or did not say so by `deadline`.
+    The listener sends its proof only after it has checked the connector's. A proof is an HMAC of its sender's
+    role and of random bytes of both ends, so it can't be replayed or reflected. Raises `OSError`.
     """
 
-    def proof(whose: bytes) -> bytes:
-        return hmac.digest(key, whose + listener + connector, "sha256")
+    def proof(role: bytes) -> bytes:
+        return hmac.digest(key, role + listener + connector, "sha256")
 
-    def check(said: bytes, whose: bytes) -> None:
-        if not hmac.compare_digest(said, proof(whose)):
-            raise ConnectionError("somebody is there who does not know the key")
+    def check(received: bytes, role: bytes) -> None:
+        if not hmac.compare_digest(received, proof(role)):
+            raise ConnectionError("the process at the other end does not know the key")
 
     if connects:
         listener, connector = _read(sock, _NONCE_BYTES, deadline), secrets.token_bytes(_NONCE_BYTES)
@@ -217,63 +190,63 @@ def _authenticate(sock: socket.socket, key: bytes, *, deadline: float, connects:
         listener = secrets.token_bytes(_NONCE_BYTES)
         sock.settimeout(_time_left(deadline))
         sock.sendall(listener)
-        said = _read(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
-        connector = said[:_NONCE_BYTES]
-        check(said[_NONCE_BYTES:], b"connector")
+        answer = _read(sock, _NONCE_BYTES + _PROOF_BYTES, deadline)
+        connector = answer[:_NONCE_BYTES]
+        check(answer[_NONCE_BYTES:], b"connector")
         sock.sendall(proof(b"listener"))
 
 
 def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
-    said = b""
-    while len(said) < count:
+    received = b""
+    while len(received) < count:
         sock.settimeout(_time_left(deadline))
-        part = sock.recv(count - len(said))
+        part = sock.recv(count - len(received))
         if not part:
-            raise ConnectionError("somebody is there who closed the connection")
-        said += part
-    return said
+            raise ConnectionError("the process at the other end closed the connection")
+        received += part
+    return received
 
 
 def _time_left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
+    return max(deadline - time.monotonic(), 0.001)  # seconds; 0 would make the socket non-blocking
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What travels between the pool's process and a Ray actor; both ends pack and unpack alike.
+# Rows and messages
 # ----------------------------------------------------------------------------------------------------------
 
 Payload: TypeAlias = NDArray[np.uint8]  # rows in one buffer, see `RowPacker`
 
-_KEPT_BY_WORKERS = ("raw_info", "last_seed", "rebuilds")  # rows beside the results, see _layout
+_WORKER_ROWS = ("raw_info", "last_seed", "rebuilds")  # written by workers besides the time step
 
 
 class ProcessEnd(NamedTuple):
-    """How a worker process ended."""
+    """Exit code and description of the end of a worker process."""
 
     exitcode: int | None
     ending: str
 
 
 class WorkerMessage(NamedTuple):
-    """What a worker process said, or a `ProcessEnd`; all rows that it finished before have come before."""
+    """A message of a worker, or the end of its process. Rows that the worker completed before precede it."""
 
     worker: int
-    incarnation: int  # which of the processes in the worker's place it was
+    incarnation: int
     message: Any
 
 
 class HostFailure(NamedTuple):
-    """What went wrong with the actor itself."""
+    """The reason why an actor can't continue."""
 
     why: str
 
 
 class WireFormat:
-    """Packs rows at one end and unpacks them at the other.
+    """The packers of rows between a pool and an actor; both ends have equal ones.
 
-    Attributes:
-        requests: by verb, what workers need for it.
-        results: what they answer.
+    Args:
+        requested: Latest request of each slot `[num_envs]`, sent to the actor.
+        answered: Request that each slot's row answers `[num_envs]`, sent to the pool.
     """
 
     def __init__(
@@ -285,35 +258,23 @@ class WireFormat:
         requested: NDArray[np.int64],
         answered: NDArray[np.int64],
     ) -> None:
-        """Prepares for these arrays.
-
-        Args:
-            spec: of the pool.
-            arrays: of the segment at this end.
-            workers: of the actor.
-            requested: the request of each slot, `[num_envs]`, which travels to the actor.
-            answered: the request that each row answers, `[num_envs]`, which travels back.
-        """
         actions = [leaf.path for leaf in spec.action_leaves if not leaf.is_object]
         results = [leaf.path for leaf in spec.timestep_leaves if not leaf.is_object]
         final = [path for path in results if path[:2] == ("info", "final_obs")]
         self._arrays = arrays
-        self._rows = [*results, *((name,) for name in _KEPT_BY_WORKERS), ("completed",)]
+        self._rows = [*results, *((name,) for name in _WORKER_ROWS), ("completed",)]
         sent = arrays | {("requested",): requested}
-        self.requests = {
+        self.requests = {  # packers of each verb's inputs, for the actor
             Verb.STEP: RowPacker(sent, [("requested",), *actions]),
             Verb.RESET: RowPacker(sent, [("requested",), ("seed",)]),
         }
-        self.results = RowPacker(
+        self.results = RowPacker(  # for the pool
             arrays | {("completed",): answered},
             self._rows,
-            whole=[self._of(workers, name) for name in ("stats", "running")],
+            whole=[arrays[name,][workers.start : workers.stop] for name in ("stats", "running")],
             sparse=dict.fromkeys(final, ("info", "_final_obs")),
         )
 
     def inheritance(self, worker: int) -> RowPacker:
-        """Returns what packs what a worker needs in the place of one that was lost with its actor."""
-        return RowPacker(self._arrays, self._rows, whole=[self._of(range(worker, worker + 1), "stats")])
-
-    def _of(self, workers: range, name: str) -> NDArray[np.generic]:
-        return self._arrays[name,][workers.start : workers.stop]
+        """Returns the packer of the rows that a worker inherits if its predecessor's actor was lost."""
+        return RowPacker(self._arrays, self._rows, whole=[self._arrays["stats",][worker : worker + 1]])

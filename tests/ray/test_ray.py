@@ -570,7 +570,7 @@ def test_data_take_a_connection_where_they_can(make_on_ray):
     envs = make_on_ray(CountingEnv, 2, num_workers=1)
     envs.reset()
     (link,) = probe.links(envs)
-    assert isinstance(link._wire, _link.TcpWire)
+    assert isinstance(link.wire, _link.TcpWire)
 
 
 def test_data_travel_through_ray_where_ports_are_closed(make_on_ray, closed_ports, caplog):
@@ -578,7 +578,7 @@ def test_data_travel_through_ray_where_ports_are_closed(make_on_ray, closed_port
     envs = make_on_ray(CountingEnv, 2, num_workers=1)
     envs.reset()
     assert envs.step(np.zeros(2, int)).info["episode_length"].tolist() == [1, 1]
-    why = r"data of an actor travel through Ray, as it can't be reached at [\d.]+:\d+: .*refused"
+    why = r"using Ray instead of TCP for the data of one actor: it can't be reached at [\d.]+:\d+: .*refused"
     assert re.search(why, caplog.text)
 
 
@@ -973,7 +973,7 @@ def test_a_placement_group_that_is_removed_breaks_the_pool(make_on_ray, monkeypa
     envs.reset()
     placement = probe.placement(envs)
     if seen != "by the launcher":  # it was there a moment ago
-        monkeypatch.setattr(placement, "lost", partial(next, iter(["", *["it was removed"] * 9])))
+        monkeypatch.setattr(placement, "loss", partial(next, iter(["", *["it was removed"] * 9])))
     ray.util.remove_placement_group(placement._group)
 
     def step_on():

@@ -248,7 +248,7 @@ def test_a_host_is_served_until_the_connection_ends(host, listener):
     serving = Background(lambda: link.serve(host, listener))
     connection = connect_to_actor(listener.address, KEY)
     connection.send(MESSAGE, pickle.dumps(("launch", (0, 1))))
-    connection.send(MESSAGE, pickle.dumps(("tell", (0, 1, None))))  # the end of file
+    connection.send(MESSAGE, pickle.dumps(("send", (0, 1, None))))  # the end of file
     said = next(messages(connection))
     assert isinstance(said, WorkerMessage)
     assert (said.worker, said.incarnation) == (0, 1)

@@ -22,17 +22,17 @@ ENDED = ProcessEnd(3, "exited with code 3")
 
 
 class Link:
-    """Notes what workers are told."""
+    """Records the messages to workers."""
 
     node, ahead = "node 1", 0
 
     def __init__(self):
-        self.told = []
+        self.sent = []
 
-    def tell(self, remote, message, descriptors):
+    def send(self, remote, message, descriptors):
         if remote.ended():
             raise EOFError
-        self.told.append((remote.worker, remote.incarnation, message))
+        self.sent.append((remote.worker, remote.incarnation, message))
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def test_the_pipe_is_readable_while_somebody_is_not_heard(pipe, start):
     one, two = start(0), start(1)
     assert one.fileno() == two.fileno() == pipe.fileno()
     assert not rung(pipe)
-    one.say("a")
-    two.say("b")
-    one.say("c")
+    one.deliver("a")
+    two.deliver("b")
+    one.deliver("c")
     assert (one.receive(), one.receive()) == ("a", "c")
     assert (one.readable(), two.readable(), rung(pipe)) == (False, True, True)
     assert two.receive() == "b"
@@ -73,10 +73,10 @@ def test_the_pipe_is_readable_while_somebody_is_not_heard(pipe, start):
 
 def test_an_end_is_heard_once_after_what_was_said(pipe, start):
     worker = start(0)
-    worker.say("last words")
+    worker.deliver("last words")
     worker.mark_ended(ENDED)
     worker.mark_ended(ProcessEnd(4, "again"))
-    worker.say("from beyond")
+    worker.deliver("from beyond")
     assert worker.receive() == "last words"
     with pytest.raises(EOFError):
         worker.receive()
@@ -90,29 +90,29 @@ def test_an_end_is_heard_once_after_what_was_said(pipe, start):
 def test_a_wake_is_not_said_twice(pipe, start):
     worker = start(0)
     for _ in range(100_000):  # more than fit into a pipe
-        worker.say(WAKE)
+        worker.deliver(WAKE)
     assert worker.receive() is WAKE
     assert not rung(pipe)
 
 
 def test_who_takes_a_place_is_told_and_heard_in_it(pipe, link, start):
     old, new = start(0), start(0, 2)
-    old.say("something that nobody hears")
+    old.deliver("something that nobody hears")
     old.mark_ended(ENDED)
     channel = old.replace(new)
     assert not rung(pipe)
-    new.say("hello")
+    new.deliver("hello")
     assert channel.receive() == "hello"
     channel.send("welcome")
     channel.shut()
-    assert link.told == [(0, 2, "welcome"), (0, 2, None)]
+    assert link.sent == [(0, 2, "welcome"), (0, 2, None)]
 
 
 def test_a_message_whose_byte_was_lost_to_ctrl_c_blocks_nobody(pipe, start):
     one, two = start(0), start(1)
-    one.say("a")
+    one.deliver("a")
     pipe.take()  # and then the signal came
-    two.say("b")
+    two.deliver("b")
     assert (one.receive(), two.receive()) == ("a", "b")
     assert not rung(pipe)
 
@@ -143,7 +143,7 @@ def test_more_workers_are_heard_than_there_may_be_descriptors(kind, start):
         num_workers = resource.getrlimit(resource.RLIMIT_NOFILE)[0] + 1
         marks, slices = board(num_workers, num_workers)
         workers = [*map(start, range(num_workers))]
-        workers[-1].say("hello")
+        workers[-1].deliver("hello")
         end = base.parent_end(kind, marks, slices=slices, channels=workers, spin_ns=0)
         assert not end.wait(np.arange(num_workers), num_workers, 0)  # before it is content with its slots
         workers[-1].receive()
