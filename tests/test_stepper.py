@@ -216,7 +216,7 @@ def test_an_ordinary_step_is_not_pythons(monkeypatch, kind):
 
     env_slice, arrays = make_slice([Ordinary(0, 0.0)], mode=Autoreset.SAME_STEP)
     env_slice.reset(np.array([FIRST]))
-    monkeypatch.setattr(EnvSlice, "_take", None)
+    monkeypatch.setattr(EnvSlice, "_finish_step", None)
     monkeypatch.setattr(_rows, "conform", None)
     for slots in [np.array([FIRST])] * 5:
         env_slice.step(slots)

@@ -77,15 +77,16 @@ class BatchSlice(Slice):
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         partly = not self._spec.autoreset.resets
         for which, rows, chosen in self._parts(slots, "reset", partly=partly):
-            began = monotonic_ns()
+            started = monotonic_ns()
             seeds = self._arrays["seed",][rows]
-            options = self._common_options(rows.start + np.flatnonzero(chosen))
+            reset = rows.start + np.flatnonzero(chosen)
+            given = [] if self._options is None else [self._options[slot - self.first] for slot in reset]
+            options = next((one for one in given if one is not None), None)  # one for the whole instance
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._failing(which, "reset"):
                 result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
                 obs, info = split_reset(result)
-                reset = rows.start + np.flatnonzero(chosen)
                 self._write(self._spec.obs, obs, rows)
             mine = reset - self.first
             self._returns[mine], self._lengths[mine], self._over[mine] = 0, 0, False
@@ -96,14 +97,14 @@ class BatchSlice(Slice):
             with self._failing(which, "reset"):
                 self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
             self._stats[_stats.RESETS] += int(chosen.sum())
-            self._stats[_stats.RESET_NS] += monotonic_ns() - began
+            self._stats[_stats.RESET_NS] += monotonic_ns() - started
             if done is not None:
                 done(rows.start, self._size)
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         for which, rows, _ in self._parts(slots, "step", partly=False):
-            began = monotonic_ns()
+            started = monotonic_ns()
             actions = self._actions(rows)
             with self._failing(which, "step", actions):
                 result: Any = self._targets[which].step(actions)
@@ -117,7 +118,7 @@ class BatchSlice(Slice):
                 over = self._arrays["terminated",][rows] | self._arrays["truncated",][rows]
                 self._count(rows, np.asarray(reward), over)
                 self._write_infos(which, rows, info, over)
-            self._stats[_stats.STEP_NS] += monotonic_ns() - began
+            self._stats[_stats.STEP_NS] += monotonic_ns() - started
             if done is not None:
                 done(rows.start, self._size)
         self._running[0] = 0
@@ -198,10 +199,7 @@ class BatchSlice(Slice):
     def _parts(
         self, slots: NDArray[Any], operation: str, *, partly: bool
     ) -> Iterator[tuple[int, slice, NDArray[np.bool_]]]:
-        """Yields the instances of `slots`: index, rows of the segment, and a mask of the requested envs.
-
-        If the caller's block raises `EnvFailure`, it gets the slots that are complete.
-        """
+        """Yields the instances of `slots`: index, rows of the segment, and a mask of the requested envs."""
         completed: list[int] = []
         for which in np.unique((slots - self.first) // self._size).tolist():
             start = self.first + which * self._size
@@ -214,21 +212,11 @@ class BatchSlice(Slice):
                     f"envs {start} to {start + self._size - 1} are one batched env, which moves as a whole; "
                     f"request {operation} for all of them, not for {int(chosen.sum())}"
                 )
-            try:
-                yield which, slice(start, start + self._size), chosen
-            except EnvFailure as failure:
-                failure.completed = completed
-                raise
+            yield which, slice(start, start + self._size), chosen
             completed = [*completed, *range(start, start + self._size)]
 
     def _failing(self, which: int, operation: str, action: Any = None) -> Failing:
         return Failing(self.first + which * self._size, operation, action)
-
-    def _common_options(self, slots: NDArray[Any]) -> dict[str, Any] | None:
-        if self._options is None:
-            return None
-        given = [self._options[slot - self.first] for slot in slots.tolist()]
-        return next((one for one in given if one is not None), None)
 
     def _write(self, node: Node, value: Any, rows: slice) -> None:
         """Writes a batch of values, with Gymnasium's checks and casts."""

@@ -51,11 +51,7 @@ def listed(env: Any) -> Any:
 
 
 def count(env: Any, num_envs: int | None, size: int | None) -> int:
-    """Returns the number of envs of the pool, given the arguments of `make`; `size` is `envs_per_instance`.
-
-    Raises:
-        ValueError: `num_envs` is below 1, missing, not the list's length, or no multiple of `size`.
-    """
+    """Returns the number of envs of a pool, from arguments of `make`; `size` is `envs_per_instance`."""
     if _is_list(env):
         listed = len(env) * (size or 1)
         if num_envs is not None and num_envs != listed:
@@ -88,11 +84,6 @@ def resolve(
         env_kwargs: Keyword arguments for `gymnasium.make`, or for the callables.
         configs: Further keyword arguments, one dict per constructor; `None` for none.
         size: The number of envs in a batch; `None` for single envs.
-
-    Raises:
-        TypeError: `env` has another type, or a callable can't be called like this.
-        ValueError: The number of configs is wrong.
-        gymnasium.error.Error: There is no env with this id.
     """
     step = size or 1
     places = [
@@ -105,7 +96,10 @@ def resolve(
         if size is not None:
             raise TypeError("envs_per_instance goes with a callable that makes a gymnasium.vector.VectorEnv")
         # Resolve the id here, because it may be registered in this process only.
-        spec = _portable(_find_spec(env) if isinstance(env, str) else env)
+        spec = _find_spec(env) if isinstance(env, str) else env
+        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
+            # Load it, because a worker's `__main__` is another module.
+            spec = dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
         return [partial(gymnasium.make, spec, **{**env_kwargs, **config}) for config in each]
     env_fns = list(cast("Sequence[Any]", env)) if _is_list(env) else [env] * len(places)
     return [
@@ -123,7 +117,7 @@ def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:
 
 
 def takes(env: Any, name: str) -> bool | None:
-    """Returns True if some constructor accepts a keyword, and `None` if no signature shows it."""
+    """Returns True if some constructor accepts a keyword, False if none does, `None` if that is unknown."""
     answers = [_takes(each, name) for each in (env if _is_list(env) else [env])]
     return True if True in answers else None if None in answers else False
 
@@ -170,8 +164,7 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
             "one of them; pass the others as keyword arguments of make"
         )
     by_name |= dict.fromkeys(required, index)
-    # Pass the first parameter by position if possible: a wrapped callable may not accept the name of its
-    # signature.
+    # Pass the first parameter by position: a wrapped callable may not accept the name in its signature.
     first = [by_name.pop(name) for name in required if name == next(iter(parameters))]
     return cast(EnvFn, partial(env_fn, *first, **{**by_name, **env_kwargs}))
 
@@ -191,13 +184,6 @@ def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(env_fn).parameters
     except (TypeError, ValueError):  # some builtins have no signature
         return {}
-
-
-def _portable(spec: EnvSpec) -> EnvSpec:
-    """Loads an entry point in `__main__`, because a worker's `__main__` is another module."""
-    if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
-        return dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
-    return spec
 
 
 def _find_spec(env_id: str) -> EnvSpec:
@@ -240,8 +226,11 @@ class Description:
 
 def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
     """Describes envs. Resets the first one if `learn_info`, and raises `EnvFailure` if that raises."""
-    with Failing(first, "reset"):
-        info = _first_info(envs[0]) if learn_info else None
+    info = None
+    if learn_info:
+        with Failing(first, "reset"):
+            info = envs[0].reset()[1]
+            info = one_of(info, 0, envs[0].num_envs) if isinstance(envs[0], VectorEnv) else dict(info)
     spaces, mismatch, env_id = _spaces(envs[0]), None, first
     for env in envs:
         mismatch = mismatch or compare(spaces, first, _spaces(env), env_id, equal=equal_spaces)
@@ -266,11 +255,6 @@ def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) ->
                 "need the same spaces"
             )
     return None
-
-
-def _first_info(env: Env | BatchedEnv) -> dict[str, Any]:
-    info = env.reset()[1]
-    return one_of(info, 0, env.num_envs) if isinstance(env, VectorEnv) else dict(info)
 
 
 def _spaces(env: Env | BatchedEnv) -> EnvSpaces:

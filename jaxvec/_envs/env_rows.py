@@ -100,30 +100,22 @@ def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
 
 
 class EnvRows:
-    """The rows of a slice, by index in the slice.
-
-    Attributes:
-        write_obs: `write_obs(index, obs)` writes one observation.
-        final: The writer of episodes' last steps.
-        infos: The raw info of each env's last step or reset.
-        given: The next action by index, if actions are Python objects; else `None`.
-        objects: The leaves of Python objects, `[n, ...]` each.
-    """
+    """The rows of a slice, by index in the slice."""
 
     def __init__(self, spec: PoolSpec, rows: Arrays, *, left: bool) -> None:
         """Prepares to access `rows`, which contain values of an earlier slice if `left`."""
         count = len(rows["raw_info",])
         self._read_actions = reader(spec.action, rows)
         self._read_obs = reader(spec.obs, rows)
-        self.write_obs = writer(spec.obs, rows)
+        self.write_obs = writer(spec.obs, rows)  # called with an index and an observation
         self.final = FinalStep(spec, rows, range(count) if left else ())
         self._declared = DeclaredInfo(spec.declared, rows)
         self._raw_info = rows["raw_info",]
         self._raw_info[:] = InfoKind.EMPTY
-        self.infos: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of the last step or reset
         self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
-        self.given: dict[int, Any] | None = None
+        self.given: dict[int, Any] | None = None  # the next actions by index, if they are Python objects
 
     def actions(self, indices: list[int], rows: Index) -> list[Any]:
         """Returns the next action of each env. `rows` are `indices` in the form of an array index."""
@@ -133,7 +125,6 @@ class EnvRows:
         return [given[index] for index in indices]
 
     def obs(self, index: int) -> Any:
-        """Returns a copy of the observation in a row."""
         (obs,) = self._read_obs(np.array([index]))
         return obs
 

@@ -207,7 +207,7 @@ class EnvSlice(Slice):
                 end_forks(slot, "step")
             place = indices.index(slot - self.first)
             self._count_steps(place if done is None else 0)
-            if isinstance(error, EnvFailure):  # of a reset; the step itself is complete
+            if isinstance(error, EnvFailure):  # a reset has failed, so no step is lost
                 failure = error
             else:
                 self._episodes.lose(slot - self.first)
@@ -506,14 +506,9 @@ class EnvSlice(Slice):
         oldest: int,
         rows: Sequence[NDArray[Any]] | None,
     ) -> Gone | None:
-        """Restores saved states.
+        """Restores a state, given by its number or its bytes, into each of `k` envs.
 
-        Args:
-            slots: The slots of the envs.
-            sources: The number of a state, or its bytes, for each of `slots`.
-            oldest: The lowest number to keep.
-            rows: The leaves of the time steps of these states, `[k, ...]` each; `None` if the parent writes
-                them.
+        `rows` are the leaves of the states' time steps, `[k, ...]` each; `None` if the parent writes them.
 
         Raises:
             EnvFailure: A state can't be restored. The envs before it have been restored.
@@ -536,16 +531,10 @@ class EnvSlice(Slice):
     def simulate_states(
         self, sources: Sequence[int], numbers: Sequence[int], actions: Sequence[NDArray[Any]], oldest: int
     ) -> list[NDArray[Any]] | Gone:
-        """Steps copies of envs from their states, and saves the next states.
+        """Steps copies of envs from `k` states, and saves the next states under `numbers`.
 
-        Args:
-            sources: The numbers of the states to step from, `[k]`. They may be below `oldest`.
-            numbers: The numbers of the next states, `[k]`.
-            actions: The leaves of the actions, `[k, ...]` each.
-            oldest: The lowest number to keep.
-
-        Returns:
-            The leaves of the time step, `[k, ...]` each. The caller fills in `env_id`.
+        `actions` and the result are the leaves of actions and time step, `[k, ...]` each. The caller fills in
+        `env_id`. The states to step from may have numbers below `oldest`.
 
         Raises:
             EnvFailure: An env raised. It names the slot that the first state of its line was saved from.
@@ -574,7 +563,7 @@ class EnvSlice(Slice):
     def import_states(
         self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
     ) -> None:
-        """Adds states that `export_states` returned, as states of the envs of `slots`."""
+        """Adds states that `export_states` returned, as states of `slots`."""
         with self._states.evicting(oldest):
             for slot, number, one in zip(slots, numbers, packed, strict=True):
                 with Failing(slot, "import"):

@@ -310,8 +310,7 @@ class StatefulEnv:
                         f"cannot restore {name}: {attribute} differs after the restore. {_ADVICE}"
                     )
                 self._repeat(parts, name)
-            # Pickled copies last: they may define classes of `__main__` anew, which replace those of the
-            # objects.
+            # Pickled copies last: unpickling may create a script's classes anew, and the env then holds these.
             for state, parts in points:
                 if (copied := _pickled(state)) is not None:
                     self.put(copied)

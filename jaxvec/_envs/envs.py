@@ -22,7 +22,6 @@ Env: TypeAlias = gymnasium.Env[Any, Any]
 BatchedEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]  # fills several neighbouring slots
 EnvFn: TypeAlias = Callable[[], Any]
 
-
 OLD_GYM = (
     "Wrap an env of old Gym in shimmy.GymV21CompatibilityV0(env=...) if its step returns four values, or in "
     "shimmy.GymV26CompatibilityV0(env=...)"
@@ -85,10 +84,7 @@ def put_attr(env: Env, name: str, value: Any) -> None:
 def build_env(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list[Any]:
     """Builds the envs from slot `first` on. If one fails, closes the others.
 
-    Args:
-        env_fns: The constructors, one per env, or one per batch of `size` envs.
-        first: The slot of the first env.
-        size: The number of envs in a batch; `None` for single envs.
+    With `size`, each constructor builds a batched env with as many envs.
 
     Raises:
         EnvFailure: A constructor raised, or did not return an env.
@@ -137,11 +133,7 @@ def close_envs(
 ) -> None:
     """Closes all envs, then raises `EnvFailure` for the first failure of `close`.
 
-    Args:
-        envs: The envs that `build_env` returned; spare ones may follow.
-        first: The slot of the first env.
-        size: The number of envs in a batch; `None` for single envs.
-        report: A callback for the slots of each env that was closed.
+    Spare envs may follow those that `build_env` returned. Calls `report` with the slots of each closed env.
     """
     failure: EnvFailure | None = None
     for number, env in enumerate(envs):

@@ -41,28 +41,21 @@ class Episodes:
 
     The compiled loop (`_native/stepper.cc`) changes the same lists and rows for ordinary steps, as `take`
     does, and as `mark` does if no episode ends.
-
-    Attributes:
-        state: The constant, such as `PLAYING`, for each env's next step.
-        returns: Returns of the current episodes, float64 `[n, *reward_shape]`.
-        lengths: Lengths of the current episodes, int64 `[n]`.
-        row_rewards, row_returns, row_lengths: The same statistics in the rows, with the dtypes of the
-            segment.
-        end_marks: The columns `terminated`, `truncated` and `fault` of the rows.
     """
 
     def __init__(self, rows: Arrays, autoreset: Autoreset, *, lost: bool = False) -> None:
         """Creates the counters. If `lost`, the rows contain episodes that a fault has interrupted."""
         count, *shape = rows["reward",].shape
         self._zero: Any = np.zeros(shape) if shape else 0.0
-        self.state = [LOST if lost else PLAYING] * count
+        self.state = [LOST if lost else PLAYING] * count  # the constant for each env's next step
+        # Return and length of each episode, in float64 and int64 whatever the segment stores.
         self.returns, self.lengths = np.zeros((count, *shape)), np.zeros(count, np.int64)
         self._returns, self._lengths = scalars(self.returns), scalars(self.lengths)
         self.row_rewards = scalars(rows["reward",])
         self.row_returns, self.row_lengths = (
             scalars(rows["info", name]) for name in ("episode_return", "episode_length")
         )
-        # Pools without faults or idle envs lack these columns; writes then go to arrays that are never read.
+        # A pool that can't have faults or idle envs lacks these columns. Then nothing reads the arrays.
         fault, idle = (rows.get(("info", name), np.zeros(count, np.bool_)) for name in ("fault", "idle"))
         self.end_marks = rows["terminated",], rows["truncated",], fault
         self._terminated, self._truncated, self._fault = map(scalars, self.end_marks)

@@ -20,7 +20,6 @@ from jaxvec._util import dumps
 
 _MAX_ROWS = 64  # rows of steps that are in memory at the same time
 
-
 # Steps the env of a row, `[1]`, from a state, and returns the next state.
 Stepper: TypeAlias = Callable[[NDArray[Any], SlotState], SlotState]
 
@@ -63,9 +62,6 @@ class Simulator:
         Returns:
             The next states, and the leaves of the time step, `[k, ...]` each, without `env_id` and without
             the rows of idle envs.
-
-        Raises:
-            EnvFailure: An env raised, or could not be built.
         """
         out = [
             np.empty((len(states), *leaf.shape), object if leaf.is_object else leaf.stored)

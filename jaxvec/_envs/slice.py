@@ -53,7 +53,6 @@ class EnvSettings:
                 self._options[slot] = one
 
     def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
-        """Records an attribute, with one value for each of `slots`."""
         if not self._keeps_options:
             return
         packed: dict[int, Any] = {}  # by identity: often all envs share one large value
@@ -83,7 +82,7 @@ class EnvSettings:
         return SlotSettings(options, attributes or {}, state)
 
     def forget_calls(self, slots: Iterable[int]) -> list[int]:
-        """Returns those of `slots` that lost changes by user code with their envs, and forgets the changes."""
+        """Returns those of `slots` with changes by user code, which new envs lack, and forgets them."""
         lost = sorted(self._called.intersection(slots))
         self._called.difference_update(lost)
         return lost
@@ -164,7 +163,6 @@ class Slice(ABC):
         raise failure
 
     def reapply_settings(self, slot: int, settings: SlotSettings) -> None:
-        """Applies settings to a new env; raises `EnvFailure` if one can't be set."""
         raise self._unsupported("restart")
 
     def start_trace(self, capacity: int) -> None:

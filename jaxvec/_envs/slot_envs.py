@@ -176,11 +176,7 @@ class Spares:
         return [spare.env for spare in self._queue]
 
     def build(self, count: int, env_fns: Sequence[EnvFn], first: int) -> None:
-        """Builds `count` envs with the functions of the envs `first`, `first + 1`, …, in turn.
-
-        Raises:
-            EnvFailure: A constructor raised.
-        """
+        """Builds `count` envs with the functions of the envs `first`, `first + 1`, …, in turn."""
         for i in range(count):
             which = i % len(env_fns)
             (env,) = build_env([env_fns[which]], first + which)
@@ -210,16 +206,7 @@ class Spares:
 
 
 class SlotEnvs:
-    """The envs of a slice, by index in the slice.
-
-    Attributes:
-        envs: The env of each slot.
-        called: `envs`, or an object for each that records its steps and resets.
-        targets: The objects that are stepped and reset.
-        stateful: A `StatefulEnv` for each env, if the pool keeps states; else empty.
-        spares: The spare envs.
-        check_member: Raises if an observation is not in its space; `None` for no check.
-    """
+    """The envs of a slice, by index in the slice."""
 
     def __init__(
         self,
@@ -246,7 +233,7 @@ class SlotEnvs:
         self.record(None)
         self.spares = spares
         self._states = config.states
-        # All slots of a simulator hold the same env, which must have one `StatefulEnv`.
+        # Empty if the pool keeps no states. All slots of a simulator share one env and its `StatefulEnv`.
         stateful = {id(env): StatefulEnv(env, config.states.functions) for env in envs if config.states.max}
         self.stateful = [stateful[id(env)] for env in envs if config.states.max]
         self._has_spares = bool(spares)  # never changes; faster than `bool(spares)` at each end
@@ -261,6 +248,7 @@ class SlotEnvs:
         self._unlent = set(range(len(envs) if lends else 0))
         self._borrowers = {index for index in range(len(envs)) if self._buffer_setter(index) is not None}
         space = envs[0].observation_space
+        # Raises if an observation is not in its space; `None` for no check.
         self.check_member = partial(check_member, space, path=("obs",)) if config.strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of rebuilt envs
         self._kept_options: dict[int, dict[str, Any]] = {}  # for their next reset within a step
@@ -275,7 +263,7 @@ class SlotEnvs:
 
     def record(self, recorder: Recorder | None) -> None:
         """Starts to record all steps and resets, or stops with `None`."""
-        self.called: list[Any] = self.envs
+        self.called: list[Any] = self.envs  # or an object for each that records its calls
         if recorder is not None:
             self.called = [
                 RecordedEnv(self.envs, index, f"env {self._first + index}", recorder)
@@ -300,19 +288,18 @@ class SlotEnvs:
         """Resets an env after its episode, or lets a spare env take its slot."""
         if not self._has_spares:
             return self._reset(index, None, self._kept_options.get(index))
-        self._take_back(index)
+        self._set_buffer(index, lend=False)
         spare = self.spares.swap(
             self.envs[index], self._new_seeds.pop(index, None), self._kept_options.pop(index, None)
         )
         self.envs[index] = spare.env
-        self._set_buffer(index)
+        self._set_buffer(index, lend=True)
         self.changed(index)
         if spare.result is None:
             return self._check(self._call(self.called[index], self._first + index, spare.seed, spare.options))
         return self._check(spare.result)
 
     def prepare(self) -> None:
-        """Resets a spare env in advance, if one needs it."""
         if (spare := self.spares.unready) is not None:
             try:
                 spare.result = self._call(spare.env, self._first, spare.seed, spare.options)
@@ -320,11 +307,6 @@ class SlotEnvs:
                 spare.failed = True
 
     def rebuild(self, index: int) -> None:
-        """Closes an env and builds a new one.
-
-        Raises:
-            EnvFailure: The constructor raised.
-        """
         with suppress(BaseException):
             self.envs[index].close()
         (self.envs[index],) = build_env([self._env_fns[index]], self._first + index)
@@ -346,7 +328,7 @@ class SlotEnvs:
     @contextmanager
     def unlent(self, index: int) -> Generator[None]:
         """Makes an env write to memory of its own within the block, so that its row is unchanged."""
-        self._take_back(index)
+        self._set_buffer(index, lend=False)
         try:
             yield
         finally:
@@ -373,20 +355,14 @@ class SlotEnvs:
         self.keep_options(index, options)
 
     def _lend(self, index: int) -> None:
-        if not self._lends:
-            self._take_back(index)
-        elif self.was_reset(index):
-            self._set_buffer(index)
+        if not self._lends or self.was_reset(index):
+            self._set_buffer(index, lend=self._lends)
 
-    def _set_buffer(self, index: int) -> None:
-        """Passes the memory of its row, nested as the observation space, to an env that accepts it."""
+    def _set_buffer(self, index: int, *, lend: bool) -> None:
+        """Passes an env the memory of its row, nested as the observation space, or `None` to take it back."""
         if (set_buffer := self._buffer_setter(index)) is not None:
-            set_buffer(build(self._obs, lambda leaf: self._rows[leaf.path][index, ...]))
-
-    def _take_back(self, index: int) -> None:
-        """Makes an env write to memory of its own again."""
-        if (set_buffer := self._buffer_setter(index)) is not None:
-            set_buffer(None)
+            row = build(self._obs, lambda leaf: self._rows[leaf.path][index, ...]) if lend else None
+            set_buffer(row)
 
     def _buffer_setter(self, index: int) -> Callable[[Any], None] | None:
         env: Any = self.envs[index]
