@@ -239,10 +239,7 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
 
 
 def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) -> str | None:
-    """Returns a message that names a difference between the spaces of two envs; `None` if there is none.
-
-    Without `equal`, only structure, shapes and dtypes of observation spaces are compared.
-    """
+    """Returns a message if the spaces of two envs differ; without `equal`, bounds of observations may."""
     for name in ("observation", "action", "reward"):
         expected, actual = getattr(a, name), getattr(b, name)
         if expected is actual:  # a class attribute; comparing large boxes is slow

@@ -310,7 +310,7 @@ class StatefulEnv:
                         f"cannot restore {name}: {attribute} differs after the restore. {_ADVICE}"
                     )
                 self._repeat(parts, name)
-            # Pickled copies last: unpickling may create a script's classes anew, and the env then holds these.
+            # Pickled copies last: unpickling may create a script's classes anew, and the env keeps these.
             for state, parts in points:
                 if (copied := _pickled(state)) is not None:
                     self.put(copied)

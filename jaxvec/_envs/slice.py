@@ -82,7 +82,7 @@ class EnvSettings:
         return SlotSettings(options, attributes or {}, state)
 
     def forget_calls(self, slots: Iterable[int]) -> list[int]:
-        """Returns those of `slots` with changes by user code, which new envs lack, and forgets them."""
+        """Forgets changes by user code, which new envs lack; returns those of `slots` that had any."""
         lost = sorted(self._called.intersection(slots))
         self._called.difference_update(lost)
         return lost
