@@ -1,6 +1,6 @@
-"""Steps a slice of a pool that batched envs fill: each instance, a `VectorEnv`, holds neighbouring slots.
+"""Steps batched envs: each instance is a `gymnasium.vector.VectorEnv` that fills neighbouring slots.
 
-The twin of `EnvSlice` for simulators that step many envs in one call, on NumPy or in their own code.
+`BatchSlice` replaces `EnvSlice` for simulators that step many envs in one call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._arguments import NO_SEED, Options
+from jaxvec._arguments import NO_SEED
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.envs import BatchedEnv, EnvFailure, Failing, FailingAttribute, split_reset, wrong_step
 from jaxvec._envs.slice import Done, Slice
@@ -31,14 +31,13 @@ from jaxvec._spec import (
     leaves,
     map_leaves,
 )
-from jaxvec._tracing import Record, RecordedEnv, Recorder
+from jaxvec._tracing import RecordedEnv, Recorder
 
 
 class BatchSlice(Slice):
-    """The instances that hold the slots from `first` on, `size` each.
+    """The instances that fill the slots from `first` on, `size` each.
 
-    An instance moves as a whole: a request must name all of its slots, or none. Only without autoreset
-    can some of its envs be reset.
+    A request must name all slots of an instance or none. Only a reset without autoreset can name some.
     """
 
     def __init__(
@@ -52,9 +51,7 @@ class BatchSlice(Slice):
         arrays: Arrays,
     ) -> None:
         self._instances = instances
-        self._targets: list[Any] = instances  # or what records their steps and resets
-        self.recorder: Recorder | None = None
-        self._record: Record | None = None  # of the last trace
+        self._targets: list[Any] = instances  # or objects that record their steps and resets
         self._size = size
         self.first = first
         self._spec = spec
@@ -64,10 +61,9 @@ class BatchSlice(Slice):
         count = len(instances) * size
         self._returns = np.zeros((count, *spec.reward.shape))
         self._lengths = np.zeros(count, np.int32)
-        self._over = np.zeros(count, np.bool_)  # whose last step ended an episode
+        self._over = np.zeros(count, np.bool_)  # True after a step that ended an episode
         self._raw: list[dict[str, Any]] = [{} for _ in instances]
-        self._options: Options = None
-        # Writers of single rows are costly to make.
+        # Creating a writer for a single row is slow, so do it once.
         infos = [spec.declared, *([spec.info.child("final_info")] if spec.has_final_info else [])]
         nodes: list[Node] = [child for info in infos for child in info.children[::2]]
         nodes += [spec.info.child("final_obs")] if spec.has_final_obs else []
@@ -81,15 +77,16 @@ class BatchSlice(Slice):
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         partly = not self._spec.autoreset.resets
         for which, rows, chosen in self._parts(slots, "reset", partly=partly):
-            began = monotonic_ns()
+            started = monotonic_ns()
             seeds = self._arrays["seed",][rows]
-            options = self._common_options(rows.start + np.flatnonzero(chosen))
+            reset = rows.start + np.flatnonzero(chosen)
+            given = [] if self._options is None else [self._options[slot - self.first] for slot in reset]
+            options = next((one for one in given if one is not None), None)  # one for the whole instance
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
             with self._failing(which, "reset"):
                 result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
                 obs, info = split_reset(result)
-                reset = rows.start + np.flatnonzero(chosen)
                 self._write(self._spec.obs, obs, rows)
             mine = reset - self.first
             self._returns[mine], self._lengths[mine], self._over[mine] = 0, 0, False
@@ -100,14 +97,14 @@ class BatchSlice(Slice):
             with self._failing(which, "reset"):
                 self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
             self._stats[_stats.RESETS] += int(chosen.sum())
-            self._stats[_stats.RESET_NS] += monotonic_ns() - began
+            self._stats[_stats.RESET_NS] += monotonic_ns() - started
             if done is not None:
                 done(rows.start, self._size)
         self._running[0] = 0
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         for which, rows, _ in self._parts(slots, "step", partly=False):
-            began = monotonic_ns()
+            started = monotonic_ns()
             actions = self._actions(rows)
             with self._failing(which, "step", actions):
                 result: Any = self._targets[which].step(actions)
@@ -121,56 +118,44 @@ class BatchSlice(Slice):
                 over = self._arrays["terminated",][rows] | self._arrays["truncated",][rows]
                 self._count(rows, np.asarray(reward), over)
                 self._write_infos(which, rows, info, over)
-            self._stats[_stats.STEP_NS] += monotonic_ns() - began
+            self._stats[_stats.STEP_NS] += monotonic_ns() - started
             if done is not None:
                 done(rows.start, self._size)
         self._running[0] = 0
 
-    def start_trace(self, capacity: int) -> None:
-        recorder = self.recorder = Recorder(capacity)
-        self._record = None
-        starts = [self.first + which * self._size for which in range(len(self._instances))]
-        self._targets = [
-            RecordedEnv(self._instances, which, f"envs {start}-{start + self._size - 1}", recorder)
-            for which, start in enumerate(starts)
-        ]
-
-    def stop_trace(self) -> Record | None:
-        recorder, self.recorder, self._targets = self.recorder, None, self._instances
+    def _record_calls(self, recorder: Recorder | None) -> None:
+        self._targets = self._instances
         if recorder is not None:
-            self._record = recorder.take()
-        return self._record
+            starts = [self.first + which * self._size for which in range(len(self._instances))]
+            self._targets = [
+                RecordedEnv(self._instances, which, f"envs {start}-{start + self._size - 1}", recorder)
+                for which, start in enumerate(starts)
+            ]
 
-    def set_options(self, options: Options) -> None:
-        self._options = options
+    # Calls, attributes and `map` use each instance once. A result with one entry per env is split into rows.
 
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        """Returns attribute `name` of the instances, called if it can be; a row of it for each slot."""
-
-        def ask(instance: Any, *mine: Any) -> Any:
-            if callable(getattr(instance, "call", None)) and name != "render":  # only some of Gymnasium's
+        def call(instance: Any, *mine: Any) -> Any:
+            # Not all vector envs have `call`, and those that do may not forward `render`.
+            if callable(getattr(instance, "call", None)) and name != "render":
                 return instance.call(name, *mine, **kwargs)
             attribute = attrgetter(name)(instance)
             return attribute(*mine, **kwargs) if callable(attribute) else attribute
 
-        return self._ask(slots, args, ask, lambda slot: FailingAttribute(slot, name))
+        return self._apply(slots, args, call, lambda slot: FailingAttribute(slot, name))
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        """Returns attribute `name` of the instances, a row of it for each slot."""
-
         def read(instance: Any) -> Any:
             if callable(getattr(instance, "get_attr", None)):
                 return instance.get_attr(name)
             return attrgetter(name)(instance)
 
-        return self._ask(slots, args, read, lambda slot: FailingAttribute(slot, name))
+        return self._apply(slots, args, read, lambda slot: FailingAttribute(slot, name))
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        """Returns what `function` returns of the instances, a row of it for each slot."""
-        return self._ask(slots, args, function, lambda slot: Failing(slot, "map"))
+        return self._apply(slots, args, function, lambda slot: Failing(slot, "map"))
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        """Sets attribute `name` of the instances that hold `slots`; all of one, or what each says it has."""
         by_instance: dict[int, dict[int, Any]] = {}
         for slot, value in zip(slots, values, strict=True):
             which, row = divmod(slot - self.first, self._size)
@@ -182,6 +167,7 @@ class BatchSlice(Slice):
                     for value in rows.values():
                         setattr(instance.unwrapped, name, value)
                     continue
+                # `set_attr` takes values for all envs of the instance, so pass the other envs their own.
                 whole = len(rows) == self._size
                 each = [None] * self._size if whole else list(instance.get_attr(name))
                 for row, value in rows.items():
@@ -191,30 +177,29 @@ class BatchSlice(Slice):
     def _actions(self, rows: slice) -> Any:
         return build(self._spec.action, lambda leaf: self._arrays[leaf.path][rows].astype(leaf.dtype))
 
-    def _ask(
+    def _apply(
         self,
         slots: Iterable[int],
         args: Sequence[Any],
-        ask: Callable[..., Any],
+        function: Callable[..., Any],
         failing: Callable[[int], Failing],
     ) -> list[Any]:
-        """Returns what `ask` returns of the instances, once of each; a row of it for each slot."""
         answers: dict[int, Any] = {}
         results: list[Any] = []
         for slot, mine in zip(slots, args, strict=True):
             which, row = divmod(slot - self.first, self._size)
             if which not in answers:
                 with failing(slot):
-                    answers[which] = ask(self._instances[which], *mine)
+                    answers[which] = function(self._instances[which], *mine)
             value = answers[which]
-            alike = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
-            results.append(value[row] if alike else value)
+            batched = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
+            results.append(value[row] if batched else value)
         return results
 
     def _parts(
         self, slots: NDArray[Any], operation: str, *, partly: bool
     ) -> Iterator[tuple[int, slice, NDArray[np.bool_]]]:
-        """Yields each instance that has some of `slots`, its rows of the segment, and which of them."""
+        """Yields the instances of `slots`: index, rows of the segment, and a mask of the requested envs."""
         completed: list[int] = []
         for which in np.unique((slots - self.first) // self._size).tolist():
             start = self.first + which * self._size
@@ -225,26 +210,16 @@ class BatchSlice(Slice):
                 failure.completed = completed
                 raise failure from InvalidValue(
                     f"envs {start} to {start + self._size - 1} are one batched env, which moves as a whole; "
-                    f"{operation} was asked for {int(chosen.sum())} of them"
+                    f"request {operation} for all of them, not for {int(chosen.sum())}"
                 )
-            try:
-                yield which, slice(start, start + self._size), chosen
-            except EnvFailure as failure:
-                failure.completed = completed
-                raise
-            completed = completed + list(range(start, start + self._size))
+            yield which, slice(start, start + self._size), chosen
+            completed = [*completed, *range(start, start + self._size)]
 
     def _failing(self, which: int, operation: str, action: Any = None) -> Failing:
         return Failing(self.first + which * self._size, operation, action)
 
-    def _common_options(self, slots: NDArray[Any]) -> dict[str, Any] | None:
-        if self._options is None:
-            return None
-        given = [self._options[slot - self.first] for slot in slots.tolist()]
-        return next((one for one in given if one is not None), None)
-
     def _write(self, node: Node, value: Any, rows: slice) -> None:
-        """Writes a batch of values, checked and cast as by Gymnasium."""
+        """Writes a batch of values, with Gymnasium's checks and casts."""
         match node:
             case Leaf():
                 whole = Leaf(node.path, (self._size, *node.shape), node.dtype, node.stored)
@@ -263,19 +238,20 @@ class BatchSlice(Slice):
                     self._write(child, part, rows)
 
     def _count(self, rows: slice, reward: NDArray[Any], over: NDArray[np.bool_]) -> None:
-        """Adds up the episodes, and shows those of this step."""
+        """Updates and writes return and length of each episode."""
         mine = slice(rows.start - self.first, rows.stop - self.first)
-        begun = self._over[mine] & (self._spec.autoreset is Autoreset.NEXT_STEP)  # this step was their reset
+        # With next-step autoreset, the step after an episode's end is the reset.
+        was_reset = self._over[mine] & (self._spec.autoreset is Autoreset.NEXT_STEP)
         returns, lengths = self._returns[mine], self._lengths[mine]
         returns += reward
         lengths += 1
-        returns[begun], lengths[begun] = 0, 0
+        returns[was_reset], lengths[was_reset] = 0, 0
         self._arrays["info", "episode_return"][rows] = returns
         self._arrays["info", "episode_length"][rows] = lengths
         if self._spec.autoreset is Autoreset.SAME_STEP:
             returns[over], lengths[over] = 0, 0
         self._over[mine] = over
-        self._stats[_stats.STEPS] += self._size - int(begun.sum())
+        self._stats[_stats.STEPS] += self._size - int(was_reset.sum())
         self._stats[_stats.EPISODES] += int(over.sum())
 
     def _write_infos(self, which: int, rows: slice, info: Any, over: NDArray[np.bool_]) -> None:
@@ -286,7 +262,7 @@ class BatchSlice(Slice):
         self._write_declared(self._spec.declared, info, rows)
         if self._spec.has_final_obs:
             node = self._spec.info.child("final_obs")
-            if self._arrays["info", "_final_obs"][rows].any():  # rows of the step before
+            if self._arrays["info", "_final_obs"][rows].any():  # set by the last step
                 for leaf in leaves(node):
                     self._arrays[leaf.path][rows] = 0
             self._arrays["info", "_final_obs"][rows] = over
@@ -312,7 +288,7 @@ class BatchSlice(Slice):
 
 
 def _as_seed(seeds: NDArray[np.int64]) -> Any:
-    """Returns seeds in the simplest form that means the same: not all batched envs take lists."""
+    """Returns seeds in the simplest equivalent form, because not all batched envs accept lists."""
     given = seeds != NO_SEED
     if not given.any():
         return None
@@ -328,10 +304,9 @@ def _final_obs(node: Node, info: Mapping[str, Any], row: int) -> Any:
             "final_obs=False"
         )
     given = info["final_obs"]
-    # Gymnasium's have an array of objects; others one batch of observations.
+    # Gymnasium's vector envs return an array of objects, others a batch of observations.
     return given[row] if isinstance(given, np.ndarray) and given.dtype == object else _row(node, given, row)
 
 
 def _row(node: Node, value: Any, row: int) -> Any:
-    """Returns one env's part of a batch."""
     return map_leaves(node, value, lambda _, part: part[row])

@@ -1,4 +1,8 @@
-"""Functions that make envs, what is learnt of the envs, and the kind of slice that they form."""
+"""From the `env` argument of `make` to constructors, and from built envs to a description and a slice.
+
+The parent resolves `env` to one constructor per env (`resolve`). A worker builds its envs with them,
+describes the envs to the parent (`describe`), and steps them in a slice (`slice_of`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -32,37 +36,29 @@ from jaxvec._envs.slot_envs import Spares
 from jaxvec._spec import EnvSpaces
 
 # ----------------------------------------------------------------------------------------------------------
-# Turns what the user calls an env into one constructor for each env of the pool.
+# Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables
 # ----------------------------------------------------------------------------------------------------------
 
-_PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}  # where the package has another name than its ids
+# Packages with a name that differs from the namespace of their ids.
+_PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}
 
 
 def listed(env: Any) -> Any:
-    """Returns what the user calls an env, where that is a generator, or the like, of callables, as a list."""
+    """Returns `env`, as a list if it is another iterable of callables, such as a generator."""
     if isinstance(env, Iterable) and not callable(env) and not isinstance(env, (str, Sequence)):
         return list(cast("Iterable[Any]", env))
     return env
 
 
 def count(env: Any, num_envs: int | None, size: int | None) -> int:
-    """Returns how many envs there will be.
-
-    Args:
-        env: what the user calls an env.
-        num_envs: how many; may be `None` for a list.
-        size: how many envs each constructor makes, if they are batched.
-
-    Raises:
-        ValueError: `num_envs` is below 1, missing, not the list's length, or no multiple of `size`.
-    """
+    """Returns the number of envs of a pool, from arguments of `make`; `size` is `envs_per_instance`."""
     if _is_list(env):
         listed = len(env) * (size or 1)
         if num_envs is not None and num_envs != listed:
             raise ValueError(f"num_envs is {num_envs}, but the list has {len(env)} callables")
         num_envs = listed
     elif num_envs is None:
-        raise ValueError("num_envs is missing; only a list of callables says how many envs there are")
+        raise ValueError("num_envs is missing; it can be left out only with a list of callables")
     if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"num_envs must be an integer of at least 1, not {num_envs!r}")
     if num_envs % (size or 1):
@@ -81,18 +77,13 @@ def resolve(
     """Returns one constructor without arguments for each env, or for each batch of `size` envs.
 
     Args:
-        env: a Gymnasium id, an `EnvSpec`, a callable, or a list of callables. A callable with one
-            required positional parameter gets the env's index, and so does one with a parameter `env_id` that
-            is no text; one with a parameter `worker_id` gets its worker's index.
-        slices: `(first, stop)` of each worker's envs.
-        env_kwargs: for `gymnasium.make`, or the callables.
-        configs: more of them, of each env's own.
-        size: of batches; `None` for envs one by one.
-
-    Raises:
-        TypeError: `env` is none of these, or a callable can't be called so.
-        ValueError: there is not a config for each env.
-        gymnasium.error.Error: there is no env of this id.
+        env: A Gymnasium id, an `EnvSpec`, a callable, or a list of callables. The env's index is passed to a
+            single required positional parameter, and to a parameter `env_id` that is not a string. The
+            worker's index is passed to a parameter `worker_id`.
+        slices: The slots `(first, stop)` of each worker.
+        env_kwargs: Keyword arguments for `gymnasium.make`, or for the callables.
+        configs: Further keyword arguments, one dict per constructor; `None` for none.
+        size: The number of envs in a batch; `None` for single envs.
     """
     step = size or 1
     places = [
@@ -104,8 +95,11 @@ def resolve(
     if isinstance(env, (str, EnvSpec)):
         if size is not None:
             raise TypeError("envs_per_instance goes with a callable that makes a gymnasium.vector.VectorEnv")
-        # Resolved here, so that an env registered only in this process works in a worker.
-        spec = _portable(_find_spec(env) if isinstance(env, str) else env)
+        # Resolve the id here, because it may be registered in this process only.
+        spec = _find_spec(env) if isinstance(env, str) else env
+        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
+            # Load it, because a worker's `__main__` is another module.
+            spec = dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
         return [partial(gymnasium.make, spec, **{**env_kwargs, **config}) for config in each]
     env_fns = list(cast("Sequence[Any]", env)) if _is_list(env) else [env] * len(places)
     return [
@@ -115,17 +109,15 @@ def resolve(
 
 
 def of_worker(function: Callable[..., Any], worker: int) -> Callable[[], Any]:
-    """Returns a function that gets its worker's index, if it has a parameter `worker_id`."""
+    """Binds the worker's index if the function has a parameter `worker_id`."""
     parameter = _parameters(function).get("worker_id")
-    return (
-        function
-        if parameter is None or not _is_for_us(parameter, function)
-        else partial(function, worker_id=worker)
-    )
+    if parameter is None or not _is_free(parameter, function):
+        return function
+    return partial(function, worker_id=worker)
 
 
 def takes(env: Any, name: str) -> bool | None:
-    """Returns whether the constructor of some env takes a keyword; `None` if no signature tells."""
+    """Returns True if some constructor accepts a keyword, False if none does, `None` if that is unknown."""
     answers = [_takes(each, name) for each in (env if _is_list(env) else [env])]
     return True if True in answers else None if None in answers else False
 
@@ -134,7 +126,7 @@ def _takes(env: Any, name: str) -> bool | None:
     if isinstance(env, (str, EnvSpec)):
         entry_point: Any = (_find_spec(env) if isinstance(env, str) else env).entry_point
         env = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-    # A class that takes any keyword passes it on to one of its bases.
+    # A class with `**kwargs` usually passes them to one of its bases.
     if any(name in _parameters(each) for each in (env.__mro__ if isinstance(env, type) else (env,))):
         return True
     kinds = [parameter.kind for parameter in _parameters(env).values()]
@@ -150,17 +142,13 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
         raise TypeError(
             f"env must be a Gymnasium id, an EnvSpec, a callable or a list of callables; got "
             f"{type(env_fn).__name__} for env {index}"
-            + (
-                "; pass a function that makes the env, not the env"
-                if isinstance(env_fn, gymnasium.Env)
-                else ""
-            )
+            + ("; pass a function that makes the env" if isinstance(env_fn, gymnasium.Env) else "")
         )
     parameters = _parameters(env_fn)
     by_name = {
         name: number
         for name, number in (("env_id", index), ("worker_id", worker))
-        if name in parameters and _is_for_us(parameters[name], env_fn)
+        if name in parameters and _is_free(parameters[name], env_fn)
     }
     required = [
         name
@@ -172,17 +160,17 @@ def _bind(env_fn: Any, index: int, worker: int, env_kwargs: dict[str, Any]) -> E
     ]
     if len(required) > 1:
         raise TypeError(
-            f"{env_fn!r} requires the arguments {required}; jaxvec.make passes the env's index to one "
-            "required argument, and its own keyword arguments to the others"
+            f"{env_fn!r} requires the arguments {required}, but jaxvec.make can pass the env's index to only "
+            "one of them; pass the others as keyword arguments of make"
         )
     by_name |= dict.fromkeys(required, index)
-    # By its place, where it can be, as the callable may know the name by its signature alone.
+    # Pass the first parameter by position: a wrapped callable may not accept the name in its signature.
     first = [by_name.pop(name) for name in required if name == next(iter(parameters))]
     return cast(EnvFn, partial(env_fn, *first, **{**by_name, **env_kwargs}))
 
 
-def _is_for_us(parameter: inspect.Parameter, env_fn: Any) -> bool:
-    """Says whether a parameter of a name that we fill is meant so, and not bound or a Gymnasium id."""
+def _is_free(parameter: inspect.Parameter, env_fn: Any) -> bool:
+    """Returns True if `make` may fill a parameter: it is not bound already, and not a string."""
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         return False
     if isinstance(env_fn, partial) and parameter.name in env_fn.keywords:
@@ -194,19 +182,12 @@ def _is_for_us(parameter: inspect.Parameter, env_fn: Any) -> bool:
 def _parameters(env_fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(env_fn).parameters
-    except (TypeError, ValueError):  # builtins and the like have no signature
+    except (TypeError, ValueError):  # some builtins have no signature
         return {}
 
 
-def _portable(spec: EnvSpec) -> EnvSpec:
-    """Replaces an entry point by name in `__main__`, which is another module in a worker."""
-    if isinstance(spec.entry_point, str) and spec.entry_point.startswith("__main__:"):
-        return dataclasses.replace(spec, entry_point=load_env_creator(spec.entry_point))
-    return spec
-
-
 def _find_spec(env_id: str) -> EnvSpec:
-    """Finds the `EnvSpec` of an id, as `gymnasium.make` would: `module:id`, and bare names, too."""
+    """Returns the `EnvSpec` of an id. As in `gymnasium.make`, `module:` and the version are optional."""
     module, _, name = env_id.rpartition(":")
     if module:
         importlib.import_module(module)
@@ -222,60 +203,46 @@ def _find_spec(env_id: str) -> EnvSpec:
         namespace = name.partition("/")[0]
         package = _PUBLISHERS.get(namespace, "the_package")
         raise gymnasium.error.NamespaceNotFound(
-            f"{error} Ids that begin with {namespace}/ are registered by a package when it is imported. "
-            f'Name the package: jaxvec.make("{package}:{name}", …)'
+            f"{error} A package registers its ids, such as those with {namespace}/, when it is imported. "
+            f'Name the package in the id: jaxvec.make("{package}:{name}", …)'
         ) from error
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What built envs say of themselves: all that the parent needs to lay out a pool.
+# Description of built envs, from which the parent makes the layout of the pool
 # ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Description:
-    """Of one slice.
-
-    Attributes:
-        spaces: those of all its envs.
-        metadata, render_mode: those of its first env.
-        info: of the first env's first reset, if that was asked for.
-        mismatch: says which env of the slice has other spaces than the first, if one has.
-    """
+    """The description of a slice's envs: attributes of the first one, and whether the others match."""
 
     spaces: EnvSpaces
     metadata: dict[str, Any]
     render_mode: str | None
-    info: dict[str, Any] | None
-    mismatch: str | None
+    info: dict[str, Any] | None  # of its first reset; `None` if it was not reset
+    mismatch: str | None  # the text of an error if an env has other spaces; else `None`
 
 
 def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
-    """Describes the envs `first`, `first + 1`, …; resets the first one once if `learn_info`.
-
-    Raises:
-        EnvFailure: the reset raised.
-    """
-    with Failing(first, "reset"):
-        info = _first_info(envs[0]) if learn_info else None
-    spaces = _spaces(envs[0])
-    mismatches = (
-        compare(spaces, first, _spaces(env), env_id, equal=equal_spaces)
-        for env_id, env in _numbered(envs, first)
-    )
-    return Description(
-        spaces, dict(envs[0].metadata), envs[0].render_mode, info, next(filter(None, mismatches), None)
-    )
+    """Describes envs. Resets the first one if `learn_info`, and raises `EnvFailure` if that raises."""
+    info = None
+    if learn_info:
+        with Failing(first, "reset"):
+            info = envs[0].reset()[1]
+            info = one_of(info, 0, envs[0].num_envs) if isinstance(envs[0], VectorEnv) else dict(info)
+    spaces, mismatch, env_id = _spaces(envs[0]), None, first
+    for env in envs:
+        mismatch = mismatch or compare(spaces, first, _spaces(env), env_id, equal=equal_spaces)
+        env_id += env.num_envs if isinstance(env, VectorEnv) else 1
+    return Description(spaces, dict(envs[0].metadata), envs[0].render_mode, info, mismatch)
 
 
 def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) -> str | None:
-    """Says how the spaces of env `b_id` differ from those of env `a_id`; `None` if they don't.
-
-    Unless they have to be `equal`, observation spaces may differ in all but structure, shapes and dtypes.
-    """
+    """Returns a message if the spaces of two envs differ; without `equal`, bounds of observations may."""
     for name in ("observation", "action", "reward"):
         expected, actual = getattr(a, name), getattr(b, name)
-        if expected is actual:  # an attribute of their class; to compare large boxes takes long
+        if expected is actual:  # a class attribute; comparing large boxes is slow
             continue
         if name == "observation" and not equal and is_space_dtype_shape_equiv(expected, actual):
             continue
@@ -285,17 +252,6 @@ def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) ->
                 "need the same spaces"
             )
     return None
-
-
-def _numbered(envs: Sequence[Env | BatchedEnv], first: int) -> Iterator[tuple[int, Env | BatchedEnv]]:
-    for env in envs:
-        yield first, env
-        first += env.num_envs if isinstance(env, VectorEnv) else 1
-
-
-def _first_info(env: Env | BatchedEnv) -> dict[str, Any]:
-    info = env.reset()[1]
-    return one_of(info, 0, env.num_envs) if isinstance(env, VectorEnv) else dict(info)
 
 
 def _spaces(env: Env | BatchedEnv) -> EnvSpaces:
@@ -309,14 +265,14 @@ def _spaces(env: Env | BatchedEnv) -> EnvSpaces:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What kind of slice the envs of a pool make up, wherever they are stepped.
+# Construction of a slice
 # ----------------------------------------------------------------------------------------------------------
 
 
 def slice_of(
     config: PoolConfig, envs: list[Any], env_fns: Sequence[EnvFn], spares: Spares | None = None
 ) -> Callable[..., Slice]:
-    """Returns what makes the slice of these envs, once its place in a pool is known."""
+    """Returns the constructor of a slice of `envs`, which takes the other arguments of its class."""
     if config.envs_per_instance is not None:
         return partial(BatchSlice, envs, size=config.envs_per_instance)
     return partial(EnvSlice, envs, env_fns, config=config, spares=spares)

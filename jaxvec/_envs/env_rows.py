@@ -1,4 +1,7 @@
-"""Rows of the segment as a slice of envs writes them."""
+"""Reads and writes the rows of a slice in the segment: actions, observations and infos.
+
+`Episodes` writes the rewards, flags and statistics of the same rows.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,14 @@ from jaxvec._memory.rows import column, reader, writer, zeroer
 from jaxvec._memory.segment import Arrays, Index, InfoKind, kind_of
 from jaxvec._spec import DictNode, PoolSpec, leaves
 
-# ----------------------------------------------------------------------------------------------------------
-# Writes the parts of `info` that come from the env: declared keys, and an episode's last step.
-# ----------------------------------------------------------------------------------------------------------
-
 _FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 class DeclaredInfo:
-    """Writes the declared keys of a raw info, each with its mask; a missing key reads as zero."""
+    """Writer of the declared keys of infos, each with its mask. A missing key becomes zero."""
 
     def __init__(self, node: DictNode, arrays: Arrays) -> None:
+        # A declared info has its keys in pairs: a value and its mask.
         pairs = zip(node.keys[::2], node.children[::2], node.children[1::2], strict=True)
         self._fields = [
             (key, writer(child, arrays), zeroer(child, arrays), column(mask, arrays))
@@ -30,7 +30,6 @@ class DeclaredInfo:
         ]
 
     def write(self, index: int, info: dict[str, Any]) -> None:
-        """Writes row `index`."""
         for key, write, clear, mask in self._fields:
             present = key in info
             if present:
@@ -41,21 +40,12 @@ class DeclaredInfo:
 
 
 class FinalStep:
-    """The last observation and info of an episode, under same-step autoreset; zero elsewhere.
+    """Writer of an episode's last observation and info, under same-step autoreset. Other rows are zero."""
 
-    Attributes:
-        columns: `[n, ...]` each, of all this.
-    """
-
-    def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int] = ()) -> None:
-        """Prepares to write.
-
-        Args:
-            spec, arrays: of the pool.
-            written: rows that may not be zero: another has left them.
-        """
+    def __init__(self, spec: PoolSpec, arrays: Arrays, written: Iterable[int]) -> None:
         self._obs = self._info = None
         nodes = [node for key, node in zip(spec.info.keys, spec.info.children, strict=True) if key in _FINAL]
+        # All arrays that it writes.
         self.columns = [arrays[leaf.path] for node in nodes for leaf in leaves(node)]
         if spec.has_final_obs:
             node = spec.info.child("final_obs")
@@ -63,10 +53,9 @@ class FinalStep:
             self._obs = (writer(node, arrays), zeroer(node, arrays), mask)
         if spec.has_final_info:
             self._info = DeclaredInfo(spec.info.child("final_info"), arrays)
-        self._written = set(written)  # whose final rows are not zero
+        self._written = set(written)  # the rows that may not be zero
 
     def write(self, index: int, obs: Any, info: dict[str, Any]) -> None:
-        """Writes row `index`."""
         self._written.add(index)
         if self._obs is not None:
             write, _, mask = self._obs
@@ -76,15 +65,13 @@ class FinalStep:
             self._info.write(index, info)
 
     def is_written(self, index: int) -> bool:
-        """Says whether row `index` has something else than zeros."""
         return index in self._written
 
     def note_written(self, index: int, *, is_written: bool) -> None:
-        """Takes note of a row that another has written."""
+        """Records whether a row that the parent has written contains an episode's last step."""
         (self._written.add if is_written else self._written.discard)(index)
 
     def clear(self, index: int) -> None:
-        """Zeroes row `index`."""
         if index not in self._written:
             return
         self._written.remove(index)
@@ -97,10 +84,11 @@ class FinalStep:
 
 
 def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
-    """Returns the part of a batched info of `size` envs that is one env's."""
+    """Returns one env's part of the info of a batched env with `size` envs."""
     mine: dict[str, Any] = {}
     for key, value in info.items():
         mask = info.get(f"_{key}")
+        # Skip masks, and keys that this env has not set.
         if (key.startswith("_") and key[1:] in info) or (mask is not None and not mask[row]):
             continue
         if isinstance(value, Mapping):
@@ -111,66 +99,46 @@ def one_of(info: Mapping[str, Any], row: int, size: int) -> dict[str, Any]:
     return mine
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The rows of a slice's envs, as far as they are the envs' own: actions out, observations and infos in.
-# ----------------------------------------------------------------------------------------------------------
-
-
 class EnvRows:
-    """Of the envs of a slice, which go by their index there.
-
-    Attributes:
-        write_obs: writes one observation, by index.
-        final: of episodes that have ended.
-        infos: the raw info of each env's last call.
-        given: the next actions, by index, if they are not in the segment.
-        objects: leaves of Python objects.
-    """
+    """The rows of a slice, by index in the slice."""
 
     def __init__(self, spec: PoolSpec, rows: Arrays, *, left: bool) -> None:
-        """Prepares to read and write.
-
-        Args:
-            spec: of the pool.
-            rows: the envs' rows of the segment's arrays.
-            left: whether another slice has left them.
-        """
+        """Prepares to access `rows`, which contain values of an earlier slice if `left`."""
         count = len(rows["raw_info",])
         self._read_actions = reader(spec.action, rows)
         self._read_obs = reader(spec.obs, rows)
-        self.write_obs = writer(spec.obs, rows)
+        self.write_obs = writer(spec.obs, rows)  # called with an index and an observation
         self.final = FinalStep(spec, rows, range(count) if left else ())
         self._declared = DeclaredInfo(spec.declared, rows)
         self._raw_info = rows["raw_info",]
         self._raw_info[:] = InfoKind.EMPTY
-        self.infos: list[dict[str, Any]] = [{} for _ in range(count)]
+        self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of the last step or reset
         self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
-        self.given: dict[int, Any] | None = None
+        self.given: dict[int, Any] | None = None  # the next actions by index, if they are Python objects
 
     def actions(self, indices: list[int], rows: Index) -> list[Any]:
-        """Returns the next action of each of these envs, once; `rows` are `indices`, for an array."""
+        """Returns the next action of each env. `rows` are `indices` in the form of an array index."""
         given, self.given = self.given, None
         if given is None:
             return list(self._read_actions(rows))
         return [given[index] for index in indices]
 
     def obs(self, index: int) -> Any:
-        """Returns a copy of the observation that is in the row."""
         (obs,) = self._read_obs(np.array([index]))
         return obs
 
     def put(self, indices: NDArray[Any], rows: Sequence[NDArray[Any]]) -> None:
-        """Writes whole rows of time steps, `[n, ...]` each."""
+        """Writes the leaves of whole time steps, `[len(indices), ...]` each."""
         for array, row in zip(self._timestep, rows, strict=True):
             array[indices] = row
 
     def take_info(self, index: int, info: dict[str, Any]) -> None:
-        """Keeps a raw info whose declared keys another has written."""
+        """Keeps a raw info. Its declared keys are in the row already."""
         self.infos[index] = info
         self._raw_info[index] = kind_of(info)
 
     def write_info(self, index: int, info: dict[str, Any]) -> None:
-        """Writes what is declared of a raw info, and keeps all of it."""
+        """Writes the declared keys of a raw info, and keeps the info."""
         self._declared.write(index, info)
         self.take_info(index, info)

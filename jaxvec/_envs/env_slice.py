@@ -1,13 +1,21 @@
-"""Steps a slice of a pool's envs, in turn, into rows of the segment.
+"""Steps the envs of one worker and writes their results into the shared-memory segment.
 
-This is the one stepping code path: a worker process runs it on its slice, the serial backend on the
-whole pool. A slot is its env's index in the pool.
+One step of a slice:
+
+    actions         read from the segment (`EnvRows`)
+    env.step        called by the compiled loop, `Stepper.run`, or by `EnvSlice._step_one`
+    reward, flags   counted and written by `Episodes`
+    end of episode  handled as the autoreset mode requires (`SlotEnvs.autoreset`)
+    obs, info       written into the env's row (`EnvRows`)
+
+A worker process has one `EnvSlice` for its part of the pool. The serial backend has one for the whole pool. A
+"slot" is the index of an env in the pool; an "index" is its position in the slice, `slot - first`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,10 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _native, _stats
-from jaxvec._arguments import Options
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
-from jaxvec._envs.env_states import Gone, SlotState, States, pack, unpack
+from jaxvec._envs.env_states import Gone, SavedStates, SlotState, pack, unpack
 from jaxvec._envs.envs import (
     Env,
     EnvFailure,
@@ -36,18 +43,22 @@ from jaxvec._envs.envs import (
     put_attr,
     wrong_step,
 )
-from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes, Saved
+from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes, SavedEpisode
 from jaxvec._envs.simulator import Simulator
 from jaxvec._envs.slice import Done, Slice, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
 from jaxvec._spec import KeyPath, PoolSpec
-from jaxvec._tracing import Record, Recorder, span
+from jaxvec._tracing import Recorder, span
 
 
 class EnvSlice(Slice):
-    """The envs `first`, `first + 1`, … of a pool. Inside, an env goes by its index in the slice."""
+    """Neighbouring envs of a pool that are stepped one after the other.
+
+    It coordinates a step. `SlotEnvs` resets and replaces the envs, `Episodes` keeps their counters and flags,
+    `EnvRows` reads and writes their rows, and `SavedStates` keeps their states.
+    """
 
     def __init__(
         self,
@@ -63,31 +74,31 @@ class EnvSlice(Slice):
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
     ) -> None:
-        """Makes the slice of envs.
+        """Creates the slice of the slots `first` to `first + len(envs) - 1`.
 
         Args:
-            envs: each built by one of `env_fns`.
-            env_fns: to build them again.
-            first: id of the first env.
-            worker: whose row of statistics is ours.
-            spec, arrays: of the pool.
-            config: options of the pool.
-            spares: more envs, to take turns with these.
-            lends: whether envs that can may write to the rows themselves.
-            replaces: if we take the place of a slice whose process is gone, and which left its rows: the
-                leaves of Python objects that the program had from it last.
+            envs: One env for each slot.
+            env_fns: The functions that built `envs`, and can build them again.
+            first: The slot of the first env.
+            worker: The index of the worker.
+            spec: The spaces and options of the pool.
+            arrays: The arrays of the segment, `[num_envs, ...]` or `[num_workers, ...]` each.
+            config: The configuration of the pool.
+            spares: More envs, which take turns with `envs`.
+            lends: True if envs may write observations directly into their rows.
+            replaces: If this slice replaces one of a dead process, the leaves of Python objects, `[n, ...]`
+                each, that the program received last. Else `None`.
         """
         left = replaces is not None
-        # Of the envs; what there is of workers is cut, too, and not read here.
+        # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
         rows = {path: array[first : first + len(envs)] for path, array in arrays.items()}
         self.first = first
-        self.recorder: Recorder | None = None
-        self._record: Record | None = None  # of the last trace
+        # The current slot plus 1; 0 while idle. The parent reads it to name the env of a crash or timeout.
         running = Marks.of(arrays).running[worker]
         self._running = memoryview(running)
         self._running[0] = 0
         self._stats = memoryview(arrays["stats",][worker])
-        # The compiled loop knows numbers for rewards, and no spaces.
+        # The compiled loop supports scalar rewards only, and does not check spaces.
         compiled = None if config.strict or spec.reward.shape else _native.ext
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
@@ -112,6 +123,7 @@ class EnvSlice(Slice):
             self._run = compiled.stepper(
                 states=self._episodes.state,
                 infos=self._rows.infos,
+                # C++ can't clear columns of objects; with `None`, every marked row is left to Python.
                 marks=None if any(column.dtype.hasobject for column in marks) else marks,
                 returns=self._episodes.returns,
                 lengths=self._episodes.lengths,
@@ -125,15 +137,17 @@ class EnvSlice(Slice):
                 first=first,
                 marked=MARKED,
             ).run
-        self._asked = b""  # the slots of the last step; mostly the next one is of the same
-        self._indices: list[int] = []  # theirs
-        self._index: Index = slice(0, 0, 1)  # the same, for an array
-        self._options: Options = None  # of resets from outside
-        self._final_infos: dict[int, dict[str, Any]] = {}  # of those that are UNRESET
-        self._resumed: dict[int, SlotState] = {}  # of those that are LOST, or were, and go on from a state
-        self._states = States(self._stats)
-        self._asked_states, self._oldest = rows["state",], arrays["oldest_state",]  # by the segment
-        self._unproved = set(range(len(envs)))  # who may not go on exactly from their states
+        # The slots of the last step, as bytes, a list and an index. Most steps have the same slots again.
+        self._last_slots = b""
+        self._indices: list[int] = []
+        self._index: Index = slice(0, 0, 1)
+        self._final_infos: dict[int, dict[str, Any]] = {}  # of envs that are UNRESET
+        # States that replace the next reset of envs that a fault has interrupted (`retry="restore"`).
+        self._resumed: dict[int, SlotState] = {}
+        self._states = SavedStates(self._stats)
+        # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
+        self._state_numbers, self._oldest_state = rows["state",], arrays["oldest_state",]
+        self._unverified = set(range(len(envs)))  # envs without a verified restore
         self._simulator = Simulator(
             env_fns,
             first=first,
@@ -157,6 +171,8 @@ class EnvSlice(Slice):
             assert self._delivered is not None
             self._delivered.take_over(replaces)
 
+    # --- Steps and resets -------------------------------------------------------------------------
+
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
         for place, slot in enumerate(slots.tolist()):
             index = slot - self.first
@@ -164,7 +180,7 @@ class EnvSlice(Slice):
             try:
                 self._resumed.pop(index, None)
                 options = None if self._options is None else self._options[index]
-                self._rows.write_obs(index, self._begin(index, *self._slots.reset(index, options)))
+                self._rows.write_obs(index, self._start(index, *self._slots.reset(index, options)))
                 if done is not None:
                     done(slot, 1)
             except BaseException as error:
@@ -175,9 +191,8 @@ class EnvSlice(Slice):
 
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         self._counted = monotonic_ns(), self._stats[_stats.RESET_NS]
-        asked = slots.tobytes()
-        if asked != self._asked:
-            self._asked, array = asked, slots - self.first
+        if (requested := slots.tobytes()) != self._last_slots:
+            self._last_slots, array = requested, slots - self.first
             self._indices, self._index = array.tolist(), index_of(array)
         indices = self._indices
         if self._delivered is not None:
@@ -192,7 +207,12 @@ class EnvSlice(Slice):
                 end_forks(slot, "step")
             place = indices.index(slot - self.first)
             self._count_steps(place if done is None else 0)
-            failure = self._failure(error, slot, actions[place])
+            if isinstance(error, EnvFailure):  # a reset has failed, so no step is lost
+                failure = error
+            else:
+                self._episodes.lose(slot - self.first)
+                failure = EnvFailure(slot, "step", actions[place])
+                failure.__cause__ = error
             failure.completed = slots[:place].tolist()
             raise failure from failure.__cause__
         self._count_steps(len(indices) if done is None else 0)
@@ -223,259 +243,18 @@ class EnvSlice(Slice):
         with span(self.recorder, "reset a spare env"):
             self._slots.prepare()
 
-    def start_trace(self, capacity: int) -> None:
-        self.recorder, self._record = Recorder(capacity), None
-        self._slots.record(self.recorder)
-
-    def stop_trace(self) -> Record | None:
-        recorder, self.recorder = self.recorder, None
-        self._slots.record(None)
-        if recorder is not None:
-            self._record = recorder.take()
-        return self._record
-
-    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        return [self._rows.infos[slot - self.first] for slot in slots]
-
-    def set_options(self, options: Options) -> None:
-        self._options = options
-
-    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
-        self._rows.given = {slot - self.first: action for slot, action in zip(slots, actions, strict=True)}
-
-    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
-        for path, column in columns.items():
-            self._rows.objects[path][slots - self.first] = column
-
-    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
-        return {path: self._rows.objects[path][slots - self.first] for path in paths}
-
-    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-
-        def ask(slot: int, env: Env, *mine: Any) -> Any:
-            with FailingAttribute(slot, name):
-                attribute = find_attr(env, name)
-            with Failing(slot, name):
-                return attribute(*mine, **kwargs) if callable(attribute) else attribute
-
-        return self._ask(slots, args, ask)
-
-    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-
-        def read(slot: int, env: Env) -> Any:
-            with FailingAttribute(slot, name):
-                return find_attr(env, name)
-
-        return self._ask(slots, args, read)
-
-    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-
-        def run(slot: int, env: Env, *mine: Any) -> Any:
-            with Failing(slot, "map"):
-                return function(env, *mine)
-
-        return self._ask(slots, args, run)
-
-    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-
-        def put(slot: int, env: Env, value: Any) -> None:
-            with FailingAttribute(slot, f"set_attr({name!r})"):
-                put_attr(env, name, value)
-
-        self._ask(slots, [(value,) for value in values], put)
-
-    def try_save(self, slots: NDArray[Any]) -> None:
-        indices = slots - self.first
-        if not self._unproved.isdisjoint(indices.tolist()):
-            return
-        with self._states.keeping(int(self._oldest[0])), self._trying():
-            states: list[SlotState] = []
-            for slot in slots.tolist():
-                self._running[0] = slot + 1
-                states.append(self.take_state(slot - self.first, slot))
-            self._states.keep(self._asked_states[indices].tolist(), states)
-            self._asked_states[indices] = 0
-
-    def try_restore(self, slots: NDArray[Any]) -> None:
-        indices = slots - self.first
-        numbers = self._asked_states[indices].tolist()
-        with self._states.keeping(int(self._oldest[0])), self._trying():
-            if self._states.missing(numbers):
-                return
-            for slot, number in zip(slots.tolist(), numbers, strict=True):
-                self._running[0] = slot + 1
-                self.put_state(slot - self.first, self._states[number])
-            self._asked_states[indices] = 0
-
-    @contextmanager
-    def _trying(self) -> Generator[None]:
-        """Ends the block at what an env raises: its number is left, so it is asked, and then says that."""
-        with suppress(BaseException):
-            yield
-        self._running[0] = 0
-
-    def save_states(
-        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
-    ) -> list[bytes] | None:
-        states: list[SlotState] = []
-        slot = slots[0]
-        with self._states.keeping(oldest):
-            try:
-                for slot in slots:
-                    index = slot - self.first
-                    if index in self._unproved:
-                        self._prove(slot)
-                    states.append(self.take_state(index, slot))
-            except BaseException as error:
-                raise EnvFailure(slot, "save") from error
-            self._states.keep(numbers, states)
-            if not packed:
-                return None
-            with Failing(slot, "save"):
-                return pack(state._replace(obs=self._rows.obs(state.slot - self.first)) for state in states)
-
-    def restore_states(
-        self,
-        slots: Sequence[int],
-        sources: Sequence[int | bytes],
-        oldest: int,
-        rows: Sequence[NDArray[Any]] | None,
-    ) -> Gone | None:
-        with self._states.keeping(oldest):
-            missing = self._states.missing(source for source in sources if isinstance(source, int))
-            if missing:
-                return Gone(missing)
-            slot = slots[0]
-            try:
-                for slot, source in zip(slots, sources, strict=True):
-                    state = self._states[source] if isinstance(source, int) else unpack(source)
-                    self.put_state(slot - self.first, state)
-            except BaseException as error:
-                raise EnvFailure(slot, "restore") from error
-            if rows is not None:
-                self._rows.put(np.array(slots) - self.first, rows)
-            return None
-
-    def simulate_states(
-        self,
-        sources: Sequence[int],
-        numbers: Sequence[int],
-        actions: Sequence[NDArray[Any]],
-        oldest: int,
-    ) -> list[NDArray[Any]] | Gone:
-        with self._states.keeping(oldest):
-            missing = self._states.missing(sources)
-            if missing:
-                return Gone(missing)
-            before = self._simulator.steps
-            try:
-                states, rows = self._simulator.step([self._states[source] for source in sources], actions)
-            finally:
-                self._stats[_stats.SIMULATED] += self._simulator.steps - before
-            self._states.keep(numbers, states)
-            return rows
-
-    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
-        missing = self._states.missing(numbers)
-        if missing:
-            return Gone(missing)
-        states = [self._states[number] for number in numbers]
-        with Failing(states[0].slot if states else self.first, "export"):
-            return pack(states)
-
-    def import_states(
-        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
-    ) -> None:
-        with self._states.keeping(oldest):
-            for slot, number, one in zip(slots, numbers, packed, strict=True):
-                with Failing(slot, "import"):
-                    self._states.keep([number], [unpack(one)._replace(slot=slot)])
-
-    def step_from(self, row: NDArray[Any], state: SlotState) -> SlotState:
-        """Steps the env of a row, `[1]`, from a state of another, and returns the state after that."""
-        index = int(row[0])
-        self.put_state(index, state, new_row=True)
-        self.step(row)
-        return self.take_state(index, state.slot)
-
-    def take_state(self, index: int, slot: int) -> SlotState:
-        """Returns the state of an env, as that of a slot."""
-        if self._episodes.state[index] > IDLE or index in self._resumed:
-            raise EnvStateError(
-                "a fault has cut its last step, so there is nothing to save; step or reset it first"
-            )
-        info = self._rows.infos[index]
-        return SlotState(
-            slot,
-            self._slots.stateful[index].take(),
-            self._episodes.save(index),
-            *self._slots.save(index),
-            deepcopy(info) if info else {},
-            self._rows.final.is_written(index),
-            {path: column[index] for path, column in self._rows.objects.items()}
-            if self._rows.objects
-            else {},
-        )
-
-    def put_state(self, index: int, state: SlotState, *, new_row: bool = False) -> None:
-        """Has an env go on from a state.
-
-        Args:
-            index: of the env.
-            state: of this env, or of another that was made by the same function.
-            new_row: whether its row is not that of the state, but one that others have used.
-        """
-        self._put_env(index, state)
-        self._episodes.restore(index, state.episode)
-        if new_row:
-            self._episodes.clear_marks(index)
-            return
-        self._rows.take_info(index, deepcopy(state.info) if state.info else {})
-        self._rows.final.note_written(index, is_written=state.is_final)
-        for path, value in state.objects.items():
-            self._rows.objects[path][index] = value
-        self._final_infos.pop(index, None)
-
-    def _put_env(self, index: int, state: SlotState) -> None:
-        self._resumed.pop(index, None)  # what the program restores counts more
-        self._slots.make_ready(index)
-        self._slots.restore(index, state.env, state.seed, state.new_seed, state.options)
-
     def close(self) -> None:
         self._simulator.close()
 
-    def _prove(self, slot: int) -> None:
-        """Raises `EnvStateError` unless envs of this one's kind go on exactly from their states."""
-        kind, index = self._simulator.kind, slot - self.first
-        fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
-        infos = self._rows.infos
-        infos[index] = deepcopy(infos[index])  # the env may write to the one that it returned
-        with self._slots.unlent(index):
-            self._slots.stateful[index].prove(fresh=fresh)
-        self._unproved = {each for each in self._unproved if kind(self.first + each) != kind(slot)}
-
-    def _ask(self, slots: Iterable[int], args: Sequence[Any], ask: Callable[..., Any]) -> list[Any]:
-        """Returns what `ask` returns of each of `slots`, its env, and `args` of it; may change the env."""
-        results: list[Any] = []
-        for slot, mine in zip(slots, args, strict=True):
-            self._slots.changed(slot - self.first)  # also if it fails half-way
-            results.append(ask(slot, self._slots.envs[slot - self.first], *mine))
-        return results
-
     def _step_each(self, indices: list[int], actions: list[Any], done: Done | None) -> None:
-        """Steps envs in turn; where it ends by an error, `running` says whose that is.
+        """Steps envs in turn. If it raises, `_running` names the env.
 
-        This is the hot loop: what it adds to `env.step` is what jaxvec costs. So the ordinary step is C++'s
-        where that is there, and here is what it leaves: all rules, of every step.
-
-        Args:
-            indices: of the envs.
-            actions: of each.
-            done: is told of each that is done, if it is given.
+        This is the hot loop: its overhead over `env.step` is the cost of jaxvec per step. The compiled loop
+        makes ordinary steps. Python handles all others, and can handle every step.
         """
-        after = None if done is None else partial(self._tell, done)
+        after = None if done is None else partial(self._report, done)
         run, state, targets = self._run, self._episodes.state, self._slots.targets
-        targets.look()
+        targets.update()
         place = 0
         while True:
             place, result = run(place, targets.envs, targets.limits, indices, actions, self._end_step, after)
@@ -483,27 +262,28 @@ class EnvSlice(Slice):
                 return
             index = indices[place]
             place += 1
-            obs = self._resume(index) if state[index] > MARKED else self._take(index, result)
+            obs = self._skip_step(index) if state[index] > MARKED else self._finish_step(index, result)
             self._rows.write_obs(index, obs)
             if after is not None:
                 after(index)
 
-    def _tell(self, done: Done, index: int) -> None:
-        self._count_steps(1)  # before it is told of
+    def _report(self, done: Done, index: int) -> None:
+        # Count first: the parent may read the statistics as soon as `done` marks the slot as completed.
+        self._count_steps(1)
         done(self.first + index, 1)
 
     def _step_one(
         self, place: int, envs: list[Any], limits: Any, indices: list[int], actions: list[Any], *_: Any
     ) -> tuple[int, Any]:
-        """Does as `Stepper.run` of C++ does, to which no step is an ordinary one."""
+        """Replaces `Stepper.run` of C++: steps one env, and leaves its result to the caller."""
         if place == len(indices):
             return place, None
         index = indices[place]
         self._running[0] = self.first + 1 + index
         return place, None if self._episodes.state[index] > MARKED else envs[index].step(actions[place])
 
-    def _take(self, index: int, result: Any) -> Any:
-        """Writes the row of what `step` has returned, but not yet the observation, which it returns."""
+    def _finish_step(self, index: int, result: Any) -> Any:
+        """Checks the result of `env.step`, writes all of it but the observation, and returns that."""
         if forked:
             end_forks(self.first + index, "step")
         try:
@@ -519,16 +299,16 @@ class EnvSlice(Slice):
         marked = self._episodes.take(index, reward)
         if terminated or truncated or marked:
             obs, info = self._end_step(index, obs, bool(terminated), bool(truncated), info)
-        if info or self._rows.infos[index]:  # else the row says so already
+        if info or self._rows.infos[index]:  # else the row is empty already
             self._rows.write_info(index, info)
         return obs
 
-    def _resume(self, index: int) -> Any:
-        """Does what an env has to do in place of a step; returns the observation for the row.
+    def _skip_step(self, index: int) -> Any:
+        """Makes the row of an env that is not stepped, and returns its observation.
 
-        An episode that a fault has cut ends with its last observation, in place of the one that never
-        came, and without a reward. What its row says was delivered before; whatever is in the row by now
-        is of a step that is lost.
+        The env is idle, has to be reset, or a fault has interrupted its step. In the last case, the row ends
+        the episode. It repeats the last delivered observation with a reward of zero, because the current row
+        may be half-written.
         """
         state, delivered = self._episodes.state, self._delivered
         if state[index] == UNRESET:
@@ -542,26 +322,27 @@ class EnvSlice(Slice):
             if self._episodes.cut(index, cut, over=delivered.over(index)):
                 self._stats[_stats.FAULTS] += 1
                 self._stats[_stats.EPISODES] += 1
-                self._stats[_stats.STEPS] -= 1  # as below; once, though its reset may fail
+                # As below; but here, so that a reset that fails and is tried again is counted once.
+                self._stats[_stats.STEPS] -= 1
                 obs, info = self._close_row(index, delivered.obs(index), {})
                 self._rows.write_info(index, info)
                 return obs
-            if not delivered.over_by_fault(index):  # nothing was lost
+            if not delivered.over_by_fault(index):  # the fault hit no running episode
                 self._resumed.pop(index, None)
         if state[index] == ENDED:
             with Failing(self.first + index, "reset"):
-                obs = self._begin(index, *self._autoreset(index))
+                obs = self._start(index, *self._autoreset(index))
         else:
             assert state[index] == IDLE
             self._episodes.idle(index)
             obs = self._rows.obs(index)
-        self._stats[_stats.STEPS] -= 1  # this one will be counted, but the env takes none
+        self._stats[_stats.STEPS] -= 1  # the caller counts every slot, but this env took no step
         return obs
 
     def _end_step(
         self, index: int, obs: Any, terminated: bool, truncated: bool, info: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Does what is left of a step that ends an episode, or whose row is marked; as `_close_row`."""
+        """Writes the flags of a step, and returns observation and info for the row. C++ calls it, too."""
         if self._episodes.mark(index, terminated, truncated):
             self._stats[_stats.EPISODES] += 1
         return self._close_row(index, obs, info)
@@ -577,46 +358,264 @@ class EnvSlice(Slice):
         return self._reset_in_step(index)
 
     def _reset_in_step(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Does the reset that follows an episode's last step; an env whose reset fails stays UNRESET."""
+        """Resets an env in the step that ended its episode. If that fails, the env stays UNRESET."""
         try:
-            obs, info, saved = self._autoreset(index)
+            obs, info, episode = self._autoreset(index)
         except BaseException as error:
             raise EnvFailure(self.first + index, "reset") from error
-        self._episodes.reset_in_step(index, saved)
+        self._episodes.reset_in_step(index, episode)
         return obs, {**info, "final_info": self._final_infos.pop(index)}
 
-    def _autoreset(self, index: int) -> tuple[Any, dict[str, Any], Saved | None]:
-        """Resets an env whose episode is over, or has it go on from its last saved state after a fault.
-
-        Returns:
-            Observation, info, and the episode that goes on.
-        """
+    def _autoreset(self, index: int) -> tuple[Any, dict[str, Any], SavedEpisode | None]:
+        """Resets an env after its episode, or restores its last saved state and episode after a fault."""
         state = self._resumed.pop(index, None)
         if state is not None:
-            self._put_env(index, state)
-            if state.episode[0] != ENDED:  # else it was to be reset then, too
+            self._restore_env(index, state)
+            if state.episode[0] != ENDED:  # else the restored env has to be reset, too
                 return state.obs, state.info, state.episode
         return *self._slots.autoreset(index), None
 
-    def _begin(self, index: int, obs: Any, info: dict[str, Any], saved: Saved | None = None) -> Any:
-        """Writes the row of a reset in a call or a step of its own, but not yet `obs`, which it returns."""
+    def _start(self, index: int, obs: Any, info: dict[str, Any], episode: SavedEpisode | None = None) -> Any:
+        """Writes the row of a reset, except the observation, which it returns."""
         self._rows.write_info(index, info)
         self._rows.final.clear(index)
-        self._episodes.begin(index, saved)  # last: until here, the env is still to be reset
+        self._episodes.begin(index, episode)  # last: if a write fails, the env still has to be reset
         return obs
 
-    def _failure(self, error: BaseException, slot: int, action: Any) -> EnvFailure:
-        """Says how a step has failed, and notes that it is lost, unless that was the reset within it."""
-        if isinstance(error, EnvFailure):
-            return error
-        self._episodes.lose(slot - self.first)
-        failure = EnvFailure(slot, "step", action)
-        failure.__cause__ = error
-        return failure
-
     def _count_steps(self, count: int) -> None:
-        """Counts steps, and the time since the last count, without resets."""
-        began, in_resets = self._counted
+        """Counts steps, and the time since the last count without the time of resets."""
+        started, in_resets = self._counted
         self._counted = now, resets = monotonic_ns(), self._stats[_stats.RESET_NS]
         self._stats[_stats.STEPS] += count
-        self._stats[_stats.STEP_NS] += now - began - (resets - in_resets)
+        self._stats[_stats.STEP_NS] += now - started - (resets - in_resets)
+
+    # --- Requests over the control socket ---------------------------------------------------------
+
+    def _record_calls(self, recorder: Recorder | None) -> None:
+        self._slots.record(recorder)
+
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        return [self._rows.infos[slot - self.first] for slot in slots]
+
+    def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
+        self._rows.given = {slot - self.first: action for slot, action in zip(slots, actions, strict=True)}
+
+    def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
+        for path, column in columns.items():
+            self._rows.objects[path][slots - self.first] = column
+
+    def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
+        return {path: self._rows.objects[path][slots - self.first] for path in paths}
+
+    def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
+        results: list[Any] = []
+        for slot, env, arguments in self._accessed(slots, args):
+            with FailingAttribute(slot, name):
+                attribute = find_attr(env, name)
+            with Failing(slot, name):
+                results.append(attribute(*arguments, **kwargs) if callable(attribute) else attribute)
+        return results
+
+    def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
+        values: list[Any] = []
+        for slot, env, _ in self._accessed(slots, args):
+            with FailingAttribute(slot, name):
+                values.append(find_attr(env, name))
+        return values
+
+    def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
+        results: list[Any] = []
+        for slot, env, arguments in self._accessed(slots, args):
+            with Failing(slot, "map"):
+                results.append(function(env, *arguments))
+        return results
+
+    def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
+        for slot, env, value in self._accessed(slots, values):
+            with FailingAttribute(slot, f"set_attr({name!r})"):
+                put_attr(env, name, value)
+
+    def _accessed(self, slots: Iterable[int], args: Sequence[Any]) -> Iterator[tuple[int, Env, Any]]:
+        """Yields each slot with its env and its arguments. User code may then change the env."""
+        for slot, arguments in zip(slots, args, strict=True):
+            self._slots.changed(slot - self.first)  # before the access, which may fail half-way
+            yield slot, self._slots.envs[slot - self.first], arguments
+
+    # --- Saved states -----------------------------------------------------------------------------
+
+    def try_save(self, slots: NDArray[Any]) -> None:
+        indices = slots - self.first
+        if not self._unverified.isdisjoint(indices.tolist()):
+            return
+        # After an error, the numbers remain, and the parent's request `save_states` raises it again.
+        with self._states.evicting(int(self._oldest_state[0])), suppress(BaseException):
+            states: list[SlotState] = []
+            for slot in slots.tolist():
+                self._running[0] = slot + 1
+                states.append(self._save_slot(slot - self.first, slot))
+            self._states.add(self._state_numbers[indices].tolist(), states)
+            self._state_numbers[indices] = 0
+        self._running[0] = 0
+
+    def try_restore(self, slots: NDArray[Any]) -> None:
+        indices = slots - self.first
+        numbers = self._state_numbers[indices].tolist()
+        with self._states.evicting(int(self._oldest_state[0])), suppress(BaseException):  # as in `try_save`
+            if self._states.missing(numbers):
+                return
+            for slot, number in zip(slots.tolist(), numbers, strict=True):
+                self._running[0] = slot + 1
+                self._restore_slot(slot - self.first, self._states[number])
+            self._state_numbers[indices] = 0
+        self._running[0] = 0
+
+    def save_states(
+        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
+    ) -> list[bytes] | None:
+        """Saves the states of envs under these numbers, and evicts those with numbers below `oldest`.
+
+        The first save of each kind of env verifies that its envs can be restored exactly.
+
+        Returns:
+            The states with their observations as bytes, if `packed`; else `None`.
+
+        Raises:
+            EnvFailure: A state can't be saved, or a restored env does not reproduce it.
+        """
+        states: list[SlotState] = []
+        slot = slots[0]
+        with self._states.evicting(oldest):
+            try:
+                for slot in slots:
+                    index = slot - self.first
+                    if index in self._unverified:
+                        self._verify(slot)
+                    states.append(self._save_slot(index, slot))
+            except BaseException as error:
+                raise EnvFailure(slot, "save") from error
+            self._states.add(numbers, states)
+            if not packed:
+                return None
+            with Failing(slot, "save"):
+                return pack(state._replace(obs=self._rows.obs(state.slot - self.first)) for state in states)
+
+    def restore_states(
+        self,
+        slots: Sequence[int],
+        sources: Sequence[int | bytes],
+        oldest: int,
+        rows: Sequence[NDArray[Any]] | None,
+    ) -> Gone | None:
+        """Restores a state, given by its number or its bytes, into each of `k` envs.
+
+        `rows` are the leaves of the states' time steps, `[k, ...]` each; `None` if the parent writes them.
+
+        Raises:
+            EnvFailure: A state can't be restored. The envs before it have been restored.
+        """
+        with self._states.evicting(oldest):
+            missing = self._states.missing(source for source in sources if isinstance(source, int))
+            if missing:
+                return Gone(missing)
+            slot = slots[0]
+            try:
+                for slot, source in zip(slots, sources, strict=True):
+                    state = self._states[source] if isinstance(source, int) else unpack(source)
+                    self._restore_slot(slot - self.first, state)
+            except BaseException as error:
+                raise EnvFailure(slot, "restore") from error
+            if rows is not None:
+                self._rows.put(np.array(slots) - self.first, rows)
+            return None
+
+    def simulate_states(
+        self, sources: Sequence[int], numbers: Sequence[int], actions: Sequence[NDArray[Any]], oldest: int
+    ) -> list[NDArray[Any]] | Gone:
+        """Steps copies of envs from `k` states, and saves the next states under `numbers`.
+
+        `actions` and the result are the leaves of actions and time step, `[k, ...]` each. The caller fills in
+        `env_id`. The states to step from may have numbers below `oldest`.
+
+        Raises:
+            EnvFailure: An env raised. It names the slot that the first state of its line was saved from.
+        """
+        with self._states.evicting(oldest):
+            missing = self._states.missing(sources)
+            if missing:
+                return Gone(missing)
+            before = self._simulator.steps
+            try:
+                states, rows = self._simulator.step([self._states[source] for source in sources], actions)
+            finally:
+                self._stats[_stats.SIMULATED] += self._simulator.steps - before
+            self._states.add(numbers, states)
+            return rows
+
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+        """Returns states as bytes; raises `EnvFailure` if one can't be pickled."""
+        missing = self._states.missing(numbers)
+        if missing:
+            return Gone(missing)
+        states = [self._states[number] for number in numbers]
+        with Failing(states[0].slot if states else self.first, "export"):
+            return pack(states)
+
+    def import_states(
+        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
+    ) -> None:
+        """Adds states that `export_states` returned, as states of `slots`."""
+        with self._states.evicting(oldest):
+            for slot, number, one in zip(slots, numbers, packed, strict=True):
+                with Failing(slot, "import"):
+                    self._states.add([number], [unpack(one)._replace(slot=slot)])
+
+    def step_from(self, row: NDArray[Any], state: SlotState) -> SlotState:
+        """Restores a state into the env of a row, `[1]`, steps it, and returns the next state."""
+        index = int(row[0])
+        self._restore_env(index, state)
+        self._episodes.restore(index, state.episode)
+        self._episodes.clear_marks(index)  # the row may contain flags of another state
+        self.step(row)
+        return self._save_slot(index, state.slot)
+
+    def _save_slot(self, index: int, slot: int) -> SlotState:
+        """Returns the state of the env at `index`, labelled with `slot`."""
+        if self._episodes.state[index] > IDLE or index in self._resumed:
+            raise EnvStateError(
+                "a fault interrupted the env's last step, so it has no state to save; step or reset it first"
+            )
+        info = self._rows.infos[index]
+        return SlotState(
+            slot,
+            self._slots.stateful[index].take(),
+            self._episodes.save(index),
+            *self._slots.save(index),
+            deepcopy(info) if info else {},
+            self._rows.final.is_written(index),
+            {path: column[index] for path, column in self._rows.objects.items()},
+        )
+
+    def _restore_slot(self, index: int, state: SlotState) -> None:
+        """Restores a state except its row of the segment, which the caller or the parent writes."""
+        self._restore_env(index, state)
+        self._episodes.restore(index, state.episode)
+        self._rows.take_info(index, deepcopy(state.info) if state.info else {})
+        self._rows.final.note_written(index, is_written=state.is_final)
+        for path, value in state.objects.items():
+            self._rows.objects[path][index] = value
+        self._final_infos.pop(index, None)
+
+    def _restore_env(self, index: int, state: SlotState) -> None:
+        self._resumed.pop(index, None)  # this restore takes precedence over recovery from a fault
+        self._slots.make_ready(index)
+        self._slots.restore(index, state.env, state.seed, state.new_seed, state.options)
+
+    def _verify(self, slot: int) -> None:
+        """Verifies that envs of this one's kind continue exactly from restored states, once per kind."""
+        kind, index = self._simulator.kind, slot - self.first
+        fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
+        infos = self._rows.infos
+        infos[index] = deepcopy(infos[index])  # the env may reuse the dict that it returned
+        with self._slots.unlent(index):
+            self._slots.stateful[index].verify(fresh=fresh)
+        self._unverified = {each for each in self._unverified if kind(self.first + each) != kind(slot)}

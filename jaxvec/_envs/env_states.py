@@ -1,4 +1,11 @@
-"""States of envs, by number: taken from an env and put back."""
+"""Saved states of envs: how one is taken, restored and verified, and the table of those that a worker keeps.
+
+    env and its wrappers --StatefulEnv.take--> EnvState --+
+    episode, seed, options, info of the slot -------------+--> SlotState --SavedStates.add--> table, by number
+
+`StatefulEnv.put` restores an `EnvState` into the same env, or into another that the same function built. The
+snapshots of attributes are taken by `_snapshots/`. The parent keeps the row of the segment of each state.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import gymnasium
@@ -36,75 +44,67 @@ from jaxvec._spec import KeyPath
 from jaxvec._util import dumps
 
 # ----------------------------------------------------------------------------------------------------------
-# The states that a slice keeps, by number: what decides what an env does next.
+# The states that a slice keeps, by number
 # ----------------------------------------------------------------------------------------------------------
 
-_MAX_UNMEASURED = 1024  # states kept, at most, between two that are measured
+_MAX_UNMEASURED = 1024  # states between two measurements of their size
 
 
 class SlotState(NamedTuple):
-    """Of a slot: all that decides what its env does next, but the row of the segment, which the parent keeps.
+    """Everything that determines the future of a slot, except its row of the segment, which the parent keeps.
 
-    Attributes:
-        slot: whose env it was; a function that made it makes others that can go on from here.
-        env: of env and wrappers, as `StatefulEnv.take` returned it.
-        episode: how far it is, as `Episodes.take` returned it.
-        seed: the last one that the env was given.
-        new_seed, options: for its next reset.
-        info: the raw info of its last reset or step.
-        is_final: whether the row tells of an episode's last step.
-        objects: what of the row are Python objects.
-        obs: of the row, where the parent does not keep that; else `None`.
+    It can be restored into any env that the same function built.
     """
 
-    slot: int
-    env: Any
-    episode: tuple[int, Any, int]
-    seed: int
-    new_seed: int | None
+    slot: int  # the slot that it was saved from
+    env: EnvState  # of the env and its wrappers
+    episode: tuple[int, Any, int]  # from `Episodes.save`
+    seed: int  # the last seed that the env was reset with
+    new_seed: int | None  # of the next reset, like `options`
     options: dict[str, Any] | None
-    info: dict[str, Any]
-    is_final: bool
-    objects: dict[KeyPath, Any]
-    obs: Any = None
+    info: dict[str, Any]  # the raw info of the last reset or step
+    is_final: bool  # True if the row contains the last step of an episode
+    objects: dict[KeyPath, Any]  # the leaves of the row that are Python objects
+    obs: Any = None  # the observation in the row, if the state leaves the worker
 
 
 @dataclass(frozen=True)
 class Gone:
-    """In place of an answer: nothing was done, since these states are not here; they went with a worker."""
+    """Reply to a request that was not carried out, because these states were lost with an earlier worker."""
 
     numbers: list[int]
 
 
-class States:
-    """Each has a number, which no other ever has."""
+class SavedStates:
+    """The states of a slice by number. The parent assigns the numbers in increasing order, each once."""
 
     def __init__(self, stats: memoryview) -> None:
-        """Begins with none; `stats` is the worker's row, which tells of their bytes."""
         self._states: dict[int, SlotState] = {}
-        self._in_order: deque[int] = deque()  # their numbers
-        self._stats = stats
+        self._in_order: deque[int] = deque()  # the numbers
+        self._stats = stats  # the worker's row of statistics
         self._size, self._until_measured, self._between = 0, 0, 1
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Returns those of some numbers that are not kept."""
         return [number for number in numbers if number not in self._states]
 
     def __getitem__(self, number: int) -> SlotState:
         return self._states[number]
 
-    def keep(self, numbers: Sequence[int], states: Sequence[SlotState]) -> None:
-        """Keeps states. Now and then one is measured, which costs more than to keep it."""
+    def add(self, numbers: Sequence[int], states: Sequence[SlotState]) -> None:
         self._states.update(zip(numbers, states, strict=True))
         self._in_order.extend(numbers)
+        # Measuring a state costs more than keeping it, so it is done less and less often.
         self._until_measured -= len(states)
         if self._until_measured < 0:
-            self._size = _size_of(states[-1])
             self._until_measured = self._between = min(2 * self._between, _MAX_UNMEASURED)
+            try:
+                self._size = len(dumps(states[-1]))
+            except Exception:  # a state that can't be pickled can still be kept
+                self._size = 0
 
     @contextmanager
-    def keeping(self, oldest: int) -> Generator[None]:
-        """Keeps states from this number on after the block, however it ends, and counts their bytes."""
+    def evicting(self, oldest: int) -> Generator[None]:
+        """After the block, even if it fails, removes states with numbers below `oldest`, and counts bytes."""
         try:
             yield
         finally:
@@ -115,7 +115,7 @@ class States:
 
 
 def pack(states: Iterable[SlotState]) -> list[bytes]:
-    """Returns bytes that another process can read; raises `EnvStateError` for a state that can't leave."""
+    """Pickles states for another process; raises `EnvStateError` if that fails."""
     packed: list[bytes] = []
     for state in states:
         try:
@@ -123,105 +123,74 @@ def pack(states: Iterable[SlotState]) -> list[bytes]:
         except Exception as error:
             raise EnvStateError(
                 f"the state of env {state.slot} can't be pickled, so it can't leave its process: {error}; "
-                "give States(functions=(get_state, set_state)) whose states can be pickled"
+                "pass States(functions=(get_state, set_state)) with states that can be pickled"
             ) from error
     return packed
 
 
 def unpack(packed: bytes) -> SlotState:
-    """Returns the state in these bytes.
-
-    Raises:
-        EnvStateError: they can't be unpickled here.
-    """
+    """Unpickles a state; raises `EnvStateError` if that fails."""
     try:
         state: SlotState = pickle.loads(packed)
     except Exception as error:
         raise EnvStateError(
-            f"the state can't be unpickled, so it can't enter this process: {type(error).__name__}: {error}; "
-            "give States(functions=(get_state, set_state)) whose states can be unpickled"
+            f"the state can't be unpickled in this process: {type(error).__name__}: {error}; "
+            "pass States(functions=(get_state, set_state)) with states that can be unpickled"
         ) from error
     return state
 
 
-def _size_of(state: SlotState) -> int:
-    """Returns about how many bytes a state takes: as many as it has when it is pickled."""
-    try:
-        return len(dumps(state))
-    except Exception:  # one that can't be pickled; it may be kept all the same
-        return 0
-
-
 # ----------------------------------------------------------------------------------------------------------
-# The state of one env and of its wrappers as a value: taken, put back, and proved.
+# The state of one env and its wrappers
 # ----------------------------------------------------------------------------------------------------------
-
-__all__ = ["EnvState", "StateFunctions", "StatefulEnv"]
 
 StateFunctions: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 
 _ADVICE = (
-    "Give the env methods get_state() and set_state(state) that take and put what is not in such attributes, "
-    "pass States(functions=(get_state, set_state)), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
+    "Give the env methods get_state() and set_state(state) that save and restore the rest of its state, pass "
+    "States(functions=(get_state, set_state)), or wrap the env in jaxvec.adapters.replay.ReplayEnv"
 )
-_MAX_SHARED_NODES = 1000  # things that an env's states share; some envs make new ones in each reset
-_GENERATOR = ("_np_random", "_np_random_seed")  # what a `gymnasium.Env` has beside a user's own state
+_MAX_SHARED_NODES = 1000  # nodes that the states of an env share; some envs make new ones in each reset
+_GENERATOR = ("_np_random", "_np_random_seed")  # attributes that `gymnasium.Env` adds to a user's own
 
 
+@dataclass(slots=True, eq=False)
 class EnvState:
-    """What `StatefulEnv.take` returns. It never changes, and pickles if what the env holds does.
+    """The immutable result of `StatefulEnv.take`. It pickles if everything in the env does."""
 
-    Attributes:
-        kinds: the names of the classes of the wrappers, outmost first, and of the env.
-        layers: the attributes of each.
-        own: what the user's function, or the env's own method, has returned, taken the same way.
-    """
-
-    __slots__ = ("kinds", "layers", "own")
-
-    def __init__(self, kinds: tuple[str, ...], layers: list[Fields], own: Any) -> None:
-        self.kinds = kinds
-        self.layers = layers
-        self.own = own
+    kinds: tuple[str, ...]  # the names of the classes of the wrappers, outermost first, and of the env
+    layers: list[Fields]  # the attributes of each of them
+    own: Any  # a snapshot of the result of `get_state`; `None` without such a method
 
 
 class StatefulEnv:
-    """An env with its wrappers, whose state can be taken and put back.
+    """An env that can take its own state, with that of its wrappers, and put it again.
 
-    Make it when the env was made, before its first reset: from then on the env notes what its state can't be
-    told from, the actions that sticky ones of ALE may repeat.
-
-    Attributes:
-        env: the env.
+    Create it before the env's first reset: from then on it records the actions that ALE may repeat (sticky
+    actions), which are in no attribute.
     """
 
     def __init__(self, env: Env, functions: StateFunctions | None = None) -> None:
-        """Takes an env.
-
-        Args:
-            env: with its wrappers.
-            functions: the user's `(get_state, set_state)`; then they say all of the env within the wrappers,
-                but for its `np_random`.
-        """
+        """Starts to observe an env. The user's `functions` replace its attributes, except `np_random`."""
         self.env = env
         self._functions = functions
         self._shared: Shared = {}
-        self._look()
+        self._find_layers()
         watch_ale(self._layers[-1])
 
     def take(self) -> EnvState:
         """Returns the state of the env and its wrappers.
 
-        It is what their attributes hold, and what those hold, random numbers among it. Where that is memory
-        of MuJoCo or ALE, it is taken by their own ways; where an env has `get_state` and `set_state`, these
-        are asked for the rest.
+        It contains their attributes and all objects that these refer to, random generators included. MuJoCo
+        and ALE save their own memory. If the env has `get_state` and `set_state`, these save whatever can't
+        be copied.
 
         Raises:
-            EnvStateError: something is no value; names the attribute, and says what to do.
+            EnvStateError: Something can't be copied. The message names the attribute and suggests what to do.
         """
-        self._look_again()
-        again = self._again
-        if again is not None and (fields := again.take()) is not None:
+        self._update_layers()
+        incremental = self._incremental
+        if incremental is not None and (fields := incremental.take()) is not None:
             return EnvState(self._kinds, fields, None)
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
@@ -242,7 +211,7 @@ class StatefulEnv:
                     taken.append(take_layer(taker, base))
                 else:
                     if isinstance(base, gymnasium.Wrapper):
-                        taken.append(NOTHING)  # it says what it keeps, of the env inside, too
+                        taken.append(NOTHING)  # its `get_state` covers the env inside, too
                     else:
                         taker.lenient = True
                         taken.append(take_layer(taker, base))
@@ -253,42 +222,43 @@ class StatefulEnv:
                 name if name.startswith("[") or not number else f".{name}"
                 for number, name in enumerate(error.path)
             )
+            # The reason is "it is an open file", or a sentence with a subject of its own.
+            reason = error.what[2:] if error.what.startswith("it is ") else f": {error.what}"
             raise EnvStateError(
-                f"the state of {type(base).__name__} can't be taken: of {path}, {error.what}. "
-                + (error.advice or _ADVICE)
+                f"cannot save {type(base).__name__}: attribute {path}{reason}. {error.advice or _ADVICE}"
             ) from error
-        if again is not None:
-            again.note(taken)
+        if incremental is not None:
+            incremental.note(taken)
         return EnvState(self._kinds, taken, own)
 
     def put(self, state: EnvState) -> bool:
-        """Has the env go on from a state, as often as you like.
+        """Restores a state, which may be used again.
 
-        The env and its wrappers stay the objects that they are, so windows, the memory that
-        `set_observation_buffer` gave, and whatever refers to them stay theirs.
+        Values are written into the existing objects, because windows, observation buffers and closures may
+        refer to them.
 
         Args:
-            state: of this env, or of another that the same function made.
+            state: The state of this env, or of another that the same function built.
 
         Returns:
-            Whether env and wrappers have the same attributes as before, with other values.
+            True if env and wrappers have the same attributes as before, with other values.
 
         Raises:
-            EnvStateError: the state is that of an env of another class, or with other wrappers.
+            EnvStateError: The state is that of an env of another class, or with other wrappers.
         """
-        self._look_again()
+        self._update_layers()
         layers = self._layers
         if self._kinds != state.kinds:
             raise EnvStateError(
-                f"a state of {' of '.join(state.kinds)} can't be put into {' of '.join(self._kinds)}; "
-                "restore states into envs that the same function made"
+                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(self._kinds)}; "
+                "restore it into an env that the same function made"
             )
-        if self._again is not None and self._again.put(state.layers):
+        if self._incremental is not None and self._incremental.put(state.layers):
             return True
         base = layers[-1]
         putter = Putter(layers)
         try:
-            # First what others do, so that what the attributes say is the last word.
+            # `set_state` first, so that the saved attributes overwrite its side effects.
             if self._functions is not None:
                 self._functions[1](self.env, putter.value(state.own, None))
             elif self._methods is not None:
@@ -297,80 +267,84 @@ class StatefulEnv:
                 put_layer(putter, layer, fields)
         except CannotCopy as error:
             raise EnvStateError(
-                f"a state of {type(base).__name__} can't be put back: {error.what}. {error.advice or _ADVICE}"
+                f"cannot restore {type(base).__name__}: {error.what}. {error.advice or _ADVICE}"
             ) from error
         return False
 
-    def prove(self, *, fresh: bool = False, num_steps: int = 40) -> None:
-        """Raises unless the env goes on from a state as it did before, however far it went in between.
+    def verify(self, *, fresh: bool = False, num_steps: int = 40) -> None:
+        """Verifies that the env continues from a restored state exactly as it did before.
 
-        It takes a state, steps the env with random actions, takes another half-way, and resets the env with
-        other seeds and steps it. Then it puts each state back, and a copy that was pickled if that is
-        possible, steps the env with the same actions, and compares all results bit for bit. The env is left
-        in the state that it was in.
+        It saves a state, steps with random actions, saves another half-way, resets with other seeds and steps
+        again. Then it restores each state, and a pickled copy of it if possible, repeats the actions, and
+        compares all results bit for bit. At the end, the env has the same state as at the start.
 
         Args:
-            fresh: it was never reset, or its episode is over, so it is reset first.
-            num_steps: to compare; resets that they need come on top.
+            fresh: True to reset the env first, because it was never reset or its episode is over.
+            num_steps: The number of steps that are compared, without the resets between them.
 
         Raises:
-            EnvStateError: a state can't be taken, or results differ; says which, and which attribute did.
+            EnvStateError: A state can't be saved or restored, or results differ. The message names the
+                attribute that differs, too, if there is one.
         """
-        env, before = self.env, self.take()
-        actions = copy.deepcopy(env.action_space)
-        actions.seed(0)
-        chosen = [actions.sample() for _ in range(num_steps)]
+        env, before, name = self.env, self.take(), type(self.env.unwrapped).__name__
+        space = copy.deepcopy(env.action_space)
+        space.seed(0)
+        actions = [space.sample() for _ in range(num_steps)]
         try:
             if fresh:
                 _reset(env, 0)
-            began = self.take()
-            first = self._play(chosen[: num_steps // 2])
-            later = self.take()  # what has just begun may have nothing to lose
-            played = [first, self._play(chosen[num_steps // 2 :])]
-            for seed in (1, 2):  # elsewhere, where an env has another map or other bodies
+            start = self.take()
+            first = self._play(actions[: num_steps // 2])
+            half_way = self.take()  # at the start of an episode, some envs have no state yet to lose
+            played = [first, self._play(actions[num_steps // 2 :])]
+            for seed in (1, 2):  # other seeds may produce another map or other bodies
                 _reset(env, seed)
                 self._play(first.actions)
-            points = (began, played), (later, played[1:])
+            points = (start, played), (half_way, played[1:])
             for state, parts in points:
                 self.put(state)
-                _compare_states(env, self.take(), state)
-                self._repeat(parts, "")
-            for state, parts in points:  # last: it may write classes of a script anew, whose objects they are
+                # Ignores `own`: two results of `get_state` may differ in form until the next step.
+                now, saved = (EnvState(one.kinds, one.layers, None) for one in (self.take(), state))
+                if (attribute := _differing_attribute(now, saved)) is not None:
+                    raise EnvStateError(
+                        f"cannot restore {name}: {attribute} differs after the restore. {_ADVICE}"
+                    )
+                self._repeat(parts, name)
+            # Pickled copies last: unpickling may create a script's classes anew, and the env keeps these.
+            for state, parts in points:
                 if (copied := _pickled(state)) is not None:
                     self.put(copied)
-                    self._repeat(parts, "that was pickled ")
+                    self._repeat(parts, f"{name} from a pickled state")
         finally:
             self.put(before)
 
-    def _look(self) -> None:
-        """Looks which wrappers there are."""
+    def _find_layers(self) -> None:
         self._layers = _layers(self.env)
         self._pairs = tuple(itertools.pairwise(self._layers))
-        self._kinds = tuple(map(_kind, self._layers))
+        self._kinds = tuple(map(_name_of, map(type, self._layers)))
         self._methods = None if self._functions is not None else _own_methods(type(self._layers[-1]))
-        # Of those whose attributes say all.
-        self._again = (
-            IncrementalSnapshot(self._layers) if self._functions is None and self._methods is None else None
-        )
+        # The incremental snapshot covers attributes only.
+        attributes_only = self._functions is None and self._methods is None
+        self._incremental = IncrementalSnapshot(self._layers) if attributes_only else None
         self._nodes: dict[int, Any] = dict(
             zip(map(id, self._layers), layer_nodes(len(self._layers)), strict=True)
         )
 
-    def _look_again(self) -> None:
+    def _update_layers(self) -> None:
         for outer, inner in self._pairs:
-            if outer.env is not inner:
-                self._look()
+            if outer.env is not inner:  # user code has inserted or removed a wrapper
+                self._find_layers()
                 return
 
     def _play(self, actions: list[Any]) -> _Played:
-        """Steps the env, and resets it where an episode ends."""
+        """Steps the env, and resets it at the end of each episode."""
         results: list[list[Any]] = []
         states: list[EnvState] = []
         for action in actions:
             try:
                 result: Any = self.env.step(copy.deepcopy(action))
                 ended = bool(result[2] or result[3])
-            except Exception as error:  # it does not like each action of its space; it says so again
+            except Exception as error:  # the env rejects some actions of its space; compare the errors
                 result, ended = (type(error).__name__, str(error)), True
             results.append([_value(result)])
             if ended:
@@ -379,27 +353,34 @@ class StatefulEnv:
                 states.append(self.take())
         return _Played(actions, results, states)
 
-    def _repeat(self, parts: Sequence[_Played], which: str) -> None:
-        """Plays again, and raises if anything differs."""
+    def _repeat(self, parts: Sequence[_Played], name: str) -> None:
+        """Repeats the actions, and raises `EnvStateError` if a result differs."""
         done = 0
-        for played in parts:
-            _compare(self.env, played, self._play(played.actions), done, which)
-            done += len(played.actions)
+        for first in parts:
+            again = self._play(first.actions)
+            for number, results in enumerate(zip(first.results, again.results, strict=True), start=1):
+                where = _differing_result(*results)
+                if where is None:
+                    continue
+                states = zip(first.states[:number], again.states, strict=False)
+                attribute = next(filter(None, itertools.starmap(_differing_attribute, states)), None)
+                named = f"; attribute {attribute} differs, too" if attribute else ""
+                raise EnvStateError(
+                    f"Restoring {name} did not reproduce it: after {done + number} identical actions, "
+                    f"{where} differs{named}. Some of its state is not in its attributes, but perhaps in a "
+                    "global variable or generator (random, np.random), in memory of a C library, or in a "
+                    f"clock. {_ADVICE}"
+                )
+            done += len(first.actions)
 
 
-@dataclass(frozen=True)
-class _Played:
-    """What an env did.
-
-    Attributes:
-        actions: of its steps.
-        results: of each action, as values: of the step, and of the reset if that ended an episode.
-        states: after the first few.
-    """
+class _Played(NamedTuple):
+    """A sequence of actions and their results."""
 
     actions: list[Any]
+    # Per action: a snapshot of `env.step`'s result, and of the reset if the episode ended.
     results: list[list[Any]]
-    states: list[EnvState]
+    states: list[EnvState]  # after the first few actions, to name an attribute that differs
 
 
 def _value(result: Any) -> Any:
@@ -409,46 +390,30 @@ def _value(result: Any) -> Any:
 def _reset(env: Env, seed: int) -> None:
     try:
         env.reset(seed=seed)
-    except Exception:  # it takes no seed
+    except Exception:  # the env takes no seed
         env.reset()
 
 
 _NAMES = {2: ("obs", "info"), 5: ("obs", "reward", "terminated", "truncated", "info")}
 
 
-def _compare(env: Env, first: _Played, again: _Played, done: int, which: str) -> None:
-    for number, (ones, others) in enumerate(zip(first.results, again.results, strict=True), start=1):
-        # `map` ends with the shorter one: that only one has a reset, too, is said by the steps before it.
-        for field, mine, its in itertools.chain.from_iterable(map(_fields_of, ones, others)):
+def _differing_result(first: list[Any], again: list[Any]) -> str | None:
+    """Returns the first field in which two results of an action differ; `None` if they are equal."""
+    # `zip` stops at the shorter list: if only one has a reset, the results of the step differ.
+    for pair in zip(first, again, strict=False):
+        one, other = (getattr(result, "items", result) for result in pair)
+        names = _NAMES.get(len(one), ("",) * len(one))
+        for name, mine, its in zip(names, one, other, strict=True):
+            if name == "info":
+                mine, its = _without_times(mine), _without_times(its)
             where = difference(mine, its)
-            if where is None:
-                continue
-            states = zip(first.states[:number], again.states, strict=False)
-            attribute = next(filter(None, (_attribute(*pair) for pair in states)), None)
-            named = f"; the attribute {attribute} did, too" if attribute else ""
-            raise EnvStateError(
-                f"{type(env.unwrapped).__name__} does not go on from its state {which}as it did before: "
-                f"after {done + number} of the same actions, {field}{where} differs{named}. Some of its "
-                f"state is not in its attributes; {_SOMETHING}. {_ADVICE}"
-            )
-
-
-_SOMETHING = (
-    "it may be a global variable or generator (random, np.random), memory of a library in C, or a clock"
-)
-
-
-def _fields_of(one: Any, other: Any) -> Any:
-    ones, others = (getattr(result, "items", result) for result in (one, other))
-    names = _NAMES.get(len(ones), ("",) * len(ones))
-    for name, mine, its in zip(names, ones, others, strict=True):
-        if name == "info":
-            mine, its = (_without_times(info) for info in (mine, its))
-        yield name, mine, its
+            if where is not None:
+                return f"{name}{where}"
+    return None
 
 
 def _without_times(info: Any) -> Any:
-    """Leaves out the time on the clock that Gymnasium's `RecordEpisodeStatistics` writes."""
+    """Removes the wall-clock time that Gymnasium's `RecordEpisodeStatistics` adds to an info."""
     pairs = getattr(info, "pairs", ())
     return {
         key: {k: v for k, v in item.pairs if k != "t"}
@@ -459,18 +424,8 @@ def _without_times(info: Any) -> Any:
     }
 
 
-def _compare_states(env: Env, now: EnvState, began: EnvState) -> None:
-    # What functions return need not be the same before the next step.
-    attribute = _attribute(EnvState(now.kinds, now.layers, None), EnvState(began.kinds, began.layers, None))
-    if attribute is not None:
-        raise EnvStateError(
-            f"the state of {type(env.unwrapped).__name__} can't be put back: {attribute} is another then. "
-            + _ADVICE
-        )
-
-
-def _attribute(one: EnvState, other: EnvState) -> str | None:
-    """Returns the attribute in which two states of an env differ, if there is one."""
+def _differing_attribute(one: EnvState, other: EnvState) -> str | None:
+    """Returns the first attribute in which two states of an env differ; `None` if they are equal."""
     for kind, mine, its in zip(one.kinds, one.layers, other.layers, strict=True):
         for name, value, its_value in compare_fields(mine, its):
             where = difference(value, its_value)
@@ -483,12 +438,12 @@ def _attribute(one: EnvState, other: EnvState) -> str | None:
 def _pickled(state: EnvState) -> EnvState | None:
     try:
         return pickle.loads(dumps(state))
-    except Exception:  # it can't leave this process, which is an error only where it has to
+    except Exception:  # an error only if the state has to leave this process
         return None
 
 
 def _layers(env: Any) -> list[Any]:
-    """Returns the wrappers, outmost first, and the env; or the wrapper that says all of what is inside it."""
+    """Returns the wrappers, outermost first, and the env. A wrapper with `get_state` counts as the env."""
     layers = [env]
     while isinstance(env, gymnasium.Wrapper) and _own_methods(type(env)) is None:
         env = env.env
@@ -496,23 +451,19 @@ def _layers(env: Any) -> list[Any]:
     return layers
 
 
-def _kind(layer: Any, known: dict[type, str] = {}) -> str:  # noqa: B006
-    kind = type(layer)
-    name = known.get(kind)
-    if name is None:
-        name = known[kind] = f"{kind.__module__}.{kind.__qualname__}"
-    return name
+@cache
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _own_methods(kind: type, known: dict[type, Any] = {}) -> Any:  # noqa: B006
-    """Returns an env's own `get_state` and `set_state`, if it has such a pair."""
-    if kind not in known:
-        methods = getattr(kind, "get_state", None), getattr(kind, "set_state", None)
-        known[kind] = methods if _takes(methods[0], 1) and _takes(methods[1], 2) else None
-    return known[kind]
+@cache
+def _own_methods(kind: type) -> Any:
+    """Returns `get_state` and `set_state` of a class; `None` without such a pair."""
+    methods = getattr(kind, "get_state", None), getattr(kind, "set_state", None)
+    return methods if _accepts(methods[0], 1) and _accepts(methods[1], 2) else None
 
 
-def _takes(method: Any, count: int) -> bool:
+def _accepts(method: Any, count: int) -> bool:
     try:
         inspect.signature(method).bind(*[None] * count)
     except (TypeError, ValueError):

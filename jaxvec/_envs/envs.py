@@ -1,4 +1,4 @@
-"""Envs as a slice uses them: their types, construction, results and child processes."""
+"""Envs as a slice uses them: their types, construction, attributes, results and forks."""
 
 from __future__ import annotations
 
@@ -15,71 +15,65 @@ import numpy as np
 from jaxvec._memory.rows import InvalidValue
 
 # ----------------------------------------------------------------------------------------------------------
-# Builds envs and closes them, and says which one failed.
+# Construction, attributes and failures
 # ----------------------------------------------------------------------------------------------------------
 
 Env: TypeAlias = gymnasium.Env[Any, Any]
 BatchedEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]  # fills several neighbouring slots
 EnvFn: TypeAlias = Callable[[], Any]
 
-
 OLD_GYM = (
-    "An env of old Gym goes into shimmy.GymV21CompatibilityV0(env=...) if its step returns four values, or "
-    "into shimmy.GymV26CompatibilityV0(env=...)"
+    "Wrap an env of old Gym in shimmy.GymV21CompatibilityV0(env=...) if its step returns four values, or in "
+    "shimmy.GymV26CompatibilityV0(env=...)"
 )
 
 
 class EnvFailure(Exception):
-    """An env failed; `__cause__` is its own exception, or `InvalidValue` for wrong data.
-
-    Attributes:
-        env_id, operation, action: what failed.
-        completed: the ids of the envs that did what was requested of them and of the one that failed.
-    """
+    """A failure of an env. `__cause__` is the env's exception, or `InvalidValue` for wrong data."""
 
     def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
         super().__init__(env_id, operation)
         self.env_id = env_id
-        self.operation = operation
-        self.action = action
-        self.completed: list[int] = []
+        self.operation = operation  # such as "step" or "constructor"
+        self.action = action  # of a failed step
+        self.completed: list[int] = []  # the slots that completed the same request before the failure
 
 
 class AttributeFailure(EnvFailure):
-    """An env lacks an attribute, or it can't be set."""
+    """A missing attribute of an env, or one that can't be set."""
 
 
 class Failing:
-    """Makes of what ends the block the failure of an env."""
+    """Context manager that turns an exception of its block into an `EnvFailure`."""
 
     def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
-        self._what = env_id, operation, action
+        self._arguments = env_id, operation, action
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            raise EnvFailure(*self._what) from error
+            raise EnvFailure(*self._arguments) from error
 
 
 class FailingAttribute(Failing):
-    """Does the same where the block looks up an attribute of an env, or sets one."""
+    """A `Failing` for access to an attribute, which turns `AttributeError` into `AttributeFailure`."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, AttributeError):
-            raise AttributeFailure(*self._what) from error
+            raise AttributeFailure(*self._arguments) from error
         super().__exit__(kind, error, trace)
 
 
 def find_attr(env: Env, name: str) -> Any:
-    """Returns an attribute of an env or a wrapper, or what a dotted name finds from there on."""
+    """Returns an attribute of an env or a wrapper. A dotted name continues from attribute to attribute."""
     first, *rest = name.split(".")
     return reduce(getattr, rest, env.get_wrapper_attr(first))
 
 
 def put_attr(env: Env, name: str, value: Any) -> None:
-    """Sets an attribute of an env or a wrapper, or of what a dotted name finds there."""
+    """Sets an attribute of an env or a wrapper; a dotted name as in `find_attr`."""
     owner, _, last = name.rpartition(".")
     if owner:
         setattr(find_attr(env, owner), last, value)
@@ -88,15 +82,12 @@ def put_attr(env: Env, name: str, value: Any) -> None:
 
 
 def build_env(env_fns: Sequence[EnvFn], first: int, size: int | None = None) -> list[Any]:
-    """Builds the envs `first`, `first + 1`, …; closes those built if one fails.
+    """Builds the envs from slot `first` on. If one fails, closes the others.
 
-    Args:
-        env_fns: a constructor for each env, or for each batch of `size` envs.
-        first: id of the first env.
-        size: of batches; `None` for envs one by one.
+    With `size`, each constructor builds a batched env with as many envs.
 
     Raises:
-        EnvFailure: a constructor raised, or returned something else than such an env.
+        EnvFailure: A constructor raised, or did not return an env.
     """
     envs: list[Any] = []
     for number, env_fn in enumerate(env_fns):
@@ -117,7 +108,7 @@ def _check_kind(env: Any, size: int | None) -> None:
         if not isinstance(env, gymnasium.vector.VectorEnv):
             raise TypeError(
                 f"expected a gymnasium.vector.VectorEnv of {size} envs, got {type(env).__name__}; leave out "
-                "envs_per_instance for envs one by one"
+                "envs_per_instance for single envs"
             )
         if env.num_envs != size:
             raise ValueError(f"envs_per_instance is {size}, but the VectorEnv has {env.num_envs} envs")
@@ -128,7 +119,7 @@ def _check_kind(env: Any, size: int | None) -> None:
         )
     elif not isinstance(env, gymnasium.Env):
         raise TypeError(
-            f"expected a gymnasium.Env, got {type(env).__name__}; wrap a dm_env.Environment in "
+            f"expected a gymnasium.Env, got {type(env).__name__}. Wrap a dm_env.Environment in "
             "jaxvec.adapters.dm_env.DmEnv, a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv. "
             + OLD_GYM
         )
@@ -138,14 +129,11 @@ def close_envs(
     envs: Sequence[Any],
     first: int,
     size: int | None = None,
-    tell: Callable[[range], None] = lambda env_ids: None,
+    report: Callable[[range], None] = lambda env_ids: None,
 ) -> None:
-    """Closes every env, then raises an `EnvFailure` of the first whose `close` raised.
+    """Closes all envs, then raises `EnvFailure` for the first failure of `close`.
 
-    Args:
-        envs: as built by `build`, perhaps with spare ones after them.
-        first, size: as of `build`.
-        tell: is called with the ids of what is closed.
+    Spare envs may follow those that `build_env` returned. Calls `report` with the slots of each closed env.
     """
     failure: EnvFailure | None = None
     for number, env in enumerate(envs):
@@ -156,18 +144,18 @@ def close_envs(
             if failure is None:
                 failure = EnvFailure(env_id, "close")
                 failure.__cause__ = error
-        tell(range(env_id, env_id + (size or 1)))
+        report(range(env_id, env_id + (size or 1)))
     if failure is not None:
         raise failure
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What an env has to return: checks that name what is wrong.
+# Checks of results
 # ----------------------------------------------------------------------------------------------------------
 
 
 def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns `(obs, info)`, if that is what `reset` has returned."""
+    """Returns observation and info of a reset; raises `InvalidValue` if the result is no such pair."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise InvalidValue(f"reset must return (obs, info), got {_outline(result)}")
     check_dict("reset", result[1])
@@ -175,7 +163,7 @@ def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def explain_reset(error: TypeError, env: Any) -> None:
-    """Says more of what `reset` has raised, if it does not take what it is given."""
+    """Adds a note to an error of `reset` if a wrapper or the env does not accept Gymnasium's arguments."""
     layers = [env]
     while isinstance(layers[-1], gymnasium.Wrapper):
         layers.append(layers[-1].env)
@@ -184,14 +172,14 @@ def explain_reset(error: TypeError, env: Any) -> None:
             inspect.signature(layer.reset).bind(seed=None, options=None)
         except (TypeError, ValueError):
             error.add_note(
-                f"{type(layer).__name__}.reset has to take what Gymnasium's envs take: "
+                f"{type(layer).__name__}.reset must accept the arguments of Gymnasium's envs: "
                 f"reset(self, *, seed=None, options=None). {OLD_GYM}"
             )
             return
 
 
 def wrong_step(result: Any) -> InvalidValue:
-    """Says what `step` has returned instead of what it must."""
+    """Returns the error of a step that returned no tuple of five."""
     return InvalidValue(
         f"step must return (obs, reward, terminated, truncated, info), got {_outline(result)}"
         + (f". {OLD_GYM}" if isinstance(result, tuple) and len(result) == 4 else "")
@@ -199,20 +187,19 @@ def wrong_step(result: Any) -> InvalidValue:
 
 
 def check_dict(operation: str, info: Any) -> None:
-    """Raises unless `info` is a dict."""
     if not isinstance(info, dict):
         raise InvalidValue(f"{operation} must return info as a dict, got {type(info).__name__}")
 
 
 def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:
-    """Returns a reward in float64 and this shape; `()` for a number."""
+    """Returns a reward as a float, or as a float64 array `shape` if that is not `()`."""
     value = np.asarray(reward)
     if shape == () and value.size == 1:
-        value = value.reshape(())  # Gymnasium takes shape (1,) for a scalar too
+        value = value.reshape(())  # Gymnasium accepts shape (1,) for a scalar, too
     if value.shape != shape:
         raise InvalidValue(
-            f"reward: expected shape {shape}, got {value.shape}; an env with vector rewards says so in "
-            "a reward_space attribute"
+            f"reward: expected shape {shape}, got {value.shape}; an env with vector rewards must declare "
+            "them in an attribute reward_space"
         )
     if value.dtype.kind not in "biuf":
         raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}")
@@ -224,23 +211,24 @@ def _outline(result: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Ends forks of a worker that come back from an env's code: their envs are copies, the rows not theirs.
+# Forks of a worker. If an env forks and the child returns from the env's code, the child is ended: it would
+# write into the rows of the segment, too.
 # ----------------------------------------------------------------------------------------------------------
 
-forked: list[int] = []  # not empty in a fork of a worker
+forked: list[int] = []  # not empty in a fork of a worker; the compiled loop reads it, too
 
 
 def watch_forks() -> None:
-    """Lets forks of this process know what they are."""
+    """Makes forks of this process fill `forked`."""
     os.register_at_fork(after_in_child=lambda: forked.append(os.getpid()))
 
 
 def end_forks(env_id: int, operation: str) -> NoReturn:
-    """Ends this process, which is a fork, and says so on its standard error."""
+    """Ends this process, which is a fork of a worker, with a message on stderr."""
     text = (
-        f"jaxvec.EnvError: env {env_id} has forked in {operation}, and the new process {os.getpid()} came "
-        f"back from it, so it was ended. Let it end in {operation} by os._exit, or start it with subprocess "
-        "or multiprocessing.\n"
+        f"jaxvec.EnvError: env {env_id} has forked in {operation}, and the new process {os.getpid()} "
+        f"returned from {operation}, so jaxvec ended it. End it within {operation} with os._exit, or "
+        "start it with subprocess or multiprocessing.\n"
     )
     os.write(2, text.encode())
     os._exit(1)

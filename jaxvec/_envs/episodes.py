@@ -1,4 +1,4 @@
-"""Episodes: how far each is, and the rows that were delivered before a fault."""
+"""The progress of each env's episode, and copies of the rows that were delivered before a fault."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jaxvec._memory.segment import Arrays, index_of
 from jaxvec._spec import Autoreset, KeyPath, PoolSpec
 
 # ----------------------------------------------------------------------------------------------------------
-# How far each env's episode is, and what its row says of that, after steps, ends, faults and resets.
+# Progress of episodes, with their rewards, flags and statistics in the segment
 # ----------------------------------------------------------------------------------------------------------
 
-# What an env has to do when it is asked for a step. All but the first are rare; those after `MARKED` come in
-# place of stepping the env.
-PLAYING = 0  # steps
-MARKED = 1  # steps, and clears what its row says of the end of the episode before
-ENDED = 2  # resets: next-step autoreset
-IDLE = 3  # nothing, until it is reset from outside
-LOST = 4  # ends its episode, which a fault has cut
-UNRESET = 5  # resets within the step: its row already says that an episode ended
+# The action that the next request for a step causes. All but the first are rare. The compiled loop makes the
+# first two itself; those above MARKED replace the step of the env.
+PLAYING = 0  # step
+MARKED = 1  # step, and clear the row's marks of the previous episode's end
+ENDED = 2  # reset: next-step autoreset
+IDLE = 3  # nothing, until the program resets the env
+LOST = 4  # end the episode, which a fault has interrupted
+UNRESET = 5  # repeat the reset within the step; the row already contains the end of the episode
 
-# What an env has to do, and return and length of its episode.
-Saved: TypeAlias = tuple[int, Any, int]
+# One of the constants above, and the return and length of an episode.
+SavedEpisode: TypeAlias = tuple[int, Any, int]
 
 _AFTER_END = {
     Autoreset.SAME_STEP: UNRESET,
@@ -37,153 +37,139 @@ _AFTER_END = {
 
 
 class Episodes:
-    """Of the envs of a slice, which go by their index there.
+    """Counters and flags of the current episode of each env, by its index in the slice.
 
-    The ordinary step is also C++'s, which does to the same lists and rows what `take` does, and `mark`
-    where no episode ends.
-
-    Attributes:
-        state: what each env has to do when it is asked for a step.
-        returns, lengths: of the episodes that run, in float64 and int64, whatever the rows store.
-        row_rewards, row_returns, row_lengths: what the rows say.
-        end_marks: the columns of the rows that say that an episode has ended.
+    The compiled loop (`_native/stepper.cc`) changes the same lists and rows for ordinary steps, as `take`
+    does, and as `mark` does if no episode ends.
     """
 
     def __init__(self, rows: Arrays, autoreset: Autoreset, *, lost: bool = False) -> None:
-        """Begins with episodes that have not begun.
-
-        Args:
-            rows: arrays `[n, ...]`, of which these fields are written: reward, flags and statistics.
-            autoreset: what happens when an episode ends.
-            lost: whether a fault has cut the episodes that others have begun in these rows.
-        """
+        """Creates the counters. If `lost`, the rows contain episodes that a fault has interrupted."""
         count, *shape = rows["reward",].shape
         self._zero: Any = np.zeros(shape) if shape else 0.0
-        self.state = [LOST if lost else PLAYING] * count
+        self.state = [LOST if lost else PLAYING] * count  # the constant for each env's next step
+        # Return and length of each episode, in float64 and int64 whatever the segment stores.
         self.returns, self.lengths = np.zeros((count, *shape)), np.zeros(count, np.int64)
         self._returns, self._lengths = scalars(self.returns), scalars(self.lengths)
         self.row_rewards = scalars(rows["reward",])
         self.row_returns, self.row_lengths = (
             scalars(rows["info", name]) for name in ("episode_return", "episode_length")
         )
+        # A pool that can't have faults or idle envs lacks these columns. Then nothing reads the arrays.
         fault, idle = (rows.get(("info", name), np.zeros(count, np.bool_)) for name in ("fault", "idle"))
         self.end_marks = rows["terminated",], rows["truncated",], fault
         self._terminated, self._truncated, self._fault = map(scalars, self.end_marks)
         self._idle = scalars(idle)
         self._over = _AFTER_END[autoreset]
 
-    def begin(self, index: int, saved: Saved | None = None) -> None:
-        """Takes a reset in a call or a step of its own: the row holds no reward and a new episode.
-
-        `saved` is what `save` returned of an episode that goes on in place of a new one.
-        """
-        self._write(index, False, False, fault=False)
+    def begin(self, index: int, saved: SavedEpisode | None = None) -> None:
+        """Starts a new episode, or continues a saved one, in a row of its own without a reward."""
+        self._write_flags(index, False, False, fault=False)
         self._idle[index] = False
         self._restart(index, PLAYING, saved)
         self.row_rewards[index] = self._zero
         self.row_returns[index], self.row_lengths[index] = self._returns[index], self._lengths[index]
 
     def take(self, index: int, reward: Any) -> bool:
-        """Takes a step's reward; says whether its row is marked with the end of the episode before."""
+        """Adds a step's reward. Returns True if the row still has marks of the previous episode's end."""
         self.row_rewards[index] = reward
         self._returns[index] = self.row_returns[index] = self._returns[index] + reward
         self._lengths[index] = self.row_lengths[index] = self._lengths[index] + 1
         return self.state[index] == MARKED
 
     def mark(self, index: int, terminated: bool, truncated: bool) -> bool:
-        """Takes the flags of a step, if one is set or the row has some; says whether its episode is over."""
+        """Writes the flags of a step. Returns True if they end the episode."""
         over = terminated or truncated
-        self._write(index, terminated, truncated, fault=False)
+        self._write_flags(index, terminated, truncated, fault=False)
         self.state[index] = self._over if over else PLAYING
         return over
 
-    def reset_in_step(self, index: int, saved: Saved | None = None) -> None:
-        """Takes the reset after an episode's last step: the row still says how that ended; see `begin`."""
+    def reset_in_step(self, index: int, saved: SavedEpisode | None = None) -> None:
+        """Starts or continues an episode, but keeps the row, which shows the end of the last one."""
         self._restart(index, MARKED, saved)
 
     def idle(self, index: int) -> None:
-        """Takes a step that an env was asked for and did not take; the row goes on as it is."""
+        """Marks the row of an env that was not stepped; the rest of the row is unchanged."""
         self.row_rewards[index] = self._zero
         self._idle[index] = True
 
     def lose(self, index: int) -> None:
-        """Takes a fault in a step."""
+        """Records that a fault interrupted a step."""
         self.state[index] = LOST
 
     def cut(self, index: int, delivered: tuple[Any, int], *, over: bool) -> bool:
-        """Ends an episode that is lost.
+        """Ends an interrupted episode.
 
         Args:
-            index: of the env.
-            delivered: return and length of the episode, as its row said before the fault.
-            over: whether that row ended an episode.
+            index: The position of the env in the slice.
+            delivered: Return and length of the episode in the last delivered row.
+            over: True if that row ended an episode.
 
         Returns:
-            Whether there was one: after an end, only same-step autoreset has begun another.
+            True if a running episode was truncated, False if it had already ended. After an end, only
+            same-step autoreset has started another episode.
         """
         if over and self._over in (ENDED, IDLE):
             self.state[index] = self._over
             return False
         self.row_rewards[index] = self._zero
         self.row_returns[index], self.row_lengths[index] = delivered
-        self._write(index, False, True, fault=True)
+        self._write_flags(index, False, True, fault=True)
         self.state[index] = self._over
         return True
 
     def is_lost(self, index: int) -> bool:
-        """Says whether a fault has cut an episode whose row does not say so yet."""
+        """Returns True if a fault interrupted the episode and the row does not show that yet."""
         return self.state[index] == LOST
 
     def is_over(self, index: int) -> bool:
-        """Says whether an env has to be reset before it steps again."""
+        """Returns True if the env has to be reset before its next step."""
         ended = self._over == MARKED and bool(self._terminated[index] or self._truncated[index])
         return ended or self.state[index] in (ENDED, IDLE)
 
-    def save(self, index: int) -> Saved:
-        """Returns what an env has to do, and return and length of its episode."""
+    def save(self, index: int) -> SavedEpisode:
+        # Adding to zero copies a return that is an array.
         return self.state[index], self._zero + self._returns[index], self._lengths[index]
 
-    def restore(self, index: int, saved: Saved) -> None:
-        """Goes on from what `save` returned, and leaves the row to others."""
+    def restore(self, index: int, saved: SavedEpisode) -> None:
+        """Continues a saved episode, and leaves the row to the caller."""
         self.state[index], self._returns[index], self._lengths[index] = saved
 
     def clear_marks(self, index: int) -> None:
-        """Has the next step write flags even where the row, which is another's, may say what they are."""
+        """Makes the next step write all flags, because the row may contain those of another state."""
         self._idle[index] = False
         if self.state[index] == PLAYING:
             self.state[index] = MARKED
 
-    def _restart(self, index: int, state: int, saved: Saved | None) -> None:
+    def _restart(self, index: int, state: int, saved: SavedEpisode | None) -> None:
         _, played, length = (state, self._zero, 0) if saved is None else saved
         self.state[index], self._returns[index], self._lengths[index] = state, played, length
 
-    def _write(self, index: int, terminated: bool, truncated: bool, *, fault: bool) -> None:
+    def _write_flags(self, index: int, terminated: bool, truncated: bool, *, fault: bool) -> None:
         self._terminated[index], self._truncated[index], self._fault[index] = terminated, truncated, fault
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What the program has of each env: its row as it was before the step that runs.
+# Rows that the program has received
 #
-# The row of a fault says what was delivered before, and never what a worker left half-done. So before a
-# step touches any row, its slice keeps what such a row is made of, in memory that outlives the worker:
+# After a fault, the result is built from the last delivered row, never from a row that may be half-written.
+# So before a slice steps envs, it copies their rows within the segment, which outlives the worker:
 #
-# 1. it copies observation, return, length, and whether the episode was over;
-# 2. it notes for which request: only now do the copies count;
-# 3. the envs step, and their rows are overwritten.
+# 1. copy observation, return and length, and write whether the episode was over;
+# 2. write the request number, which makes the copies valid;
+# 3. step the envs, which overwrites their rows.
 #
-# A worker that dies before 2. has left the row itself as it was; after 2., the copies are whole. Who takes
-# its place finds in the note which of the two it is, and keeps nothing anew for that request, however often
-# it is tried.
+# If the worker dies before 2, the rows are still unchanged; if after 2, the copies are complete. The worker
+# that replaces it compares request numbers, and does not copy again for the same request.
 # ----------------------------------------------------------------------------------------------------------
 
-_BY_FAULT = 2  # is what ended an episode
+_OVER_BY_FAULT = 2  # in `kept_over`: a fault ended the episode; 1 for any other end, 0 for no end
 
 
 class CommittedRows:
-    """Of the envs of a slice, which go by their index there."""
+    """Copies of the last delivered rows, by the env's index in the slice."""
 
     def __init__(self, spec: PoolSpec, rows: Arrays) -> None:
-        """Prepares to keep the envs' rows of the segment's arrays."""
         self._rows = {leaf.path: rows[leaf.path] for leaf in spec.kept_leaves}
         self._kept = {
             leaf.path: np.empty_like(rows[leaf.path]) if leaf.is_object else rows["kept", *leaf.path]
@@ -198,7 +184,7 @@ class CommittedRows:
         self._zero: Any = np.zeros(spec.reward.shape) if spec.reward.shape else 0.0
 
     def keep(self, indices: NDArray[Any]) -> None:
-        """Keeps the rows of envs that are about to step; once for each request."""
+        """Copies the rows of envs before they step, once per request."""
         new = indices[self._for[indices] != self._requested[indices]]
         if not new.size:
             return
@@ -207,30 +193,27 @@ class CommittedRows:
             kept[index] = self._rows[path][index]
         over = self._terminated[index] | self._truncated[index]
         self._over[index] = over + self._fault[index].view(np.uint8)
-        self._for[index] = self._requested[index]  # last
+        self._for[index] = self._requested[index]  # last, since it makes the copies valid
 
     def take_over(self, objects: Mapping[KeyPath, NDArray[Any]]) -> None:
-        """Takes what is not in the segment, and went with the process that had it, from the program."""
+        """Fills the leaves of Python objects, which a dead process can't leave, with the program's values."""
         for path, column in objects.items():
             self._rows[path][:] = self._kept[path][:] = column
 
     def obs(self, index: int) -> Any:
-        """Returns a copy of the observation."""
         (obs,) = self._read_obs(np.array([index]))
         return obs
 
     def over(self, index: int) -> bool:
-        """Says whether the row ended an episode."""
         return bool(self._over[index])
 
     def over_by_fault(self, index: int) -> bool:
-        """Says whether the row told of a fault, which ended an episode."""
-        return bool(self._over[index] == _BY_FAULT)
+        return bool(self._over[index] == _OVER_BY_FAULT)
 
     def episode(self, index: int, resumed: tuple[Any, int] | None) -> tuple[Any, int]:
-        """Returns return and length of the episode that runs; of one that has not begun, zeros.
+        """Returns return and length of the running episode; zeros if none is running.
 
-        `resumed` are those with which it went on from a saved state, if it did so in that row.
+        If the row of a fault continued from a saved state, these are its return and length, `resumed`.
         """
         if self.over_by_fault(index) and resumed is not None:
             return resumed

@@ -1,16 +1,16 @@
-"""An env's failure as plain text and bytes that always travel, and the typed error made of it.
+"""Failures of envs as reports that any process can read, and the typed errors that are made from them.
 
-Exceptions don't travel well: some can't be pickled, some not unpickled, some fail in `__str__`. So
-the worker sends their text, and the pickled original only as a cause that may be missing.
+Exceptions can't be sent reliably: some can't be pickled or unpickled, some raise in `__str__`. So a worker
+sends their text in a `Report`, with the pickled original as an optional cause.
 """
 
 from __future__ import annotations
 
+import difflib
 import pickle
 import reprlib
 import traceback
 from dataclasses import dataclass
-from types import TracebackType
 
 from jaxvec._envs.envs import AttributeFailure, EnvFailure
 from jaxvec._errors import EnvAttributeError, EnvDataError, EnvError, EnvStateError
@@ -18,80 +18,103 @@ from jaxvec._memory.rows import InvalidValue
 from jaxvec._util import dumps
 
 _MAX_MESSAGE = 4_000  # characters
-_MAX_TRACEBACK = 20_000
+_MAX_TRACEBACK = 20_000  # characters
+_MAX_ACTION = 200  # characters
 _MAX_PICKLE = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of a failed env."""
+    """The report of a failed env, which pickles in any case."""
 
     env_id: int
-    operation: str
-    action: str | None
-    kind: str  # the exception's type
-    message: str
+    operation: str  # or the name of a missing attribute
+    action: str | None  # the `repr` of a failed step's action
+    kind: str  # the type of the exception
+    message: str  # its text; for an `EnvAttributeError`, the end of the message
     traceback: str
-    pickled: bytes | None
-    error: type[EnvError] | type[EnvStateError]
+    pickled: bytes | None  # the exception; `None` if it can't be pickled or is too large
+    error: type[EnvError] | type[EnvStateError]  # the class of the error that the user gets
 
 
 def report(failure: EnvFailure) -> Report:
     """Makes a report of `failure` and its cause; never raises."""
     error = failure.__cause__ or failure
     kind = type(error)
-    told_as = EnvDataError if isinstance(error, InvalidValue) else EnvError
-    if isinstance(error, EnvStateError):
-        told_as = EnvStateError
+    message, error_type = _text(error), EnvError
+    if isinstance(error, InvalidValue):
+        error_type = EnvDataError
+    elif isinstance(error, EnvStateError):
+        error_type = EnvStateError
+    if isinstance(failure, AttributeFailure):
+        message, error_type = _explain_attribute(error, failure.operation), EnvAttributeError
     return Report(
         env_id=failure.env_id,
         operation=failure.operation,
-        action=None if failure.action is None else _shorten(_describe(failure.action), 200),
+        action=None if failure.action is None else describe_action(failure.action),
         kind=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
-        message=_shorten(_text(error), _MAX_MESSAGE),
+        message=_shorten(message, _MAX_MESSAGE),
         traceback=_shorten(_traceback(error), _MAX_TRACEBACK),
         pickled=_pickle(error),
-        error=EnvAttributeError if isinstance(failure, AttributeFailure) else told_as,
+        error=error_type,
     )
 
 
-def to_error(said: Report, *, worker: int | None) -> EnvError | EnvStateError:
-    """Makes the error that the user gets, with the original exception as its cause if it travelled."""
-    where = f"env {said.env_id}" + ("" if worker is None else f" (worker {worker})")
-    if said.operation == "worker_init":
-        where = f"worker {worker}"
-    if issubclass(said.error, EnvStateError):
-        return said.error(f"{said.operation} of {where}: {said.message}", env_id=said.env_id, worker=worker)
-    given = "" if said.action is None else f" with action {said.action}"
-    if said.error is EnvDataError:
-        message = f"{where} returned wrong data from {said.operation}{given}: {said.message}"
+def to_error(report: Report, *, worker: int | None) -> EnvError | EnvStateError:
+    """Makes the error that the user gets. Its cause is the original exception if that could be pickled."""
+    operation = report.operation
+    place = "" if worker is None else f"worker {worker}"
+    where = f"env {report.env_id}" + (place and f" ({place})")
+    if operation == "worker_init":
+        where = place
+    if issubclass(report.error, EnvStateError):
+        return report.error(f"{operation} of {where}: {report.message}", env_id=report.env_id, worker=worker)
+    given = "" if report.action is None else f" with action {report.action}"
+    if report.error is EnvDataError:
+        message = f"{where} returned wrong data from {operation}{given}: {report.message}"
+    elif report.error is EnvAttributeError:
+        what = (
+            f"{operation} failed" if operation.startswith("set_attr(") else f"no env attribute {operation!r}"
+        )
+        message = f"{what} (env {report.env_id}{place and f', {place}'}){report.message}"
     else:
         message = (
-            f"{where} raised {said.kind} in {said.operation}{given}: {said.message}\n\n"
-            f"The env's own traceback:\n{said.traceback}"
+            f"{where} raised {report.kind} in {operation}{given}: {report.message}\n\n"
+            f"The env's own traceback:\n{report.traceback}"
         )
-    error = said.error(
+    error = report.error(
         message,
-        env_id=said.env_id,
+        env_id=report.env_id,
         worker=worker,
-        operation=said.operation,
-        action=said.action,
-        remote_traceback=said.traceback,
+        operation=operation,
+        action=report.action,
+        remote_traceback=report.traceback,
     )
-    error.__cause__ = _unpickle(said.pickled)
+    error.__cause__ = _unpickle(report.pickled)
     return error
 
 
 def describe_action(action: object) -> str:
     """Returns a short `repr` of an action."""
-    return _shorten(_describe(action), 200)
-
-
-def _describe(value: object) -> str:
     try:
-        return repr(value)
+        return _shorten(repr(action), _MAX_ACTION)
     except Exception:
-        return reprlib.repr(value)
+        return _shorten(reprlib.repr(action), _MAX_ACTION)
+
+
+def _explain_attribute(error: BaseException, name: str) -> str:
+    """Returns the end of the message for a missing attribute, with a suggestion if a similar name exists."""
+    # Gymnasium's wrappers raise an error of their own for each layer; the env's own error comes first.
+    while isinstance(error.__cause__, AttributeError):
+        error = error.__cause__
+    missing = getattr(error, "name", None)
+    try:
+        similar = difflib.get_close_matches(missing, dir(error.obj), 1) if missing else []  # pyright: ignore
+    except Exception:  # `dir` calls the env's code
+        similar = []
+    # The first words of the message name the attribute already, unless it is a part of a dotted name.
+    text = "" if missing == name else f": {_text(error)}"
+    return f"{text}. Did you mean {similar[0]!r}?" if similar else text
 
 
 def _text(error: BaseException) -> str:
@@ -102,22 +125,19 @@ def _text(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
+    """Formats the traceback without jaxvec's outer frames."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith("jaxvec._"):
+        inner = inner.tb_next
     try:
-        return "".join(traceback.format_exception(type(error), error, _in_env(error.__traceback__)))
+        return "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
     except BaseException as second:
         return f"<formatting the traceback raised {type(second).__name__}>"
 
 
-def _in_env(trace: TracebackType | None) -> TracebackType | None:
-    """Skips our own frames, down to where the env's code begins."""
-    inner = trace
-    while inner is not None and inner.tb_frame.f_globals.get("__name__", "").startswith("jaxvec._"):
-        inner = inner.tb_next
-    return inner or trace
-
-
 def _shorten(text: str, limit: int) -> str:
-    # On its way through a program's error, a NUL would end the text, and half a surrogate pair the process.
+    # XLA would cut an error at a NUL, and half of a surrogate pair would end the process (jax 0.7.2 to
+    # 0.12.0.1).
     text = text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
     if len(text) <= limit:
         return text
@@ -136,10 +156,8 @@ def _pickle(error: BaseException) -> bytes | None:
 
 
 def _unpickle(data: bytes | None) -> BaseException | None:
-    if data is None:
-        return None
     try:
-        error = pickle.loads(data)
+        error = None if data is None else pickle.loads(data)
     except BaseException:
         return None
     return error if isinstance(error, BaseException) else None

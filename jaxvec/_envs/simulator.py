@@ -1,4 +1,4 @@
-"""Steps copies of envs from their saved states, and leaves the envs themselves alone."""
+"""Steps copies of envs from saved states. The envs of the pool are not touched."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ from jaxvec._memory.segment import Arrays, make_layout, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._util import dumps
 
-_MAX_ROWS = 64  # steps whose rows are held at once
+_MAX_ROWS = 64  # rows of steps that are in memory at the same time
 
-
-# Steps the env of a row, `[1]`, from a state, and returns the state after that.
+# Steps the env of a row, `[1]`, from a state, and returns the next state.
 Stepper: TypeAlias = Callable[[NDArray[Any], SlotState], SlotState]
 
 
 class Simulator:
-    """Of a slice. For each function that makes envs it builds an env of its own, when one is needed.
-
-    Attributes:
-        steps: that envs have taken here so far.
-    """
+    """The envs that are stepped from saved states: one per kind, which is given by the constructor."""
 
     def __init__(
         self,
@@ -40,24 +35,17 @@ class Simulator:
         spec: PoolSpec,
         stepper_of: Callable[[list[Env], EnvFn, Arrays], Stepper],
     ) -> None:
-        """Begins without envs.
-
-        Args:
-            env_fns: of the envs `first`, `first + 1`, …
-            first: id of the first env.
-            spec: of the pool.
-            stepper_of: makes the stepper of envs, by the function that made them, over these arrays.
-        """
-        self.steps = 0
+        self.steps = 0  # so far
         self._env_fns, self._first = env_fns, first
         self._spec = replace(spec, num_envs=_MAX_ROWS, batch_size=_MAX_ROWS)
-        self._stepper_of = stepper_of
+        self._stepper_of = stepper_of  # takes envs, the function that built them, and their arrays
         self._kinds: list[Hashable] | None = None
+        # Built when they are needed: the env of each kind, its stepper, and the arrays of its rows.
         self._built: dict[Hashable, tuple[Env, Stepper, Arrays]] = {}
         self._layout = make_layout(self._spec, 1)
 
     def kind(self, slot: int) -> Hashable:
-        """Returns what is the same for slots whose envs are made in the same way."""
+        """Returns a value that is equal for slots with equal constructors."""
         if self._kinds is None:
             self._kinds = [_kind(place, env_fn) for place, env_fn in enumerate(self._env_fns)]
         return self._kinds[slot - self._first]
@@ -65,18 +53,15 @@ class Simulator:
     def step(
         self, states: Sequence[SlotState], actions: Sequence[NDArray[Any]]
     ) -> tuple[list[SlotState], list[NDArray[Any]]]:
-        """Steps from each state with its action.
+        """Steps once from each of `k` states.
 
         Args:
-            states: `[k]`.
-            actions: a leaf each, `[k, ...]`.
+            states: The states.
+            actions: The leaves of the actions, `[k, ...]` each.
 
         Returns:
-            The states after the steps, and a leaf of the time step each, `[k, ...]`; but for `env_id`, and
-            not of envs that idle.
-
-        Raises:
-            EnvFailure: an env raised, or could not be built.
+            The next states, and the leaves of the time step, `[k, ...]` each, without `env_id` and without
+            the rows of idle envs.
         """
         out = [
             np.empty((len(states), *leaf.shape), object if leaf.is_object else leaf.stored)
@@ -88,43 +73,43 @@ class Simulator:
             places = [place for place, each in enumerate(kinds) if each == kind]
             for start in range(0, len(places), _MAX_ROWS):
                 chunk = places[start : start + _MAX_ROWS]
-                arrays = self._step_alike([states[place] for place in chunk], chunk, actions, after)
+                arrays = self._step_chunk(kind, states, chunk, actions, after)
                 for leaf, array in zip(self._spec.timestep_leaves, out, strict=True):
                     array[chunk] = arrays[leaf.path][: len(chunk)]
         return after, out
 
     def close(self) -> None:
-        """Closes the envs that were built."""
         built, self._built = self._built, {}
         for env, _, _ in built.values():
             with suppress(BaseException):
                 env.close()
 
-    def _step_alike(
+    def _step_chunk(
         self,
+        kind: Hashable,
         states: Sequence[SlotState],
         places: Sequence[int],
         actions: Sequence[NDArray[Any]],
         after: list[Any],
     ) -> Arrays:
-        """Steps from states of one kind, whose places among all are given; returns the rows' arrays."""
-        kind = self.kind(states[0].slot)
+        """Steps from the states at `places`, which are of one kind. Returns the arrays with their rows."""
         if kind not in self._built:
-            self._build(kind, states[0].slot)
+            self._build(kind, states[places[0]].slot)
         env, stepper, arrays = self._built[kind]
-        taken = arrays["stats",][0]
-        before = taken[_stats.STEPS]
+        counters = arrays["stats",][0]
+        before = counters[_stats.STEPS]
         for leaf, action in zip(self._spec.action_leaves, actions, strict=True):
             arrays[leaf.path][: len(places)] = action[places]
         rows = np.arange(len(places))
-        for index, (state, place) in enumerate(zip(states, places, strict=True)):
-            if state.episode[0] == IDLE:  # it takes no step, and the parent knows its row
+        for index, place in enumerate(places):
+            state = states[place]
+            if state.episode[0] == IDLE:  # takes no step, and the parent has its row
                 after[place] = state
                 continue
             try:
                 after[place] = stepper(rows[index : index + 1], state)
             except BaseException as error:
-                del self._built[kind]  # who knows how it is now
+                del self._built[kind]  # its state is unknown now
                 with suppress(BaseException):
                     env.close()
                 if not isinstance(error, EnvFailure):
@@ -132,8 +117,8 @@ class Simulator:
                 error.env_id, error.operation = state.slot, "simulate"
                 raise error from error.__cause__
             finally:
-                self.steps += int(taken[_stats.STEPS] - before)
-                before = taken[_stats.STEPS]
+                self.steps += int(counters[_stats.STEPS] - before)
+                before = counters[_stats.STEPS]
         return arrays
 
     def _build(self, kind: Hashable, slot: int) -> None:
@@ -141,14 +126,15 @@ class Simulator:
         envs = build_env([env_fn], slot)
         with Failing(slot, "simulate"):
             arrays = private_segment(self._layout)
-            stepper = self._stepper_of(envs * _MAX_ROWS, env_fn, arrays)  # first, since it watches the env
-            envs[0].reset(seed=0)  # wrappers and simulators want that before they go on from a state
+            # Before the reset, because `StatefulEnv` has to observe the env from its first reset on.
+            stepper = self._stepper_of(envs * _MAX_ROWS, env_fn, arrays)
+            envs[0].reset(seed=0)  # wrappers and simulators require a reset before a restore
         self._built[kind] = envs[0], stepper, arrays
 
 
 def _kind(place: int, env_fn: EnvFn) -> Hashable:
-    """Returns the same for functions that are the same once they are sent to a worker."""
+    """Returns the pickled function, because equal functions are no longer identical in a worker."""
     try:
         return dumps(env_fn)
-    except Exception:  # of the serial backend, which sends nothing
+    except Exception:  # possible with the serial backend, which pickles nothing
         return place

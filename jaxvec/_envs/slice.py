@@ -1,4 +1,4 @@
-"""The interface of a slice of envs, and the settings that are applied again to a new env."""
+"""The interface of a slice of envs (`Slice`), and the settings that are re-applied when an env is rebuilt."""
 
 from __future__ import annotations
 
@@ -11,53 +11,38 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._config import Restart
-from jaxvec._envs.env_states import Gone
 from jaxvec._envs.envs import EnvFailure
 from jaxvec._spec import KeyPath
 from jaxvec._tracing import Record, Recorder
 
 # ----------------------------------------------------------------------------------------------------------
-# What the program has told envs, and a new env in the place of another has to be told again.
+# Settings of rebuilt envs
 # ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SlotSettings:
-    """What a new env is told.
+    """Settings that are re-applied to a new env in a slot."""
 
-    Attributes:
-        options: for its first reset, if that is not one from outside, which has its own.
-        attributes: to be set before, by name; on their way to a worker, each a cloudpickled value.
-        state: to go on from after a step that is lost, in place of that reset; see `env_states.pack`.
-    """
-
-    options: dict[str, Any] | None
-    attributes: Mapping[str, Any]
-    state: bytes | None = None
+    options: dict[str, Any] | None  # of its first reset, unless the program requests it with other options
+    attributes: Mapping[str, Any]  # by name; each value is cloudpickled on the way to a worker
+    state: bytes | None = None  # packed by `env_states.pack`; restored in place of the first reset
 
 
 class EnvSettings:
-    """Of all envs of a pool, what they were told last, and the states that were saved last.
-
-    Attributes:
-        keeps_states: whether to take note of saved states.
-    """
+    """The latest settings and saved states of all envs of a pool, by slot."""
 
     def __init__(self, policy: Restart, pack: Callable[[Any], Any]) -> None:
-        """Begins with nothing, and takes note of what `policy` wants to be kept.
-
-        `pack` keeps a value from being changed by who has set it.
-        """
-        self._pack = pack
+        self._pack = pack  # copies or pickles a value, so that later changes by its owner have no effect
         self._keeps_options = policy.keep_options
-        self.keeps_states: bool = policy.retry == "restore"
+        self.keeps_states: bool = policy.retry == "restore"  # True if `save` has to be called for each state
         self._states: dict[int, bytes] = {}
         self._options: dict[int, dict[str, Any]] = {}
         self._attributes: dict[int, dict[str, Any]] = {}
         self._called: set[int] = set()
 
     def reset(self, slots: NDArray[Any], options: Options) -> None:
-        """Takes note of a reset of `slots` with the options that each env of the pool has."""
+        """Records the options of a reset of `slots`; `options` has one entry per env of the pool."""
         if not self._keeps_options or (options is None and not self._options):
             return
         for slot in slots.tolist():
@@ -68,30 +53,28 @@ class EnvSettings:
                 self._options[slot] = one
 
     def set_attr(self, slots: NDArray[Any], values: Sequence[Any], name: str) -> None:
-        """Takes note of an attribute that is set, of each of `slots`."""
         if not self._keeps_options:
             return
-        packed: dict[int, Any] = {}  # values may be large, and one for all
+        packed: dict[int, Any] = {}  # by identity: often all envs share one large value
         for slot, value in zip(slots.tolist(), values, strict=True):
             if id(value) not in packed:
                 packed[id(value)] = self._pack(value)
             self._attributes.setdefault(slot, {})[name] = packed[id(value)]
 
     def call(self, slots: NDArray[Any]) -> None:
-        """Takes note that somebody's code may have changed the envs of `slots`; who knows how."""
+        """Records that user code may have changed the envs of `slots` in unknown ways."""
         if self._keeps_options:
             self._called.update(slots.tolist())
 
     def save(self, slots: NDArray[Any], states: Sequence[bytes]) -> None:
-        """Takes note of the states of `slots`, the latest that are saved."""
         self._states.update(zip(slots.tolist(), states, strict=True))
 
     def saved(self, slots: Iterable[int]) -> list[int]:
-        """Returns those of `slots` of which there is a saved state."""
+        """Returns those of `slots` that have a saved state."""
         return sorted(self._states.keys() & set(slots))
 
     def of(self, slot: int) -> SlotSettings | None:
-        """Returns what a new env in this slot has to be told, if anything."""
+        """Returns the settings of a new env in a slot; `None` if it needs none."""
         options, attributes = self._options.get(slot), self._attributes.get(slot)
         state = self._states.get(slot)
         if options is None and attributes is None and state is None:
@@ -99,23 +82,23 @@ class EnvSettings:
         return SlotSettings(options, attributes or {}, state)
 
     def forget_calls(self, slots: Iterable[int]) -> list[int]:
-        """Returns those of `slots` that may have been changed by calls, which new envs in them have not."""
+        """Forgets changes by user code, which new envs lack; returns those of `slots` that had any."""
         lost = sorted(self._called.intersection(slots))
         self._called.difference_update(lost)
         return lost
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a worker, or the serial backend, asks of the envs that it holds.
+# The interface between a worker, or the serial backend, and its envs
 # ----------------------------------------------------------------------------------------------------------
 
-# Is told the first of some neighbouring slots, and how many: their rows are complete.
+# Called with the first of some neighbouring slots, and their number, when their rows are complete.
 Done = Callable[[int, int], None]
 
-# Of a request to the slice of envs `first` to `stop - 1`; `None` where it is not to be asked.
+# Returns the arguments of a request for the slice of slots `first` to `stop - 1`; `None` to skip the slice.
 Arguments: TypeAlias = Callable[[int, int], tuple[Any, ...] | None]
 
-# What a pool asks of all slices by name, while none of their envs is in flight.
+# The methods of `Slice` that a pool requests by name, while none of the slice's envs is pending.
 RequestName: TypeAlias = Literal[
     "infos_of",
     "call",
@@ -137,21 +120,20 @@ RequestName: TypeAlias = Literal[
 
 
 class Slice(ABC):
-    """The envs of some neighbouring slots, and the rows of the segment that they fill.
+    """The envs of neighbouring slots, which fill the rows of these slots in the segment.
 
-    Methods that only some kinds of envs have refuse by default: a pool does not ask for them.
+    Optional methods raise `NotImplementedError` here; the pool's configuration prevents their use. `EnvSlice`
+    documents the methods for saved states.
     """
 
-    first: int
-    recorder: Recorder | None  # while steps and resets are recorded
-
-    @abstractmethod
-    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last call."""
+    first: int  # the first slot
+    recorder: Recorder | None = None  # `None` while no trace is recorded
+    _record: Record | None = None  # of the last trace
+    _options: Options = None  # of resets that the program requests
 
     @property
     def can_prepare(self) -> bool:
-        """Whether `prepare` would reset an env."""
+        """True if `prepare` would reset an env."""
         return False
 
     def prepare(self) -> None:  # noqa: B027 - a default
@@ -159,166 +141,106 @@ class Slice(ABC):
 
     @abstractmethod
     def reset(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Resets the envs of `slots` with the seeds in the segment and the options set last.
-
-        Args:
-            slots: of the envs.
-            done: called for each env that is reset, if it is given.
+        """Resets envs with the seeds in the segment and the options of `set_options`; calls `done` for each.
 
         Raises:
-            EnvFailure: an env raised or returned wrong data; lists the slots that are done all the same.
+            EnvFailure: An env raised or returned wrong data. It lists the slots that are complete.
         """
 
     @abstractmethod
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
-        """Steps the envs of `slots` with the actions in the segment; otherwise as `reset`."""
+        """Steps envs with the actions in the segment. Arguments and errors are those of `reset`."""
 
     def recover(self, failure: EnvFailure, *, rebuild: bool, settings: SlotSettings | None = None) -> None:
-        """Makes ready for another try at what `failure` left: slots that are not done are to be asked again.
+        """Prepares for another request of the slots that are not complete after `failure`.
 
-        A step that failed is not taken again: its row then says that a fault has cut the episode.
-
-        Args:
-            failure: that was raised.
-            rebuild: whether its env is closed, and another is built in its place.
-            settings: settings of that one.
+        With `rebuild`, closes the env, builds a new one and applies `settings` to it. A failed step is not
+        repeated: its row will show that a fault truncated the episode.
 
         Raises:
-            EnvFailure: the constructor raised, or an attribute can't be set; `failure`, if it ends the pool.
+            EnvFailure: The constructor or a setting failed; or `failure` itself, if the slice can't recover.
         """
         raise failure
 
     def reapply_settings(self, slot: int, settings: SlotSettings) -> None:
-        """Gives an env, built in the place of another, the settings of that; raises `EnvFailure`."""
-        raise self._refusal("restart")
+        raise self._unsupported("restart")
 
-    @abstractmethod
     def start_trace(self, capacity: int) -> None:
-        """Records steps and resets from now on, the latest `capacity` of them."""
+        """Starts to record the latest `capacity` steps and resets."""
+        self.recorder, self._record = Recorder(capacity), None
+        self._record_calls(self.recorder)
 
-    @abstractmethod
     def stop_trace(self) -> Record | None:
-        """Records no more, and returns the record; again, if it is asked again.
+        """Stops recording, and returns the record.
 
-        The first to ask may have been cut off by the end of another worker.
+        Further calls return it again, because the death of another worker may interrupt the first request.
         """
+        recorder, self.recorder = self.recorder, None
+        self._record_calls(None)
+        if recorder is not None:
+            self._record = recorder.take()
+        return self._record
 
     @abstractmethod
+    def _record_calls(self, recorder: Recorder | None) -> None: ...
+
+    @abstractmethod
+    def infos_of(self, slots: Iterable[int]) -> list[dict[str, Any]]:
+        """Returns the raw info of each env's last step or reset."""
+
     def set_options(self, options: Options) -> None:
-        """Sets the options that resets from outside pass to each env from now on."""
+        """Sets the options of all later resets that the program requests, one per env of the slice."""
+        self._options = options
 
     def give_actions(self, slots: Iterable[int], actions: Sequence[Any]) -> None:
-        """Takes the actions of the next step, one for each of `slots`, that are not in the segment."""
-        raise self._refusal("take Python objects as actions")
+        """Sets the next actions of `slots`, if actions are Python objects, which the segment can't hold."""
+        raise self._unsupported("take Python objects as actions")
 
     def put_objects(self, slots: NDArray[Any], columns: Mapping[KeyPath, NDArray[Any]]) -> None:
-        """Takes over leaves of Python objects, rows of `slots` each, which are not in the segment."""
-        raise self._refusal("have leaves of Python objects")
+        """Sets leaves of Python objects, which the segment can't hold, `[len(slots), ...]` each."""
+        raise self._unsupported("have leaves of Python objects")
 
     def get_objects(self, slots: NDArray[Any], paths: Iterable[KeyPath]) -> dict[KeyPath, NDArray[Any]]:
-        """Returns leaves of Python objects, rows of `slots` each."""
-        raise self._refusal("have leaves of Python objects")
+        """Returns leaves of Python objects, `[len(slots), ...]` each."""
+        raise self._unsupported("have leaves of Python objects")
 
     @abstractmethod
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
-        """Returns attribute `name` of the envs of `slots`, called if it can be, with `args` of each."""
+        """Returns attribute `name` of each env, called with its entry of `args` if it is callable."""
 
     @abstractmethod
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
-        """Returns attribute `name` of the envs of `slots` as it is; `args` are empty."""
+        """Returns attribute `name` of each env without calling it. The entries of `args` are empty."""
 
     @abstractmethod
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
-        """Sets attribute `name` of the envs of `slots` to one of `values` each."""
+        """Sets attribute `name` of each env to its entry of `values`."""
 
     @abstractmethod
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        """Returns the results of `function` for the envs of `slots`, with `args` of each."""
+        """Returns `function(env, *arguments)` for each env, with its entry of `args`."""
 
     def try_save(self, slots: NDArray[Any]) -> None:
-        """Saves the states of the envs of `slots` under the numbers in the segment, and writes 0 there.
+        """Saves the states of `slots` under their numbers in the segment, and sets these numbers to 0.
 
-        Where a number is left, nothing was done, and `save_states` will do it, or say why it can't.
+        If a number remains, nothing was saved. The parent then requests `save_states`, which may raise.
         """
-        raise self._refusal("keep states")
+        raise self._unsupported("keep states")
 
     def try_restore(self, slots: NDArray[Any]) -> None:
-        """Has the envs of `slots` go on from the states of these numbers in the segment; as `try_save`.
+        """Restores the states with the numbers in the segment, and sets these numbers to 0.
 
-        Where a number is left, the env may have its state all the same; `restore_states` gives it again.
+        If a number remains, some envs may be restored. The parent then requests `restore_states` for all.
         """
-        raise self._refusal("keep states")
+        raise self._unsupported("keep states")
 
-    def save_states(
-        self, slots: Sequence[int], numbers: Sequence[int], oldest: int, packed: bool
-    ) -> list[bytes] | None:
-        """Keeps the states of envs under these numbers, and none whose number is before `oldest`.
+    def _refuse_states(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._unsupported("keep states")
 
-        Envs whose states are saved for the first time have to prove that they can be put back.
-
-        Returns:
-            The states with their observations as bytes, for `restore`, if they are to be `packed`.
-
-        Raises:
-            EnvFailure: of an env whose state can't be saved, or is not put back exactly.
-        """
-        raise self._refusal("keep states")
-
-    def restore_states(
-        self,
-        slots: Sequence[int],
-        sources: Sequence[int | bytes],
-        oldest: int,
-        rows: Sequence[NDArray[Any]] | None,
-    ) -> Gone | None:
-        """Has envs go on from states.
-
-        Args:
-            slots: `[n]`, whose envs.
-            sources: `[n]`, the number of a state, or its bytes.
-            oldest: as of `save_states`.
-            rows: the time steps that were current then, `[n, ...]`, if the parent can't write them here.
-
-        Raises:
-            EnvFailure: a state could not be put back; envs before it have theirs.
-        """
-        raise self._refusal("keep states")
-
-    def simulate_states(
-        self,
-        sources: Sequence[int],
-        numbers: Sequence[int],
-        actions: Sequence[NDArray[Any]],
-        oldest: int,
-    ) -> list[NDArray[Any]] | Gone:
-        """Steps copies of envs from their states, and keeps the states after that.
-
-        Args:
-            sources: `[k]` numbers of the states before.
-            numbers: `[k]` of those after.
-            actions: a leaf each, `[k, ...]`.
-            oldest: as of `save_states`; sources may be before it.
-
-        Returns:
-            A leaf of the time step each, `[k, ...]`; but for `env_id`.
-
-        Raises:
-            EnvFailure: an env raised; it is called by the slot whose state was the first of this line.
-        """
-        raise self._refusal("keep states")
-
-    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
-        """Returns states as bytes; raises `EnvFailure` of one that can't be pickled."""
-        raise self._refusal("keep states")
-
-    def import_states(
-        self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
-    ) -> None:
-        """Keeps states that come as bytes, as those of the envs of `slots`."""
-        raise self._refusal("keep states")
+    save_states = restore_states = simulate_states = export_states = import_states = _refuse_states
 
     def close(self) -> None:  # noqa: B027 - a default
-        """Closes what it has built itself; the envs that it was given are others' to close."""
+        """Closes envs that the slice built for itself. The caller closes those that it passed in."""
 
-    def _refusal(self, what: str) -> NotImplementedError:
+    def _unsupported(self, what: str) -> NotImplementedError:
         return NotImplementedError(f"the envs of a {type(self).__name__} do not {what}")

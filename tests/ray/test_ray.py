@@ -239,7 +239,7 @@ def test_envs_can_be_asked_and_set(make_on_ray, tmp_path, workers_per_actor):
     assert envs.stats().total.resets == 4
     by = 10
     assert envs.map(lambda env, more: env.steps + by + more, 1, indices=[-1, 0]) == (19, 16)
-    with pytest.raises(jaxvec.EnvAttributeError, match="env 2 .*nothing.*on node"):
+    with pytest.raises(jaxvec.EnvAttributeError, match=r"'nothing' \(env 2, .*on node"):
         envs.get_attr("nothing", indices=2)
 
     def meet(_, mine, other):

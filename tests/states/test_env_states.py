@@ -225,7 +225,7 @@ def locked():
 def test_arrays_that_cannot_be_written_to_may_differ(make, change):
     stateful = StatefulEnv(Seldom(make, change))
     env = stateful.env
-    stateful.prove(fresh=True)
+    stateful.verify(fresh=True)
     env.reset()
     before = stateful.take()
     for _ in range(100):
@@ -259,7 +259,7 @@ def negated(held):
 def test_a_large_container_that_is_equal_may_differ(make, change):
     stateful = StatefulEnv(Seldom(make, change, lambda held: np.array(list(held))))
     env = stateful.env
-    stateful.prove(fresh=True)
+    stateful.verify(fresh=True)
     first, _ = env.reset()
     before = stateful.take()
     for _ in range(100):
@@ -372,18 +372,18 @@ def test_what_is_taken_again_is_what_a_walk_takes():
         Odd.random.seed(seed)
         env = wrappers.OrderEnforcing(wrappers.TimeLimit(Odd(seed), 99))
         again, walk = StatefulEnv(env), StatefulEnv(env)
-        walk._again = None
+        walk._incremental = None
         env.unwrapped.reset(seed=seed)
         kept = []
         for _ in range(40):
             env.unwrapped.step(0)
-            counts["taken", again._again.take() is not None] += 1
+            counts["taken", again._incremental.take() is not None] += 1
             states = [again.take(), walk.take()]
             assert_same_state(*states)
             kept = [*kept, states[seed % 2]][-3:]
             if Odd.random.random() < 0.4:
                 state = Odd.random.choice(kept)
-                done = again._again.put(state.layers)
+                done = again._incremental.put(state.layers)
                 counts["put", done] += 1
                 if not done:
                     assert_same_state(walk.take(), states[1])  # nothing was done
@@ -471,7 +471,7 @@ def test_so_may_its_user():
     env.reset(seed=0)
     env.step(0)
     stateful = StatefulEnv(env, (get, set_))
-    stateful.prove()
+    stateful.verify()
     state = stateful.take()
     first = [env.step(0) for _ in range(7)]
     for _ in range(3):
@@ -482,16 +482,17 @@ def test_so_may_its_user():
 def test_what_is_not_in_attributes_is_seen():
     env = wrappers.TimeLimit(Hidden(), 9)
     with pytest.raises(
-        jaxvec.EnvStateError, match=r"Hidden does not go on .* after 1 of .*, obs differs; .* Hidden.last"
+        jaxvec.EnvStateError,
+        match=r"Restoring Hidden did not .* after 1 identical actions, obs differs; attribute Hidden.last",
     ):
-        StatefulEnv(env).prove(fresh=True)
+        StatefulEnv(env).verify(fresh=True)
 
     class Global(Hidden):
         def step(self, action):
             return random.randrange(50), 0.0, False, False, {}
 
     with pytest.raises(jaxvec.EnvStateError, match=r"(?s)obs differs.* global .* generator"):
-        StatefulEnv(Global()).prove(fresh=True)
+        StatefulEnv(Global()).verify(fresh=True)
 
 
 class Odometer:
@@ -519,8 +520,8 @@ def test_what_is_lost_only_later_in_an_episode_is_seen(fresh):
     if not fresh:
         env.reset(seed=0)
     stateful = StatefulEnv(env)
-    with pytest.raises(jaxvec.EnvStateError, match=r"Lossy does not go on .*, obs differs"):
-        stateful.prove(fresh=fresh)
+    with pytest.raises(jaxvec.EnvStateError, match=r"Restoring Lossy did not reproduce it: .*, obs differs"):
+        stateful.verify(fresh=fresh)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +538,8 @@ def test_what_is_no_value_is_named(make, what):
     held = make()
     env.unwrapped.parts = {"held": [held]}
     with pytest.raises(
-        jaxvec.EnvStateError, match=rf"Hidden.parts\['held'\]\[0\], it is {what}.* States\(functions="
+        jaxvec.EnvStateError,
+        match=rf"cannot save Hidden: attribute Hidden.parts\['held'\]\[0\] is {what}.* States\(functions=",
     ):
         StatefulEnv(env).take()
     if hasattr(held, "close"):
@@ -547,7 +549,7 @@ def test_what_is_no_value_is_named(make, what):
 def test_a_state_is_for_envs_of_its_kind():
     state = StatefulEnv(gymnasium.make("CartPole-v1")).take()
     for other in (gymnasium.make("Acrobot-v1"), gymnasium.make("CartPole-v1").unwrapped):
-        with pytest.raises(jaxvec.EnvStateError, match="a state of .*CartPoleEnv can't be put into"):
+        with pytest.raises(jaxvec.EnvStateError, match="cannot restore a state of .*CartPoleEnv into "):
             StatefulEnv(other).put(state)
 
 
@@ -562,7 +564,7 @@ def test_a_wrapper_may_come_in_between():
     env.env.bonus[0] = 4
     stateful.put(state)
     assert env.env.bonus == [3]
-    with pytest.raises(jaxvec.EnvStateError, match="can't be put into"):
+    with pytest.raises(jaxvec.EnvStateError, match="cannot restore a state of .* into "):
         stateful.put(before)
 
 

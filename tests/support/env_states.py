@@ -30,7 +30,7 @@ def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
             if result[2] or result[3]:
                 env.reset()
 
-    mine.prove(fresh=True)
+    mine.verify(fresh=True)
     other.env.reset(seed=5)
     wander(other.env)
     assert_equal(mine.env.reset(seed=3), straight.reset(seed=3))
@@ -53,7 +53,7 @@ def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
             count += 1
             assert_equal(mine.env.reset(), straight.reset(), step)
     assert count >= ends
-    mine.prove()
+    mine.verify()
     for env in (straight, mine.env, other.env):
         env.close()
 

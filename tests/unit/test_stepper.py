@@ -217,7 +217,7 @@ def test_an_ordinary_step_is_not_pythons(monkeypatch, kind):
 
     env_slice, arrays = make_slice([Ordinary(0, 0.0)], mode=Autoreset.SAME_STEP)
     env_slice.reset(np.array([FIRST]))
-    monkeypatch.setattr(EnvSlice, "_take", None)
+    monkeypatch.setattr(EnvSlice, "_finish_step", None)
     monkeypatch.setattr(_rows, "conform", None)
     for slots in [np.array([FIRST])] * 5:
         env_slice.step(slots)
@@ -353,12 +353,12 @@ def test_first_steps_go_through_all_wrappers():
         2 if hasattr(env.env.env, "checked_data_reuse") else 1
     )  # older checkers look at the first step only
     for step in range(looks):
-        targets.look()
+        targets.update()
         assert targets.envs == [env]
         if not step:
             env.reset(seed=0)
         env.step(0)
-    targets.look()
+    targets.update()
     assert targets.envs == [env.unwrapped]
     assert targets.limits == [(vars(env),)]
 
@@ -369,17 +369,17 @@ def test_an_env_that_goes_on_from_a_state_is_passed_by_as_before():
     env.reset(seed=0)
     for _ in range(2):
         env.step(0)
-    targets.look()
-    targets.put_back(0, env)
+    targets.update()
+    targets.note_restore(0, env)
     assert targets.envs == [env.unwrapped]
     for wrapper, name, value in ((env, "_elapsed_steps", None), (env.env, "_has_reset", False)):
         before = getattr(wrapper, name)
         setattr(wrapper, name, value)  # as it was before the first reset
-        targets.put_back(0, env)
-        targets.look()
+        targets.note_restore(0, env)
+        targets.update()
         assert targets.envs == [env]
         setattr(wrapper, name, before)
-        targets.look()
+        targets.update()
         assert targets.envs == [env.unwrapped]
 
 
@@ -441,7 +441,7 @@ def test_what_may_do_more_is_called(wrap):
     env = TimeLimit(OrderEnforcing(opaque), 7)
     env.reset(seed=0)
     targets = WrapperBypass([env], bypass=True)
-    targets.look()
+    targets.update()
     assert targets.envs == [opaque]
     assert targets.limits == [(vars(env),)]
 
@@ -451,5 +451,5 @@ def test_a_wrapper_that_somebody_has_changed_is_called(monkeypatch):
     env.reset(seed=0)
     monkeypatch.setattr(TimeLimit, "step", lambda *_: None)
     targets = WrapperBypass([env], bypass=True)
-    targets.look()
+    targets.update()
     assert targets.envs == [env.env]
