@@ -26,7 +26,7 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import TimeStep
 from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
-from jaxvec.compat._base import Face
+from jaxvec.compat._base import PooledEnv
 
 __all__ = ["Env", "State", "make", "wrap"]
 
@@ -59,7 +59,7 @@ class State:
         return dataclasses.replace(self, **changes)
 
 
-class Env(Face):
+class Env(PooledEnv):
     """A Python env with brax's interface; a `brax.envs.Env`, too, where brax is installed. Made by `make`.
 
     Example:

@@ -120,8 +120,8 @@ class GymVectorEnv:
             before clipping, `terminated`, `TimeLimit.truncated`, `elapsed_step` of the episode that has ended
             or runs on, and the declared keys, as of the step itself; of Atari's tasks also `lives` and `ram`.
         """
-        timestep = _base.take_final_info(self._envs.step(action), np)
-        statistics, last_obs = _base.take_final_obs(timestep, np)
+        timestep = _base.merge_final_info(self._envs.step(action), np)
+        statistics, last_obs = _base.pop_final_obs(timestep, np)
         obs, reward, terminated, truncated, _ = timestep
         info = {key: statistics[key] for key in STATISTICS}
         info |= _base.convert_info(timestep._replace(info=statistics, truncated=truncated & ~terminated))

@@ -22,7 +22,7 @@ from jaxvec._spec import TimeStep
 from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.compat import _base, _spaces
-from jaxvec.compat._base import Face
+from jaxvec.compat._base import PooledEnv
 
 __all__ = ["EnvParams", "EnvState", "Environment", "make"]
 
@@ -77,7 +77,7 @@ class EnvState:
 
 
 @final
-class Environment(Face):
+class Environment(PooledEnv):
     """A Python env with gymnax's interface. Made by `make`; closed by `close`, `with` or its end.
 
     Hashable by identity, as jit's static arguments have to be. A function that was compiled for it keeps
@@ -244,7 +244,7 @@ def make(
 
 
 def _info(timestep: TimeStep) -> dict[str, Any]:
-    info, last_obs = _base.take_final_obs(timestep, jnp)
+    info, last_obs = _base.pop_final_obs(timestep, jnp)
     if last_obs is not None:
         info["final_observation"] = last_obs
     flags = {"terminated": timestep.terminated, "truncated": timestep.truncated}

@@ -198,7 +198,7 @@ class StoaVectorEnv:
             episode that ended last, and `is_terminal_step`; of an Atari task, its last game's score and
             length, over all its lives and before clipping. The extras of `info=` are of the step itself.
         """
-        _, _, terminated, truncated, info = timestep = _base.take_final_info(self.env.step(action), np)
+        _, _, terminated, truncated, info = timestep = _base.merge_final_info(self.env.step(action), np)
         _, running, ended, cut = self._kinds
         kind = np.where(terminated, ended, np.where(truncated, cut, running))
         over, total, length = terminated | truncated, info["episode_return"], info["episode_length"]
@@ -227,7 +227,7 @@ class StoaVectorEnv:
         self.env.close()
 
     def _timestep(self, kind: Any, timestep: TimeStep) -> Any:
-        extras, last_obs = _base.take_final_obs(timestep, np)
+        extras, last_obs = _base.pop_final_obs(timestep, np)
         if last_obs is not None:
             extras["next_obs"] = last_obs
         extras["metrics"] = {
