@@ -108,8 +108,8 @@ def to_gymnax_space(space: Space[Any], root: str) -> Any:
                 return module.Discrete(int(space.n))
             case spaces.Discrete():
                 raise UnsupportedSpaceError(
-                    f"{format_path(path)}: {space} starts at {space.start}, but gymnax has only Discrete spaces "
-                    "that start at 0; wrap the env"
+                    f"{format_path(path)}: {space} starts at {space.start}, but gymnax has only Discrete "
+                    "spaces that start at 0; wrap the env"
                 )
             case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
                 dtype = jax.dtypes.canonicalize_dtype(space.dtype)
