@@ -74,12 +74,7 @@ def find(task_id: Any) -> str | None:
 
 
 def parse(task_id: str, options: dict[str, Any]) -> AtariOptions:
-    """Checks the keyword arguments of a task.
-
-    Raises:
-        TypeError: a keyword is not an option of Atari tasks.
-        ValueError: a count is below 1.
-    """
+    """Checks the keyword arguments of a task. Raises `TypeError` or `ValueError` if one is invalid."""
     unknown = sorted(options.keys() - asdict(AtariOptions()).keys())
     if unknown:
         known = ", ".join(asdict(AtariOptions()))
@@ -163,12 +158,7 @@ class _AtariTask(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Frame, dict[str, Any]]:
-        """Starts an episode: of the same game after a lost life, otherwise of a new game.
-
-        Args:
-            seed: Seed of the number of no-ops. Any seed starts a new game.
-            options: `NEW_GAME` to start a new game in any case.
-        """
+        """Continues the game after a lost life, unless there is a seed or the option `NEW_GAME`."""
         new_game = seed is not None or bool(options and options.get("new_game"))
         self._start.continues_game = self._options.episodic_life and self._game_running and not new_game
         frame, _ = self.env.reset(seed=seed)

@@ -56,23 +56,13 @@ def max_episode_steps(envs: VectorEnv) -> int | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Final observations and infos.
-#
-# With same-step autoreset, `timestep.obs` and `timestep.info` belong to the next episode where one has ended.
-# ----------------------------------------------------------------------------------------------------------
-
-
+# With same-step autoreset, `timestep.obs` and `timestep.info` belong to the next episode where one has ended,
+# so these functions need the final observations and infos to return the step's own.
 def pop_final_obs(timestep: TimeStep, numpy: Any) -> tuple[dict[str, Any], Any]:
-    """Separates the observations that the envs returned before their resets from the info.
+    """Removes the final observations from the info.
 
-    Args:
-        timestep: Time step of one env or of a batch.
-        numpy: Array module of the time step: `numpy` or `jax.numpy`.
-
-    Returns:
-        The rest of the info, and the observation that each env returned in this step. The observation is
-        `None` for a pool without `final_obs`.
+    Returns the rest of the info, and the observation that each env returned in this step before its reset.
+    The latter is `None` for a pool without `final_obs`. `numpy` is the array module: `numpy` or `jax.numpy`.
     """
     info = dict(timestep.info)
     if "final_obs" not in info:
@@ -82,15 +72,7 @@ def pop_final_obs(timestep: TimeStep, numpy: Any) -> tuple[dict[str, Any], Any]:
 
 
 def merge_final_info(timestep: TimeStep, numpy: Any) -> TimeStep:
-    """Replaces the declared keys of info by those of `final_info` where an episode has ended.
-
-    Args:
-        timestep: Time step of one env or of a batch.
-        numpy: Array module of the time step: `numpy` or `jax.numpy`.
-
-    Returns:
-        The time step with an info without `final_info`.
-    """
+    """Replaces the declared keys of info by those of `final_info` where an episode has ended."""
     info = dict(timestep.info)
     final = info.pop("final_info", {})
     new = {key: info[key] for key in final}
@@ -106,10 +88,6 @@ def _select(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
 
     return jax.tree.map(select, final, new)
 
-
-# ----------------------------------------------------------------------------------------------------------
-# Conversion of jaxvec's info to EnvPool's.
-# ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 

@@ -40,9 +40,7 @@ def _load(pickled: bytes) -> OwnEnvFn:
 def prepare(env: Any) -> gymnasium.Env[Any, Any]:
     """Converts old Gym's env to Gymnasium's, makes `reset` accept `options`, and adds `IS_WRAPPED`.
 
-    Raises:
-        ValueError: the env is neither Gymnasium's nor old Gym's.
-        ImportError: the env is old Gym's, and shimmy or Stable-Baselines3 is not installed.
+    Raises `ValueError` for other objects, and `ImportError` without shimmy, which converts old Gym's envs.
     """
     if not isinstance(env, gymnasium.Env):
         env = importlib.import_module("stable_baselines3.common.vec_env.patch_gym")._patch_env(env)

@@ -19,11 +19,8 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import KeyPath, Leaf, Node, PoolSpec, fold_space, format_path, map_leaves
 from jaxvec.compat._base import info_extras
 
-# ----------------------------------------------------------------------------------------------------------
+
 # Stand-ins for gymnax's spaces, for use where gymnax is not installed. `x` may be traced in `contains`.
-# ----------------------------------------------------------------------------------------------------------
-
-
 class Discrete:
     """Stand-in for gymnax's `Discrete`: the integers from 0 to `n - 1`."""
 
@@ -90,12 +87,7 @@ class Tuple:
 def to_gymnax_space(space: Space[Any], root: str) -> Any:
     """Converts the space of one env to gymnax's, or to the stand-ins above where gymnax is not installed.
 
-    Args:
-        space: Space of one env. `MultiDiscrete` and `MultiBinary` become a `Box`.
-        root: Name of the space in errors.
-
-    Raises:
-        UnsupportedSpaceError: gymnax has no such space.
+    `MultiDiscrete` and `MultiBinary` become a `Box`. Errors call the space `root`.
     """
     try:
         module = importlib.import_module("gymnax.environments.spaces")
@@ -129,11 +121,6 @@ def _simplify(bound: np.ndarray[Any, Any]) -> Any:
     return bound.flat[0].item() if equal else jnp.asarray(bound)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Spaces of the old `gym` package.
-# ----------------------------------------------------------------------------------------------------------
-
-
 def to_old_gym(space: Space[Any]) -> Any:
     """Converts a space to the old `gym` package's, or returns it unchanged if `gym` is not installed."""
     if importlib.util.find_spec("gym") is None:
@@ -156,10 +143,7 @@ def to_old_gym(space: Space[Any]) -> Any:
     return _fold(space, leaf, old)
 
 
-# ----------------------------------------------------------------------------------------------------------
 # Time steps and specs of `env_type="dm"`.
-# ----------------------------------------------------------------------------------------------------------
-
 FIRST, MID, LAST = 0, 1, 2  # dm_env.StepType
 
 
@@ -220,12 +204,7 @@ def _state(info: dict[str, Any], obs: Any) -> dict[str, Any]:
 def dm_spec(space: Space[Any], node: Node) -> Any:
     """Converts a space to dm_env's specs, nested in dicts and tuples like the space.
 
-    Args:
-        space: Space of one env.
-        node: The space's node, with the dtypes that the pool stores.
-
-    Raises:
-        ImportError: dm_env is not installed.
+    `node` is the space's node, with the dtypes that the pool stores.
     """
     specs = importlib.import_module("dm_env.specs")
 

@@ -94,9 +94,8 @@ class Env(PooledEnv):
             JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of
                 `jaxvec.make`.
         """
-        handle, timestep = self._family.reset(rng)
         state_class = _classes()[1]
-        return state_class(None, *_fields(timestep), {}, _info(handle, timestep))
+        return state_class(pipeline_state=None, metrics={}, **_fields(*self._family.reset(rng)))
 
     def step(self, state: Any, action: Any) -> Any:
         """Steps the env, or under `vmap` the env of each instance. Resets it if its episode ends.
@@ -116,12 +115,11 @@ class Env(PooledEnv):
         if self._bounds is not None:
             low, high = self._bounds
             action = jnp.clip(low + (jnp.asarray(action) + 1) / 2 * (high - low), low, high)
-        handle, timestep = self._family.step(state.info["handle"], action)
-        obs, reward, done = _fields(timestep)
-        info = {**state.info, **_info(handle, timestep)}
-        if "first_obs" in info:  # set by brax's `AutoResetWrapper`
-            info["first_obs"] = obs
-        return state.replace(obs=obs, reward=reward, done=done, info=info)
+        fields = _fields(*self._family.step(state.info["handle"], action))
+        fields["info"] = {**state.info, **fields["info"]}
+        if "first_obs" in state.info:  # set by brax's `AutoResetWrapper`
+            fields["info"]["first_obs"] = fields["obs"]
+        return state.replace(**fields)
 
     @property
     def observation_size(self) -> Any:
@@ -224,14 +222,15 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
     return _wrapper_class()(training.wrap(env, episode_length, action_repeat))
 
 
-def _fields(timestep: TimeStep) -> tuple[Any, jax.Array, jax.Array]:
-    done = (timestep.terminated | timestep.truncated).astype(np.float32)
-    return timestep.obs, timestep.reward.astype(np.float32), done
-
-
-def _info(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
-    flags = {"terminated": timestep.terminated, "truncated": timestep.truncated}
-    return {"handle": handle, "env": {**timestep.info, **flags}}
+def _fields(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
+    """Returns the fields of a state that change in each step."""
+    obs, reward, terminated, truncated, info = timestep
+    return {
+        "obs": obs,
+        "reward": reward.astype(np.float32),
+        "done": (terminated | truncated).astype(np.float32),
+        "info": {"handle": handle, "env": {**info, "terminated": terminated, "truncated": truncated}},
+    }
 
 
 def _bounds(space: Space[Any]) -> tuple[jax.Array, jax.Array] | None:
@@ -245,12 +244,10 @@ def _bounds(space: Space[Any]) -> tuple[jax.Array, jax.Array] | None:
 
 
 def _observation_size(space: Space[Any]) -> Any:
-    match space:
-        case spaces.Dict():
-            return {key: _observation_size(child) for key, child in space.spaces.items()}
-        case _:
-            shape = space.shape or ()
-            return shape[0] if len(shape) == 1 else shape
+    if isinstance(space, spaces.Dict):
+        return {key: _observation_size(child) for key, child in space.spaces.items()}
+    shape = space.shape or ()
+    return shape[0] if len(shape) == 1 else shape
 
 
 @cache

@@ -103,19 +103,11 @@ class EnvSpec:
         return getattr(self.config, "reward_threshold", None)
 
     def observation_spec(self) -> Any:
-        """Returns a namedtuple of the dm_env specs of one env's `TimeStep.observation`.
-
-        Raises:
-            ImportError: dm_env is not installed.
-        """
+        """Returns a namedtuple of the dm_env specs of one env's `TimeStep.observation`. Needs dm_env."""
         return dm_observation_spec(self.gymnasium_observation_space, self.data)
 
     def action_spec(self) -> Any:
-        """Returns the dm_env spec of one env's action, nested in dicts and tuples like its space.
-
-        Raises:
-            ImportError: dm_env is not installed.
-        """
+        """Returns the dm_env spec of one env's action, nested like its space. Needs dm_env."""
         return dm_spec(self.gymnasium_action_space, self.data.action)
 
 
@@ -132,9 +124,7 @@ def make_xla(
 ) -> tuple[jax.Array, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Returns a fresh handle and the functions `recv`, `send` and `step`; see `EnvPool.xla`.
 
-    Args:
-        envs: Pool that the functions use.
-        convert: Converts a time step to the result of `step`.
+    `convert` converts a time step to the result of `step`.
     """
     spec, transport = envs.spec, envs.transport
 
@@ -220,14 +210,7 @@ class EnvPool(ABC):
     def __init__(
         self, vector_env: VectorEnv, spec: EnvSpec, *, seed: Any, reset_options: dict[str, Any] | None
     ) -> None:
-        """Wraps a pool, and takes ownership of it.
-
-        Args:
-            vector_env: Pool with next-step autoreset.
-            spec: Spaces and options of the task.
-            seed: Seed or seeds as in `jaxvec.VectorEnv.reset`, for each env's first reset.
-            reset_options: Options for the envs' `reset`, except where an env resets itself.
-        """
+        """Wraps and owns a pool with next-step autoreset. `seed` is for each env's first reset."""
         self.vector_env = vector_env
         self.spec: Any = spec
         self.num_envs: int = vector_env.num_envs
@@ -489,14 +472,7 @@ class Task:
 
 
 def resolve_task(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
-    """Splits keyword arguments into a task's options and arguments of `jaxvec.make`.
-
-    Returns:
-        The task, and the arguments of `jaxvec.make`.
-
-    Raises:
-        TypeError: an Atari task has no such option.
-    """
+    """Returns the task, and the arguments of `jaxvec.make`. Other arguments are the task's options."""
     parameters = inspect.signature(jaxvec.make).parameters
     pool_options = {key: value for key, value in kwargs.items() if key in parameters}
     options = {key: value for key, value in kwargs.items() if key not in parameters}

@@ -12,7 +12,7 @@ import inspect
 import multiprocessing
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -79,14 +79,8 @@ def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Batches the infos of all envs into one dict.
 
     Numbers and arrays are stacked with a dtype that holds all of them, and are zero where an env has none.
-    Dicts are batched recursively. Other objects, and every `final_obs`, go into an array of objects.
-
-    Args:
-        infos: The info of each env.
-
-    Returns:
-        For each key an array `[num_envs, ...]`, and under `_key` a `[num_envs]` bool mask of the envs that
-        have the key.
+    Dicts are batched recursively. Other objects, and every `final_obs`, go into an array of objects. For each
+    key, `_key` is a `[num_envs]` bool mask of the envs that have the key.
     """
     by_key: dict[str, dict[int, Any]] = {}
     for env_id, info in enumerate(infos):
@@ -102,19 +96,16 @@ def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
-    if key == "final_obs":
-        return _objects(values, num_envs)
-    if all(isinstance(value, dict) for value in values.values()):
-        return batch([values.get(env_id, {}) for env_id in range(num_envs)])
-    shapes = {_shape(value) for value in values.values()}
-    if len(shapes) > 1 or None in shapes:
-        return _objects(values, num_envs)
-    (shape,) = shapes
-    dtypes = {np.asarray(value).dtype for value in values.values()}  # object for an int beyond 64 bits
-    try:
-        dtype = np.result_type(*dtypes)
-    except TypeError:  # the dtypes have no common one
-        return _objects(values, num_envs)
+    shapes: set[tuple[int, ...] | None] = {None}
+    if key != "final_obs":
+        if all(isinstance(value, dict) for value in values.values()):
+            return batch([values.get(env_id, {}) for env_id in range(num_envs)])
+        shapes = {_shape(value) for value in values.values()}
+    dtype, shape = np.dtype(object), ()
+    if len(shapes) == 1 and None not in shapes:
+        dtypes = {np.asarray(value).dtype for value in values.values()}  # object for an int beyond 64 bits
+        with suppress(TypeError):  # the dtypes have no common one
+            dtype, (shape,) = np.result_type(*dtypes), shapes
     column = np.full((num_envs, *(shape or ())), None if dtype.kind == "O" else np.zeros((), dtype), dtype)
     for env_id, value in values.items():
         column[env_id] = value
@@ -126,13 +117,6 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, np.ndarray):
         return value.shape
     return () if type(value) in (int, float, bool) or isinstance(value, np.number) else None
-
-
-def _objects(values: dict[int, Any], num_envs: int) -> NDArray[Any]:
-    column = np.full(num_envs, None, object)
-    for env_id, value in values.items():
-        column[env_id] = value
-    return column
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -221,12 +205,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self.call("render")
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the pool; see `jaxvec.VectorEnv.close`.
-
-        Args:
-            timeout: Seconds that the envs' `close` may take. `None` for no limit.
-            terminate: Whether to end the workers without waiting.
-        """
+        """Closes the pool. The envs' `close` has `timeout` seconds, or no time with `terminate`."""
         self.pool.close(0 if terminate else timeout)
 
     def _call(
@@ -254,13 +233,8 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         pool.reset_async(pool.move_all(Verb.RESET, Caller.HOST), seeds=seeds, mask=mask, options=options)
         return mask
 
-    def _send_step(self, actions: Any) -> None:
-        pool = self.pool.pool
-        batch, as_objects = self._check_actions(actions)
-        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_they_are=as_objects)
-
     def _step(self, actions: Any) -> Rows:
-        """Steps all envs in one pool operation, which is faster than `_send_step` and `_recv`."""
+        """Steps all envs in one pool operation, which is faster than a send and a receive."""
         pool, deliver = self.pool.pool, copies if self.copy else views
         batch, as_objects = self._check_actions(actions)
         if not as_objects:
@@ -525,10 +499,7 @@ class AsyncVectorEnv(PooledVectorEnv):
             options: Options for every env's `reset`, and optionally `reset_mask`, `[num_envs]` bool.
 
         Returns:
-            Observations, batched as Gymnasium does, and infos.
-
-        Raises:
-            Exception: see `reset_async` and `reset_wait`.
+            Observations, batched as Gymnasium does, and infos. For errors see `reset_async` and `reset_wait`.
         """
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
@@ -569,10 +540,7 @@ class AsyncVectorEnv(PooledVectorEnv):
 
         Returns:
             `(obs, reward, terminated, truncated, info)`: rewards `[num_envs]` float64, flags `[num_envs]`
-            bool.
-
-        Raises:
-            Exception: see `step_async` and `step_wait`.
+            bool. For errors see `reset_async` and `reset_wait`.
         """
         self._check_can_start("step_async")
         with as_gymnasium(type(self).__name__):
@@ -582,7 +550,9 @@ class AsyncVectorEnv(PooledVectorEnv):
         """Starts a step with a batch of the batched action space. Raises the errors of `reset_async`."""
         self._check_can_start("step_async")
         with as_gymnasium(type(self).__name__):
-            self._send_step(actions)
+            pool = self.pool.pool
+            batch, as_objects = self._check_actions(actions)
+            pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_they_are=as_objects)
         self._state = AsyncState.WAITING_STEP
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:

@@ -104,7 +104,13 @@ class _PooledVecEnv(_VecEnv):
 
     def step(self, actions: Any) -> Result:
         """Steps all envs. This is faster than `step_async` and `step_wait`."""
-        return self._step(actions)
+        pool = self.pool.pool
+        batch = _check_actions(pool.spec, actions)
+        if batch is None:
+            _PooledVecEnv.step_async(self, actions)
+            return _PooledVecEnv.step_wait(self)
+        with _as_raised():
+            return self._result(pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch))
 
     def step_async(self, actions: Any) -> None:
         """Starts a step of all envs without waiting.
@@ -117,7 +123,16 @@ class _PooledVecEnv(_VecEnv):
             PendingEnvError: a step is already pending.
             JaxvecError: the pool is broken or closed.
         """
-        self._send(actions)
+        pool = self.pool.pool
+        batch: Sequence[Any] | None = _check_actions(pool.spec, actions)
+        as_objects = batch is None
+        if batch is None:
+            batch = list(actions)
+            if len(batch) != self.num_envs:
+                raise ActionError(f"got {len(batch)} actions for {self.num_envs} envs; pass one for each env")
+        move = pool.move_all(Verb.SEND, Caller.HOST)
+        with _as_raised():
+            pool.send(move, pool.all, batch, as_they_are=as_objects)
 
     def step_wait(self) -> Result:
         """Waits for the pending step.
@@ -132,7 +147,9 @@ class _PooledVecEnv(_VecEnv):
             PendingEnvError: no step is pending.
             Exception: see `reset`.
         """
-        return self._recv()
+        pool = self.pool.pool
+        with _as_raised():
+            return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST)))
 
     def close(self) -> None:
         """Closes the envs and ends the workers, within about five seconds. May be called more than once."""
@@ -175,33 +192,6 @@ class _PooledVecEnv(_VecEnv):
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
         return self.env_method(IS_WRAPPED, wrapper_class, indices=indices)
 
-    def _send(self, actions: Any) -> None:
-        pool = self.pool.pool
-        batch: Sequence[Any] | None = _check_actions(pool.spec, actions)
-        as_objects = batch is None
-        if batch is None:
-            batch = list(actions)
-            if len(batch) != self.num_envs:
-                raise ActionError(f"got {len(batch)} actions for {self.num_envs} envs; pass one for each env")
-        move = pool.move_all(Verb.SEND, Caller.HOST)
-        with _as_raised():
-            pool.send(move, pool.all, batch, as_they_are=as_objects)
-
-    def _recv(self) -> Result:
-        pool = self.pool.pool
-        with _as_raised():
-            return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST)))
-
-    def _step(self, actions: Any) -> Result:
-        """Steps all envs in one pool operation, which is faster than `_send` and `_recv`."""
-        pool = self.pool.pool
-        batch = _check_actions(pool.spec, actions)
-        if batch is None:
-            self._send(actions)
-            return self._recv()
-        with _as_raised():
-            return self._result(pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch))
-
     def _result(self, rows: Rows) -> Result:
         spec = self.pool.spec
         rewards, terminated, truncated = rows[self._num_obs : self._num_obs + 3]
@@ -222,9 +212,8 @@ class _PooledVecEnv(_VecEnv):
 
     def _batch(self, rows: Rows) -> Any:
         """Batches observations as Stable-Baselines3 does: objects are stacked, too."""
-        return self._build_obs(
-            [np.stack(list(row)) if row.dtype.hasobject else row for row in rows[: self._num_obs]]
-        )
+        obs = rows[: self._num_obs]
+        return self._build_obs([np.stack(list(one)) if one.dtype.hasobject else one for one in obs])
 
     def _infos(self) -> list[dict[str, Any]]:
         """Returns each env's last info. The caller may modify the dicts."""
@@ -242,12 +231,7 @@ class SubprocVecEnv(_PooledVecEnv):
     Attributes:
         pool: The jaxvec `VectorEnv` that runs the envs. It offers `stats()`, `raise_if_failed()`,
             `trace(path)`.
-        num_envs: Number of envs.
-        observation_space: Space of one env's observations.
-        action_space: Space of one env's actions.
         reset_infos: The info of each env's last reset.
-        render_mode: Render mode of the envs.
-        metadata: Metadata of the envs.
 
     Example:
         ```python
@@ -287,10 +271,10 @@ class SubprocVecEnv(_PooledVecEnv):
 class DummyVecEnv(_PooledVecEnv):
     """`stable_baselines3.common.vec_env.DummyVecEnv`, over jaxvec's serial backend.
 
-    It also has the attributes of `SubprocVecEnv`.
-
     Attributes:
         envs: The envs themselves.
+        pool: See `SubprocVecEnv`.
+        reset_infos: See `SubprocVecEnv`.
 
     Example:
         ```python
@@ -327,7 +311,7 @@ class DummyVecEnv(_PooledVecEnv):
 
     def step_wait(self) -> Result:
         """Steps the envs; see `SubprocVecEnv.step_wait`. Rewards are float32."""
-        return self._step(self.actions)
+        return self.step(self.actions)
 
     def _result(self, rows: Rows) -> Result:
         obs, rewards, dones, infos = super()._result(rows)

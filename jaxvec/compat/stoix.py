@@ -68,7 +68,7 @@ class EnvFactory:
         """
         for name in {"autoreset_mode", "batch_size", "num_envs"} & kwargs.keys():
             raise TypeError(
-                f"{name} can't be set here: Stoix's actors choose the number of envs and step all of them"
+                f"{name} can't be set here: Stoix's actors step all of the envs that they request"
             )
         self.task_id = task_id
         self.seed: int = init_seed
@@ -149,7 +149,7 @@ class StoaVectorEnv:
     """
 
     def __init__(self, task: Task, envs: VectorEnv, *, seed: int) -> None:
-        """Wraps the envs of a task, and takes ownership of them. `seed` is for the first reset without a seed."""
+        """Wraps and owns the envs of a task. `seed` is for the first reset that has no seed itself."""
         self.env = envs
         self._reset_options = task.reset_options
         self._has_games = task.atari is not None
