@@ -219,7 +219,18 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
     if randomization_fn is not None:
         raise ValueError("randomization_fn: a Python env has no brax System; randomize it in its reset")
     training = importlib.import_module("brax.envs.wrappers.training")
-    return _wrapper_class()(training.wrap(env, episode_length, action_repeat))
+    base: Any = importlib.import_module("brax.envs.base")
+
+    class TruncationWrapper(base.Wrapper):
+        # Brax's `EpisodeWrapper` reports only its own time limit as a truncation, not the env's.
+        def step(self, state: Any, action: Any) -> Any:
+            state = self.env.step(state, action)
+            env = state.info["env"]
+            cut = (env["truncated"] & ~env["terminated"]).astype(np.float32)
+            truncation = jnp.maximum(state.info["truncation"], cut)
+            return state.replace(info={**state.info, "truncation": truncation})
+
+    return TruncationWrapper(training.wrap(env, episode_length, action_repeat))
 
 
 def _fields(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
@@ -258,19 +269,3 @@ def _classes() -> tuple[type[Env], Any]:
     except ImportError:
         return Env, State
     return types.new_class("Env", (Env, base.Env)), base.State
-
-
-@cache
-def _wrapper_class() -> Any:
-    base: Any = importlib.import_module("brax.envs.base")
-
-    class TruncationWrapper(base.Wrapper):
-        # Brax's `EpisodeWrapper` reports only its own time limit as a truncation, not the env's.
-        def step(self, state: Any, action: Any) -> Any:
-            state = self.env.step(state, action)
-            env = state.info["env"]
-            cut = (env["truncated"] & ~env["terminated"]).astype(np.float32)
-            truncation = jnp.maximum(state.info["truncation"], cut)
-            return state.replace(info={**state.info, "truncation": truncation})
-
-    return TruncationWrapper

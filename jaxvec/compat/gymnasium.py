@@ -96,13 +96,13 @@ def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
-    shapes: set[tuple[int, ...] | None] = {None}
-    if key != "final_obs":
-        if all(isinstance(value, dict) for value in values.values()):
-            return batch([values.get(env_id, {}) for env_id in range(num_envs)])
-        shapes = {_shape(value) for value in values.values()}
-    dtype, shape = np.dtype(object), ()
-    if len(shapes) == 1 and None not in shapes:
+    is_final_obs = key == "final_obs"  # never batched further, as in Gymnasium
+    if not is_final_obs and all(isinstance(value, dict) for value in values.values()):
+        return batch([values.get(env_id, {}) for env_id in range(num_envs)])
+    shapes = {_shape(value) for value in values.values()}
+    dtype: np.dtype[Any] = np.dtype(object)
+    shape: tuple[int, ...] | None = ()
+    if not is_final_obs and len(shapes) == 1 and None not in shapes:
         dtypes = {np.asarray(value).dtype for value in values.values()}  # object for an int beyond 64 bits
         with suppress(TypeError):  # the dtypes have no common one
             dtype, (shape,) = np.result_type(*dtypes), shapes

@@ -10,7 +10,7 @@ import importlib
 import multiprocessing
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -105,9 +105,9 @@ class _PooledVecEnv(_VecEnv):
     def step(self, actions: Any) -> Result:
         """Steps all envs. This is faster than `step_async` and `step_wait`."""
         pool = self.pool.pool
-        batch = _check_actions(pool.spec, actions)
-        if batch is None:
-            _PooledVecEnv.step_async(self, actions)
+        batch, as_objects = _check_actions(pool.spec, actions)
+        if as_objects:
+            _PooledVecEnv.step_async(self, batch)
             return _PooledVecEnv.step_wait(self)
         with _as_raised():
             return self._result(pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch))
@@ -124,12 +124,7 @@ class _PooledVecEnv(_VecEnv):
             JaxvecError: the pool is broken or closed.
         """
         pool = self.pool.pool
-        batch: Sequence[Any] | None = _check_actions(pool.spec, actions)
-        as_objects = batch is None
-        if batch is None:
-            batch = list(actions)
-            if len(batch) != self.num_envs:
-                raise ActionError(f"got {len(batch)} actions for {self.num_envs} envs; pass one for each env")
+        batch, as_objects = _check_actions(pool.spec, actions)
         move = pool.move_all(Verb.SEND, Caller.HOST)
         with _as_raised():
             pool.send(move, pool.all, batch, as_they_are=as_objects)
@@ -339,15 +334,16 @@ def _as_raised() -> Generator[None]:
         raise error.__cause__ from error
 
 
-def _check_actions(spec: PoolSpec, actions: Any) -> list[NDArray[Any]] | None:
-    """Returns actions in the pool's format, or `None` if the envs must receive them unchanged."""
+def _check_actions(spec: PoolSpec, actions: Any) -> tuple[list[Any], bool]:
+    """Returns a batch of actions for `Pool.send`, and whether it holds one object per env."""
     # A batch is one action per env. For nested spaces, jaxvec's format is another: one array per leaf.
-    if not isinstance(spec.action, Leaf):
-        return None
-    try:
-        return check_on_host(spec, actions, spec.num_envs, exact=True)
-    except ActionError:
-        return None
+    if isinstance(spec.action, Leaf):
+        with suppress(ActionError):
+            return check_on_host(spec, actions, spec.num_envs, exact=True), False
+    each = list(actions)
+    if len(each) != spec.num_envs:
+        raise ActionError(f"got {len(each)} actions for {spec.num_envs} envs; pass one for each env")
+    return each, True
 
 
 def _row(node: Node, obs: Any, env_id: int) -> Any:
