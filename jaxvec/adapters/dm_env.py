@@ -108,9 +108,8 @@ class DmEnv(Adapter):
 
     - If DmEnv was given a function with a parameter `seed` or `random`, the function makes a new env.
     - It seeds the `numpy.random.RandomState` of the env's task (`env.task.random`, as in dm_control's suite)
-    or
-      of the env (`env.random_state`, as in its composer) like `random=seed`. Numbers drawn at construction
-      and other generators are not affected.
+      or of the env (`env.random_state`, as in its composer), as `random=seed` would. Numbers drawn at
+      construction and other generators are not affected.
     - It raises `TypeError`.
 
     `reset` ignores options. Array rewards are described by `reward_space`.

@@ -30,9 +30,8 @@ class MlAgentsEnv(Adapter):
     observation of a behaviour is a dict:
 
     - `"obs"`: a tuple of `[max_agents, ...]` float32, the latest observation of each agent; 0 in free places;
-    - `"decides"`: `[max_agents]`, 1 where an agent requests an action now. Actions of other places are
-    ignored; - `"action_mask"`, for discrete actions: a tuple of `[max_agents, branch]`, 1 for available
-    actions.
+    - `"decides"`: `[max_agents]`, 1 where an agent requests an action. Other actions are ignored;
+    - `"action_mask"`, for discrete actions: a tuple of `[max_agents, branch]`, 1 for available actions.
 
     The action of a behaviour is `[max_agents, n]` float32 within [-1, 1], `[max_agents, branches]` integers,
     or a dict of both, `"continuous"` and `"discrete"`. Rewards are one vector `[behaviours * max_agents]`

@@ -134,7 +134,7 @@ class PettingZooEnv(Adapter):
         return self.adapted.render()
 
     def _observe(self, observations: dict[Any, Any], acting: set[Any], alive: set[Any]) -> dict[Any, Any]:
-        """Returns one observation per agent, including the last one of an agent, then zeros."""
+        """Returns one observation per agent, with zeros for agents that were not alive before this step."""
         gone = {agent for agent in acting - alive if agent in observations}
         seen = {agent: observations[agent] for agent in alive | gone}
         return {agent: seen[agent] if agent in seen else self._zeros(agent) for agent in self._agents}

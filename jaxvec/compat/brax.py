@@ -87,8 +87,7 @@ class Env(PooledEnv):
         Returns:
             The state, with float32 `reward` and `done`, and without `pipeline_state` and `metrics`. `info`
             has `handle`, so each state can be stepped once, and `env`: a dict of `terminated`, `truncated`
-                and the keys
-            of `jaxvec.TimeStep.info`.
+            and the keys of `jaxvec.TimeStep.info`.
 
         Raises:
             JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of

@@ -632,16 +632,12 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
 
     Keyword Args:
         num_envs (int): Number of envs. Default: 1.
-        batch_size (int): Number of envs that `recv` returns, namely those that are ready first. Default: 0,
-        which
-            stands for all envs.
-        num_threads (int): Number of worker processes. Default: 0, which stands for the number of usable
-        cores. seed (int): Seed of env 0 (env *i* gets `seed + i`) or one seed per env, for each env's first
-        reset.
+        batch_size (int): Number of envs that `recv` returns, those that are ready first. Default: 0, for all.
+        num_threads (int): Number of worker processes. Default: 0, for the number of usable cores.
+        seed (int): Seed of env 0 (env *i* gets `seed + i`) or one seed per env, for each env's first reset.
             Default: 42.
-        gym_reset_return_info (bool): Whether `reset` returns `(obs, info)` with `env_type="gym"`. By default
-        it
-            returns the observations only.
+        gym_reset_return_info (bool): Whether `reset` returns `(obs, info)` with `env_type="gym"`. By default,
+            it returns observations only.
         thread_affinity_offset (int): Ignored. The operating system schedules the workers.
 
     Returns:

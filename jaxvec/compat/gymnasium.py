@@ -96,7 +96,7 @@ def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
-    is_final_obs = key == "final_obs"  # never batched further, as in Gymnasium
+    is_final_obs = key == "final_obs"  # always an array of objects, as in Gymnasium
     if not is_final_obs and all(isinstance(value, dict) for value in values.values()):
         return batch([values.get(env_id, {}) for env_id in range(num_envs)])
     shapes = {_shape(value) for value in values.values()}
@@ -205,7 +205,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self.call("render")
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the pool. The envs' `close` has `timeout` seconds, or no time with `terminate`."""
+        """Closes the pool. The envs' `close` may take `timeout` seconds, or no time with `terminate`."""
         self.pool.close(0 if terminate else timeout)
 
     def _call(

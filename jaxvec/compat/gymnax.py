@@ -153,10 +153,10 @@ class Environment(PooledEnv):
         Returns:
             `(obs, state, reward, done, info)`, or with `num_returns=6`
             `(obs, state, reward, terminated, truncated, info)`. Where an episode has ended, the observation
-            is the first one of the next episode. `info` is a new
-            dict: `discount` (0 where terminated), `terminated`, `truncated`, `env_id`, the declared keys, and
-            `episode_return` and `episode_length` of the ended episode, otherwise of the running one. With
-            `final_obs`, `final_observation` is the observation that the env returned before its reset.
+            is the first one of the next episode. `info` is a new dict: `discount` (0 where terminated),
+            `terminated`, `truncated`, `env_id`, the declared keys, and `episode_return` and
+            `episode_length` of the ended episode, otherwise of the running one. With `final_obs`,
+            `final_observation` is the observation that the env returned before its reset.
 
         Raises:
             JaxvecError: see `jaxvec.step`.

@@ -67,9 +67,7 @@ class EnvFactory:
             TypeError: an argument can't be set here.
         """
         for name in {"autoreset_mode", "batch_size", "num_envs"} & kwargs.keys():
-            raise TypeError(
-                f"{name} can't be set here: Stoix's actors step all of the envs that they request"
-            )
+            raise TypeError(f"{name} can't be set here: Stoix's actors step all envs that they request")
         self.task_id = task_id
         self.seed: int = init_seed
         self.apply_wrapper_fn = apply_wrapper_fn
@@ -187,10 +185,9 @@ class StoaVectorEnv:
 
         Returns:
             A time step: `MID`, or `TERMINATED` or `TRUNCATED` where an episode has ended. The discount is 0
-                where an
-            episode was terminated. `extras["metrics"]` has `is_terminal_step`, and `episode_return` and
-            `episode_length` of the last ended episode. For Atari tasks these are the unclipped score and the
-            length of the last game over all its lives. Declared keys in `extras` belong to the step itself.
+            where an episode was terminated. `extras["metrics"]` has `is_terminal_step`, and `episode_return`
+            and `episode_length` of the last ended episode. For Atari tasks, these are the unclipped score
+            and the length of the last game over all its lives. Declared keys in `extras` are the step's own.
         """
         _, _, terminated, truncated, info = timestep = _base.merge_final_info(self.env.step(action), np)
         _, mid, end, cut = self._step_types
