@@ -1,4 +1,4 @@
-"""Other kinds of env as Gymnasium envs, or with a state, in a module each; none of them imports jax."""
+"""Adapters of other kinds of envs to Gymnasium, and `ReplayEnv`, which adds states. None imports JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["dm_env", "mlagents", "pettingzoo", "replay"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    # Loaded on first use: each needs the library that it adapts.
+    # Imported on first use, because each module needs the library that it adapts.
     if name not in __all__:
         raise AttributeError(f"module 'jaxvec.adapters' has no attribute {name!r}")
     return importlib.import_module(f"jaxvec.adapters.{name}")

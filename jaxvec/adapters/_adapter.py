@@ -1,4 +1,4 @@
-"""`Adapter`: what the adapters have in common."""
+"""The base class of the adapters."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import gymnasium
 
 
 class Adapter(gymnasium.Env[Any, Any]):
-    """Is a Gymnasium env with an env of another kind inside, whose public attributes are its own too.
+    """A Gymnasium env around an env of another kind, with the inner env's public attributes. Abstract.
 
-    Abstract: subclasses set `adapted` first, then the spaces, and step it.
+    Subclasses set `adapted` first, then the spaces.
 
     Attributes:
-        adapted: the env inside.
+        adapted: The inner env.
     """
 
     adapted: Any
 
     def close(self) -> None:
-        """Closes the env inside."""
         self.adapted.close()
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """Sets an attribute of the env inside, unless it is one of the adapter's."""
+        """Sets an attribute of the inner env, unless the adapter has it."""
         if name in vars(self):
             return super().set_wrapper_attr(name, value, force=force)
         if force or hasattr(self.adapted, name):
@@ -32,7 +31,7 @@ class Adapter(gymnasium.Env[Any, Any]):
         return False
 
     def __getattr__(self, name: str) -> Any:
-        # RequestName for `adapted` itself, there is no env inside yet.
+        # Before `adapted` is set, looking it up below would call this method again without end.
         if name == "adapted" or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.adapted, name)

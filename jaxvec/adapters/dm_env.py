@@ -1,4 +1,4 @@
-"""dm_env's environments, dm_control's among them, as Gymnasium envs."""
+"""dm_env's environments, including dm_control's, as Gymnasium envs."""
 
 from __future__ import annotations
 
@@ -26,28 +26,22 @@ except ImportError as _error:
 __all__ = ["INFO", "DmEnv"]
 
 INFO = ("discount", "step_type")
-"""What info holds beyond an env's own: `jaxvec.make(..., info=INFO)` returns it."""
+"""Keys of info that the adapter adds: `jaxvec.make(..., info=INFO)` returns them."""
 
 
 # --- specs and spaces ------------------------------------------------------------------------------------
 
 
 def to_space(spec: Any, root: KeyPath) -> spaces.Space[Any]:
-    """Returns the space of a spec, of the same structure, shapes, dtypes and bounds.
+    """Converts a spec, or nested dicts, tuples and lists of specs, to a space. A list becomes a `Tuple`.
 
-    Args:
-        spec: an `Array` or a subclass, or nested dicts, tuples and lists of them; a list becomes a `Tuple`.
-        root: what the spec is called in errors.
-
-    Raises:
-        UnsupportedSpaceError: a spec is of strings, of objects, or none at all; names its path.
+    Raises `UnsupportedSpaceError` for a spec of strings or objects. `root` is its path in errors.
     """
     match spec:
         case specs.Array() if spec.dtype.kind not in "biuf":
             raise UnsupportedSpaceError(
                 f"{format_path(root)}: {spec!r} has no fixed size, so it can't be an array inside jax.jit; "
-                "leave it out, or encode it as a fixed-length array of numbers, in a dm_env.Environment "
-                "around the env"
+                "wrap the env in a dm_env.Environment to leave it out or encode it as a fixed-length array"
             )
         case specs.DiscreteArray():
             return spaces.Discrete(spec.num_values, dtype=spec.dtype)
@@ -57,7 +51,7 @@ def to_space(spec: Any, root: KeyPath) -> spaces.Space[Any]:
         case specs.Array():
             return spaces.Box(*_limits(spec.dtype), spec.shape, spec.dtype)
         case Mapping():
-            # Pairs keep their order, which a dict would not.
+            # A list of pairs, because `Dict` would sort the keys of a dict.
             return spaces.Dict([(key, to_space(child, (*root, key))) for key, child in spec.items()])
         case tuple() | list():
             return spaces.Tuple([to_space(child, (*root, index)) for index, child in enumerate(spec)])
@@ -68,18 +62,8 @@ def to_space(spec: Any, root: KeyPath) -> spaces.Space[Any]:
             )
 
 
-def to_observation(spec: Any, value: Any) -> Any:
-    """Returns an observation with arrays in place of numbers, which dm_env allows and Gymnasium does not."""
-    return _map(spec, value, _as_array)
-
-
-def to_action(spec: Any, value: Any) -> Any:
-    """Returns an element of the spec's space with lists where the spec has them."""
-    return _map(spec, value, lambda _, value: value)
-
-
 def _map(spec: Any, value: Any, function: Callable[[specs.Array, Any], Any]) -> Any:
-    """Applies `function` to leaves; what has another structure than the spec stays, for others to refuse."""
+    """Applies `function` to leaves. Parts that do not match the spec are unchanged, for others to reject."""
     match spec:
         case specs.Array():
             return function(spec, value)
@@ -114,21 +98,21 @@ def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 @final
 class DmEnv(Adapter):
-    """Is a `dm_env.Environment` as a `gymnasium.Env`.
+    """A `dm_env.Environment` as a `gymnasium.Env`.
 
-    An episode's last time step is `terminated` if its discount is 0, and `truncated` otherwise. info has
-    `discount`, 1 after a reset, where dm_env has none, and `step_type`, 0, 1 or 2 for FIRST, MID or LAST. A
-    pool with same-step autoreset returns those of an episode's last step in `info["final_info"]`.
+    An episode's last time step is `terminated` if its discount is 0, otherwise `truncated`. info has
+    `discount`, which is 1 after a reset, and `step_type`: 0, 1 or 2 for FIRST, MID or LAST. A pool with
+    same-step autoreset returns those of an episode's last step in `info["final_info"]`.
 
-    dm_env knows no seeds, so `reset(seed=...)` does the first of these that it can:
+    dm_env has no seeds. `reset(seed=...)` uses the first of these methods that applies:
 
-    - a function that takes `seed` or `random` makes the env anew with it, the same as ever for that seed;
-    - the `numpy.random.RandomState` of the env's task (`env.task.random`, as in dm_control's suite) or of the
-      env itself (`env.random_state`, as in its composer) is seeded, as `random=seed` would have been. What
-      was drawn when the env was made stays, and what draws numbers elsewhere is not seeded;
-    - it raises `TypeError`.
+    - If DmEnv was given a function with a parameter `seed` or `random`, the function makes a new env.
+    - It seeds the `numpy.random.RandomState` of the env's task (`env.task.random`, as in dm_control's suite)
+      or of the env (`env.random_state`, as in its composer), as `random=seed` would. Numbers drawn at
+      construction and other generators are not affected.
+    - It raises `TypeError`.
 
-    `reset` ignores options, as dm_env has none. Where a reward is an array, `reward_space` says so.
+    `reset` ignores options. Array rewards are described by `reward_space`.
 
     Example:
         ```python
@@ -150,15 +134,14 @@ class DmEnv(Adapter):
         """Adapts an env.
 
         Args:
-            env: the env, or a function that makes it, perhaps with a keyword argument `seed` or `random`
-                that may be left out.
-            render_mode: `"rgb_array"`, for envs with a `physics`, as dm_control's, or `None`.
-            render_kwargs: for `physics.render`: `height`, `width`, `camera_id`, ….
+            env: The env, or a function that makes it, optionally with a keyword argument `seed` or `random`.
+            render_mode: `None`, or `"rgb_array"` for envs with a `physics`, such as dm_control's.
+            render_kwargs: Arguments of `physics.render`: `height`, `width`, `camera_id`, ….
 
         Raises:
-            UnsupportedSpaceError: a spec has no fixed shape and dtype, or that of the reward or of the
-                discount is nested.
-            TypeError, ValueError: a bad argument.
+            UnsupportedSpaceError: a spec has no fixed shape and dtype, or the spec of rewards or discounts is
+                nested.
+            TypeError, ValueError: an argument is invalid.
         """
         self._env_fn, self._seed_name = (None, None) if isinstance(env, dm_env.Environment) else _factory(env)
         self.adapted: Any = _checked(self._env_fn() if self._env_fn else env)
@@ -182,7 +165,7 @@ class DmEnv(Adapter):
             )
         self.metadata: dict[str, Any] = {"render_modes": render_modes}
         control_timestep = getattr(self.adapted, "control_timestep", None)
-        if control_timestep is not None:  # dm_control's seconds
+        if control_timestep is not None:  # dm_control: seconds per step
             self.metadata["render_fps"] = round(1 / control_timestep())
         self.render_mode: str | None = render_mode
         self._render_kwargs = dict(render_kwargs or {})
@@ -193,14 +176,11 @@ class DmEnv(Adapter):
         """Starts an episode.
 
         Args:
-            seed: see the class for what it does.
-            options: are ignored.
-
-        Returns:
-            The observation and info.
+            seed: Seed of the env; see the class.
+            options: Ignored.
 
         Raises:
-            TypeError: nothing in the env can be seeded.
+            TypeError: the env can't be seeded.
         """
         super().reset(seed=seed)
         if seed is not None:
@@ -211,17 +191,15 @@ class DmEnv(Adapter):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps the env.
 
-        Args:
-            action: of the action space.
-
         Returns:
-            `(obs, reward, terminated, truncated, info)`; the reward is a float, or an array where
-            `reward_space` says so.
+            `(obs, reward, terminated, truncated, info)`. The reward is a float, or an array with
+            `reward_space`.
 
         Raises:
-            ResetNeeded: the episode is over, or none was begun; the env has begun one.
+            ResetNeeded: the episode is over, or `reset` was never called. dm_env has started an episode.
         """
-        timestep = self.adapted.step(to_action(self._action_spec, action))
+        # Spaces have tuples where the spec has lists.
+        timestep = self.adapted.step(_map(self._action_spec, action, lambda _, value: value))
         if timestep.first():
             raise ResetNeeded("step: the episode is over, or reset was never called; call reset first")
         last, ended = timestep.last(), not np.any(timestep.discount)
@@ -240,29 +218,30 @@ class DmEnv(Adapter):
         return self.adapted.physics.render(**self._render_kwargs)
 
     def _observe(self, timestep: dm_env.TimeStep) -> Any:
-        return to_observation(self._observation_spec, timestep.observation)
+        # dm_env allows numbers where Gymnasium requires arrays.
+        return _map(self._observation_spec, timestep.observation, _as_array)
 
     def _seed(self, seed: int) -> None:
         if self._env_fn is not None and self._seed_name is not None:
-            anew = _checked(self._env_fn(**{self._seed_name: seed}))
+            # Make the new env first: if its constructor raises, the old env stays usable.
+            env = _checked(self._env_fn(**{self._seed_name: seed}))
             self.adapted.close()
-            self.adapted = anew
+            self.adapted = env
             return
         task = getattr(self.adapted, "task", None)
         for random in (getattr(task, "random", None), getattr(self.adapted, "random_state", None)):
             if isinstance(random, np.random.RandomState):
-                # RandomState takes 32 bits at a time; a small seed is to be the one of RandomState(seed).
+                # RandomState accepts integers of 32 bits. A small seed gives the stream of RandomState(seed).
                 random.seed(seed if seed < 2**32 else [seed % 2**32, seed // 2**32])
                 return
         raise TypeError(
-            f"reset: {type(self.adapted).__name__} has no RandomState that a seed could go to; give DmEnv a "
-            "function that makes the env from one, such as lambda seed=None: MyEnvironment(seed), or reset "
-            "without a seed"
+            f"reset: {type(self.adapted).__name__} has no RandomState to seed; give DmEnv a function with a "
+            "parameter for it, such as lambda seed=None: MyEnvironment(seed), or reset without a seed"
         )
 
 
 def _factory(env: Any) -> tuple[Callable[..., Any], str | None]:
-    """Returns the function, and what it calls a seed, if it takes one."""
+    """Returns the function, and the name of its parameter for a seed, if it has one."""
     if not callable(env):
         raise TypeError(
             f"env must be a dm_env.Environment or a function that makes one, not {type(env).__name__}"
@@ -280,7 +259,7 @@ def _checked(env: Any) -> Any:
 def _single(name: str, spec: Any) -> specs.Array:
     if not isinstance(spec, specs.Array):
         raise UnsupportedSpaceError(
-            f"{name}: expected one Array, got {type(spec).__name__}; make one array of it in a "
-            "dm_env.Environment around the env"
+            f"{name}: expected one Array, got {type(spec).__name__}; wrap the env in a dm_env.Environment "
+            "that returns one array"
         )
     return spec

@@ -1,6 +1,7 @@
-"""Simulations of Unity's ML-Agents as Gymnasium envs: several behaviours, and agents that come and go.
+"""Simulations of Unity's ML-Agents as Gymnasium envs, with several behaviours and a varying number of agents.
 
-Needs nothing of `mlagents_envs` but what it is given: a `BaseEnv`.
+Does not import `mlagents_envs`: `MlAgentsEnv` is given a `BaseEnv`, and `_Places` maps the agents of each
+behaviour to a fixed number of places.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from jaxvec.adapters._adapter import Adapter
 __all__ = ["INFO", "MlAgentsEnv"]
 
 INFO = ("agent_id", "terminated", "interrupted", "group_reward")
-"""What info holds: `jaxvec.make(..., info=INFO)` returns it."""
+"""Keys of info: `jaxvec.make(..., info=INFO)` returns them."""
 
 
 @final
 class MlAgentsEnv(Adapter):
-    """Is an ML-Agents `BaseEnv` as one `gymnasium.Env`, with a fixed number of places for agents.
+    """An ML-Agents `BaseEnv` as one `gymnasium.Env`, with a fixed number of places for agents.
 
-    Observations and actions are dicts with a key for each behaviour, which has places for `max_agents`. An
-    agent keeps its place until its episode ends; the next agent may take it in the same step. The
+    Observations and actions are dicts with one key per behaviour. Each behaviour has `max_agents` places. An
+    agent keeps its place until its episode ends; the next agent may take the place in the same step. The
     observation of a behaviour is a dict:
 
-    - `"obs"`: a tuple of `[max_agents, ...]` float32, what each agent has said last; zero in free places;
-    - `"decides"`: `[max_agents]`, 1 where an agent asks for an action now. All other actions are ignored;
-    - `"action_mask"`, of discrete actions: a tuple of `[max_agents, branch]`, 1 for what an agent can do.
+    - `"obs"`: a tuple of `[max_agents, ...]` float32, the latest observation of each agent; 0 in free places;
+    - `"decides"`: `[max_agents]`, 1 where an agent requests an action. Other actions are ignored;
+    - `"action_mask"`, for discrete actions: a tuple of `[max_agents, branch]`, 1 for available actions.
 
-    The action of a behaviour is `[max_agents, n]` float32 within [-1, 1], `[max_agents, branches]`
-    integers, or a dict of both, `"continuous"` and `"discrete"`. Rewards are one vector, `[behaviours *
-    max_agents]` float32, the first behaviour's places first.
+    The action of a behaviour is `[max_agents, n]` float32 within [-1, 1], `[max_agents, branches]` integers,
+    or a dict of both, `"continuous"` and `"discrete"`. Rewards are one vector `[behaviours * max_agents]`
+    float32, behaviour by behaviour.
 
-    The simulation has no end, and so has this env's episode none: wrap it in `TimeLimit` for one. Which
-    agents' episodes a step has ended is in info, whose arrays have the shape of rewards: `terminated` and
-    `interrupted` (by a limit of steps) bool, `agent_id` int32 with -1 for free places, and `group_reward`
-    float32. An agent's last observation is in its place after that step, unless the next agent is.
+    The env's own episode never ends; wrap the env in `TimeLimit` for an end. info has the ends of the agents'
+    episodes, in arrays shaped like rewards: `terminated` and `interrupted` (by a step limit) bool, `agent_id`
+    int32 with -1 for free places, and `group_reward` float32. After that step, the place has the agent's last
+    observation, unless the next agent has taken it.
 
     Example:
         ```python
@@ -55,19 +56,15 @@ class MlAgentsEnv(Adapter):
     """
 
     def __init__(
-        self,
-        env: Any,
-        max_agents: int,
-        *,
-        set_parameter: Callable[[str, float], None] | None = None,
+        self, env: Any, max_agents: int, *, set_parameter: Callable[[str, float], None] | None = None
     ) -> None:
         """Adapts a simulation, and resets it to learn its behaviours.
 
         Args:
-            env: a `mlagents_envs.base_env.BaseEnv`, such as a `UnityEnvironment`.
-            max_agents: how many agents a behaviour has at a time, at most.
-            set_parameter: takes each name and number of a reset's `options`, before the reset: the method
-                `set_float_parameter` of an `EnvironmentParametersChannel`.
+            env: A `mlagents_envs.base_env.BaseEnv`, such as a `UnityEnvironment`.
+            max_agents: Maximum number of agents that a behaviour has at the same time.
+            set_parameter: Called with each name and number of a reset's `options`, before the reset. Pass the
+                method `set_float_parameter` of an `EnvironmentParametersChannel`.
 
         Raises:
             ValueError: `max_agents` is below 1, or the simulation has no behaviours.
@@ -79,7 +76,7 @@ class MlAgentsEnv(Adapter):
         env.reset()
         self._places = {name: _Places(name, spec, max_agents) for name, spec in env.behavior_specs.items()}
         if not self._places:
-            raise ValueError("the simulation has no behaviours after a reset, so nothing can be observed")
+            raise ValueError("the simulation has no behaviours after a reset; it needs at least one agent")
         self.observation_space: Space[Any] = spaces.Dict(
             {name: places.observation_space for name, places in self._places.items()}
         )
@@ -95,20 +92,18 @@ class MlAgentsEnv(Adapter):
         """Resets the simulation.
 
         Args:
-            seed: of `action_space` and the like alone: a simulation gets its seed where it is made.
-            options: reset parameters, by name.
-
-        Returns:
-            The observation and info.
+            seed: Seed of the spaces only. A simulation is seeded where it is made.
+            options: Reset parameters by name.
 
         Raises:
-            ValueError: options have no `set_parameter` to go to; a behaviour is new, or has too many agents.
+            ValueError: options are given without `set_parameter`, or a behaviour is new or has too many
+                agents.
         """
         super().reset(seed=seed)
         if options and self._set_parameter is None:
             raise ValueError(
-                f"reset: the options {sorted(options)} go to a channel; "
-                "give its method set_float_parameter as set_parameter"
+                f"reset: MlAgentsEnv has no set_parameter for the options {sorted(options)}; pass the "
+                "method set_float_parameter of an EnvironmentParametersChannel"
             )
         for name, value in (options or {}).items():
             assert self._set_parameter is not None
@@ -120,10 +115,7 @@ class MlAgentsEnv(Adapter):
         return obs, info
 
     def step(self, action: Any) -> tuple[dict[str, Any], NDArray[np.float32], bool, bool, dict[str, Any]]:
-        """Gives the agents that decide their actions, and moves the simulation on until some decide again.
-
-        Args:
-            action: of each behaviour.
+        """Passes actions to the deciding agents, and steps the simulation until agents decide again.
 
         Returns:
             `(obs, reward, False, False, info)`.
@@ -141,9 +133,7 @@ class MlAgentsEnv(Adapter):
     def _observe(self) -> tuple[dict[str, Any], NDArray[np.float32], dict[str, Any]]:
         new = sorted(set(self.adapted.behavior_specs) - set(self._places))
         if new:
-            raise ValueError(
-                f"the behaviours {new} came after the first reset; have all there from the start"
-            )
+            raise ValueError(f"behaviours {new} appeared after the first reset; create all of them before it")
         for name, places in self._places.items():
             places.update(*self.adapted.get_steps(name))
         all_places = list(self._places.values())
@@ -153,7 +143,7 @@ class MlAgentsEnv(Adapter):
 
 
 class _Places:
-    """Where the agents of one behaviour are, and what they said last."""
+    """The places of one behaviour's agents, with their latest observations."""
 
     def __init__(self, name: str, spec: Any, max_agents: int) -> None:
         self.name = name
@@ -171,12 +161,11 @@ class _Places:
         self.observation_space = spaces.Dict(observations)
         actions: dict[str, Space[Any]] = {}
         if self._action_spec.continuous_size:
-            actions["continuous"] = spaces.Box(
-                -1, 1, (max_agents, self._action_spec.continuous_size), np.float32
-            )
+            shape = (max_agents, self._action_spec.continuous_size)
+            actions["continuous"] = spaces.Box(-1, 1, shape, np.float32)
         if branches:
             actions["discrete"] = spaces.MultiDiscrete(np.tile(branches, (max_agents, 1)))
-        self._kinds = tuple(actions)
+        self._action_types = tuple(actions)
         self.action_space: Space[Any] = (
             spaces.Dict(actions) if len(actions) != 1 else next(iter(actions.values()))
         )
@@ -185,16 +174,15 @@ class _Places:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all agents."""
         self._place_of: dict[int, int] = {}  # by agent_id
-        self.deciding = np.zeros(0, np.intp)  # places, in the order of the simulation's DecisionSteps
+        self.deciding = np.zeros(0, np.intp)  # places in the order of DecisionSteps, as set_actions expects
         for array in self._obs:
             array[:] = 0
         for mask in self._masks:
             mask[:] = 1
 
     def update(self, decisions: Any, terminals: Any) -> None:
-        """Takes what a step of the simulation says: whose episodes ended, and who decides."""
+        """Writes the results of a step of the simulation, its ended episodes and its decision requests."""
         number = self._max_agents
         self.reward = np.zeros(number, np.float32)
         self.info: dict[str, NDArray[Any]] = {
@@ -203,6 +191,7 @@ class _Places:
             "interrupted": np.zeros(number, np.bool_),
             "group_reward": np.zeros(number, np.float32),
         }
+        # Places that were freed in the last step kept the agent's last observation until now.
         free = np.setdiff1d(np.arange(number), list(self._place_of.values()))
         for array, value in (*((array, 0) for array in self._obs), *((mask, 1) for mask in self._masks)):
             array[free] = value
@@ -210,20 +199,21 @@ class _Places:
         self.info["terminated"][ended] = ~np.asarray(terminals.interrupted, np.bool_)
         self.info["interrupted"][ended] = terminals.interrupted
         for agent_id in terminals.agent_id:
-            del self._place_of[int(agent_id)]  # free for the next, in this very step
+            del self._place_of[int(agent_id)]  # before `decisions`, because its agents may take the place
         self.deciding = self._take(decisions)
-        if decisions.action_mask is not None:  # true there means that an action is not available
+        if decisions.action_mask is not None:  # in ML-Agents, true means that an action is not available
             for mask, refused in zip(self._masks, decisions.action_mask, strict=True):
                 mask[self.deciding] = ~np.asarray(refused, np.bool_)
         for agent_id, place in self._place_of.items():
             self.info["agent_id"][place] = agent_id
 
     def _take(self, steps: Any) -> NDArray[np.intp]:
-        """Writes what agents say into their places, which it returns."""
+        """Writes the agents' results into their places, and returns these places."""
         places = np.array([self._find(int(agent_id)) for agent_id in steps.agent_id], np.intp)
         for array, values in zip(self._obs, steps.obs, strict=True):
             array[places] = values
-        self.reward[places] += steps.reward  # of one whose episode ended, and of the next one there
+        # Added, because a place may have an ended agent and the next one in the same step.
+        self.reward[places] += steps.reward
         self.info["group_reward"][places] += steps.group_reward
         return places
 
@@ -232,8 +222,8 @@ class _Places:
             free = sorted({*range(self._max_agents)} - {*self._place_of.values()})
             if not free:
                 raise ValueError(
-                    f"behaviour {self.name!r} has more agents than max_agents={self._max_agents}: "
-                    f"{agent_id} came to {sorted(self._place_of)}; give a larger max_agents"
+                    f"behaviour {self.name!r} has more agents than max_agents={self._max_agents}: {agent_id} "
+                    f"joined {sorted(self._place_of)}; pass a larger max_agents"
                 )
             self._place_of[agent_id] = free[0]
         return self._place_of[agent_id]
@@ -247,11 +237,11 @@ class _Places:
         return obs
 
     def actions(self, action: Any) -> Any:
-        """Returns ML-Agents' `ActionTuple` for those who decide."""
-        parts = action if len(self._kinds) != 1 else {self._kinds[0]: action}
+        """Returns ML-Agents' `ActionTuple` for the deciding agents."""
+        parts = action if len(self._action_types) != 1 else {self._action_types[0]: action}
         result = self._action_spec.empty_action(len(self.deciding))
-        if "continuous" in self._kinds:
+        if "continuous" in self._action_types:
             result.add_continuous(np.asarray(parts["continuous"], np.float32)[self.deciding])
-        if "discrete" in self._kinds:
+        if "discrete" in self._action_types:
             result.add_discrete(np.asarray(parts["discrete"], np.int32)[self.deciding])
         return result

@@ -1,4 +1,4 @@
-"""PettingZoo's envs of many agents as Gymnasium envs."""
+"""PettingZoo's multi-agent envs as Gymnasium envs."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from jaxvec.adapters._adapter import Adapter
 __all__ = ["INFO", "PettingZooEnv"]
 
 INFO = ("alive", "terminated", "truncated")
-"""Masks `[num_agents]` that info holds beyond what agents say: `jaxvec.make(..., info=INFO)` returns them."""
+"""Masks `[num_agents]` that the adapter adds to info: `jaxvec.make(..., info=INFO)` returns them."""
 
 
 @final
 class PettingZooEnv(Adapter):
-    """Is a `ParallelEnv` as one `gymnasium.Env`, whose shapes are the same however many agents are left.
+    """A `ParallelEnv` as one `gymnasium.Env` with fixed shapes, however many agents are alive.
 
-    Observations and actions are dicts with a key for each of `possible_agents`, whose spaces may differ;
-    rewards are one vector in that order, `[num_agents]` float64. Agents that are gone, or not there yet, have
-    rewards and observations of zero, in their space or not, and their actions are ignored.
+    Observations and actions are dicts with one key for each of `possible_agents`. Their spaces may differ.
+    Rewards are one vector in that order, `[num_agents]` float64. Agents that are not alive have rewards and
+    observations of zero, even if their space excludes zero. Their actions are ignored.
 
-    info holds each agent's own info under its name, and three masks, `[num_agents]` bool: `terminated` and
-    `truncated`, whose episode this step ended, and `alive`, who acts next. The env's episode is over when
-    nobody does: `terminated` if each agent that took part was, and `truncated` otherwise. A pool with
-    same-step autoreset returns the masks of an episode's last step in `info["final_info"]`.
+    info has each agent's own info under its name, and three masks `[num_agents]` bool: `terminated` and
+    `truncated` for the agents' episodes that this step ended, and `alive` for the agents that act next. The
+    env's episode is over when no agent is alive. It is `terminated` if all agents that took part were,
+    otherwise `truncated`. A pool with same-step autoreset returns the masks of an episode's last step in
+    `info["final_info"]`.
 
     Example:
         ```python
@@ -56,12 +57,12 @@ class PettingZooEnv(Adapter):
         """Adapts an env.
 
         Args:
-            env: a `ParallelEnv`; an `AECEnv` is converted by PettingZoo's `aec_to_parallel`, which takes
-                those whose agents act in cycles. For others see its `turn_based_aec_to_parallel`.
+            env: A `ParallelEnv`, or an `AECEnv` with agents that act in cycles. The latter is converted by
+                PettingZoo's `aec_to_parallel`. For other ones see PettingZoo's `turn_based_aec_to_parallel`.
 
         Raises:
-            TypeError: it is neither, or does not say who its `possible_agents` are.
-            AssertionError: PettingZoo does not convert this `AECEnv`.
+            TypeError: the env is neither, or has no `possible_agents`.
+            AssertionError: PettingZoo can't convert this `AECEnv`.
         """
         if isinstance(env, AECEnv):
             env = aec_to_parallel(env)
@@ -70,7 +71,7 @@ class PettingZooEnv(Adapter):
         if getattr(env, "possible_agents", None) is None:
             raise TypeError(
                 f"{type(env).__name__} has no possible_agents, so its observations and rewards have no fixed "
-                "shape; list all agents there that there can be, in a wrapper"
+                "shape; list all possible agents in a wrapper"
             )
         self.adapted: Any = env
         self._agents: tuple[Any, ...] = tuple(env.possible_agents)
@@ -81,40 +82,33 @@ class PettingZooEnv(Adapter):
         self.reward_space: Space[Any] = spaces.Box(-np.inf, np.inf, (len(self._agents),), np.float64)
         self.metadata: dict[str, Any] = dict(getattr(env, "metadata", {}))
         self.render_mode: str | None = getattr(env, "render_mode", None)
-        self._nodes: dict[Any, Node] = {}  # of observation spaces, to make zeros of
-        # Of who took part in this episode: whether it was termination that ended theirs.
-        self._fates: dict[Any, bool] = {}
+        self._nodes: dict[Any, Node] = {}  # observation spaces by agent, to build zeros
+        # For each agent that took part in this episode: whether it was terminated. False while it is alive.
+        self._terminated: dict[Any, bool] = {}
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Starts an episode.
-
-        Args:
-            seed: for the env's `reset`.
-            options: the same.
-
-        Returns:
-            The agents' observations and infos, by agent, and in info the masks.
-        """
+        """Starts an episode. Returns observations by agent, and infos by agent with the masks."""
         super().reset(seed=seed)
         observations, infos = self.adapted.reset(seed=seed, options=options)
         alive = set(self.adapted.agents)
-        self._fates = dict.fromkeys(alive, False)
+        self._terminated = dict.fromkeys(alive, False)
         return self._observe(observations, alive, alive), self._info(infos, alive, (), ())
 
     def step(self, action: Any) -> tuple[dict[Any, Any], NDArray[np.float64], bool, bool, dict[Any, Any]]:
         """Steps the agents that are alive.
 
         Args:
-            action: of each agent, by agent; those of agents that are gone are ignored.
+            action: One action per agent, by agent. Actions of other agents are ignored.
 
         Returns:
             `(obs, reward, terminated, truncated, info)`, with `[num_agents]` float64 rewards.
 
         Raises:
-            ResetNeeded: none is.
+            ResetNeeded: no agent is alive.
         """
+        # Some envs set `agents` only in `reset`.
         acting = set(getattr(self.adapted, "agents", ()))
         if not acting:
             raise ResetNeeded("step: no agent is left, or reset was never called; call reset first")
@@ -125,22 +119,22 @@ class PettingZooEnv(Adapter):
             {agent for agent in acting if flags.get(agent)} for flags in (terminations, truncations)
         )
         alive = set(self.adapted.agents) - terminated - truncated
-        self._fates |= {agent: agent in terminated for agent in acting | alive}
-        ended = all(self._fates.values())
+        self._terminated |= {agent: agent in terminated for agent in acting | alive}
+        over, all_terminated = not alive, all(self._terminated.values())
+        reward = [rewards.get(agent, 0) if agent in acting else 0 for agent in self._agents]
         return (
             self._observe(observations, acting, alive),
-            np.array([rewards.get(agent, 0) if agent in acting else 0 for agent in self._agents], np.float64),
-            not alive and ended,
-            not alive and not ended,
+            np.array(reward, np.float64),
+            over and all_terminated,
+            over and not all_terminated,
             self._info(infos, alive, terminated, truncated),
         )
 
     def render(self) -> Any:
-        """Returns what the env's own `render` does."""
         return self.adapted.render()
 
     def _observe(self, observations: dict[Any, Any], acting: set[Any], alive: set[Any]) -> dict[Any, Any]:
-        """Returns an observation for each agent: of those who were alive until now, the last."""
+        """Returns one observation per agent, with zeros for agents that were not alive before this step."""
         gone = {agent for agent in acting - alive if agent in observations}
         seen = {agent: observations[agent] for agent in alive | gone}
         return {agent: seen[agent] if agent in seen else self._zeros(agent) for agent in self._agents}

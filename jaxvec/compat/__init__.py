@@ -1,1 +1,1 @@
-"""Other libraries' faces over a pool: thin, and each tested with that library's own code."""
+"""APIs of other libraries over a pool, one module per library, tested with that library's own code."""

@@ -1,13 +1,15 @@
 """EnvPool's Atari tasks, built from ALE and Gymnasium's own preprocessing.
 
-Workers import this module, so it must never import jax. Some things EnvPool does that Gymnasium's wrappers
-don't: its `episodic_life` ends an episode when a life is lost, but the next one goes on with the same game,
-after a few no-ops, with the frames and the step count of before. So what begins an episode is a wrapper
-below `AtariPreprocessing`, and what stacks frames and counts is one above it.
+`build` stacks `_EpisodeStart`, `AtariPreprocessing` and `_AtariTask` onto an ALE env. Workers import this
+module, so it must never import JAX.
 
-Where the random numbers of no-ops don't matter, observations, rewards, flags and info are EnvPool's to the
-bit, but for a game's very last frame if the game ends between two frames that are looked at. The options
-`zero_discount_on_life_loss` and `use_inter_area_resize` (always on) are not there.
+EnvPool's `episodic_life` ends an episode when a life is lost. The next episode continues the same game after
+a few no-ops, and keeps the frame stack and the step count. Therefore the wrapper that starts episodes lies
+below `AtariPreprocessing`, and the wrapper that stacks frames and counts steps lies above it.
+
+Results equal EnvPool's bit for bit where the random number of no-ops does not matter. The one exception is a
+game's last frame, if the game ends between the two frames that are max-pooled. The options
+`zero_discount_on_life_loss` and `use_inter_area_resize` (always on) are not supported.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from numpy.typing import NDArray
 
 Frame = NDArray[np.uint8]
 
-NEW_GAME = {"new_game": True}  # options of a reset that is not to go on with the game
-INFO = {  # what a task's info holds
+NEW_GAME = {"new_game": True}  # options of a reset that must not continue the running game
+INFO = {  # declared keys of a task's info
     "lives": "i4",
     "reward": "f4",
     "terminated": "i4",
@@ -54,7 +56,7 @@ class AtariOptions:
 
 
 def tasks() -> dict[str, str]:
-    """Returns EnvPool's name of each Atari task, such as `Breakout-v5`, and ALE's; none without ALE."""
+    """Returns ALE's env id for each of EnvPool's Atari tasks, such as `Breakout-v5`. Empty without ALE."""
     try:
         import ale_py  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -65,23 +67,18 @@ def tasks() -> dict[str, str]:
 
 
 def find(task_id: Any) -> str | None:
-    """Returns ALE's id of one of EnvPool's Atari tasks; `None` of all else."""
+    """Returns ALE's env id for one of EnvPool's Atari tasks, or `None` if `task_id` is not one."""
     if not isinstance(task_id, str) or task_id in gymnasium.registry:
         return None
     return tasks().get(task_id)
 
 
 def parse(task_id: str, options: dict[str, Any]) -> AtariOptions:
-    """Returns the options given as keywords.
-
-    Raises:
-        TypeError: there is no such option.
-        ValueError: a count is below 1.
-    """
+    """Checks the keyword arguments of a task. Raises `TypeError` or `ValueError` if one is invalid."""
     unknown = sorted(options.keys() - asdict(AtariOptions()).keys())
     if unknown:
         known = ", ".join(asdict(AtariOptions()))
-        raise TypeError(f"{task_id} has no options {unknown}; it has {known}, and those of jaxvec.make")
+        raise TypeError(f"{task_id} has no options {unknown}; use {known}, or arguments of jaxvec.make")
     parsed = AtariOptions(**options)
     for name in ("stack_num", "frame_skip", "noop_max", "max_episode_steps"):
         if getattr(parsed, name) < 1:
@@ -90,7 +87,6 @@ def parse(task_id: str, options: dict[str, Any]) -> AtariOptions:
 
 
 def build(ale_id: str, options: AtariOptions) -> gymnasium.Env[Frame, Any]:
-    """Builds a task."""
     import ale_py  # pyright: ignore[reportMissingImports]
 
     gymnasium.register_envs(ale_py)
@@ -106,7 +102,7 @@ def build(ale_id: str, options: AtariOptions) -> gymnasium.Env[Frame, Any]:
         disable_env_checker=True,
         **{name: value for name, value in chosen.items() if value >= 0},
     )
-    start = _Start(env, options)
+    start = _EpisodeStart(env, options)
     frames = AtariPreprocessing(
         start,
         noop_max=0,
@@ -115,11 +111,11 @@ def build(ale_id: str, options: AtariOptions) -> gymnasium.Env[Frame, Any]:
         grayscale_obs=options.gray_scale,
         grayscale_newaxis=options.gray_scale,
     )
-    return _Task(frames, start, options)
+    return _AtariTask(frames, start, options)
 
 
-class _Start(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Begins episodes, of single frames: with a new game or not, then no-ops, then FIRE."""
+class _EpisodeStart(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Resets to a new game or continues the same one, then plays no-ops, then FIRE."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], options: AtariOptions) -> None:
         super().__init__(env)
@@ -127,25 +123,26 @@ class _Start(gymnasium.Wrapper[Any, Any, Any, Any]):
         fires = options.use_fire_reset and "FIRE" in meanings
         self._fire = meanings.index("FIRE") if fires else None
         self._noop_max = options.noop_max
-        self.goes_on = False  # whether the next reset goes on with the game
+        # Set by `_AtariTask` before each reset. Cleared here if the no-ops ended the game.
+        self.continues_game = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        """Resets; afterwards `goes_on` says whether the game is still the same."""
-        result = (None, {}) if self.goes_on else self.env.reset(seed=seed)
+        result = (None, {}) if self.continues_game else self.env.reset(seed=seed)
+        # Without FIRE, EnvPool plays at least one no-op: 1 to noop_max, otherwise 0 to noop_max - 1.
         noops = int(self.np_random.integers(self._noop_max)) + (self._fire is None)
         for action in [0] * noops + [self._fire] * (self._fire is not None):
             obs, _, terminated, _, info = self.env.step(action)
             result = obs, info
             if terminated:
                 result = self.env.reset()
-                self.goes_on = False
+                self.continues_game = False
         return result
 
 
-class _Task(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Stacks frames, channels first, and keeps count of lives, steps and unclipped rewards."""
+class _AtariTask(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Stacks frames with channels first. Counts lives, steps and unclipped rewards."""
 
-    def __init__(self, env: AtariPreprocessing, start: _Start, options: AtariOptions) -> None:
+    def __init__(self, env: AtariPreprocessing, start: _EpisodeStart, options: AtariOptions) -> None:
         super().__init__(env)
         self._start = start
         self._options = options
@@ -156,40 +153,35 @@ class _Task(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._stack = np.zeros(shape, np.uint8)
         self._elapsed = 0
         self._lives = 0
-        self._ongoing = False  # the game
+        self._game_running = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Frame, dict[str, Any]]:
-        """Begins an episode: of a new game, unless only a life was lost.
-
-        Args:
-            seed: begins a new game, and seeds the number of no-ops.
-            options: `NEW_GAME` for a new game in any case.
-        """
+        """Continues the game after a lost life, unless there is a seed or the option `NEW_GAME`."""
         new_game = seed is not None or bool(options and options.get("new_game"))
-        self._start.goes_on = self._options.episodic_life and self._ongoing and not new_game
+        self._start.continues_game = self._options.episodic_life and self._game_running and not new_game
         frame, _ = self.env.reset(seed=seed)
         self._push(frame)
-        if not self._start.goes_on:
+        if not self._start.continues_game:
             for _ in range(self._options.stack_num - 1):
                 self._push(frame)
             self._elapsed = 0
-        self._ongoing = True
+        self._game_running = True
         self._lives = self._ale.lives()
         return self._stack, self._info(0.0, False)
 
     def step(self, action: Any) -> tuple[Frame, float, bool, bool, dict[str, Any]]:
-        """Steps; ends the episode with the game, with a life under `episodic_life`, or after its time."""
         frame, raw, game_over, _, _ = self.env.step(action)
         reward = float(raw)
         self._push(frame)
         self._elapsed += 1
         truncated = self._elapsed >= self._options.max_episode_steps
         lives = self._ale.lives()
+        # After the last life the game itself is over, so only 0 < lives counts as a lost life.
         lost = self._options.episodic_life and 0 < lives < self._lives
         self._lives = lives
-        self._ongoing = not (game_over or truncated)
+        self._game_running = not (game_over or truncated)
         clipped = float(np.sign(reward)) if self._options.reward_clip else reward
         info = self._info(reward, game_over)
         return self._stack, clipped, (game_over or lost) and not truncated, truncated, info

@@ -1,4 +1,4 @@
-"""Parts that several compatibility APIs share."""
+"""Parts that several compatibility APIs share: the base class of single envs, and conversions of info."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jaxvec._spec import STATISTICS, TimeStep
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks._family import EnvFamily
 
-# ----------------------------------------------------------------------------------------------------------
-# Base class of the APIs of single envs.
-# ----------------------------------------------------------------------------------------------------------
 
+class PooledEnv:
+    """Base class of the APIs of single envs. Owns the pools of its `EnvFamily`.
 
-class Face:
-    """Owns the pools of an env. Closed by `close`, `with` or its end; a compiled function may keep it."""
+    The pools are closed by `close`, by `with`, or when the env is garbage-collected. A compiled function
+    keeps a reference to the env.
+    """
 
     def __init__(self, family: EnvFamily) -> None:
         self._family = family
 
     @property
     def pools(self) -> Mapping[int, VectorEnv]:
-        """The pools so far, by their number of envs: for `stats`, `infos`, `call` and the like."""
+        """The pools started so far, by their number of envs. They offer `stats`, `infos`, `call` and more."""
         return self._family.pools
 
     def raise_if_failed(self) -> None:
@@ -36,105 +36,80 @@ class Face:
         self._family.raise_if_failed()
 
     def close(self) -> None:
-        """Closes all pools. Twice is fine."""
+        """Closes all pools. May be called more than once."""
         self._family.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes; where a program failed because of a pool, raises the pool's own, typed error."""
+        """Closes all pools. Raises a pool's typed error if a program failed because of that pool."""
         self._family.__exit__(kind, error, trace)
 
 
 def max_episode_steps(envs: VectorEnv) -> int | None:
-    """Returns the time limit in the envs' Gymnasium spec; `None` if there is none."""
-    with suppress(EnvError):  # the env has no `spec`, as it is not a Gymnasium env
+    """Returns the time limit in the envs' Gymnasium spec, if there is one."""
+    with suppress(EnvError):  # not a Gymnasium env, so it has no `spec`
         return getattr(envs.get_attr("spec")[0], "max_episode_steps", None)
     return None
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The last observation and info of an episode, which same-step autoreset has replaced by the next one's first.
-# ----------------------------------------------------------------------------------------------------------
+# With same-step autoreset, `timestep.obs` and `timestep.info` belong to the next episode where one has ended,
+# so these functions need the final observations and infos to return the step's own.
+def pop_final_obs(timestep: TimeStep, numpy: Any) -> tuple[dict[str, Any], Any]:
+    """Removes the final observations from the info.
 
-
-def take_final_obs(timestep: TimeStep, numpy: Any) -> tuple[dict[str, Any], Any]:
-    """Takes the last observations out of the time step's info.
-
-    Args:
-        timestep: of one env or a batch.
-        numpy: the module whose arrays these are.
-
-    Returns:
-        The rest of the info, and what each env returned before its reset, if any; `None` of a pool without
-        `final_obs`.
+    Returns the rest of the info, and the observation that each env returned in this step before its reset.
+    The latter is `None` for a pool without `final_obs`. `numpy` is the array module: `numpy` or `jax.numpy`.
     """
     info = dict(timestep.info)
     if "final_obs" not in info:
         return info, None
     ended, final = info.pop("_final_obs"), info.pop("final_obs")
-    return info, _choose(ended, final, timestep.obs, numpy)
+    return info, _select(ended, final, timestep.obs, numpy)
 
 
-def take_final_info(timestep: TimeStep, numpy: Any) -> TimeStep:
-    """Puts the ending step's declared keys of info in the place of the new episode's.
-
-    Args:
-        timestep: of one env or a batch.
-        numpy: the module whose arrays these are.
-
-    Returns:
-        The time step, whose info has no `final_info`.
-    """
+def merge_final_info(timestep: TimeStep, numpy: Any) -> TimeStep:
+    """Replaces the declared keys of info by those of `final_info` where an episode has ended."""
     info = dict(timestep.info)
     final = info.pop("final_info", {})
     new = {key: info[key] for key in final}
-    info |= _choose(timestep.terminated | timestep.truncated, final, new, numpy)
+    info |= _select(timestep.terminated | timestep.truncated, final, new, numpy)
     return timestep._replace(info=info)
 
 
-def _choose(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
-    """Returns the leaves of `final` where an episode has ended, else those of `new`."""
+def _select(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
+    """Returns the leaves of `final` where an episode has ended, and the leaves of `new` elsewhere."""
 
-    def choose(last: Any, new: Any) -> Any:
+    def select(last: Any, new: Any) -> Any:
         return numpy.where(ended.reshape(*ended.shape, *[1] * (last.ndim - ended.ndim)), last, new)
 
-    return jax.tree.map(choose, final, new)
+    return jax.tree.map(select, final, new)
 
-
-# ----------------------------------------------------------------------------------------------------------
-# Conversion of jaxvec's info to EnvPool's.
-# ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
-# Keys that EnvPool's own tasks have: they are always there, so their masks would say nothing.
+# Keys of EnvPool's own tasks. Every env always has them, so their masks carry no information.
 _UNMASKED = ("lives", "reward", "terminated", "elapsed_step", "ram")
 
 
 def info_extras(info: Mapping[str, T]) -> dict[str, T]:
-    """Returns the part of jaxvec's info that is the task's or the user's own, with masks."""
+    """Returns the declared keys of jaxvec's info, with their masks."""
     hidden = {*STATISTICS, *(f"_{key}" for key in _UNMASKED)}
     return {key: value for key, value in info.items() if key not in hidden}
 
 
 def convert_info(timestep: TimeStep) -> dict[str, Any]:
-    """Returns the info of a time step, on NumPy or in JAX, traced or not.
-
-    A task that knows better, as the Atari ones do, says itself what `elapsed_step`, `reward` (before
-    clipping) and `terminated` (whether the game is over) are.
-    """
+    """Returns EnvPool's info of a time step of NumPy or JAX arrays, which may be traced."""
     return {
         "env_id": timestep.info["env_id"],
         "elapsed_step": timestep.info["episode_length"],
         "reward": timestep.reward.copy(),
         "terminated": timestep.terminated.astype(np.int32),
         "TimeLimit.truncated": timestep.truncated.copy(),
+        # Last, because an Atari task declares `elapsed_step`, `reward` (unclipped) and `terminated` (game
+        # over) itself.
         **info_extras(timestep.info),
     }

@@ -1,6 +1,7 @@
-"""Makes single envs as Stable-Baselines3's vector envs take them.
+"""Prepares single envs for Stable-Baselines3's vector envs.
 
-Workers import this module, so it must import neither JAX nor, unless an env is old Gym's, Stable-Baselines3.
+Workers import this module. So it must not import JAX, and it imports Stable-Baselines3 only for envs of old
+Gym.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import gymnasium
 
 from jaxvec import _util
 
-IS_WRAPPED = "_jaxvec_is_wrapped"  # a method of each env: whether it is, in a wrapper of this class
+IS_WRAPPED = "_jaxvec_is_wrapped"  # name of a method of each env, which takes a wrapper class
 
 
 class OwnEnvFn:
-    """A constructor for a worker; what it refers to is no other env's, though that be in the same worker."""
+    """Env constructor that is pickled on its own, so that envs of one worker share no objects."""
 
     def __init__(self, env_fn: Callable[[], Any]) -> None:
         self._env_fn = env_fn
@@ -37,16 +38,13 @@ def _load(pickled: bytes) -> OwnEnvFn:
 
 
 def prepare(env: Any) -> gymnasium.Env[Any, Any]:
-    """Returns an env that is Gymnasium's, takes `options` in `reset`, and says how it is wrapped.
+    """Converts old Gym's env to Gymnasium's, makes `reset` accept `options`, and adds `IS_WRAPPED`.
 
-    Attributes are added to the env itself, since whoever asks for its outermost wrapper wants his own.
-
-    Raises:
-        ValueError: it is neither Gymnasium's nor old Gym's.
-        ImportError: it is old Gym's, and shimmy or Stable-Baselines3 are not installed here.
+    Raises `ValueError` for other objects, and `ImportError` without shimmy, which converts old Gym's envs.
     """
     if not isinstance(env, gymnasium.Env):
         env = importlib.import_module("stable_baselines3.common.vec_env.patch_gym")._patch_env(env)
+    # Set on the env itself: an extra wrapper would become the outermost one, which `set_attr` writes to.
     vars(env)[IS_WRAPPED] = partial(_is_wrapped, env)
     if not all(map(_takes_options, _layers(env))):
         vars(env)["reset"] = partial(_reset, env.reset)
@@ -70,5 +68,5 @@ def _takes_options(env: Any) -> bool:
 
 
 def _reset(reset: Callable[..., Any], *, seed: int | None = None, options: Any = None) -> Any:
-    """Does as Stable-Baselines3, which passes options only if there are some."""
+    # As Stable-Baselines3 does, pass options only if there are any: some envs do not accept them.
     return reset(seed=seed, options=options) if options else reset(seed=seed)

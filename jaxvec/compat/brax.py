@@ -1,12 +1,13 @@
-"""Brax's face: `env = make("Pendulum-v1")`, with `reset(rng)` and `step(state, action)` of one env.
+"""Brax's API over a Python env: `env = make("Pendulum-v1")`, with `reset(rng)` and `step(state, action)`.
 
-It is vmapped, as brax's own wrappers do, and a step of all lanes is one hand-off; what `compat.gymnax`
-says of numbers of lanes holds here, too: train and evaluate on different numbers of envs, or on an env each.
+The env is a single env, to be vmapped as brax's wrappers do. All vmapped instances are stepped in one
+dispatch. As in `compat.gymnax`, there is one pool per number of instances. So train and evaluate on different
+numbers of envs, or make one env for each.
 
-The envs reset themselves: where an episode has ended, `state.obs` is the next one's first. Brax's
-`AutoResetWrapper` would put the first observation of all there instead, and finds the right one under that
-name. `wrap` is what its trainers should wrap the env with, because to brax's own `EpisodeWrapper` a time
-limit of the env is a termination.
+The envs reset themselves: where an episode has ended, `state.obs` is the first observation of the next one.
+Brax's `AutoResetWrapper` would replace it by `info["first_obs"]`, which `step` therefore keeps equal to
+`obs`. Wrap the env with `wrap` for brax's trainers, because brax's own `EpisodeWrapper` treats a time limit
+of the env as a termination.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import TimeStep
 from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
-from jaxvec.compat._base import Face
+from jaxvec.compat._base import PooledEnv
 
 __all__ = ["Env", "State", "make", "wrap"]
 
@@ -34,7 +35,7 @@ __all__ = ["Env", "State", "make", "wrap"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Stands for `brax.envs.State` where brax is not installed.
+    """Stand-in for `brax.envs.State`, for use where brax is not installed.
 
     Example:
         ```python
@@ -55,12 +56,11 @@ class State:
     info: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a copy with changes."""
         return dataclasses.replace(self, **changes)
 
 
-class Env(Face):
-    """A Python env with brax's interface; a `brax.envs.Env`, too, where brax is installed. Made by `make`.
+class Env(PooledEnv):
+    """A Python env with brax's API, and a `brax.envs.Env` if brax is installed. Create it with `make`.
 
     Example:
         ```python
@@ -79,46 +79,50 @@ class Env(Face):
         self._bounds = _bounds(family.first.single_action_space) if scale_actions else None
 
     def reset(self, rng: jax.Array) -> Any:
-        """Resets one env, or under `vmap` one for each lane.
+        """Resets the env, or under `vmap` one env per vmapped instance.
 
         Args:
-            rng: a key; the env's seed is made from it.
+            rng: JAX key, from which the env's seed is made.
 
         Returns:
-            The state: `obs`, `reward` and `done` float32, no `pipeline_state` and no `metrics`. `info` has
-            the `handle`, so a state is good for one step, and `env`: `terminated`, `truncated`, `env_id`,
-            `episode_return`, `episode_length`, `final_obs` and the declared keys, as in `jaxvec.TimeStep`.
+            The state, with float32 `reward` and `done`, and without `pipeline_state` and `metrics`. `info`
+            has `handle`, so each state can be stepped once, and `env`: a dict of `terminated`, `truncated`
+            and the keys of `jaxvec.TimeStep.info`.
 
         Raises:
-            JaxvecError: as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
+            JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of
+                `jaxvec.make`.
         """
-        handle, timestep = self._family.reset(rng)
-        return _state_class()(None, *_fields(timestep), {}, _info(handle, timestep))
+        state_class = _classes()[1]
+        return state_class(pipeline_state=None, metrics={}, **_fields(*self._family.reset(rng)))
 
     def step(self, state: Any, action: Any) -> Any:
-        """Steps one env, or under `vmap` that of each lane; resets it if its episode ends.
+        """Steps the env, or under `vmap` the env of each instance. Resets it if its episode ends.
 
         Args:
-            state: that the last reset or step returned, perhaps with more in `info` and `metrics`.
-            action: for a `Box` with finite bounds, within [-1, 1], which is scaled to the bounds, and
-                clipped; else, or with `scale_actions=False`, of the action space.
+            state: The state returned by the latest `reset` or `step`. `info` and `metrics` may have more
+                entries.
+            action: Action of the action space. For a `Box` with finite bounds, values within [-1, 1], which
+                are scaled to the bounds and clipped, unless `scale_actions=False`.
 
         Returns:
-            The state. `info["first_obs"]` of brax's `AutoResetWrapper` is kept equal to `obs`.
+            The next state.
 
         Raises:
-            JaxvecError: as `jaxvec.step`.
+            JaxvecError: see `jaxvec.step`.
         """
-        handle, timestep = self._family.step(state.info["handle"], self._scaled(action))
-        obs, reward, done = _fields(timestep)
-        info = {**state.info, **_info(handle, timestep)}
-        if "first_obs" in info:
-            info["first_obs"] = obs
-        return state.replace(obs=obs, reward=reward, done=done, info=info)
+        if self._bounds is not None:
+            low, high = self._bounds
+            action = jnp.clip(low + (jnp.asarray(action) + 1) / 2 * (high - low), low, high)
+        fields = _fields(*self._family.step(state.info["handle"], action))
+        fields["info"] = {**state.info, **fields["info"]}
+        if "first_obs" in state.info:  # set by brax's `AutoResetWrapper`
+            fields["info"]["first_obs"] = fields["obs"]
+        return state.replace(**fields)
 
     @property
     def observation_size(self) -> Any:
-        """The length of a flat observation; the shape of another; a dict of these for a `Dict` space."""
+        """The length of a flat observation, otherwise its shape; a dict of these for a `Dict` space."""
         return _observation_size(self._family.first.single_observation_space)
 
     @property
@@ -126,7 +130,7 @@ class Env(Face):
         """The length of a flat action, or the number of actions of a `Discrete` space.
 
         Raises:
-            UnsupportedSpaceError: the action space is another.
+            UnsupportedSpaceError: the action space is another one.
         """
         match space := self._family.first.single_action_space:
             case spaces.Discrete():
@@ -135,39 +139,33 @@ class Env(Face):
                 return space.shape[0]
             case _:
                 raise UnsupportedSpaceError(
-                    f"action_size: brax's actions are flat vectors, not {space}; wrap the env"
+                    f"action_size: brax needs flat actions, not {space}; wrap the env"
                 )
 
     @property
     def backend(self) -> str:
-        """No physics of brax's."""
+        """`"jaxvec"`, because the env uses no physics of brax."""
         return "jaxvec"
 
     @property
     def unwrapped(self) -> Self:
-        """This env: what it has of Gymnasium's wrappers is in the workers."""
+        """The env itself. Gymnasium's wrappers are in the workers."""
         return self
-
-    def _scaled(self, action: Any) -> Any:
-        if self._bounds is None:
-            return action
-        low, high = self._bounds
-        return jnp.clip(low + (jnp.asarray(action) + 1) / 2 * (high - low), low, high)
 
 
 def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
-    """Starts a pool of one env, and returns brax's API of it.
+    """Starts a pool of one env and returns brax's API of it.
 
     Args:
-        env: a Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
-        scale_actions: whether actions within [-1, 1] are scaled to the bounds of a `Box`, if they are finite.
-        **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
+        env: A Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
+        scale_actions: Whether actions within [-1, 1] are scaled to the bounds of a `Box`, if they are finite.
+        **kwargs: Arguments of `jaxvec.make`, except those that set the number of envs.
 
     Returns:
-        The env; where brax is installed, it is a `brax.envs.Env`, too.
+        The env. If brax is installed, it is also a `brax.envs.Env`.
 
     Raises:
-        JaxvecError: as `jaxvec.make`.
+        JaxvecError: see `jaxvec.make`.
 
     Example:
         ```python
@@ -179,27 +177,28 @@ def make(env: Any, *, scale_actions: bool = True, **kwargs: Any) -> Env:
         env.close()
         ```
     """
-    return _env_class()(EnvFamily(env, **kwargs), scale_actions=scale_actions)
+    env_class = _classes()[0]
+    return env_class(EnvFamily(env, **kwargs), scale_actions=scale_actions)
 
 
 def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomization_fn: Any = None) -> Any:
     """Wraps an env for brax's trainers: `ppo.train(env, wrap_env_fn=wrap, …)`. Needs brax.
 
-    They are brax's own wrappers, and `info["truncation"]` is set where the env was truncated, too.
+    Applies brax's own training wrappers, and also sets `info["truncation"]` where the env was truncated.
 
     Args:
-        env: of `make`.
-        episode_length: not below the env's own time limit: the env is not reset where brax sees an end.
-        action_repeat: 1.
-        randomization_fn: `None`.
+        env: An env of `make`.
+        episode_length: Maximum number of steps of an episode, not below the env's own time limit: an end that
+            only brax sees does not reset the env.
+        action_repeat: Must be 1.
+        randomization_fn: Must be `None`.
 
     Returns:
-        The wrapped env, to be stepped in batches, `[num_envs, ...]`.
+        The wrapped env, which steps batches `[num_envs, ...]`.
 
     Raises:
         ImportError: brax is not installed.
-        ValueError: an action is to be repeated, which would lose the ends of episodes, or physics to be
-            randomised.
+        ValueError: `action_repeat` is not 1, or `randomization_fn` is given.
 
     Example:
         ```python
@@ -213,29 +212,39 @@ def wrap(env: Env, episode_length: int = 1000, action_repeat: int = 1, randomiza
     """
     if action_repeat != 1:
         raise ValueError(
-            f"action_repeat must be 1, not {action_repeat}: the env resets itself between the repetitions; "
-            "repeat actions in a wrapper of the Python env"
+            f"action_repeat must be 1, not {action_repeat}: later repetitions would step an env that has "
+            "already reset itself; repeat actions in a wrapper of the Python env"
         )
     if randomization_fn is not None:
-        raise ValueError(
-            "randomization_fn: a Python env has no brax System to be randomised; do so in its reset"
-        )
+        raise ValueError("randomization_fn: a Python env has no brax System; randomize it in its reset")
     training = importlib.import_module("brax.envs.wrappers.training")
-    return _wrapper_class()(training.wrap(env, episode_length, action_repeat))
+    base: Any = importlib.import_module("brax.envs.base")
+
+    class TruncationWrapper(base.Wrapper):
+        # Brax's `EpisodeWrapper` reports only its own time limit as a truncation, not the env's.
+        def step(self, state: Any, action: Any) -> Any:
+            state = self.env.step(state, action)
+            env = state.info["env"]
+            cut = (env["truncated"] & ~env["terminated"]).astype(np.float32)
+            truncation = jnp.maximum(state.info["truncation"], cut)
+            return state.replace(info={**state.info, "truncation": truncation})
+
+    return TruncationWrapper(training.wrap(env, episode_length, action_repeat))
 
 
-def _fields(timestep: TimeStep) -> tuple[Any, jax.Array, jax.Array]:
-    done = (timestep.terminated | timestep.truncated).astype(np.float32)
-    return timestep.obs, timestep.reward.astype(np.float32), done
-
-
-def _info(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
-    flags = {"terminated": timestep.terminated, "truncated": timestep.truncated}
-    return {"handle": handle, "env": {**timestep.info, **flags}}
+def _fields(handle: Handle, timestep: TimeStep) -> dict[str, Any]:
+    """Returns the fields of a state that change in each step."""
+    obs, reward, terminated, truncated, info = timestep
+    return {
+        "obs": obs,
+        "reward": reward.astype(np.float32),
+        "done": (terminated | truncated).astype(np.float32),
+        "info": {"handle": handle, "env": {**info, "terminated": terminated, "truncated": truncated}},
+    }
 
 
 def _bounds(space: Space[Any]) -> tuple[jax.Array, jax.Array] | None:
-    """Returns what actions are scaled to."""
+    """Returns the finite bounds of a float `Box`, to which actions are scaled."""
     if not isinstance(space, spaces.Box) or np.dtype(space.dtype).kind != "f":
         return None
     low, high = (np.asarray(bound) for bound in (space.low, space.high))
@@ -245,44 +254,17 @@ def _bounds(space: Space[Any]) -> tuple[jax.Array, jax.Array] | None:
 
 
 def _observation_size(space: Space[Any]) -> Any:
-    match space:
-        case spaces.Dict():
-            return {key: _observation_size(child) for key, child in space.spaces.items()}
-        case _:
-            shape = space.shape or ()
-            return shape[0] if len(shape) == 1 else shape
+    if isinstance(space, spaces.Dict):
+        return {key: _observation_size(child) for key, child in space.spaces.items()}
+    shape = space.shape or ()
+    return shape[0] if len(shape) == 1 else shape
 
 
 @cache
-def _state_class() -> Any:
-    base = _brax()
-    return State if base is None else base.State
-
-
-@cache
-def _env_class() -> type[Env]:
-    base = _brax()
-    return Env if base is None else types.new_class("Env", (Env, base.Env))
-
-
-@cache
-def _wrapper_class() -> Any:
-    base: Any = importlib.import_module("brax.envs.base")
-
-    class Truncations(base.Wrapper):  # where the env was truncated, brax's EpisodeWrapper says terminated
-        def step(self, state: Any, action: Any) -> Any:
-            state = self.env.step(state, action)
-            env = state.info["env"]
-            cut = (env["truncated"] & ~env["terminated"]).astype(np.float32)
-            truncation = jnp.maximum(state.info["truncation"], cut)
-            return state.replace(info={**state.info, "truncation": truncation})
-
-    return Truncations
-
-
-def _brax() -> Any:
-    """Returns brax's own classes, which take seconds to import, or `None`."""
+def _classes() -> tuple[type[Env], Any]:
+    """Returns the classes of envs and states, which are brax's if it is installed."""
     try:
-        return importlib.import_module("brax.envs.base")
+        base = importlib.import_module("brax.envs.base")  # takes seconds, so not when this module is imported
     except ImportError:
-        return None
+        return Env, State
+    return types.new_class("Env", (Env, base.Env)), base.State

@@ -1,6 +1,6 @@
-"""Cleanba's face: `make_env(env_id, seed, num_envs)`, the function that its actors make their envs with.
+"""Cleanba's API over a pool: `make_env(env_id, seed, num_envs)`, as its actors call it.
 
-They expect of EnvPool its old Gym interface; for actors that `send` and `recv`, see the EnvPool face.
+The actors expect EnvPool's old Gym API. For actors that `send` and `recv`, use `compat.envpool`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxvec.compat.envpool import Task
 
 __all__ = ["GymVectorEnv", "make_env"]
 
-_ATARI = {  # as Cleanba asks for Atari's games
+_ATARI = {  # Cleanba's own options of Atari tasks
     "repeat_action_probability": 0.25,
     "noop_max": 1,
     "full_action_space": True,
@@ -29,19 +29,18 @@ _ATARI = {  # as Cleanba asks for Atari's games
 
 
 def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[], GymVectorEnv]:
-    """Returns a function that starts a pool, as Cleanba's `make_env` does.
+    """Returns a function that starts a pool, like Cleanba's `make_env`.
 
     Args:
-        env_id: one of EnvPool's Atari tasks, such as `Breakout-v5`, for which there is the extra `atari`; or
-            the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable.
-        seed: of env 0 at the first reset; env *i* gets `seed + i`.
-        num_envs: how many envs.
-        **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`; for an Atari task, also
-            EnvPool's options. Their defaults are what Cleanba asks for: sticky actions, all 18 actions,
-            clipped rewards.
+        env_id: One of EnvPool's Atari tasks, such as `Breakout-v5`, which need the extra `atari`; or the
+            `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable.
+        seed: Seed of env 0 at the first reset. Env *i* gets `seed + i`.
+        num_envs: Number of envs.
+        **kwargs: Arguments of `jaxvec.make` except `autoreset_mode`, which is `SAME_STEP`. For an Atari task,
+            also EnvPool's options, with Cleanba's defaults: sticky actions, all 18 actions, clipped rewards.
 
     Raises:
-        TypeError: an argument can't be given here. The function that is returned raises as `jaxvec.make`.
+        TypeError: an argument can't be set here. The returned function raises the errors of `jaxvec.make`.
 
     Example:
         ```python
@@ -53,7 +52,7 @@ def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[
         ```
     """
     for name in {"autoreset_mode", "batch_size"} & kwargs.keys():
-        raise TypeError(f"{name} can't be set here: every step is of all envs, which reset themselves in it")
+        raise TypeError(f"{name} can't be set here: every step is of all envs, with SAME_STEP autoreset")
     if _atari.find(env_id) is not None:
         kwargs = {**_ATARI, **kwargs}
     task, options = envpool.resolve_task(env_id, kwargs)
@@ -62,16 +61,16 @@ def make_env(env_id: Any, seed: int, num_envs: int, **kwargs: Any) -> Callable[[
 
 @final
 class GymVectorEnv:
-    """Envs with the interface of old Gym, on NumPy arrays `[num_envs, ...]`.
+    """Envs with old Gym's API, on NumPy arrays `[num_envs, ...]`.
 
     Attributes:
-        num_envs: how many.
-        observation_space: of one env, as EnvPool has it.
-        action_space: of one env.
-        single_observation_space: the same.
-        single_action_space: the same.
-        is_vector_env: true.
-        spec: `spec.config.max_episode_steps` is the envs' time limit.
+        num_envs: Number of envs.
+        observation_space: Space of one env's observations, as in EnvPool.
+        action_space: Space of one env's actions.
+        single_observation_space: Equal to `observation_space`.
+        single_action_space: Equal to `action_space`.
+        is_vector_env: `True`.
+        spec: Namespace with `config.max_episode_steps`, the envs' time limit.
 
     Example:
         ```python
@@ -86,7 +85,7 @@ class GymVectorEnv:
     """
 
     def __init__(self, task: Task, envs: VectorEnv, *, seed: int) -> None:
-        """Makes the face of `envs` of a task, which it owns; `seed` is for the first reset."""
+        """Wraps the envs of a task, and takes ownership of them. `seed` is for the first reset."""
         self._envs = envs
         self._reset_options = task.reset_options
         self._seed: int | None = seed
@@ -104,7 +103,7 @@ class GymVectorEnv:
         self.spec: SimpleNamespace = SimpleNamespace(config=SimpleNamespace(**config))
 
     def reset(self) -> Any:
-        """Resets all envs, the first time with their seeds, and returns their observations."""
+        """Resets all envs and returns their observations. Only the first reset uses the seed."""
         seed, self._seed = self._seed, None
         return self._envs.reset(seed=seed, options=self._reset_options).obs
 
@@ -112,17 +111,19 @@ class GymVectorEnv:
         """Steps all envs.
 
         Args:
-            action: pytree of the action space, leaves `[num_envs, ...]`.
+            action: Pytree of the action space with leaves `[num_envs, ...]`.
 
         Returns:
-            `(obs, reward, done, info)`. Where an episode has ended, `obs` is the next one's first and
-            `info["final_observation"]`, in every row, what the env returned. `info` has `env_id`, `reward`
-            before clipping, `terminated`, `TimeLimit.truncated`, `elapsed_step` of the episode that has ended
-            or runs on, and the declared keys, as of the step itself; of Atari's tasks also `lives` and `ram`.
+            `(obs, reward, done, info)`. Where an episode has ended, `obs` is the next episode's first
+            observation. `info["final_observation"]` is what every env returned before its reset. `info` also
+            has `env_id`, `reward` before clipping, `terminated`, `TimeLimit.truncated`, `elapsed_step` of the
+            ended or running episode, and the declared keys of the step itself; for Atari tasks also `lives`
+            and `ram`.
         """
-        timestep = _base.take_final_info(self._envs.step(action), np)
-        statistics, last_obs = _base.take_final_obs(timestep, np)
+        timestep = _base.merge_final_info(self._envs.step(action), np)
+        statistics, last_obs = _base.pop_final_obs(timestep, np)
         obs, reward, terminated, truncated, _ = timestep
+        # Old Gym's `TimeLimit.truncated` excludes episodes that were also terminated.
         info = {key: statistics[key] for key in STATISTICS}
         info |= _base.convert_info(timestep._replace(info=statistics, truncated=truncated & ~terminated))
         if last_obs is not None:
@@ -130,5 +131,5 @@ class GymVectorEnv:
         return obs, reward, terminated | truncated, info
 
     def close(self) -> None:
-        """Closes the pool. Twice is fine."""
+        """Closes the pool. May be called more than once."""
         self._envs.close()

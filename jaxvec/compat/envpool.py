@@ -1,4 +1,9 @@
-"""EnvPool's interface over any Python env: `make`, then `reset`, `step`, `send`, `recv` and `xla`."""
+"""EnvPool's interface over any Python env: `make`, then `reset`, `step`, `send`, `recv` and `xla`.
+
+`make` resolves the task id to a `Task`, which starts a jaxvec pool with next-step autoreset. An `EnvPool`
+calls that pool, and its three subclasses convert time steps to Gymnasium's, old Gym's or dm_env's results.
+`compat.cleanba` and `compat.stoix` start their pools by `Task`, too.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +55,7 @@ __all__ = [
 
 
 def split(action: Any, env_id: Any) -> tuple[Any, Any]:
-    """Takes apart an action that is a dict of `action` and `env_id`, as EnvPool allows."""
+    """Splits an action that is a dict of `action` and `env_id`, as EnvPool allows."""
     if isinstance(action, Mapping) and set(action) == {"action", "env_id"} and env_id is None:
         return action["action"], action["env_id"]
     return action, env_id
@@ -67,13 +72,14 @@ class EnvSpec:
     """The spaces and options of a task and its pool.
 
     Attributes:
-        config: namedtuple: `num_envs`, `batch_size`, `num_threads`, `seed`, `gym_reset_return_info`,
+        config: Namedtuple of `num_envs`, `batch_size`, `num_threads`, `seed`, `gym_reset_return_info`,
             `max_episode_steps`, and the task's own options.
-        observation_space: of one env; of the old `gym` with `env_type="gym"`, if that is installed.
-        action_space: likewise.
-        gymnasium_observation_space: of one env.
-        gymnasium_action_space: of one env.
-        data: the shapes and dtypes of the pool's data.
+        observation_space: Space of one env's observations. With `env_type="gym"`, a space of the old `gym`
+            package if that is installed.
+        action_space: Space of one env's actions, of the same package.
+        gymnasium_observation_space: Gymnasium's space of one env's observations.
+        gymnasium_action_space: Gymnasium's space of one env's actions.
+        data: Shapes and dtypes of the pool's data.
 
     Example:
         ```python
@@ -93,73 +99,59 @@ class EnvSpec:
 
     @property
     def reward_threshold(self) -> float | None:
-        """The reward at which the task counts as solved, if it says so."""
+        """The return at which the task counts as solved, if the task defines one."""
         return getattr(self.config, "reward_threshold", None)
 
     def observation_spec(self) -> Any:
-        """Returns dm_env's specs of `TimeStep.observation`, of one env, in a namedtuple.
-
-        Raises:
-            ImportError: dm_env is not installed.
-        """
+        """Returns a namedtuple of the dm_env specs of one env's `TimeStep.observation`. Needs dm_env."""
         return dm_observation_spec(self.gymnasium_observation_space, self.data)
 
     def action_spec(self) -> Any:
-        """Returns dm_env's spec of one env's action, nested in dicts and tuples as its space is.
-
-        Raises:
-            ImportError: dm_env is not installed.
-        """
+        """Returns the dm_env spec of one env's action, nested like its space. Needs dm_env."""
         return dm_spec(self.gymnasium_action_space, self.data.action)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# `xla`: EnvPool's three functions for compiled programs, made of jaxvec's functions.
+# `xla`: EnvPool's three functions for compiled programs.
 #
-# As in EnvPool the handle is a plain array, which users may convert and save: the token of a `Handle`. The
-# functions keep its static part.
+# As in EnvPool, the handle is a plain array, which users may convert and save: the token of a `Handle`. The
+# functions hold the static part of the `Handle`.
 # ----------------------------------------------------------------------------------------------------------
 
 
 def make_xla(
     envs: VectorEnv, convert: Callable[[TimeStep], Any]
 ) -> tuple[jax.Array, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Makes a fresh handle, `recv`, `send` and `step`; see `EnvPool.xla`.
+    """Returns a fresh handle and the functions `recv`, `send` and `step`; see `EnvPool.xla`.
 
-    Args:
-        envs: the pool.
-        convert: from a time step to what users get.
+    `convert` converts a time step to the result of `step`.
     """
     spec, transport = envs.spec, envs.transport
 
-    def whole(handle: Any, verb: str) -> Handle:
-        """Returns jaxvec's handle of which users have the array."""
+    def to_handle(handle: Any, function: str) -> Handle:
         dtype, shape = getattr(handle, "dtype", None), getattr(handle, "shape", ())
         if dtype != np.uint32 or len(shape) != 2 or shape[1] != 3:
             what = type(handle).__name__ if dtype is None else f"{dtype} of shape {shape}"
             raise TypeError(
-                f"{verb} takes the handle that xla() or the last call returned, uint32 of shape "
+                f"{function} takes the handle that xla() or the last call returned, uint32 of shape "
                 f"({spec.num_envs}, 3), got {what}; under vmap, split it like the action"
             )
         return Handle(jnp.asarray(handle), spec, transport)
 
     def recv(handle: Any) -> tuple[jax.Array, Any]:
-        """Waits for `batch_size` envs of those in flight; see `jaxvec.recv`."""
-        after, timestep = _functions.recv(whole(handle, "recv"))
+        after, timestep = _functions.recv(to_handle(handle, "recv"))
         return after.token, convert(timestep)
 
     def send(handle: Any, action: Any, env_id: Any = None) -> jax.Array:
-        """Starts a step of some envs, and does not wait for it; see `jaxvec.send`."""
         action, env_id = split(action, env_id)
         env_id = None if env_id is None else jnp.atleast_1d(env_id)
-        return _functions.send(whole(handle, "send"), action, env_id).token
+        return _functions.send(to_handle(handle, "send"), action, env_id).token
 
     def step(handle: Any, action: Any, env_id: Any = None) -> tuple[jax.Array, Any]:
-        """Steps all envs once, or those of `env_id`; with `batch_size` sends and receives."""
         action, env_id = split(action, env_id)
         if spec.first_ready:
             return recv(send(handle, action, env_id))
-        before = whole(handle, "step")
+        before = to_handle(handle, "step")
         if env_id is None:
             after, timestep = _functions.step(before, action)
         else:
@@ -172,7 +164,8 @@ def make_xla(
 def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeStep]:
     check_ids(env_id.dtype, env_id.shape)
     ids = env_id.astype(np.uint32)
-    # Not taken out of the token: an id that the pool doesn't have would be taken for one that it has.
+    # Only the generation is gathered from the token. Gathering clips an id that is out of range, so the ids
+    # must come from the caller for the pool to reject them.
     part = jnp.stack([jnp.broadcast_to(handle.token[0, 0], ids.shape), ids, handle.token[ids, 2]], axis=1)
     moved, timestep = _functions.step(handle.next(part), action)
     return handle.next(handle.token.at[ids].set(moved.token)), timestep
@@ -181,23 +174,26 @@ def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeSt
 # ----------------------------------------------------------------------------------------------------------
 # `EnvPool`: the methods on NumPy arrays, for all result formats.
 #
-# Handles from `xla` stay fresh while these methods move envs, as in EnvPool: its users take the handle first
-# and reset on the host afterwards.
+# These methods do not make handles of `xla` stale. As with EnvPool, users call `xla` first and reset on the
+# host afterwards.
 # ----------------------------------------------------------------------------------------------------------
 
 
 class EnvPool(ABC):
-    """A pool with EnvPool's methods. Made by `make`; closed by `close`, `with` or its end.
+    """A pool with EnvPool's methods. Create it with `make`.
+
+    The pool is closed by `close`, by `with`, or when it is garbage-collected.
 
     Attributes:
-        spec: of the task; `spec.config` is what the pool was made with.
-        num_envs: how many.
-        observation_space: of one env, as in EnvPool. CleanRL sets it; the next three may be set, too.
-        action_space: of one env.
-        single_observation_space: the same as `observation_space`.
-        single_action_space: the same as `action_space`.
-        is_vector_env: true.
-        vector_env: the pool below, `jaxvec.VectorEnv`.
+        spec: Spaces and options of the task. `spec.config` contains the arguments of `make`.
+        num_envs: Number of envs.
+        observation_space: Space of one env's observations, as in EnvPool. CleanRL assigns to this attribute;
+            the next three can be assigned, too.
+        action_space: Space of one env's actions.
+        single_observation_space: Equal to `observation_space`.
+        single_action_space: Equal to `action_space`.
+        is_vector_env: `True`.
+        vector_env: The `jaxvec.VectorEnv` that runs the envs.
 
     Example:
         ```python
@@ -212,21 +208,9 @@ class EnvPool(ABC):
     """
 
     def __init__(
-        self,
-        vector_env: VectorEnv,
-        spec: EnvSpec,
-        *,
-        seed: Any,
-        reset_options: dict[str, Any] | None,
+        self, vector_env: VectorEnv, spec: EnvSpec, *, seed: Any, reset_options: dict[str, Any] | None
     ) -> None:
-        """Makes the face of a pool.
-
-        Args:
-            vector_env: with next-step autoreset.
-            spec: of the task.
-            seed: as `jaxvec.VectorEnv.reset`; each env's first reset takes its own.
-            reset_options: for the envs' `reset` when it is called from outside.
-        """
+        """Wraps and owns a pool with next-step autoreset. `seed` is for each env's first reset."""
         self.vector_env = vector_env
         self.spec: Any = spec
         self.num_envs: int = vector_env.num_envs
@@ -236,13 +220,13 @@ class EnvPool(ABC):
         self.single_action_space: Any = spec.action_space
         self.is_vector_env = True
         self._pool = vector_env.pool
-        self._seeds = self._expand(seed)
+        self._seeds = self._expand(seed)  # of each env's next reset, `NO_SEED` after its first one
         self._reset_options = reset_options
-        self._sent: list[int] = []  # those in flight that `send` has sent, unless `recv` returns some of all
+        self._sent: list[int] = []  # pending envs in the order of `send`; unused in an asynchronous pool
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the pool was made with."""
+        """The arguments of `make`, and the task's options."""
         return self.spec.config._asdict()
 
     @property
@@ -252,37 +236,38 @@ class EnvPool(ABC):
 
     @property
     def all_env_ids(self) -> NDArray[np.int32]:
-        """`[num_envs]` int32, 0 and so on."""
+        """The ids of all envs, `[num_envs]` int32."""
         return np.arange(len(self), dtype=np.int32)
 
     @property
     def is_async(self) -> bool:
-        """Whether `recv` returns some envs, the first that are ready, while others are in flight."""
+        """Whether `recv` returns only the envs that are ready first, while others are still pending."""
         return self.vector_env.spec.first_ready
 
     def __len__(self) -> int:
         return self.vector_env.num_envs
 
     def reset(self, env_id: Any = None) -> Any:
-        """Resets all envs, or those of `env_id`, `[k]` integers, and returns their rows in that order.
+        """Resets all envs, or the envs of `env_id`, `[k]` integers, and returns their results in that order.
 
-        Each env's first reset is with its seed, later ones go on with its random numbers. Of an
-        asynchronous pool the rows are those of `recv`.
+        Each env's first reset uses its seed. Later resets continue the env's random numbers. An asynchronous
+        pool returns the result of `recv`.
 
         Raises:
-            PendingEnvError: one of `env_id` is in flight or, of an asynchronous pool, too few would be for
-                `recv`; nothing was reset.
-            EnvIdError: an id comes twice, or is none of the pool's; nothing was reset.
-            JaxvecError: and all that `jaxvec.VectorEnv.reset` raises.
+            PendingEnvError: an env of `env_id` is pending, or too few envs would be pending for `recv` of an
+                asynchronous pool. No env was reset.
+            EnvIdError: an id is duplicated or out of range. No env was reset.
+            JaxvecError: see `jaxvec.VectorEnv.reset`.
         """
         ids = self._check_ids(env_id)
         mask = None
         if len(ids) < len(self):
             mask = np.zeros(len(self), np.bool_)
             mask[ids] = True
-        rows = self._pool.reset(
-            self._pool.move_all(Verb.RESET), seeds=self._seeds_of(ids), mask=mask, options=self._reset_options
-        )
+        seeds = np.full(len(self), NO_SEED)
+        seeds[ids] = self._seeds[ids]
+        move = self._pool.move_all(Verb.RESET)
+        rows = self._pool.reset(move, seeds=seeds, mask=mask, options=self._reset_options)
         self._seeds[ids] = NO_SEED
         if mask is None:
             self._sent.clear()
@@ -290,22 +275,19 @@ class EnvPool(ABC):
         return self._finish(rows, order, reset=True, return_info=self.config["gym_reset_return_info"])
 
     def async_reset(self) -> None:
-        """Starts a reset of all envs, and does not wait for it; `recv` does."""
-        ids = np.arange(len(self))
-        seeds = self._seeds_of(ids)
-        self._pool.reset_async(
-            self._pool.move_all(Verb.RESET), seeds=seeds, mask=None, options=self._reset_options
-        )
-        self._seeds[ids] = NO_SEED
+        """Starts a reset of all envs without waiting. `recv` returns the results."""
+        move = self._pool.move_all(Verb.RESET)
+        self._pool.reset_async(move, seeds=self._seeds, mask=None, options=self._reset_options)
+        self._seeds = np.full(len(self), NO_SEED)
         self._sent.clear()
 
     def step(self, action: Any, env_id: Any = None) -> Any:
-        """Steps all envs, or those of `env_id`, once; of an asynchronous pool `send`, then `recv`.
+        """Steps all envs, or the envs of `env_id`, once. An asynchronous pool calls `send`, then `recv`.
 
-        Args and errors are those of `send`.
+        See `send` for the arguments and errors.
 
         Returns:
-            The rows of the envs that were stepped, in the order of `env_id`; or those of `recv`.
+            The results of the stepped envs, in the order of `env_id`, or the result of `recv`.
         """
         action, env_id = split(action, env_id)
         if self.is_async or env_id is not None:
@@ -316,18 +298,18 @@ class EnvPool(ABC):
         return self._finish(rows, None, reset=False)
 
     def send(self, action: Any, env_id: Any = None) -> None:
-        """Starts a step of all envs, or of those of `env_id`, and does not wait for it; `recv` does.
+        """Starts a step of all envs, or of the envs of `env_id`, without waiting. `recv` returns the results.
 
         Args:
-            action: `[k, ...]`, or pytree of the action space; or a dict of it as `action` and of `env_id`.
-            env_id: `[k]` integers.
+            action: Array `[k, ...]` or pytree of the action space; or a dict with keys `action` and `env_id`.
+            env_id: Ids of the envs, `[k]` integers. `None` for all envs.
 
         Raises:
-            ActionError: wrong structure, shape or dtype; nothing was sent.
-            EnvIdError: an id comes twice, or is none of the pool's; nothing was sent.
-            PendingEnvError: an env is in flight already; nothing was sent.
-            ResetNeededError: an env was never reset; nothing was sent.
-            PoolBrokenError, PoolClosedError: the pool is broken, or closed.
+            ActionError: the actions have a wrong structure, shape or dtype. No env was stepped.
+            EnvIdError: an id is duplicated or out of range. No env was stepped.
+            PendingEnvError: an env is already pending. No env was stepped.
+            ResetNeededError: an env was never reset. No env was stepped.
+            PoolBrokenError, PoolClosedError: the pool is broken or closed.
         """
         action, env_id = split(action, env_id)
         ids = self._check_ids(env_id)
@@ -337,51 +319,53 @@ class EnvPool(ABC):
             self._sent += ids.tolist()
 
     def recv(self, reset: bool = False, return_info: bool = True) -> Any:
-        """Waits for envs in flight: for `batch_size` of them or, without, for those that were sent.
+        """Waits for `batch_size` pending envs or, without `batch_size`, for all envs that were sent.
 
         Args:
-            reset: whether to return what `reset` does, and not `step`.
-            return_info: of old Gym's reset, whether to return the info, too.
+            reset: Whether to return the result in the format of `reset` instead of `step`.
+            return_info: Whether old Gym's format of `reset` includes the info.
 
         Returns:
-            The rows of the first that are ready or, without `batch_size`, in the order sent.
+            The results of the envs that are ready first or, without `batch_size`, in the order of `send`.
 
         Raises:
-            PendingEnvError: too few envs are in flight; the pool is as it was.
-            JaxvecError: and all that `jaxvec.VectorEnv.recv` raises.
+            PendingEnvError: too few envs are pending. The pool is unchanged.
+            JaxvecError: see `jaxvec.VectorEnv.recv`.
         """
         sent = self._sent
-        part = 0 < len(sent) < len(self)
-        rows = self._pool.recv(self._pool.move_all(Verb.RECV), everything=part)
+        # `everything` waits for the pending envs, also where these are not all envs of the pool.
+        rows = self._pool.recv(self._pool.move_all(Verb.RECV), everything=0 < len(sent) < len(self))
         self._sent = []
         return self._finish(rows, np.array(sent) if sent else None, reset=reset, return_info=return_info)
 
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-        """Returns `(handle, recv, send, step)`, to be used in compiled programs.
+        """Returns `(handle, recv, send, step)` for compiled programs.
 
-        `step(handle, action, env_id=None)` and `recv(handle)` return a handle and what `step` returns
-        here, `send(handle, action, env_id=None)` a handle, which is an array, `[num_envs, 3]` uint32: it can
-        be copied, donated, stacked and saved as any other. They are jaxvec's own verbs: they work under
-        `jit`, `scan`, `vmap` and the like, keep its promises, and a handle can be used once. The verbs on
-        NumPy leave handles fresh; so two handles of two calls of `xla` are fresh until one is used.
+        `step(handle, action, env_id=None)` and `recv(handle)` return a handle and the result of `step`.
+        `send(handle, action, env_id=None)` returns a handle. A handle is an array `[num_envs, 3]` uint32,
+        which can be copied, donated, stacked and saved.
+
+        The functions work under `jit`, `scan`, `vmap` and other transformations, and a handle can be used
+        once, as for jaxvec's own functions. The methods on NumPy arrays leave handles valid. So the handles
+        of two calls of `xla` are both valid until one is used.
         """
         return make_xla(self.vector_env, self._convert)
 
     def render(self, env_ids: Any = 0) -> NDArray[Any]:
-        """Returns frames, `[k, height, width, 3]`, of the envs of `env_ids`, one or more.
+        """Returns the frames, `[k, height, width, 3]`, of one or more envs.
 
         Raises:
-            RuntimeError: the envs have no frames: they were made without `render_mode="rgb_array"`.
+            RuntimeError: the envs were made without `render_mode="rgb_array"`.
             EnvError: an env raised.
         """
         ids = self._check_ids(env_ids)
         frames = self._pool.env_calls.call(Move(Verb.CALL, ids), "render", [()] * len(ids), {})
         if any(frame is None for frame in frames):
-            raise RuntimeError('there are no frames; make the pool with render_mode="rgb_array"')
+            raise RuntimeError('render: the envs return no frames; pass render_mode="rgb_array" to make')
         return np.stack(frames)
 
     def close(self, **kwargs: Any) -> None:
-        """Closes the envs and ends the workers, which have five seconds to do so. Twice is fine."""
+        """Closes the envs and ends the workers, within about five seconds. May be called more than once."""
         self.vector_env.close()
 
     def __enter__(self) -> Self:
@@ -390,7 +374,7 @@ class EnvPool(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Closes; where a program failed because of the pool, raises the pool's own, typed error."""
+        """Closes the pool. Raises the pool's typed error if a program failed because of the pool."""
         self.vector_env.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
@@ -398,12 +382,12 @@ class EnvPool(ABC):
 
     @abstractmethod
     def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
-        """Returns a time step, on NumPy or in JAX, as users expect it from `step`, or from `reset`."""
+        """Converts a time step of NumPy or JAX arrays to the result of `step`, or of `reset`."""
 
     def _finish(
         self, rows: Rows, order: NDArray[Any] | None, *, reset: bool, return_info: bool = True
     ) -> Any:
-        """Returns the rows of all envs in another order, or some of them; or as they are."""
+        """Selects and orders the envs' results by `order`, then converts them."""
         if order is not None and not np.array_equal(order, np.arange(len(self))):
             rows = [row[order] for row in rows]
         timestep = self.vector_env.spec.build_timestep(rows)
@@ -413,13 +397,8 @@ class EnvPool(ABC):
         seeds = expand_seeds(seed, len(self))
         return np.full(len(self), NO_SEED) if seeds is None else seeds
 
-    def _seeds_of(self, ids: NDArray[Any]) -> NDArray[np.int64]:
-        seeds = np.full(len(self), NO_SEED)
-        seeds[ids] = self._seeds[ids]
-        return seeds
-
     def _check_ids(self, env_id: Any) -> NDArray[Any]:
-        """Returns `[k]` ids; a single one may come as a number."""
+        """Returns `[k]` ids. `env_id` may be a single number."""
         ids = check_env_id(None if env_id is None else np.atleast_1d(env_id), len(self))
         wrong = ids[(ids < 0) | (ids >= len(self))]
         if len(wrong):
@@ -427,7 +406,7 @@ class EnvPool(ABC):
                 f"env_id {wrong[0]} is out of range for a pool of {len(self)} envs (0 to {len(self) - 1})"
             )
         if len(np.unique(ids)) < len(ids):
-            raise EnvIdError(f"env_id names an env twice: {ids.tolist()}")
+            raise EnvIdError(f"env_id contains a duplicate: {ids.tolist()}; name each env once")
         return ids
 
 
@@ -442,13 +421,14 @@ NO_LIMIT = 2**31 - 1  # EnvPool's `max_episode_steps` of a task without a limit
 
 @dataclass(frozen=True)
 class Task:
-    """What `jaxvec.make` needs to know of a task, and what EnvPool says of it.
+    """A task id with its options resolved: the arguments of `jaxvec.make`, and EnvPool's view of the task.
 
     Attributes:
-        env, env_kwargs: as of `jaxvec.make`.
-        info: keys of the envs' info that are declared.
-        atari: the options, of an Atari task.
-        reset_options: for the envs' `reset` when it is called from outside.
+        env: Env argument of `jaxvec.make`.
+        env_kwargs: Keyword arguments of the env.
+        info: Declared keys of the envs' info.
+        atari: Options of an Atari task, otherwise `None`.
+        reset_options: Options for the envs' `reset`, except where an env resets itself.
     """
 
     env: Any
@@ -465,14 +445,7 @@ class Task:
         info: Mapping[str, Any] | Iterable[str] | None = None,
         **kwargs: Any,
     ) -> VectorEnv:
-        """Starts a pool.
-
-        Args:
-            num_envs: how many envs.
-            autoreset_mode: as of `jaxvec.make`.
-            info: more keys of the envs' info, as of `jaxvec.make`.
-            **kwargs: of `jaxvec.make`.
-        """
+        """Starts a pool. `info` declares more keys of the envs' info; see `jaxvec.make` for all arguments."""
         if isinstance(info, Iterable) and not isinstance(info, (str, Mapping)):
             info = dict.fromkeys(info)
         if self.info and isinstance(info, Mapping | None):
@@ -487,27 +460,22 @@ class Task:
             raise
 
     def options(self, envs: VectorEnv) -> dict[str, Any]:
-        """Returns the options of the task, as EnvPool's `spec.config` has them."""
+        """Returns the options of the task, as in EnvPool's `spec.config`."""
         if self.atari is not None:
             return asdict(self.atari)
         threshold, limit = None, None
-        if isinstance(
-            self.env, str | registration.EnvSpec
-        ):  # gymnasium.make made it, and knows all that was asked of it
+        if isinstance(self.env, str | registration.EnvSpec):
+            # The env's own spec contains the arguments of `gymnasium.make`, for example the time limit.
             (spec,) = envs.pool.env_calls.call(Move(Verb.CALL, np.arange(1)), "spec", [()], {})
             threshold, limit = spec.reward_threshold, spec.max_episode_steps
         return {**self.env_kwargs, "reward_threshold": threshold, "max_episode_steps": limit or NO_LIMIT}
 
 
 def resolve_task(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict[str, Any]]:
-    """Returns the task of this id, and those of `kwargs` that are `jaxvec.make`'s; the others are the task's.
-
-    Raises:
-        TypeError: an Atari task has no such option.
-    """
-    ours = inspect.signature(jaxvec.make).parameters
-    pool_options = {key: value for key, value in kwargs.items() if key in ours}
-    options = {key: value for key, value in kwargs.items() if key not in ours}
+    """Returns the task, and the arguments of `jaxvec.make`. Other arguments are the task's options."""
+    parameters = inspect.signature(jaxvec.make).parameters
+    pool_options = {key: value for key, value in kwargs.items() if key in parameters}
+    options = {key: value for key, value in kwargs.items() if key not in parameters}
     ale_id = _atari.find(task_id)
     if ale_id is None:
         return Task(task_id, options, {}), pool_options
@@ -517,7 +485,7 @@ def resolve_task(task_id: TaskId, kwargs: Mapping[str, Any]) -> tuple[Task, dict
 
 
 def list_all_envs() -> list[str]:
-    """Returns the ids of all tasks: Gymnasium's, and EnvPool's Atari ones if ALE is installed.
+    """Returns the ids of all tasks: Gymnasium's ids, and EnvPool's Atari tasks if ALE is installed.
 
     Example:
         ```python
@@ -536,7 +504,7 @@ def list_all_envs() -> list[str]:
 
 @final
 class GymEnvPool(EnvPool):
-    """Returns what old Gym did: `reset` the observations, `step` `(obs, reward, done, info)`.
+    """A pool with old Gym's results: `reset` returns observations, `step` four values.
 
     Example:
         ```python
@@ -558,7 +526,7 @@ class GymEnvPool(EnvPool):
 
 @final
 class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """Returns what Gymnasium does: `reset` `(obs, info)`, `step` five values; and is a `VectorEnv` of its.
+    """A pool with Gymnasium's results, which is also a `gymnasium.vector.VectorEnv`.
 
     Example:
         ```python
@@ -573,28 +541,24 @@ class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # p
     """
 
     def __init__(self, vector_env: VectorEnv, spec: EnvSpec, **kwargs: Any) -> None:
-        """Makes the face of a pool; see `EnvPool`."""
         super().__init__(vector_env, spec, **kwargs)
         self.metadata: dict[str, Any] = vector_env.metadata
         self.render_mode: str | None = vector_env.render_mode
 
-    def reset(
-        self,
-        env_id: Any = None,
-        *,
-        seed: Any = None,
-        options: dict[str, Any] | None = None,
-    ) -> Any:
-        """Resets all envs, or those of `env_id` or of `options["reset_mask"]`; see `EnvPool.reset`.
+    def reset(self, env_id: Any = None, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        """Resets all envs, or the envs of `env_id` or of `options["reset_mask"]`; see `EnvPool.reset`.
 
         Args:
-            env_id: `[k]` integers.
-            seed: takes the place of the pool's; an int (env *i* gets `seed + i`) or one for each env.
-            options: may have a `reset_mask`, `[num_envs]` bool.
+            env_id: Ids of the envs, `[k]` integers.
+            seed: Replaces the pool's seed: an int (env *i* gets `seed + i`) or one seed per env.
+            options: May contain `reset_mask`, `[num_envs]` bool.
+
+        Raises:
+            ValueError: an option is unknown, or both `env_id` and a mask are given.
         """
         unknown = sorted(set(options or {}) - {"reset_mask"})
         if unknown:
-            raise ValueError(f"options: a pool knows reset_mask, not {unknown}")
+            raise ValueError(f"options: {unknown} cannot be passed to the envs; only reset_mask is supported")
         mask = check_mask((options or {}).get("reset_mask"), len(self))
         if mask is not None:
             if env_id is not None:
@@ -613,7 +577,7 @@ class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # p
 
 @final
 class DMEnvPool(EnvPool):
-    """Returns batches of dm_env's `TimeStep`: its own class if it is installed, else one like it.
+    """A pool with batches of dm_env's `TimeStep` as results, or of a stand-in if dm_env is not installed.
 
     Example:
         ```python
@@ -627,11 +591,11 @@ class DMEnvPool(EnvPool):
     """
 
     def observation_spec(self) -> Any:
-        """Returns dm_env's specs of one env's `TimeStep.observation`; see `EnvSpec`."""
+        """Returns the dm_env specs of one env's `TimeStep.observation`; see `EnvSpec`."""
         return self.spec.observation_spec()
 
     def action_spec(self) -> Any:
-        """Returns dm_env's spec of one env's action; see `EnvSpec`."""
+        """Returns the dm_env spec of one env's action; see `EnvSpec`."""
         return self.spec.action_spec()
 
     def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
@@ -642,7 +606,7 @@ class DMEnvPool(EnvPool):
 # `make` and its variants.
 # ----------------------------------------------------------------------------------------------------------
 
-_FACES = {"gymnasium": GymnasiumEnvPool, "gym": GymEnvPool, "dm": DMEnvPool}
+_POOL_CLASSES = {"gymnasium": GymnasiumEnvPool, "gym": GymEnvPool, "dm": DMEnvPool}
 _DEFAULTS: dict[str, Any] = {
     "num_envs": 1,
     "batch_size": 0,
@@ -654,37 +618,37 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
-    """Starts a pool of any Python env behind EnvPool's interface.
+    """Starts a pool of any Python env with EnvPool's interface.
 
     Args:
-        task_id: a Gymnasium id, an `EnvSpec`, a callable as for `jaxvec.make`, or one of EnvPool's Atari
-            tasks, such as `Breakout-v5`, for which there is the extra `atari`. With `episodic_life` a lost
-            life ends the episode, and the next one goes on with the same game.
-        env_type: `"gymnasium"`; `"gym"`, old Gym's `reset` and `step` of four values, and its spaces where
-            it is installed; or `"dm"`, dm_env's `TimeStep`.
-        **kwargs: EnvPool's, which are below; others of `jaxvec.make`, such as `info`; and the task's own: for
-            an Atari task EnvPool's options, for others `gymnasium.make`'s, such as `max_episode_steps`, or
-            the callable's.
+        task_id: A Gymnasium id, an `EnvSpec`, a callable as for `jaxvec.make`, or one of EnvPool's Atari
+            tasks, such as `Breakout-v5`, which need the extra `atari`. With `episodic_life`, a lost life ends
+            the episode, and the next episode continues the same game.
+        env_type: `"gymnasium"`; `"gym"` for old Gym's results, and its spaces where it is installed; or
+            `"dm"` for dm_env's `TimeStep`.
+        **kwargs: The arguments below, other arguments of `jaxvec.make` such as `info`, and the task's own
+            options. These are EnvPool's options for an Atari task, the arguments of `gymnasium.make` such as
+            `max_episode_steps` for an id, or the arguments of the callable.
 
     Keyword Args:
-        num_envs (int): how many envs; 1 by default.
-        batch_size (int): how many of them `recv` returns, the first that are ready; 0, the default, for all.
-        num_threads (int): how many worker processes; 0, the default, for as many as there are usable cores.
-        seed (int): that of env 0 (env *i* gets `seed + i`), or one for each env, for each env's first reset;
-            42 by default.
-        gym_reset_return_info (bool): with `env_type="gym"`, whether `reset` returns `(obs, info)`; by default
-            the observations alone.
-        thread_affinity_offset (int): is ignored: workers run where the system lets them.
+        num_envs (int): Number of envs. Default: 1.
+        batch_size (int): Number of envs that `recv` returns, those that are ready first. Default: 0, for all.
+        num_threads (int): Number of worker processes. Default: 0, for the number of usable cores.
+        seed (int): Seed of env 0 (env *i* gets `seed + i`) or one seed per env, for each env's first reset.
+            Default: 42.
+        gym_reset_return_info (bool): Whether `reset` returns `(obs, info)` with `env_type="gym"`. By default,
+            it returns observations only.
+        thread_affinity_offset (int): Ignored. The operating system schedules the workers.
 
     Returns:
-        A `GymnasiumEnvPool`, `GymEnvPool` or `DMEnvPool`. An env resets itself in the step after the one
+        A `GymnasiumEnvPool`, `GymEnvPool` or `DMEnvPool`. An env resets itself in the step after the step
         that ended its episode. `info` has `env_id`, `elapsed_step`, `reward`, `terminated`,
-        `TimeLimit.truncated`, what is declared with `info=`, and for Atari tasks `lives` and `ram`.
+        `TimeLimit.truncated`, the keys declared with `info=`, and for Atari tasks `lives` and `ram`.
 
     Raises:
-        ValueError, TypeError: a bad argument.
-        gymnasium.error.Error: there is no such task.
-        JaxvecError: as `jaxvec.make`.
+        ValueError, TypeError: an argument is invalid.
+        gymnasium.error.Error: the task does not exist.
+        JaxvecError: see `jaxvec.make`.
 
     Example:
         ```python
@@ -696,20 +660,20 @@ def make(task_id: TaskId, env_type: str = "gymnasium", **kwargs: Any) -> Any:
             print(obs.shape, info["elapsed_step"])  # (2, 4) [1 1]
         ```
     """
-    if env_type not in _FACES:
+    if env_type not in _POOL_CLASSES:
         raise ValueError(f'env_type must be "gymnasium", "gym" or "dm", not {env_type!r}')
-    config, pool_options, task = _sort(task_id, kwargs)
+    config, pool_options, task = _split_kwargs(task_id, kwargs)
     envs = task.start(config["num_envs"], **pool_options)
     try:
-        spec = _spec(config, task, envs, env_type)
-        return _FACES[env_type](envs, spec, seed=config["seed"], reset_options=task.reset_options)
+        spec = _build_spec(config, task, envs, env_type)
+        return _POOL_CLASSES[env_type](envs, spec, seed=config["seed"], reset_options=task.reset_options)
     except BaseException:
         envs.close()
         raise
 
 
 def make_gymnasium(task_id: TaskId, **kwargs: Any) -> GymnasiumEnvPool:
-    """Starts a pool whose results are Gymnasium's; see `make`.
+    """Starts a pool with Gymnasium's results; see `make`.
 
     Example:
         ```python
@@ -724,7 +688,7 @@ def make_gymnasium(task_id: TaskId, **kwargs: Any) -> GymnasiumEnvPool:
 
 
 def make_gym(task_id: TaskId, **kwargs: Any) -> GymEnvPool:
-    """Starts a pool whose results are old Gym's; see `make`.
+    """Starts a pool with old Gym's results; see `make`.
 
     Example:
         ```python
@@ -740,7 +704,7 @@ def make_gym(task_id: TaskId, **kwargs: Any) -> GymEnvPool:
 
 
 def make_dm(task_id: TaskId, **kwargs: Any) -> DMEnvPool:
-    """Starts a pool whose results are dm_env's; see `make`.
+    """Starts a pool with dm_env's results; see `make`.
 
     Example:
         ```python
@@ -755,9 +719,9 @@ def make_dm(task_id: TaskId, **kwargs: Any) -> DMEnvPool:
 
 
 def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:
-    """Returns the `spec` of a pool; to learn the spaces, one env is built in a worker and closed again.
+    """Returns the `spec` of a pool. Builds one env in a worker to learn the spaces, and closes it again.
 
-    Args and errors are those of `make`.
+    See `make` for the arguments and errors.
 
     Example:
         ```python
@@ -767,32 +731,33 @@ def make_spec(task_id: TaskId, **kwargs: Any) -> EnvSpec:
         print(spec.observation_space.shape, spec.config.max_episode_steps)  # (4,) 500
         ```
     """
-    config, pool_options, task = _sort(task_id, kwargs)
+    config, pool_options, task = _split_kwargs(task_id, kwargs)
     workers = replace(pool_options.get("workers", Workers()), num=1)
     pool_options |= {"num_workers": 1, "workers": workers, "batch_size": 1}
     with task.start(1, **pool_options) as envs:
-        return _spec(config, task, envs, "gymnasium")
+        return _build_spec(config, task, envs, "gymnasium")
 
 
-def _sort(task_id: TaskId, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Task]:
-    """Sorts keywords into EnvPool's own with its defaults, those of `jaxvec.make`, and the task's."""
+def _split_kwargs(task_id: TaskId, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], Task]:
+    """Splits keyword arguments into EnvPool's, with defaults, and those of `jaxvec.make` and of the task."""
     if "autoreset_mode" in kwargs:
-        raise TypeError("autoreset_mode can't be set here: EnvPool's is NEXT_STEP; jaxvec.make takes others")
+        raise TypeError(
+            "autoreset_mode can't be set here: EnvPool always uses NEXT_STEP; use jaxvec.make for other modes"
+        )
     config = {key: kwargs.get(key, default) for key, default in _DEFAULTS.items()}
     others = {key: value for key, value in kwargs.items() if key not in _DEFAULTS}
     task, pool_options = resolve_task(task_id, others)
     pool_options["autoreset_mode"] = "NEXT_STEP"
-    num_envs, num_threads = config["num_envs"], config["num_threads"]
     pool_options["batch_size"] = config["batch_size"] or None
-    if num_threads and pool_options.get("workers", Workers()).num is None:
-        pool_options.setdefault("num_workers", min(num_threads, num_envs))
-    config["batch_size"] = config["batch_size"] or num_envs
+    # `num_workers` and `workers` of `jaxvec.make` take precedence over EnvPool's `num_threads`.
+    if config["num_threads"] and pool_options.get("workers", Workers()).num is None:
+        pool_options.setdefault("num_workers", min(config["num_threads"], config["num_envs"]))
+    config["batch_size"] = config["batch_size"] or config["num_envs"]
     return config, pool_options, task
 
 
-def _spec(config: dict[str, Any], task: Task, envs: VectorEnv, env_type: str) -> EnvSpec:
-    returns_info = config["gym_reset_return_info"]
-    if returns_info is None:
+def _build_spec(config: dict[str, Any], task: Task, envs: VectorEnv, env_type: str) -> EnvSpec:
+    if config["gym_reset_return_info"] is None:
         config = {**config, "gym_reset_return_info": env_type != "gym"}
     options = {**config, **task.options(envs)}
     translate = to_old_gym if env_type == "gym" else lambda space: space

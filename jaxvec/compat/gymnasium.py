@@ -1,6 +1,8 @@
 """Gymnasium's vector envs over a pool: drop-in classes, and an entry point for `gymnasium.register`.
 
-They keep Gymnasium's dtypes and take envs of every space: values without fixed shape travel pickled.
+`PooledVectorEnv` sends resets, steps and calls to the pool and batches observations and infos as Gymnasium
+does. `AsyncVectorEnv` and `SyncVectorEnv` add Gymnasium's signatures and call order. They keep Gymnasium's
+dtypes and accept envs of every space: values without a fixed shape are pickled.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import inspect
 import multiprocessing
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -46,19 +48,19 @@ __all__ = ["AsyncVectorEnv", "SyncVectorEnv", "vector_entry_point"]
 
 @contextmanager
 def as_gymnasium(name: str) -> Generator[None]:
-    """Raises an env's own exception, as Gymnasium does; `name` is that of the class."""
+    """Raises an env's own exception, as Gymnasium does. `name` is the name of the vector env's class."""
     try:
         yield
     except PoolClosedError as error:
         raise ClosedEnvironmentError(f"Trying to operate on `{name}`, after a call to `close()`.") from error
     except EnvDataError:
-        raise  # wrong data has no exception of the env's own
+        raise  # jaxvec found wrong data, so there is no exception of the env
     except EnvError as error:
         raise_original(error)
 
 
 def raise_original(error: EnvError) -> NoReturn:
-    """Logs where an env failed, and raises its exception; ours, if that did not travel."""
+    """Logs where an env failed and raises its exception, or `error` if the exception could not be pickled."""
     if error.worker is not None:
         logger.error(f"Received the following error from Worker-{error.env_id} - Shutting it down")
         logger.error(error.remote_traceback)
@@ -69,21 +71,16 @@ def raise_original(error: EnvError) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Infos, batched as Gymnasium does: a dict of arrays, each with a mask.
+# Batched infos: a dict of arrays, each with a mask.
 # ----------------------------------------------------------------------------------------------------------
 
 
 def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns one dict for the infos of all envs.
+    """Batches the infos of all envs into one dict.
 
-    Numbers and arrays are stacked, in a dtype that holds them all, and zero where an env has none; dicts
-    are batched in turn; anything else, and every `final_obs`, goes into an array of objects.
-
-    Args:
-        infos: of each env.
-
-    Returns:
-        For each key an array `[num_envs, ...]`, and as `_key` the `[num_envs]` bool of envs that have it.
+    Numbers and arrays are stacked with a dtype that holds all of them, and are zero where an env has none.
+    Dicts are batched recursively. Other objects, and every `final_obs`, go into an array of objects. For each
+    key, `_key` is a `[num_envs]` bool mask of the envs that have the key.
     """
     by_key: dict[str, dict[int, Any]] = {}
     for env_id, info in enumerate(infos):
@@ -99,19 +96,16 @@ def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
-    if key == "final_obs":
-        return _objects(values, num_envs)
-    if all(isinstance(value, dict) for value in values.values()):
+    is_final_obs = key == "final_obs"  # always an array of objects, as in Gymnasium
+    if not is_final_obs and all(isinstance(value, dict) for value in values.values()):
         return batch([values.get(env_id, {}) for env_id in range(num_envs)])
     shapes = {_shape(value) for value in values.values()}
-    if len(shapes) > 1 or None in shapes:
-        return _objects(values, num_envs)
-    (shape,) = shapes
-    dtypes = {np.asarray(value).dtype for value in values.values()}  # a huge int is an object
-    try:
-        dtype = np.result_type(*dtypes)
-    except TypeError:  # strings and numbers, and the like
-        return _objects(values, num_envs)
+    dtype: np.dtype[Any] = np.dtype(object)
+    shape: tuple[int, ...] | None = ()
+    if not is_final_obs and len(shapes) == 1 and None not in shapes:
+        dtypes = {np.asarray(value).dtype for value in values.values()}  # object for an int beyond 64 bits
+        with suppress(TypeError):  # the dtypes have no common one
+            dtype, (shape,) = np.result_type(*dtypes), shapes
     column = np.full((num_envs, *(shape or ())), None if dtype.kind == "O" else np.zeros((), dtype), dtype)
     for env_id, value in values.items():
         column[env_id] = value
@@ -119,32 +113,25 @@ def _column(key: str, values: dict[int, Any], num_envs: int) -> Any:
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Returns the shape of what is stacked, `None` of other objects."""
+    """Returns the shape of a value that can be stacked, or `None` for other objects."""
     if isinstance(value, np.ndarray):
         return value.shape
     return () if type(value) in (int, float, bool) or isinstance(value, np.number) else None
-
-
-def _objects(values: dict[int, Any], num_envs: int) -> NDArray[Any]:
-    column = np.full(num_envs, None, object)
-    for env_id, value in values.items():
-        column[env_id] = value
-    return column
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Base class of both vector envs: a pool behind Gymnasium's `VectorEnv`.
 # ----------------------------------------------------------------------------------------------------------
 
-_NOT_CALLED = ("reset", "step", "close", "_setattr", "_check_spaces")
+_NOT_CALLABLE = ("reset", "step", "close", "_setattr", "_check_spaces")  # as in Gymnasium
 
 
 class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     """A `gymnasium.vector.VectorEnv` over a pool. Abstract.
 
     Attributes:
-        pool: the jaxvec `VectorEnv` behind it, with what Gymnasium has no word for: `stats()`,
-            `raise_if_failed()`, and the JAX face, if the dtypes are JAX's.
+        pool: The jaxvec `VectorEnv` that runs the envs. It offers `stats()`, `raise_if_failed()` and, if the
+            dtypes are JAX's, the functions for compiled programs.
     """
 
     def __init__(
@@ -157,7 +144,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         shared_memory: bool,
         **options: Any,
     ) -> None:
-        """Starts the pool; `options` are those of `jaxvec.make`."""
+        """Starts the pool. `options` are arguments of `jaxvec.make`."""
         super().__init__()
         _check_mode(observation_mode)
         self.env_fns = env_fns
@@ -195,7 +182,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self.get_attr("np_random")
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Calls a method of each env, or reads an attribute."""
+        """Calls a method of each env, or reads an attribute. Returns one result per env."""
         with as_gymnasium(type(self).__name__):
             return self._call(name, args, kwargs)
 
@@ -204,7 +191,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Sets an attribute of each env; a list or tuple gives each its own value."""
+        """Sets an attribute of each env. A list or tuple contains one value per env."""
         if isinstance(values, (list, tuple)) and len(values) != self.num_envs:  # pyright: ignore[reportUnknownArgumentType]
             raise ValueError(
                 "Values must be a list or tuple with length equal to the number of environments. Got "
@@ -218,29 +205,20 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         return self.call("render")
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the pool; see `jaxvec.VectorEnv.close`.
-
-        Args:
-            timeout: seconds that the envs have for their `close`, `None` for any time.
-            terminate: whether they have none.
-        """
+        """Closes the pool. The envs' `close` may take `timeout` seconds, or no time with `terminate`."""
         self.pool.close(0 if terminate else timeout)
 
     def _call(
-        self,
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        begun: Callable[[], None] | None = None,
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], begun: Callable[[], None] | None = None
     ) -> tuple[Any, ...]:
-        if name in _NOT_CALLED:
+        if name in _NOT_CALLABLE:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         pool = self.pool.pool
         each = [args] * self.num_envs
         return tuple(pool.env_calls.call(pool.move_all(Verb.CALL), name, each, kwargs, begun=begun))
 
     def _send_reset(self, seed: Any, options: dict[str, Any] | None) -> NDArray[np.bool_] | None:
-        """Starts a reset; returns the mask of the envs that are reset, `None` for all."""
+        """Starts a reset. Returns the mask of the reset envs, or `None` for all."""
         if seed is not None and not isinstance(seed, int) and len(seed) != self.num_envs:
             raise ValueError(
                 "If seeds are passed as a list the length must match "
@@ -255,29 +233,25 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         pool.reset_async(pool.move_all(Verb.RESET, Caller.HOST), seeds=seeds, mask=mask, options=options)
         return mask
 
-    def _send_step(self, actions: Any) -> None:
-        pool = self.pool.pool
-        given, as_they_are = self._check_actions(actions)
-        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, given, as_they_are=as_they_are)
-
     def _step(self, actions: Any) -> Rows:
-        """Steps all envs by one move, where `_send_step` and `_recv` are two."""
+        """Steps all envs in one pool operation, which is faster than a send and a receive."""
         pool, deliver = self.pool.pool, copies if self.copy else views
-        given, as_they_are = self._check_actions(actions)
-        if not as_they_are:
-            return pool.step(pool.move_all(Verb.STEP, Caller.HOST), given, deliver=deliver)
-        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, given, as_they_are=True)
+        batch, as_objects = self._check_actions(actions)
+        if not as_objects:
+            return pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=deliver)
+        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_they_are=True)
         return self._recv()
 
     def _check_actions(self, actions: Any) -> tuple[Sequence[Any], bool]:
-        """Returns the leaves of a batch of actions, or one object for each env, and whether it is that."""
+        """Returns a batch of actions for `Pool.send`, and whether it holds one object per env."""
         try:
             return check_on_host(self.pool.spec, actions, self.num_envs, exact=True), False
-        except ActionError:  # Gymnasium hands on whatever it gets
-            given = list(iterate(self.action_space, actions))
-            if len(given) != self.num_envs:
+        except ActionError:
+            # Gymnasium passes actions outside the space to the envs, which decide what to do with them.
+            each = list(iterate(self.action_space, actions))
+            if len(each) != self.num_envs:
                 raise
-            return given, True
+            return each, True
 
     def _recv(self, timeout: float | None = None) -> Rows:
         pool, deliver = self.pool.pool, copies if self.copy else views
@@ -303,74 +277,77 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
             for env_id in np.flatnonzero(info["fault"]).tolist():
                 infos[env_id] = {"fault": True, **infos[env_id]}
         scalars = (reward, terminated, truncated)
-        if not self.copy:  # which is said of observations alone
+        if not self.copy:  # `copy=False` concerns observations only
             scalars = tuple(array.copy() for array in scalars)
         return self._observations(obs), *scalars, self._batch(infos, info)
 
     def _infos(self) -> list[dict[str, Any]]:
         return self.pool.pool.env_calls.known_infos() or list(self.pool.infos())
 
-    def _batch(self, infos: Sequence[dict[str, Any]], ours: dict[str, Any]) -> dict[str, Any]:
-        """Returns the infos as Gymnasium batches them; of episodic envs with `idle`, `[num_envs]` bool."""
+    def _batch(self, infos: Sequence[dict[str, Any]], pool_info: dict[str, Any]) -> dict[str, Any]:
+        """Batches infos as Gymnasium does. Adds `idle`, `[num_envs]` bool, for episodic envs."""
         if self.pool.spec.autoreset is not Autoreset.EPISODIC:
             return batch(infos)
-        return {**batch(infos), "idle": ours["idle"].copy(), "_idle": np.ones(self.num_envs, np.bool_)}
+        idle = pool_info["idle"].copy()
+        return {**batch(infos), "idle": idle, "_idle": np.ones(self.num_envs, np.bool_)}
 
     def _observations(self, obs: Any) -> Any:
-        return _as_batch(self.pool.spec.obs, obs, writable=not self.copy)
+        """Converts observations to Gymnasium's: arrays of objects to tuples, and views to writable arrays."""
 
-    @staticmethod
-    def _mismatch(mode: Any) -> str:
-        """Returns the rest of Gymnasium's sentence on envs whose observation spaces differ."""
-        if mode == "same":
-            return (
-                "'same') however the sub-environments observation spaces are not equivalent. If this is "
-                "intentional, use `observation_mode='different'` instead."
-            )
-        return (
-            "'different' or custom space) however the sub-environments observation spaces do not share a "
-            "common shape and dtype."
-        )
+        def convert(leaf: Leaf, part: Any) -> Any:
+            if leaf.is_object:
+                return tuple(part)
+            if not self.copy:
+                part.flags.writeable = True
+            return part
+
+        return map_leaves(self.pool.spec.obs, obs, convert)
 
     def _start(self, env_fns: Sequence[Any], options: dict[str, Any]) -> _vector_env.VectorEnv:
         name, mode = type(self).__name__, self.observation_mode
-        # Gymnasium waits for ever, unless it is told otherwise.
-        options = {"timeouts": Timeouts(None, None, None), **options}
         try:
-            return _start.start(
-                list(env_fns),
-                None,
-                PoolConfig(autoreset_mode=self._autoreset.name, **options),
-                env_kwargs={},
-                policy=as_is,
-                objects=True,
-                equal_spaces=mode == "same",
-                resets_required=False,
-            )
+            return start_pool(env_fns, self._autoreset.name, options, equal_spaces=mode == "same")
         except SpaceMismatchError as error:
             if "action space" in str(error):
                 raise RuntimeError(f"Some environments have another action space: {error}") from error
-            raise RuntimeError(f"{name}(..., observation_mode={self._mismatch(mode)} {error}") from error
+            if mode == "same":
+                reason = (
+                    "'same') however the sub-environments observation spaces are not equivalent. If this is "
+                    "intentional, use `observation_mode='different'` instead."
+                )
+            else:
+                reason = (
+                    "'different' or custom space) however the sub-environments observation spaces do not "
+                    "share a common shape and dtype."
+                )
+            raise RuntimeError(f"{name}(..., observation_mode={reason} {error}") from error
         except EnvError as error:
             raise_original(error)
 
 
-def _as_batch(node: Node, value: Any, *, writable: bool) -> Any:
-    """Returns a batch of observations as Gymnasium's: tuples of objects, arrays that can be written to."""
-
-    def convert(leaf: Leaf, part: Any) -> Any:
-        if leaf.is_object:
-            return tuple(part)
-        if writable:
-            part.flags.writeable = True
-        return part
-
-    return map_leaves(node, value, convert)
+def start_pool(
+    env_fns: Sequence[Callable[[], Any]],
+    autoreset_mode: str | AutoresetMode,
+    options: dict[str, Any],
+    *,
+    equal_spaces: bool,
+) -> _vector_env.VectorEnv:
+    """Starts a pool with the envs' own dtypes, pickled objects, no required resets and no timeouts."""
+    options = {"timeouts": Timeouts(None, None, None), **options}  # Gymnasium has no time limits by default
+    return _start.start(
+        list(env_fns),
+        None,
+        PoolConfig(autoreset_mode=autoreset_mode, **options),
+        env_kwargs={},
+        policy=as_is,
+        objects=True,
+        equal_spaces=equal_spaces,
+        resets_required=False,
+    )
 
 
 def _row(node: Node, value: Any, index: int) -> Any:
-    """Returns one env's value of a batch, as most envs would: with Python's integers."""
-
+    # Integers become Python's, because most envs return them as observations of `Discrete` spaces.
     def pick(leaf: Leaf, part: Any) -> Any:
         return int(part[index]) if leaf.shape == () and leaf.dtype.kind in "iu" else part[index]
 
@@ -408,8 +385,7 @@ def _check_mode(mode: Any) -> None:
 
 
 def _check_known(space: Space[Any]) -> None:
-    """Refuses spaces of the user's own under `shared_memory`, as Gymnasium does."""
-
+    # As Gymnasium with `shared_memory=True`, reject spaces for which it has no handler.
     def check(space: Space[Any], _: Any) -> None:
         if create_shared_memory.dispatch(type(space)) is create_shared_memory.dispatch(object):  # pyright: ignore
             raise ValueError(
@@ -427,7 +403,7 @@ def _check_known(space: Space[Any]) -> None:
 
 
 class AsyncState(Enum):
-    """What was begun and not waited for."""
+    """The pending call of an `AsyncVectorEnv`."""
 
     DEFAULT = "default"
     WAITING_RESET = "reset"
@@ -438,7 +414,7 @@ class AsyncState(Enum):
 class AsyncVectorEnv(PooledVectorEnv):
     """`gymnasium.vector.AsyncVectorEnv`, over a pool of worker processes.
 
-    Its guide, `docs/porting/gymnasium.md`, tells where it does what Gymnasium's class does not.
+    `docs/porting/gymnasium.md` lists the differences from Gymnasium's class.
 
     Example:
         ```python
@@ -468,25 +444,25 @@ class AsyncVectorEnv(PooledVectorEnv):
         """Starts the workers.
 
         Args:
-            env_fns: make the envs.
-            shared_memory: `True` refuses spaces of the user's own; data are in shared memory anyhow, but
-                for values without fixed shape.
-            copy: `False` returns observations that the next step overwrites.
-            context: has no meaning here: workers are interpreters of their own.
-            daemon: nor has this.
-            worker: refused; wrap the env instead.
-            observation_mode: `"same"`, `"different"`, or the batched and the single space.
-            autoreset_mode: Gymnasium's, or its name; or `"EPISODIC"`, as of `jaxvec.make`, which is
-                `AutoresetMode.DISABLED` to Gymnasium; infos then have `idle`, `[num_envs]` bool.
-            max_concurrency: how many envs run at the same time, at most.
-            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `workers`, ….
+            env_fns: One constructor per env.
+            shared_memory: Whether to reject spaces of classes that are not Gymnasium's own. Values with a
+                fixed shape are in shared memory in any case.
+            copy: Whether to return copies of observations. With `False`, the next step overwrites them.
+            context: Name of a `multiprocessing` context. It is checked, and has no other effect.
+            daemon: Ignored.
+            worker: Must be `None`; change the env in a wrapper instead.
+            observation_mode: `"same"`, `"different"`, or a tuple of the batched and the single space.
+            autoreset_mode: Gymnasium's mode or its name, or `"EPISODIC"`; see `jaxvec.make`. `"EPISODIC"`
+                appears as `AutoresetMode.DISABLED`, and infos then have `idle`, `[num_envs]` bool.
+            max_concurrency: Maximum number of envs that run at the same time.
+            **options: Arguments of `jaxvec.make`: `num_workers`, `on_fault`, `workers`, ….
 
         Raises:
             RuntimeError: the envs' spaces differ.
-            ValueError: a bad argument.
+            ValueError: an argument is invalid.
         """
         if worker is not None:
-            raise _refusal(worker)
+            raise _worker_error(worker)
         if context is not None:
             multiprocessing.get_context(context)  # raises what Gymnasium would
         if max_concurrency is not None:
@@ -504,8 +480,8 @@ class AsyncVectorEnv(PooledVectorEnv):
         self.worker = worker
         self.max_concurrency = max_concurrency
         self._state = AsyncState.DEFAULT
-        self._mask: NDArray[np.bool_] | None = None  # of the reset under way
-        self._calls: Future[tuple[Any, ...]] | None = None
+        self._mask: NDArray[np.bool_] | None = None  # envs of the pending reset, `None` for all
+        self._calls: Future[tuple[Any, ...]] | None = None  # results of the pending call
         super().__init__(
             env_fns,
             copy=copy,
@@ -516,108 +492,94 @@ class AsyncVectorEnv(PooledVectorEnv):
         )
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Resets all envs, or those of `options["reset_mask"]`.
+        """Resets all envs, or the envs of `options["reset_mask"]`.
 
         Args:
-            seed: an int (env *i* gets `seed + i`), one for each env, or `None`.
-            options: for every env's `reset`, but for `reset_mask`, `[num_envs]` bool.
+            seed: An int (env *i* gets `seed + i`), one seed per env, or `None`.
+            options: Options for every env's `reset`, and optionally `reset_mask`, `[num_envs]` bool.
 
         Returns:
-            Observations, batched as Gymnasium does, and infos. Raises as `reset_async` and `reset_wait`.
+            Observations, batched as Gymnasium does, and infos. For errors see `reset_async` and `reset_wait`.
         """
         self.reset_async(seed=seed, options=options)
         return self.reset_wait()
 
     def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
-        """Begins a reset.
-
-        Args:
-            seed: as of `reset`.
-            options: as of `reset`.
+        """Starts a reset; see `reset` for the arguments.
 
         Raises:
             ClosedEnvironmentError: the vector env is closed.
-            AlreadyPendingCallError: something else is under way.
+            AlreadyPendingCallError: another call is pending.
         """
-        self._begin("reset_async")
+        self._check_can_start("reset_async")
         with as_gymnasium(type(self).__name__):
             self._mask = self._send_reset(seed, options)
         self._state = AsyncState.WAITING_RESET
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Ends a reset.
+        """Waits for a pending reset and returns its result; see `reset`.
 
         Args:
-            timeout: seconds; `None` for ever.
-
-        Returns:
-            What `reset` does.
+            timeout: Maximum time to wait, in seconds. `None` for no limit.
 
         Raises:
-            NoAsyncCallError: none is under way.
-            multiprocessing.TimeoutError: it was not done in time; it still is under way.
-            Exception: that of an env; the pool is broken by it, but with `on_fault="restart"`.
+            NoAsyncCallError: no reset is pending.
+            multiprocessing.TimeoutError: the time is over. The reset is still pending.
+            Exception: an env's own exception. The pool is broken afterwards, except with
+                `on_fault="restart"`.
         """
-        self._require(AsyncState.WAITING_RESET, timeout)
+        self._check_pending(AsyncState.WAITING_RESET)
         with as_gymnasium(type(self).__name__):
-            return self._after_reset(self._end(timeout), self._mask)
+            return self._after_reset(self._receive(timeout), self._mask)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Steps all envs.
 
         Args:
-            actions: of the batched action space.
+            actions: A batch of the batched action space.
 
         Returns:
             `(obs, reward, terminated, truncated, info)`: rewards `[num_envs]` float64, flags `[num_envs]`
-            bool. Raises as `step_async` and `step_wait`.
+            bool. For errors see `reset_async` and `reset_wait`.
         """
-        self._begin("step_async")
+        self._check_can_start("step_async")
         with as_gymnasium(type(self).__name__):
             return self._after_step(self._step(actions))
 
     def step_async(self, actions: Any) -> None:
-        """Begins a step with actions of the batched action space; raises as `reset_async`."""
-        self._begin("step_async")
+        """Starts a step with a batch of the batched action space. Raises the errors of `reset_async`."""
+        self._check_can_start("step_async")
         with as_gymnasium(type(self).__name__):
-            self._send_step(actions)
+            pool = self.pool.pool
+            batch, as_objects = self._check_actions(actions)
+            pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_they_are=as_objects)
         self._state = AsyncState.WAITING_STEP
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Ends a step, within `timeout` seconds; returns what `step` does, and raises as `reset_wait`."""
-        self._require(AsyncState.WAITING_STEP, timeout)
+        """Waits up to `timeout` seconds for a pending step; see `step` and, for errors, `reset_wait`."""
+        self._check_pending(AsyncState.WAITING_STEP)
         with as_gymnasium(type(self).__name__):
-            return self._after_step(self._end(timeout))
+            return self._after_step(self._receive(timeout))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Calls a method of each env, or reads an attribute.
-
-        Args:
-            name: of the method or attribute.
-            *args: for each call.
-            **kwargs: for each call.
-
-        Returns:
-            One result for each env.
-        """
         self.call_async(name, *args, **kwargs)
         return self.call_wait()
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Begins a call; raises as `reset_async`."""
-        self._begin("call_async")
+        """Starts a call. Raises the errors of `reset_async`."""
+        self._check_can_start("call_async")
         self._calls = run_in_thread(lambda begun: self._call(name, args, kwargs, begun))
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Ends a call, within `timeout` seconds; returns what `call` does, and raises as `reset_wait`."""
-        self._require(AsyncState.WAITING_CALL, timeout)
+        """Waits up to `timeout` seconds for a pending call; see `call` and, for errors, `reset_wait`."""
+        self._check_pending(AsyncState.WAITING_CALL)
         assert self._calls is not None
         try:
             with as_gymnasium(type(self).__name__):
                 result = self._calls.result(timeout)
         except TimeoutError as error:
-            if self._calls.done():  # the env's own
+            if self._calls.done():  # not the wait but an env raised TimeoutError
                 self._state = AsyncState.DEFAULT
                 raise
             self._time_out(timeout, error)
@@ -628,12 +590,11 @@ class AsyncVectorEnv(PooledVectorEnv):
         return result
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Sets an attribute of each env; a list or tuple gives each its own value."""
-        self._begin("set_attr")
+        self._check_can_start("set_attr")
         super().set_attr(name, values)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Closes the pool; what is under way is waited for, `timeout` seconds, or ended by `terminate`."""
+        """Closes the pool. Waits up to `timeout` seconds for a pending call, unless `terminate` is set."""
         if self._state is not AsyncState.DEFAULT:
             logger.warn(
                 f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete."
@@ -647,8 +608,8 @@ class AsyncVectorEnv(PooledVectorEnv):
                 logger.warn(f"The pending call failed: {error}")
         super().close_extras(timeout, terminate)
 
-    def _end(self, timeout: float | None) -> Any:
-        """Receives what is under way, which then is over, however it ends but for time."""
+    def _receive(self, timeout: float | None) -> Any:
+        """Receives the results of the pending call, which stays pending only after a timeout."""
         try:
             rows = self._recv(timeout)
         except NotReadyError as error:
@@ -664,7 +625,7 @@ class AsyncVectorEnv(PooledVectorEnv):
             f"The call to `{self._state.value}_wait` has timed out after {timeout} second(s)."
         ) from error
 
-    def _begin(self, name: str) -> None:
+    def _check_can_start(self, name: str) -> None:
         self._assert_is_running()
         if self._state is not AsyncState.DEFAULT:
             raise AlreadyPendingCallError(
@@ -672,7 +633,7 @@ class AsyncVectorEnv(PooledVectorEnv):
                 self._state.value,
             )
 
-    def _require(self, state: AsyncState, timeout: float | None) -> None:
+    def _check_pending(self, state: AsyncState) -> None:
         self._assert_is_running()
         if self._state is not state:
             name = state.value
@@ -685,7 +646,7 @@ class AsyncVectorEnv(PooledVectorEnv):
             )
 
 
-def _refusal(worker: Callable[..., None]) -> ValueError:
+def _worker_error(worker: Callable[..., None]) -> ValueError:
     try:
         inspect.signature(worker).bind(*(None,) * 8)
     except TypeError:
@@ -693,8 +654,8 @@ def _refusal(worker: Callable[..., None]) -> ValueError:
             f"A custom `worker` must accept 8 arguments. Got the signature {inspect.signature(worker)}."
         )
     return ValueError(
-        "a custom `worker` speaks over Gymnasium's pipes, which this vector env does not have; change what "
-        "the env does in a wrapper"
+        "a custom `worker` uses Gymnasium's pipes, which this vector env does not have; change what the env "
+        "does in a wrapper"
     )
 
 
@@ -707,7 +668,7 @@ class SyncVectorEnv(PooledVectorEnv):
     """`gymnasium.vector.SyncVectorEnv`, over jaxvec's serial backend.
 
     Attributes:
-        envs: the envs themselves.
+        envs: The envs themselves.
 
     Example:
         ```python
@@ -731,7 +692,7 @@ class SyncVectorEnv(PooledVectorEnv):
         """Builds the envs; see `AsyncVectorEnv` for the arguments."""
         self.envs: list[gymnasium.Env[Any, Any]] = [env_fn() for env_fn in env_fns]
         super().__init__(
-            [partial(_the_same, env) for env in self.envs],
+            [partial(_identity, env) for env in self.envs],
             copy=copy,
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
@@ -742,7 +703,7 @@ class SyncVectorEnv(PooledVectorEnv):
         self.env_fns = env_fns
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Resets all envs, or those of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
+        """Resets all envs, or the envs of `options["reset_mask"]`; see `AsyncVectorEnv.reset`."""
         with as_gymnasium(type(self).__name__):
             mask = self._send_reset(seed, options)
             return self._after_reset(self._recv(), mask)
@@ -753,7 +714,7 @@ class SyncVectorEnv(PooledVectorEnv):
             return self._after_step(self._step(actions))
 
 
-def _the_same(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+def _identity(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     return env
 
 
@@ -765,16 +726,16 @@ def _the_same(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
 def vector_entry_point(
     entry_point: str | EnvSpec | Callable[..., Any], **options: Any
 ) -> Callable[..., AsyncVectorEnv]:
-    """Returns what makes an `AsyncVectorEnv` of one kind of env, for Gymnasium's registry.
+    """Returns a function that makes an `AsyncVectorEnv` of one kind of env, for Gymnasium's registry.
 
-    `gymnasium.register(id, entry_point=MyEnv, vector_entry_point=vector_entry_point(MyEnv))` lets
-    `gymnasium.make_vec(id, num_envs, vectorization_mode="vector_entry_point")` make a pool. For an id that is
-    registered, `gymnasium.spec(id).vector_entry_point = vector_entry_point(gymnasium.spec(id))` does.
+    `gymnasium.register(id, entry_point=MyEnv, vector_entry_point=vector_entry_point(MyEnv))` makes
+    `gymnasium.make_vec(id, num_envs, vectorization_mode="vector_entry_point")` start a pool. For a registered
+    id, set `gymnasium.spec(id).vector_entry_point = vector_entry_point(gymnasium.spec(id))`.
 
     Args:
-        entry_point: of the env, as `gymnasium.register` takes it: a callable or `"module:name"`; or a spec,
-            whose env is made as by `gymnasium.make`, with its wrappers.
-        **options: of `AsyncVectorEnv`.
+        entry_point: Entry point of the env as in `gymnasium.register`: a callable or `"module:name"`. Or an
+            `EnvSpec`, which `gymnasium.make` turns into an env with its wrappers.
+        **options: Arguments of `AsyncVectorEnv`.
 
     Example:
         ```python
@@ -788,32 +749,21 @@ def vector_entry_point(
         ```
     """
     if isinstance(entry_point, EnvSpec):
-        # Not with what may be this very function, and with kwargs of its own: make_vec adds to the spec's.
+        # Without `vector_entry_point`, which may be the returned function itself. With a copy of `kwargs`,
+        # because `make_vec` adds entries to those of the registered spec.
         spec = dataclasses.replace(entry_point, vector_entry_point=None, kwargs={**entry_point.kwargs})
-        return partial(_make_registered, partial(gymnasium.make, spec), options)
-    return partial(_make_vec, entry_point, options)
+        return partial(_make_vec, partial(gymnasium.make, spec), options)
+    return partial(_make_vec, partial(_make, entry_point), options)
 
 
-def _make_registered(
-    make: Callable[..., Any], options: dict[str, Any], *, num_envs: int, **kwargs: Any
+def _make_vec(
+    make: Callable[..., Any], options: dict[str, Any], /, *, num_envs: int, **kwargs: Any
 ) -> AsyncVectorEnv:
     return AsyncVectorEnv([partial(make, **kwargs)] * num_envs, **options)
 
 
-def _make_vec(
-    entry_point: str | Callable[..., Any],
-    options: dict[str, Any],
-    *,
-    num_envs: int,
-    max_episode_steps: int | None = None,
-    **env_kwargs: Any,
-) -> AsyncVectorEnv:
-    make = partial(_make, entry_point, max_episode_steps, env_kwargs)
-    return AsyncVectorEnv([make] * num_envs, **options)
-
-
 def _make(
-    entry_point: str | Callable[..., Any], max_episode_steps: int | None, env_kwargs: dict[str, Any]
+    entry_point: str | Callable[..., Any], /, *, max_episode_steps: int | None = None, **env_kwargs: Any
 ) -> gymnasium.Env[Any, Any]:
     env: Any = (entry_point if callable(entry_point) else load_env_creator(entry_point))(**env_kwargs)
     return env if max_episode_steps is None else TimeLimit(env, max_episode_steps)

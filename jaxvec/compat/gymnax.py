@@ -1,9 +1,9 @@
-"""gymnax's face: `env, params = make("CartPole-v1")`, with `reset` and `step` of one env, to be vmapped.
+"""gymnax's API over a Python env: `env, params = make("CartPole-v1")`, with `reset` and `step` of one env.
 
-A step of all lanes, however nested the `vmap`, is one hand-off. How many envs there are is known when a
-program's reset runs; their pool is started then, and kept for the next reset of as many. So there is one
-pool for each number of lanes, and a state is stale as soon as that pool is reset again, be it by another
-program: whoever trains and evaluates in turn on equally many envs makes an env for each.
+The env is a single env, to be vmapped. All vmapped instances are stepped in one dispatch, however nested the
+`vmap`. The number of instances is known when a program's reset runs: `EnvFamily` then starts a pool of that
+many envs, and reuses it for later resets of as many envs. Each reset makes earlier states of its pool stale,
+including those of other programs. To train and evaluate alternately on equally many envs, make two envs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from gymnasium import spaces
 from jax.core import Tracer
 
 from jaxvec._errors import UnsupportedSpaceError
-from jaxvec._spec import TimeStep
 from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.compat import _base, _spaces
-from jaxvec.compat._base import Face
+from jaxvec.compat._base import PooledEnv
 
 __all__ = ["EnvParams", "EnvState", "Environment", "make"]
 
@@ -30,10 +29,10 @@ __all__ = ["EnvParams", "EnvState", "Environment", "make"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EnvParams:
-    """What gymnax would let you change of an env. A Python env is configured by `make` instead.
+    """The params that gymnax's API requires. They can't be changed: configure a Python env by `make` instead.
 
     Attributes:
-        max_steps_in_episode: the time limit of the env's spec; `None` where it says nothing.
+        max_steps_in_episode: Time limit in the env's spec, `None` if there is none.
 
     Example:
         ```python
@@ -48,18 +47,18 @@ class EnvParams:
     max_steps_in_episode: int | None = None
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a copy with changes, which `reset` and `step` are going to refuse."""
+        """Returns a changed copy, which `reset` and `step` reject."""
         return dataclasses.replace(self, **changes)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EnvState:
-    """The state of one env: where it is, not what it is; good for one step.
+    """A reference to the current state of one env. It can be stepped once.
 
     Attributes:
-        handle: to the one env.
-        time: int32, steps of the running episode.
+        handle: Handle of the one env.
+        time: Number of steps in the running episode, int32.
 
     Example:
         ```python
@@ -77,11 +76,11 @@ class EnvState:
 
 
 @final
-class Environment(Face):
-    """A Python env with gymnax's interface. Made by `make`; closed by `close`, `with` or its end.
+class Environment(PooledEnv):
+    """A Python env with gymnax's API. Create it with `make`.
 
-    Hashable by identity, as jit's static arguments have to be. A function that was compiled for it keeps
-    it, so close it where its end can't be waited for.
+    It is closed by `close`, by `with`, or when garbage-collected. Compiled functions keep a reference to it,
+    so prefer `close`. It is hashable by identity, as static arguments of `jit` must be.
 
     Example:
         ```python
@@ -104,7 +103,7 @@ class Environment(Face):
 
     @property
     def default_params(self) -> EnvParams:
-        """The only params there are."""
+        """The params returned by `make`, the only valid ones."""
         return EnvParams(self._max_steps)
 
     @property
@@ -112,7 +111,7 @@ class Environment(Face):
         """The number of actions of a `Discrete` space, or the size of a `Box`.
 
         Raises:
-            UnsupportedSpaceError: the action space is another.
+            UnsupportedSpaceError: the action space is another one.
         """
         space = self._family.first.single_action_space
         match space:
@@ -121,47 +120,47 @@ class Environment(Face):
             case spaces.Box():
                 return int(np.prod(space.shape))
             case _:
-                raise UnsupportedSpaceError(
-                    f"num_actions: {type(space).__name__} actions have no number; see action_space(params)"
-                )
+                raise UnsupportedSpaceError(f"num_actions: not defined for {space}; use action_space(params)")
 
     def reset(self, key: jax.Array, params: EnvParams | None = None) -> tuple[Any, EnvState]:
-        """Resets one env, or under `vmap` one for each lane.
+        """Resets the env, or under `vmap` one env per vmapped instance.
 
         Args:
-            key: the env's seed is made from it.
-            params: `default_params`, or `None`.
+            key: JAX key, from which the env's seed is made.
+            params: `default_params` or `None`.
 
         Returns:
             The observation and the state.
 
         Raises:
-            ValueError: other params.
-            JaxvecError: as `jaxvec.reset` and, the first time of so many lanes, `jaxvec.make`.
+            ValueError: the params are not the default ones.
+            JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of
+                `jaxvec.make`.
         """
         self._check_default(params)
         handle, timestep = self._family.reset(key)
         return timestep.obs, EnvState(handle, jnp.zeros((), np.int32))
 
     def step(self, key: jax.Array, state: EnvState, action: Any, params: EnvParams | None = None) -> Any:
-        """Steps one env, or under `vmap` that of each lane; resets it if its episode ends.
+        """Steps the env, or under `vmap` the env of each instance. Resets it if its episode ends.
 
         Args:
-            key: not used: the env goes on with the random numbers of its reset.
-            state: that the last reset or step returned.
-            action: of the action space.
-            params: `default_params`, or `None`.
+            key: Ignored. The env continues the random numbers of its reset.
+            state: The state returned by the latest `reset` or `step`.
+            action: Action of the action space.
+            params: `default_params` or `None`.
 
         Returns:
-            `(obs, state, reward, done, info)`; with `num_returns=6`, `(obs, state, reward, terminated,
-            truncated, info)`. The observation is the new episode's if one has begun. `info` is a fresh
-            dict: `discount` (0 where terminated), `terminated`, `truncated`, `env_id`, `episode_return` and
-            `episode_length` of the episode that ended, else of the one that runs, the declared keys, and
-            with `final_obs` `final_observation`, what the env returned before its reset.
+            `(obs, state, reward, done, info)`, or with `num_returns=6`
+            `(obs, state, reward, terminated, truncated, info)`. Where an episode has ended, the observation
+            is the first one of the next episode. `info` is a new dict: `discount` (0 where terminated),
+            `terminated`, `truncated`, `env_id`, the declared keys, and `episode_return` and
+            `episode_length` of the ended episode, otherwise of the running one. With `final_obs`,
+            `final_observation` is the observation that the env returned before its reset.
 
         Raises:
-            JaxvecError: as `jaxvec.step`.
-            TypeError: `state` is none that `reset` or `step` returned.
+            JaxvecError: see `jaxvec.step`.
+            TypeError: `state` was not returned by `reset` or `step`.
         """
         del key
         self._check_default(params)
@@ -170,7 +169,12 @@ class Environment(Face):
         handle, timestep = self._family.step(state.handle, action)
         obs, reward, terminated, truncated, _ = timestep
         done = terminated | truncated
-        info = _info(timestep)
+        info, last_obs = _base.pop_final_obs(timestep, jnp)
+        if last_obs is not None:
+            info["final_observation"] = last_obs
+        discount = 1 - terminated.astype(np.float32)
+        info |= {"terminated": terminated, "truncated": truncated, "discount": discount}
+        # `episode_length` still counts the ended episode.
         state = EnvState(handle, jnp.where(done, 0, info["episode_length"]))
         reward = reward.astype(np.float32)
         if self._num_returns == 5:
@@ -178,11 +182,11 @@ class Environment(Face):
         return obs, state, reward, terminated, truncated, info
 
     def action_space(self, params: EnvParams | None = None) -> Any:
-        """Returns gymnax's own space where gymnax is installed, else one like it."""
+        """Returns gymnax's space of actions, or a stand-in if gymnax is not installed."""
         return _spaces.to_gymnax_space(self._family.first.single_action_space, "action")
 
     def observation_space(self, params: EnvParams | None = None) -> Any:
-        """Returns gymnax's own space where gymnax is installed, else one like it."""
+        """Returns gymnax's space of observations, or a stand-in if gymnax is not installed."""
         return _spaces.to_gymnax_space(self._family.first.single_observation_space, "obs")
 
     def __repr__(self) -> str:
@@ -193,35 +197,32 @@ class Environment(Face):
             return
         if not isinstance(params, EnvParams):
             raise TypeError(f"params must be those that make returned, got {type(params).__name__}")
+        # Traced params can't be compared, so a wrong limit is found only where they are static.
         limit = params.max_steps_in_episode
         if not isinstance(limit, Tracer) and limit != self._max_steps:
             raise ValueError(
-                f"params: max_steps_in_episode is {self._max_steps}, not {limit}; a Python env is configured "
-                "when it is made: jaxvec.compat.gymnax.make(env, max_episode_steps=…)"
+                f"params: max_steps_in_episode is {self._max_steps}, not {limit}; pass the limit to "
+                "jaxvec.compat.gymnax.make(env, max_episode_steps=…) instead"
             )
 
 
 def make(
-    env: Any,
-    *,
-    num_returns: Literal[5, 6] = 5,
-    final_obs: bool | None = None,
-    **kwargs: Any,
+    env: Any, *, num_returns: Literal[5, 6] = 5, final_obs: bool | None = None, **kwargs: Any
 ) -> tuple[Environment, EnvParams]:
-    """Starts a pool of one env, and returns gymnax's API of it, and its params.
+    """Starts a pool of one env, and returns gymnax's API of it and its params.
 
     Args:
-        env: a Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
-        num_returns: of `step`: 5, as gymnax up to 0.0.9 and what was written for it, or 6, as gymnax 1.0.
-        final_obs: whether info has `final_observation`; by default as gymnax: with `num_returns=6`.
-        **kwargs: of `jaxvec.make`, but for those that say how many envs there are.
+        env: A Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
+        num_returns: Number of values that `step` returns: 5 as in gymnax up to 0.0.9, or 6 as in gymnax 1.0.
+        final_obs: Whether info has `final_observation`. By default only with `num_returns=6`, as in gymnax.
+        **kwargs: Arguments of `jaxvec.make`, except those that set the number of envs.
 
     Returns:
-        The `Environment` and its `EnvParams`, the only ones it takes.
+        The `Environment` and its `EnvParams`.
 
     Raises:
-        ValueError, TypeError: a bad argument.
-        JaxvecError: as `jaxvec.make`.
+        ValueError, TypeError: an argument is invalid.
+        JaxvecError: see `jaxvec.make`.
 
     Example:
         ```python
@@ -241,11 +242,3 @@ def make(
     family = EnvFamily(env, final_obs=keep, **kwargs)
     made = Environment(family, name=name or type(env).__name__, num_returns=num_returns)
     return made, made.default_params
-
-
-def _info(timestep: TimeStep) -> dict[str, Any]:
-    info, last_obs = _base.take_final_obs(timestep, jnp)
-    if last_obs is not None:
-        info["final_observation"] = last_obs
-    flags = {"terminated": timestep.terminated, "truncated": timestep.truncated}
-    return {**info, **flags, "discount": 1 - timestep.terminated.astype(np.float32)}

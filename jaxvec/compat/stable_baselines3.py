@@ -1,6 +1,7 @@
 """Stable-Baselines3's vector envs over a pool: `SubprocVecEnv` and `DummyVecEnv`, drop-in classes.
 
-They keep the dtypes of the spaces, and take envs of every space: values without fixed shape travel pickled.
+They keep the dtypes of the spaces, and accept envs of every space: values without a fixed shape are pickled.
+Methods without a docstring behave as in `stable_baselines3.common.vec_env.VecEnv`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 import multiprocessing
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -20,21 +21,23 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from jaxvec import _arguments, _start, _util
-from jaxvec._config import PoolConfig, Timeouts, Workers
+from jaxvec import _util
+from jaxvec._arguments import check_on_host, expand_seeds
+from jaxvec._config import Workers
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvError
 from jaxvec._memory.segment import Rows
-from jaxvec._spec import Leaf, Node, PoolSpec, as_is, builder, leaves, map_leaves
+from jaxvec._spec import Leaf, Node, PoolSpec, builder, leaves, map_leaves
 from jaxvec._vector_env import VectorEnv
 from jaxvec.compat._sb3_envs import IS_WRAPPED, OwnEnvFn, prepare
+from jaxvec.compat.gymnasium import start_pool
 
 __all__ = ["DummyVecEnv", "SubprocVecEnv"]
 
 if TYPE_CHECKING:
 
     class _VecEnv:
-        """Stands for Stable-Baselines3's class, which need not be installed."""
+        """Stands for Stable-Baselines3's class, which may not be installed where types are checked."""
 
         def __init__(self, num_envs: int, observation_space: Any, action_space: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
@@ -44,44 +47,30 @@ else:
         _VecEnv = importlib.import_module("stable_baselines3.common.vec_env").VecEnv
     except ImportError as error:
         raise ImportError(
-            "these vector envs are Stable-Baselines3's, which can't be imported: "
+            "jaxvec.compat.stable_baselines3 needs Stable-Baselines3, which can't be imported: "
             + _util.install_command("sb3")
         ) from error
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]
 
-_OURS = {"autoreset_mode", "batch_size", "envs_per_instance", "final_obs"}
+_FIXED_OPTIONS = {"autoreset_mode", "batch_size", "envs_per_instance", "final_obs"}
 
 
 class _PooledVecEnv(_VecEnv):
     """A `stable_baselines3.common.vec_env.VecEnv` over a pool. Abstract."""
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], options: dict[str, Any]) -> None:
-        """Starts the pool; `options` are those of `jaxvec.make`."""
-        for name in _OURS & options.keys():
-            raise TypeError(
-                f"{name} can't be set here: every step is of all envs, which reset themselves in it"
-            )
-        # Stable-Baselines3 waits for ever, unless it is told otherwise.
-        options = {"timeouts": Timeouts(None, None, None), **options}
+        """Starts the pool. `options` are arguments of `jaxvec.make`."""
+        for name in _FIXED_OPTIONS & options.keys():
+            raise TypeError(f"{name} can't be set here: every step is of all envs, with SAME_STEP autoreset")
         with _as_raised():
-            self.pool: VectorEnv = _start.start(
-                env_fns,
-                None,
-                PoolConfig(autoreset_mode=AutoresetMode.SAME_STEP, **options),
-                env_kwargs={},
-                policy=as_is,
-                objects=True,
-                equal_spaces=False,
-                resets_required=False,
-            )
+            self.pool: VectorEnv = start_pool(env_fns, AutoresetMode.SAME_STEP, options, equal_spaces=False)
         places = {leaf.path: place for place, leaf in enumerate(leaves(self.pool.spec.obs))}
         self._num_obs = len(places)
         self._build_obs = builder(self.pool.spec.obs, places)
         try:
-            super().__init__(
-                self.pool.num_envs, self.pool.single_observation_space, self.pool.single_action_space
-            )
+            envs = self.pool
+            super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         except BaseException:
             self.pool.close()
             raise
@@ -92,67 +81,78 @@ class _PooledVecEnv(_VecEnv):
         return self.pool.closed
 
     def reset(self) -> Any:
-        """Resets all envs, with the seeds and options set last, once.
+        """Resets all envs with the seeds and options set since the last reset.
 
         Returns:
-            Observations, batched as Stable-Baselines3 does; `reset_infos` has the infos.
+            Observations, batched as Stable-Baselines3 does. The infos are in `reset_infos`.
 
         Raises:
-            Exception: that of an env; the pool is broken by it.
+            Exception: an env's own exception. The pool is broken afterwards.
             JaxvecError: an env returned wrong data, a worker died, or the pool is broken or closed.
         """
         pool = self.pool.pool
         options = [one or None for one in self._options]
         with _as_raised():
-            rows = pool.reset(
-                pool.move_all(Verb.RESET, Caller.HOST),
-                seeds=_arguments.expand_seeds(self._seeds, self.num_envs),
-                mask=None,
-                options=options if any(options) else None,
-            )
+            seeds = expand_seeds(self._seeds, self.num_envs)
+            move = pool.move_all(Verb.RESET, Caller.HOST)
+            # One options dict per env, or `None` if all are empty: some envs do not accept options.
+            rows = pool.reset(move, seeds=seeds, mask=None, options=options if any(options) else None)
             self.reset_infos: list[dict[str, Any]] = self._infos()
         self._reset_seeds()
         self._reset_options()
         return self._batch(rows)
 
     def step(self, actions: Any) -> Result:
-        """Steps all envs; see `step_async` and `step_wait`, which are slower than this alone."""
-        return self._step(actions)
+        """Steps all envs. This is faster than `step_async` and `step_wait`."""
+        pool = self.pool.pool
+        batch, as_objects = _check_actions(pool.spec, actions)
+        if as_objects:
+            _PooledVecEnv.step_async(self, batch)
+            return _PooledVecEnv.step_wait(self)
+        with _as_raised():
+            return self._result(pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch))
 
     def step_async(self, actions: Any) -> None:
-        """Begins a step of all envs, and does not wait for it.
+        """Starts a step of all envs without waiting.
 
         Args:
-            actions: one for each env: an array `[num_envs, ...]`, or a sequence.
+            actions: One action per env: an array `[num_envs, ...]` or a sequence.
 
         Raises:
-            ActionError: there is not one for each env; nothing was stepped.
-            PendingEnvError: a step is under way.
+            ActionError: the number of actions is not the number of envs. No env was stepped.
+            PendingEnvError: a step is already pending.
             JaxvecError: the pool is broken or closed.
         """
-        self._send(actions)
+        pool = self.pool.pool
+        batch, as_objects = _check_actions(pool.spec, actions)
+        move = pool.move_all(Verb.SEND, Caller.HOST)
+        with _as_raised():
+            pool.send(move, pool.all, batch, as_they_are=as_objects)
 
     def step_wait(self) -> Result:
-        """Ends a step.
+        """Waits for the pending step.
 
         Returns:
-            `(obs, rewards, dones, infos)`. Where an episode has ended, `obs` is the next one's first,
-            `infos[i]["terminal_observation"]` what the env returned, and `reset_infos[i]` the info of the
-            reset; `infos[i]["TimeLimit.truncated"]` says in every step whether it ended by truncation.
+            `(obs, rewards, dones, infos)`. Where an episode has ended, `obs` is the next episode's first
+            observation, `infos[i]["terminal_observation"]` is the last one, and `reset_infos[i]` is the info
+            of the reset. Every `infos[i]` has `"TimeLimit.truncated"`: whether the step ended an episode by
+            truncation.
 
         Raises:
-            PendingEnvError: no step is under way.
-            Exception: as of `reset`.
+            PendingEnvError: no step is pending.
+            Exception: see `reset`.
         """
-        return self._recv()
+        pool = self.pool.pool
+        with _as_raised():
+            return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST)))
 
     def close(self) -> None:
-        """Closes the envs and ends the workers; at most five seconds. Twice is fine."""
+        """Closes the envs and ends the workers, within about five seconds. May be called more than once."""
         with _as_raised():
             self.pool.close()
 
     def get_images(self) -> Sequence[NDArray[Any] | None]:
-        """Returns each env's frame; `None` for each, with a warning, unless they render RGB arrays."""
+        """Returns each env's frame, or warns and returns `None`s without `render_mode="rgb_array"`."""
         if self.render_mode == "rgb_array":
             return self.env_method("render")
         warnings.warn(
@@ -162,90 +162,30 @@ class _PooledVecEnv(_VecEnv):
         return [None] * self.num_envs
 
     def has_attr(self, attr_name: str) -> bool:
-        """Says whether all envs have an attribute; wrappers are looked through."""
         return all(self.env_method("has_wrapper_attr", attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """Returns an attribute of envs, whatever it is; wrappers are looked through.
-
-        Args:
-            attr_name: of the attribute.
-            indices: which envs, an int or several; `None` for all.
-
-        Raises:
-            AttributeError: an env has no such attribute.
-        """
         return self.env_method("get_wrapper_attr", attr_name, indices=indices)
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Sets an attribute of envs, of their outermost wrapper, to one value.
-
-        Args:
-            attr_name: of the attribute.
-            value: for each of them.
-            indices: as of `get_attr`.
-        """
         self.env_method("__setattr__", attr_name, value, indices=indices)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Calls a method of envs; wrappers are looked through.
-
-        Args:
-            method_name: of the method.
-            *method_args: for each call.
-            indices: as of `get_attr`.
-            **method_kwargs: for each call.
-
-        Returns:
-            What each call returned.
-
-        Raises:
-            Exception: that of an env, which leaves the pool usable.
-        """
+        """Calls a method of the envs, or of their wrappers. An exception of an env leaves the pool usable."""
         places = [range(self.num_envs)[place] for place in self._get_indices(indices)]
         if not places:
             return []
-        if len(set(places)) < len(places):  # then an env is called several times
+        if len(set(places)) < len(places):  # the pool calls each env at most once, so call one by one
             calls = (self.env_method(method_name, *method_args, indices=i, **method_kwargs) for i in places)
             return [result for (result,) in calls]
-        move = Move(Verb.CALL, np.array(places))
+        move, args = Move(Verb.CALL, np.array(places)), [method_args] * len(places)
         with _as_raised():
-            return self.pool.pool.env_calls.call(
-                move, method_name, [method_args] * len(places), method_kwargs
-            )
+            return self.pool.pool.env_calls.call(move, method_name, args, method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Any = None) -> list[bool]:
-        """Says of each env whether it is wrapped in a wrapper of this class; `indices` as of `get_attr`."""
         return self.env_method(IS_WRAPPED, wrapper_class, indices=indices)
-
-    def _send(self, actions: Any) -> None:
-        pool = self.pool.pool
-        given: Sequence[Any] | None = _rows_of(pool.spec, actions)
-        as_they_are = given is None
-        if given is None:
-            given = list(actions)
-            if len(given) != self.num_envs:
-                raise ActionError(f"got {len(given)} actions for {self.num_envs} envs; pass one for each env")
-        move = pool.move_all(Verb.SEND, Caller.HOST)
-        with _as_raised():
-            pool.send(move, pool.all, given, as_they_are=as_they_are)
-
-    def _recv(self) -> Result:
-        pool = self.pool.pool
-        with _as_raised():
-            return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST)))
-
-    def _step(self, actions: Any) -> Result:
-        """Steps all envs by one move, where `_send` and `_recv` are two."""
-        pool = self.pool.pool
-        given = _rows_of(pool.spec, actions)
-        if given is None:
-            self._send(actions)
-            return self._recv()
-        with _as_raised():
-            return self._result(pool.step(pool.move_all(Verb.STEP, Caller.HOST), given))
 
     def _result(self, rows: Rows) -> Result:
         spec = self.pool.spec
@@ -254,7 +194,7 @@ class _PooledVecEnv(_VecEnv):
         infos = self._infos()
         ended = dones.nonzero()[0].tolist()
         ends = spec.build_timestep(rows).info if ended else {}
-        for env_id in ended:
+        for env_id in ended:  # the info is that of the reset, and contains the last step's
             self.reset_infos[env_id] = infos[env_id]
             infos[env_id] = infos[env_id].pop("final_info")
             if spec.has_fault and ends["fault"][env_id]:
@@ -266,13 +206,12 @@ class _PooledVecEnv(_VecEnv):
         return self._batch(rows), rewards, dones, infos
 
     def _batch(self, rows: Rows) -> Any:
-        """Returns a batch of observations as Stable-Baselines3's, which stacks whatever it gets."""
-        return self._build_obs(
-            [np.stack(list(row)) if row.dtype.hasobject else row for row in rows[: self._num_obs]]
-        )
+        """Batches observations as Stable-Baselines3 does: objects are stacked, too."""
+        obs = rows[: self._num_obs]
+        return self._build_obs([np.stack(list(one)) if one.dtype.hasobject else one for one in obs])
 
     def _infos(self) -> list[dict[str, Any]]:
-        """Returns each env's last info, which the caller may change."""
+        """Returns each env's last info. The caller may modify the dicts."""
         return self.pool.pool.env_calls.known_infos() or self._ask_infos()
 
     def _ask_infos(self) -> list[dict[str, Any]]:
@@ -282,17 +221,12 @@ class _PooledVecEnv(_VecEnv):
 class SubprocVecEnv(_PooledVecEnv):
     """`stable_baselines3.common.vec_env.SubprocVecEnv`, over a pool of worker processes.
 
-    Its guide, `docs/porting/stable_baselines3.md`, tells where it does what Stable-Baselines3's does not.
+    `docs/porting/stable_baselines3.md` lists the differences from Stable-Baselines3's class.
 
     Attributes:
-        pool: the jaxvec `VectorEnv` behind it, with what Stable-Baselines3 has no word for: `stats()`,
-            `raise_if_failed()`, `trace(path)`.
-        num_envs: how many.
-        observation_space: of one env.
-        action_space: of one env.
-        reset_infos: of each env's last reset.
-        render_mode: how the envs render.
-        metadata: of the envs.
+        pool: The jaxvec `VectorEnv` that runs the envs. It offers `stats()`, `raise_if_failed()`,
+            `trace(path)`.
+        reset_infos: The info of each env's last reset.
 
     Example:
         ```python
@@ -313,15 +247,15 @@ class SubprocVecEnv(_PooledVecEnv):
         """Starts the workers.
 
         Args:
-            env_fns: make the envs.
+            env_fns: One constructor per env.
             start_method: `"spawn"` starts each worker as a new interpreter. `None`, `"forkserver"` and
-                `"fork"` fork them from a helper process where that is safe, and never from this one.
-            **options: of `jaxvec.make`: `num_workers`, `on_fault`, `workers`, ….
+                `"fork"` fork workers from a helper process where that is safe, and never from this process.
+            **options: Arguments of `jaxvec.make`: `num_workers`, `on_fault`, `workers`, ….
 
         Raises:
-            Exception: that of a constructor.
-            JaxvecError: as of `jaxvec.make`; the envs' spaces differ.
-            ValueError, TypeError: a bad argument.
+            Exception: a constructor's own exception.
+            JaxvecError: the envs' spaces differ; see also `jaxvec.make`.
+            ValueError, TypeError: an argument is invalid.
         """
         multiprocessing.get_context(start_method)  # raises what Stable-Baselines3 would
         if start_method == "spawn":
@@ -332,10 +266,10 @@ class SubprocVecEnv(_PooledVecEnv):
 class DummyVecEnv(_PooledVecEnv):
     """`stable_baselines3.common.vec_env.DummyVecEnv`, over jaxvec's serial backend.
 
-    It has the attributes of `SubprocVecEnv`, too.
-
     Attributes:
-        envs: the envs themselves.
+        envs: The envs themselves.
+        pool: See `SubprocVecEnv`.
+        reset_infos: See `SubprocVecEnv`.
 
     Example:
         ```python
@@ -348,19 +282,12 @@ class DummyVecEnv(_PooledVecEnv):
     """
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], **options: Any) -> None:
-        """Builds the envs.
-
-        Args:
-            env_fns: make the envs.
-            **options: of `jaxvec.make`, as far as they need no worker processes.
+        """Builds the envs; see `SubprocVecEnv` for the arguments and errors.
 
         Raises:
-            Exception: that of a constructor.
-            JaxvecError: as of `jaxvec.make`; the envs' spaces differ.
-            ValueError: two constructors returned the same env; or a bad argument.
-            TypeError: a bad argument.
+            ValueError: two constructors returned the same env.
         """
-        # A list that the constructors fill, and none of them refers to the pool, which it would keep open.
+        # The constructors fill this list. If they referred to `self`, they would keep the pool open.
         envs: list[Any] = [None] * len(env_fns)
         self.envs: list[gymnasium.Env[Any, Any]] = envs
         builders = [partial(_build, envs, place, env_fn) for place, env_fn in enumerate(env_fns)]
@@ -374,19 +301,19 @@ class DummyVecEnv(_PooledVecEnv):
         self.metadata: dict[str, Any] = envs[0].metadata
 
     def step_async(self, actions: Any) -> None:
-        """Keeps the actions for `step_wait`, which steps the envs; see `SubprocVecEnv.step_async`."""
+        """Stores the actions for `step_wait`, which steps the envs."""
         self.actions = actions
 
     def step_wait(self) -> Result:
         """Steps the envs; see `SubprocVecEnv.step_wait`. Rewards are float32."""
-        return self._step(self.actions)
+        return self.step(self.actions)
 
     def _result(self, rows: Rows) -> Result:
         obs, rewards, dones, infos = super()._result(rows)
         return obs, rewards.astype(np.float32), dones, infos
 
     def _ask_infos(self) -> list[dict[str, Any]]:
-        return deepcopy(super()._ask_infos())  # these are the envs' own
+        return deepcopy(super()._ask_infos())  # in this process, infos are the envs' own objects
 
 
 def _build(envs: list[Any], place: int, env_fn: Callable[[], Any]) -> Any:
@@ -396,27 +323,29 @@ def _build(envs: list[Any], place: int, env_fn: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _as_raised() -> Generator[None]:
-    """Raises an env's own exception in place of ours, if it travelled."""
+    """Raises an env's own exception instead of `EnvError`, unless it could not be pickled."""
     try:
         yield
     except EnvDataError:
-        raise  # wrong data has no exception of the env's own
+        raise  # jaxvec found wrong data, so there is no exception of the env
     except EnvError as error:
         if error.__cause__ is None:
             raise
         raise error.__cause__ from error
 
 
-def _rows_of(spec: PoolSpec, actions: Any) -> list[NDArray[Any]] | None:
-    """Returns actions as the segment holds them; `None` of those that the envs get as they are."""
-    if not isinstance(spec.action, Leaf):  # here a batch is one action for each env, not one for each leaf
-        return None
-    try:
-        return _arguments.check_on_host(spec, actions, spec.num_envs, exact=True)
-    except ActionError:
-        return None
+def _check_actions(spec: PoolSpec, actions: Any) -> tuple[list[Any], bool]:
+    """Returns a batch of actions for `Pool.send`, and whether it holds one object per env."""
+    # A batch is one action per env. For nested spaces, jaxvec's format is another: one array per leaf.
+    if isinstance(spec.action, Leaf):
+        with suppress(ActionError):
+            return check_on_host(spec, actions, spec.num_envs, exact=True), False
+    each = list(actions)
+    if len(each) != spec.num_envs:
+        raise ActionError(f"got {len(each)} actions for {spec.num_envs} envs; pass one for each env")
+    return each, True
 
 
 def _row(node: Node, obs: Any, env_id: int) -> Any:
-    """Returns one env's observation of a batch, which does not keep the others'."""
+    # A copy, because a view would keep the whole batch alive.
     return map_leaves(node, obs, lambda leaf, part: part[env_id].copy() if leaf.shape else part[env_id])

@@ -1,6 +1,6 @@
-"""Stoix's face: an `EnvFactory` of NumPy envs for the actor threads of its Sebulba systems.
+"""Stoix's API over a pool: an `EnvFactory` of NumPy envs for the actor threads of its Sebulba systems.
 
-Their time steps and spaces are stoa's, which has to be installed.
+Time steps and spaces are stoa's, which must be installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _unwrapped(env: Any) -> Any:
 
 @final
 class EnvFactory:
-    """Makes pools of equal envs with different seeds; from any thread. A subclass of Stoix's, where it is.
+    """Makes pools of equal envs with different seeds, from any thread.
+
+    Where Stoix is imported, the class is registered as a subclass of Stoix's `EnvFactory`.
 
     Example:
         ```python
@@ -51,40 +53,37 @@ class EnvFactory:
         apply_wrapper_fn: Callable[[Any], Any] = _unwrapped,
         **kwargs: Any,
     ) -> None:
-        """Starts nothing yet.
+        """Checks the arguments. The envs are started by `__call__`.
 
         Args:
-            task_id: the `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable; or one of
-                EnvPool's Atari tasks, such as `Breakout-v5`, for which there is the extra `atari`.
-            init_seed: of the first env; each env that is made gets the next one.
-            apply_wrapper_fn: what is made is passed through it.
-            **kwargs: of `jaxvec.make`, but for `autoreset_mode`, which is `SAME_STEP`; for an Atari task
-                EnvPool's options.
+            task_id: The `env` of `jaxvec.make`: a Gymnasium id, an `EnvSpec`, or a callable; or one of
+                EnvPool's Atari tasks, such as `Breakout-v5`, which need the extra `atari`.
+            init_seed: Seed of the first env. Each further env gets the next integer.
+            apply_wrapper_fn: Function that wraps each `StoaVectorEnv`.
+            **kwargs: Arguments of `jaxvec.make` except `autoreset_mode`, which is `SAME_STEP`. For an Atari
+                task, also EnvPool's options.
 
         Raises:
-            TypeError: an argument can't be given here.
+            TypeError: an argument can't be set here.
         """
         for name in {"autoreset_mode", "batch_size", "num_envs"} & kwargs.keys():
-            raise TypeError(f"{name} can't be set here: Stoix's actors step as many envs as they ask for")
+            raise TypeError(f"{name} can't be set here: Stoix's actors step all envs that they request")
         self.task_id = task_id
         self.seed: int = init_seed
         self.apply_wrapper_fn = apply_wrapper_fn
-        self.lock: threading.Lock = threading.Lock()  # of the seed
+        self.lock: threading.Lock = threading.Lock()  # guards `seed`, which several actor threads advance
         self.kwargs = kwargs
         self._task, self._options = envpool.resolve_task(task_id, kwargs)
-        theirs = sys.modules.get("stoix.utils.env_factory")
-        if theirs is not None:  # its systems ask whether they got one
-            theirs.EnvFactory.register(EnvFactory)
+        stoix = sys.modules.get("stoix.utils.env_factory")
+        if stoix is not None:  # Stoix's systems check that a factory is an instance of its class
+            stoix.EnvFactory.register(EnvFactory)
 
     def __call__(self, num_envs: int) -> Any:
-        """Starts a pool.
-
-        Returns:
-            A `StoaVectorEnv`, wrapped.
+        """Starts a pool and returns it as a `StoaVectorEnv`, wrapped by `apply_wrapper_fn`.
 
         Raises:
             ImportError: stoa is not installed.
-            JaxvecError: as `jaxvec.make`.
+            JaxvecError: see `jaxvec.make`.
         """
         _stoa()
         with self.lock:
@@ -95,14 +94,14 @@ class EnvFactory:
 
 
 def register(env_name: str = "jaxvec") -> None:
-    """Makes Stoix's Sebulba systems take their envs from here where `config.env.env_name` is `env_name`.
+    """Makes Stoix's Sebulba systems use jaxvec where `config.env.env_name` is `env_name`.
 
     Stoix's `make_factory` chooses a factory by that name. It then makes an `EnvFactory` for
-    `config.env.scenario.name` with the keywords of `config.env.kwargs`, whose pools go through
-    `config.env.wrapper`, if there is one. All other names mean what they did. Twice is fine.
+    `config.env.scenario.name` with the keyword arguments of `config.env.kwargs`. Pools are wrapped by
+    `config.env.wrapper`, if it is set. Other names keep their meaning. May be called more than once.
 
     Args:
-        env_name: the name. `"envpool"` or `"gymnasium"` take the place of Stoix's own factory.
+        env_name: The name. `"envpool"` or `"gymnasium"` replaces Stoix's own factory.
 
     Raises:
         ImportError: Stoix is not installed.
@@ -114,26 +113,26 @@ def register(env_name: str = "jaxvec") -> None:
         jaxvec.compat.stoix.register("jaxvec")  # before run_experiment(config)
         ```
     """
-    theirs: Any = importlib.import_module("stoix.utils.make_env")
-    others: Callable[[Any], Any] = theirs.make_factory
+    module: Any = importlib.import_module("stoix.utils.make_env")
+    make_other: Callable[[Any], Any] = module.make_factory
 
     def make_factory(config: Any) -> Any:
         if config.env.env_name != env_name:
-            return others(config)
+            return make_other(config)
         apply: Callable[[Any], Any] = _unwrapped
         if config.env.get("wrapper") is not None:
             apply = importlib.import_module("hydra.utils").instantiate(config.env.wrapper, _partial_=True)
         return EnvFactory(config.env.scenario.name, config.arch.seed, apply, **config.env.kwargs)
 
-    theirs.make_factory = make_factory
+    module.make_factory = make_factory
 
 
 @final
 class StoaVectorEnv:
-    """Envs whose time steps are stoa's, of NumPy arrays `[num_envs, ...]`.
+    """Envs with stoa's time steps, on NumPy arrays `[num_envs, ...]`.
 
-    Where an episode ends, the observation is the next one's first; `extras["next_obs"]` has what the env
-    returned, of every env, unless the pool was made with `final_obs=False`.
+    Where an episode ends, the observation is the next episode's first one. `extras["next_obs"]` has the
+    observation that each env returned before its reset, unless the pool was made with `final_obs=False`.
 
     Example:
         ```python
@@ -148,13 +147,7 @@ class StoaVectorEnv:
     """
 
     def __init__(self, task: Task, envs: VectorEnv, *, seed: int) -> None:
-        """Makes the face of a task's `envs`, which it owns.
-
-        Args:
-            task: of the envs.
-            envs: with same-step autoreset.
-            seed: for the first reset that is given none.
-        """
+        """Wraps and owns the envs of a task. `seed` is for the first reset that has no seed itself."""
         self.env = envs
         self._reset_options = task.reset_options
         self._has_games = task.atari is not None
@@ -162,72 +155,68 @@ class StoaVectorEnv:
         self._seed: int | None = seed
         stoa = _stoa()
         self._new = stoa.TimeStep
-        kinds = (stoa.StepType.FIRST, stoa.StepType.MID, stoa.StepType.TERMINATED, stoa.StepType.TRUNCATED)
-        self._kinds = [np.int8(kind) for kind in kinds]  # they are arrays on a device
-        self._return = np.zeros(self.num_envs)
-        self._length = np.zeros(self.num_envs, np.int64)
-        self._score = np.zeros(self.num_envs)  # of the games that are played
+        types = (stoa.StepType.FIRST, stoa.StepType.MID, stoa.StepType.TERMINATED, stoa.StepType.TRUNCATED)
+        self._step_types = [np.int8(one) for one in types]  # stoa's are arrays on a device
+        self._clear_metrics()
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
-        """Resets all envs.
+        """Resets all envs and returns a `FIRST` time step.
 
         Args:
-            seed: an int, or one for each env. `None` takes those that the factory allotted, the first time;
-                later the envs go on with their random numbers.
-            options: passed to every env's `reset`.
-
-        Returns:
-            A `FIRST` time step.
+            seed: An int or one seed per env. `None` uses the factory's seeds at the first reset. Later resets
+                then continue the envs' random numbers.
+            options: Options for every env's `reset`.
         """
         seed, self._seed = self._seed if seed is None else seed, None
         timestep = self.env.reset(seed=seed, options=self._reset_options if options is None else options)
+        self._clear_metrics()
+        return self._timestep(np.full(self.num_envs, self._step_types[0]), timestep)
+
+    def _clear_metrics(self) -> None:
         self._return = np.zeros(self.num_envs)
         self._length = np.zeros(self.num_envs, np.int64)
-        self._score = np.zeros(self.num_envs)
-        return self._timestep(np.full(self.num_envs, self._kinds[0]), timestep)
+        self._score = np.zeros(self.num_envs)  # unclipped rewards of the running game, for Atari tasks
 
     def step(self, action: Any) -> Any:
         """Steps all envs.
 
         Args:
-            action: pytree of the action space, leaves `[num_envs, ...]`.
+            action: Pytree of the action space with leaves `[num_envs, ...]`.
 
         Returns:
-            A time step: `MID`, or `TERMINATED` or `TRUNCATED` where an episode has ended; the discount is 0
-            where one was terminated. `extras["metrics"]` has `episode_return` and `episode_length` of the
-            episode that ended last, and `is_terminal_step`; of an Atari task, its last game's score and
-            length, over all its lives and before clipping. The extras of `info=` are of the step itself.
+            A time step: `MID`, or `TERMINATED` or `TRUNCATED` where an episode has ended. The discount is 0
+            where an episode was terminated. `extras["metrics"]` has `is_terminal_step`, and `episode_return`
+            and `episode_length` of the last ended episode. For Atari tasks, these are the unclipped score
+            and the length of the last game over all its lives. Declared keys in `extras` are the step's own.
         """
-        _, _, terminated, truncated, info = timestep = _base.take_final_info(self.env.step(action), np)
-        _, running, ended, cut = self._kinds
-        kind = np.where(terminated, ended, np.where(truncated, cut, running))
+        _, _, terminated, truncated, info = timestep = _base.merge_final_info(self.env.step(action), np)
+        _, mid, end, cut = self._step_types
+        step_type = np.where(terminated, end, np.where(truncated, cut, mid))
         over, total, length = terminated | truncated, info["episode_return"], info["episode_length"]
         if self._has_games:
+            # With `episodic_life`, an episode ends with a life, but the metrics are those of whole games.
             self._score += info["reward"]
-            over, total, length = (
-                info["terminated"].astype(bool) | truncated,
-                self._score,
-                info["elapsed_step"],
-            )
+            over = info["terminated"].astype(bool) | truncated
+            total, length = self._score, info["elapsed_step"]
         self._return = np.where(over, total, self._return)
         self._length = np.where(over, length, self._length)
         self._score = np.where(over, 0, self._score)
-        return self._timestep(kind, timestep)
+        return self._timestep(step_type, timestep)
 
     def observation_space(self) -> Any:
-        """Returns the space of one env's observations, as stoa has it."""
+        """Returns stoa's space of one env's observations."""
         return _convert(self.env.single_observation_space, "obs")
 
     def action_space(self) -> Any:
-        """Returns the space of one env's actions, as stoa has it."""
+        """Returns stoa's space of one env's actions."""
         return _convert(self.env.single_action_space, "action")
 
     def close(self) -> None:
-        """Closes the pool. Twice is fine."""
+        """Closes the pool. May be called more than once."""
         self.env.close()
 
-    def _timestep(self, kind: Any, timestep: TimeStep) -> Any:
-        extras, last_obs = _base.take_final_obs(timestep, np)
+    def _timestep(self, step_type: Any, timestep: TimeStep) -> Any:
+        extras, last_obs = _base.pop_final_obs(timestep, np)
         if last_obs is not None:
             extras["next_obs"] = last_obs
         extras["metrics"] = {
@@ -236,7 +225,7 @@ class StoaVectorEnv:
             "is_terminal_step": timestep.terminated | timestep.truncated,
         }
         return self._new(
-            step_type=kind,
+            step_type=step_type,
             reward=timestep.reward,
             discount=1 - timestep.terminated.astype(np.float32),
             observation=timestep.obs,
@@ -245,7 +234,7 @@ class StoaVectorEnv:
 
 
 def _convert(space: Space[Any], root: str) -> Any:
-    """Returns stoa's space for a Gymnasium space, named `root` in errors."""
+    """Converts a Gymnasium space to stoa's. `root` is its name in errors."""
     stoa = _stoa()
 
     def leaf(space: Space[Any], path: KeyPath) -> Any:
@@ -276,4 +265,4 @@ def _stoa() -> Any:
     try:
         return importlib.import_module("stoa")
     except ImportError as error:
-        raise ImportError(f"Stoix's envs are stoa's: {_util.install_command('stoix')}") from error
+        raise ImportError(f"jaxvec.compat.stoix needs stoa: {_util.install_command('stoix')}") from error

@@ -206,7 +206,7 @@ def test_options_of_a_reset_are_parameters():
     env = MlAgentsEnv(simulation, 3, set_parameter=simulation.parameters.__setitem__)
     env.reset(seed=1, options={"gravity": 9})
     assert simulation.log[-1] == ("reset", {"gravity": 9.0})
-    with pytest.raises(ValueError, match=r"options \['gravity'\] go to a channel"):
+    with pytest.raises(ValueError, match=r"no set_parameter for the options \['gravity'\]"):
         MlAgentsEnv(FakeSimulation(), 3).reset(options={"gravity": 9})
 
 
@@ -214,12 +214,12 @@ def test_errors_name_behaviour_and_what_to_do(env):
     with pytest.raises(ValueError, match="max_agents must be at least 1, not 0"):
         MlAgentsEnv(FakeSimulation(), 0)
     with pytest.raises(
-        ValueError, match=r"behaviour 'cars' has more agents than max_agents=1: 3 came to \[5\]"
+        ValueError, match=r"behaviour 'cars' has more agents than max_agents=1: 3 joined \[5\]"
     ):
         MlAgentsEnv(FakeSimulation(), 1).reset()
     env.reset()
     env.adapted.behavior_specs["boats"] = env.adapted.behavior_specs["cars"]
-    with pytest.raises(ValueError, match=r"the behaviours \['boats'\] came after the first reset"):
+    with pytest.raises(ValueError, match=r"behaviours \['boats'\] appeared after the first reset"):
         env.step(_action())
 
 

@@ -26,12 +26,9 @@ STEPS, EPISODE_STEPS = 1, 2  # columns of CountingEnv's observation
 @pytest.fixture(autouse=True)
 def _fresh_classes():
     """Lets each test look for brax anew."""
-    caches = (face._state_class, face._env_class, face._wrapper_class)
-    for cached in caches:
-        cached.cache_clear()
+    face._classes.cache_clear()
     yield
-    for cached in caches:
-        cached.cache_clear()
+    face._classes.cache_clear()
 
 
 @pytest.fixture
