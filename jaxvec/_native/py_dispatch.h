@@ -1,4 +1,4 @@
-// The parent's end of the dispatch, as Python has it.
+// The parent's end of the dispatch, as Python's `Parent` holds it.
 #pragma once
 
 #include <vector>
@@ -8,12 +8,12 @@
 
 namespace jaxvec {
 
-struct PortableParentDispatch {
-  Ref marks;  // keeps the segment mapped for as long as we have its addresses
+struct ParentEnd {
+  Ref marks;  // keeps the segment mapped while `parent` has its addresses
   std::vector<int32_t> sockets;
   Parent parent{};
 };
 
-extern PyTypeObject* parent_type;  // of Owner<PortableParentDispatch>
+extern PyTypeObject* parent_type;  // of Owner<ParentEnd>
 
 }  // namespace jaxvec

@@ -1,17 +1,16 @@
-// Methods of the module; see states.cc.
-
+// Functions of the module that save and restore states of envs incrementally; see states.cc.
 #pragma once
 
 #include "python.h"
 
 enum class Outcome {
   kDone,
-  kOther,  // not a case for these files; no error is set
-  kError,  // a Python error is set
+  kFallback,  // Python must handle this case; no error is set
+  kError,     // a Python error is set
 };
 
-PyObject* TakeAgain(PyObject* module, PyObject* args);
-PyObject* PutAgain(PyObject* module, PyObject* args);
+PyObject* SaveChanges(PyObject* module, PyObject* args);
+PyObject* RestoreChanges(PyObject* module, PyObject* args);
 
-// Makes ready for them; false if a Python error is set.
+// Prepares both functions; false if a Python error is set.
 bool InitStates();

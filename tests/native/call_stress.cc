@@ -130,7 +130,7 @@ struct Setup {
 
   ~Setup() {
     withdraw(1);
-    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(parent, w);
+    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(parent.board, w);
     for (std::thread& worker : workers) worker.join();
   }
 

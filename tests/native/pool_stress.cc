@@ -250,7 +250,7 @@ struct Setup {
   }
 
   ~Setup() {
-    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(shared.parent, w);
+    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(shared.parent.board, w);
     for (std::thread& worker : workers) worker.join();
   }
 };
