@@ -40,6 +40,8 @@ class Worker:
 
 # --- pool.h ---
 
+STATUSES: dict[str, int]  # the enumerators of C++, which must equal the enums in Python
+VERBS: dict[str, int]  # those that C++ knows, and the number of verbs of workers as END
 
 @final
 class Pool:

@@ -272,6 +272,39 @@ PyGetSetDef attributes[] = {
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
+// --- Enumerators, which must equal those of Python (tests/test_engine.py) ---
+
+struct Enumerator {
+  const char* name;
+  Status value;
+};
+constexpr Enumerator kStatuses[] = {{"DONE", Status::kDone},
+                                    {"UNDER_WAY", Status::kUnderWay},
+                                    {"ELSEWHERE", Status::kElsewhere},
+                                    {"BARRED", Status::kBarred},
+                                    {"BUSY", Status::kBusy},
+                                    {"COPYING", Status::kCopying},
+                                    {"NO_SUCH_ENV", Status::kNoSuchEnv},
+                                    {"NAMED_TWICE", Status::kNamedTwice},
+                                    {"STALE", Status::kStale},
+                                    {"IN_FLIGHT", Status::kInFlight},
+                                    {"NEEDS_RESET", Status::kNeedsReset},
+                                    {"TOO_FEW", Status::kTooFew},
+                                    {"LATE", Status::kLate},
+                                    {"PART", Status::kPart}};
+
+bool add_enumerators(PyObject* module) {
+  const Ref statuses(PyDict_New());
+  for (const auto& [name, value] : kStatuses) {
+    const Ref number(to_python(value));
+    if (!statuses || !number || PyDict_SetItemString(statuses.get(), name, number.get()) < 0) return false;
+  }
+  const Ref verbs(Py_BuildValue("{sI sI sI sI sI sI sI}", "RESET", kReset, "STEP", kStep, "SEND", kSend,
+                                "RECV", kRecv, "SAVE", kSave, "RESTORE", kRestore, "END", kEnd));
+  return verbs && PyModule_AddObjectRef(module, "STATUSES", statuses.get()) == 0 &&
+         PyModule_AddObjectRef(module, "VERBS", verbs.get()) == 0;
+}
+
 }  // namespace
 }  // namespace jaxvec
 
@@ -281,5 +314,5 @@ bool AddPool(PyObject* module) {
       MakeType<Engine>("jaxvec._native._ext.Pool", {{Py_tp_new, reinterpret_cast<void*>(make_pool)},
                                                     {Py_tp_methods, methods},
                                                     {Py_tp_getset, attributes}});
-  return type != nullptr && PyModule_AddType(module, type) == 0;
+  return type != nullptr && PyModule_AddType(module, type) == 0 && add_enumerators(module);
 }
