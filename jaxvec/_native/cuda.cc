@@ -102,7 +102,6 @@ class Activation {
     if (changed_) driver_.set_current(before_);
   }
   Activation(const Activation&) = delete;
-  Activation& operator=(const Activation&) = delete;
 
  private:
   const Driver& driver_;
@@ -122,16 +121,13 @@ class Staging : public Copies {
  public:
   // If no memory can be page-locked, ordinary memory is used. The driver then copies from it before it
   // returns, which is as safe and slower.
-  Staging(const Driver& driver, size_t size) : driver_(driver), size_(size) {
+  Staging(const Driver& driver, size_t size) : driver(driver), size(size) {
     void* memory = nullptr;
-    const bool locked = driver_.allocate(&memory, size_, kPortable) == kSuccess;
-    if (!locked) memory = std::aligned_alloc(padded(1), size_);
+    const bool locked = driver.allocate(&memory, size, kPortable) == kSuccess;
+    if (!locked) memory = std::aligned_alloc(padded(1), size);
     if (memory == nullptr) throw std::bad_alloc();
     memory_ = static_cast<char*>(memory);
   }
-
-  const Driver& driver() const { return driver_; }
-  size_t size() const { return size_; }
 
   // Returns memory for the call. The total never exceeds `size`.
   void* take(size_t bytes) {
@@ -144,27 +140,30 @@ class Staging : public Copies {
   bool record(DriverCalls& calls, void* context, void* stream) {
     Event& event = events_.try_emplace(context, Event{context, nullptr}).first->second;
     if (event.event == nullptr) {
-      if (!calls("cuEventCreate", driver_.create_event, &event.event, kDisableTiming)) return false;
+      if (!calls("cuEventCreate", driver.create_event, &event.event, kDisableTiming)) return false;
     }
     recorded_ = &event;
-    return calls("cuEventRecord", driver_.record, event.event, stream);
+    return calls("cuEventRecord", driver.record, event.event, stream);
   }
 
   // If the event has failed, so has the device, and nothing is copied any more.
   bool done() override {
     const Event* const recorded = recorded_;
     if (recorded == nullptr) return true;
-    const Activation activation(driver_, recorded->context);
-    return driver_.query(recorded->event) != kNotReady;
+    const Activation activation(driver, recorded->context);
+    return driver.query(recorded->event) != kNotReady;
   }
   void wait() override {
     const Event* const recorded = recorded_;
     if (recorded == nullptr) return;
-    const Activation activation(driver_, recorded->context);
-    driver_.await(recorded->event);
+    const Activation activation(driver, recorded->context);
+    driver.await(recorded->event);
   }
 
   void reuse() { taken_ = 0; }
+
+  const Driver& driver;
+  const size_t size;
 
  private:
   static constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
@@ -174,8 +173,6 @@ class Staging : public Copies {
     void* event;
   };
 
-  const Driver& driver_;
-  const size_t size_;
   char* memory_;
   size_t taken_ = 0;
   std::map<void*, Event> events_;                // by context
@@ -191,7 +188,7 @@ class StagingPool {
       const std::lock_guard lock(lock_);
       auto best = free_.end();  // the smallest that is large enough
       for (auto each = free_.begin(); each != free_.end(); ++each) {
-        const bool better = best == free_.end() || (*each)->size() < (*best)->size();
+        const bool better = best == free_.end() || (*each)->size < (*best)->size;
         if (better && fits(**each, driver, bytes) && (*each)->done()) best = each;
       }
       if (best != free_.end()) {
@@ -222,7 +219,7 @@ class StagingPool {
 
  private:
   static bool fits(const Staging& staging, const Driver& driver, size_t bytes) {
-    return &staging.driver() == &driver && staging.size() >= bytes;
+    return &staging.driver == &driver && staging.size >= bytes;
   }
 
   // Rounds up to a power of two, so that calls of several programs can share a buffer.

@@ -129,7 +129,6 @@ class Waiter {
   }
   ~Waiter() { parent_.waiters.fetch_sub(1, std::memory_order_seq_cst); }
   Waiter(const Waiter&) = delete;
-  Waiter& operator=(const Waiter&) = delete;
 
  private:
   Parent& parent_;

@@ -18,6 +18,6 @@ PyMODINIT_FUNC PyInit__ext() {
   import_array();
   Ref module(PyModule_Create(&definition));
   const bool complete = module && AddDispatch(module.get()) && AddPool(module.get()) &&
-                        AddCalls(module.get()) && AddStepper(module.get());
+                        AddCalls(module.get()) && AddStepper(module.get()) && AddStates(module.get());
   return complete ? module.release() : nullptr;
 }

@@ -194,28 +194,32 @@ bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::ve
 Status Pool::move(Request& request, Target& target) {
   if (getpid() != process_) return Status::kElsewhere;  // a fork's child has no workers
   if (request.slots != nullptr && request.num_slots == 0) return Status::kElsewhere;
-  switch (request.verb) {
-    case kStep:
-      return step(request, target);
-    case kSend:
-      return send(request, target);
-    case kRecv:
-      return recv(request, target);
-    default:
-      return Status::kElsewhere;
+  const bool is_send = request.verb == kSend, is_recv = request.verb == kRecv;
+  if (!is_recv && !is_send && request.verb != kStep) return Status::kElsewhere;
+  if (is_send && request.num_sent == 0) return Status::kElsewhere;
+  // A recv needs the queue, so there is one at a time.
+  const int64_t* const needed = is_recv ? &queue_ : is_send ? request.sent : request.slots;
+  const uint32_t count = is_recv ? 1 : is_send ? request.num_sent : request.num_slots;
+  if (!enter(needed, count, is_recv || request.slots == nullptr, 0)) return Status::kBusy;
+  std::vector<int64_t> handle;
+  Status status = admit(request, &handle);
+  if (status == Status::kDone) {
+    status = is_recv   ? check_queue()
+             : is_send ? check_envs(request.sent, request.num_sent, true)
+                       : check_envs(handle.data(), size(handle), true);
   }
-}
-
-Status Pool::step(Request& request, Target& target) {
-  if (!enter(request.slots, request.num_slots, request.slots == nullptr, 0)) return Status::kBusy;
-  std::vector<int64_t> slots;
-  Status status = admit(request, &slots);
-  if (status == Status::kDone) status = check_envs(slots.data(), size(slots), true);
   if (status != Status::kDone) {
     leave();
     return status;
   }
   const Recording recording(trace, request.caller_code);
+  if (is_recv) return recv(request, handle, target);
+  return is_send ? send(request, handle, target) : step(request, handle, target);
+}
+
+// These three are called inside, with the envs of the handle, and leave.
+
+Status Pool::step(Request& request, const std::vector<int64_t>& slots, Target& target) {
   dispatch(slots, request.actions);
   advance(slots, request);
   hold(slots.data(), size(slots), false);
@@ -226,17 +230,7 @@ Status Pool::step(Request& request, Target& target) {
   return Status::kDone;
 }
 
-Status Pool::send(Request& request, Target& target) {
-  if (request.num_sent == 0) return Status::kElsewhere;
-  if (!enter(request.sent, request.num_sent, request.slots == nullptr, 0)) return Status::kBusy;
-  std::vector<int64_t> all;
-  Status status = admit(request, &all);
-  if (status == Status::kDone) status = check_envs(request.sent, request.num_sent, true);
-  if (status != Status::kDone) {
-    leave();
-    return status;
-  }
-  const Recording recording(trace, request.caller_code);
+Status Pool::send(Request& request, const std::vector<int64_t>& handle, Target& target) {
   const std::vector<int64_t> slots(request.sent, request.sent + request.num_sent);
   dispatch(slots, request.actions);
   const int64_t due = now_ns() + plan_.step_ns;
@@ -245,26 +239,16 @@ Status Pool::send(Request& request, Target& target) {
     plan_.due[slot] = due;
     plan_.sent[(*plan_.num_sent)++] = slot;
   }
-  advance(all, request);
+  advance(handle, request);
   deliver(target);
   leave();
   return Status::kDone;
 }
 
-Status Pool::recv(Request& request, Target& target) {
-  if (!enter(&queue_, 1, true, 0)) return Status::kBusy;  // one recv at a time
-  std::vector<int64_t> all;
-  Status status = admit(request, &all);
-  if (status == Status::kDone && *plan_.num_sent < plan_.batch_size) status = Status::kTooFew;
-  if (status == Status::kDone && overdue()) status = Status::kLate;
-  if (status != Status::kDone) {
-    leave();
-    return status;
-  }
-  const Recording recording(trace, request.caller_code);
+Status Pool::recv(Request& request, const std::vector<int64_t>& handle, Target& target) {
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
   const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
-  advance(all, request);
+  advance(handle, request);
   hold(&queue_, 1, false);
   leave();
   // Python receives batched envs as a whole. Here, a part of one might be ready before the rest.
@@ -363,15 +347,17 @@ void Pool::dispatch(const std::vector<int64_t>& given, const void* const* action
   }
 }
 
-// Returns whether a pending env is past its deadline. Otherwise `recv` would not notice it while enough other
-// envs are ready.
-bool Pool::overdue() const {
+// Checks that a recv can be made. An overdue env is an error of its own, because recv would not notice it
+// while enough other envs are ready.
+Status Pool::check_queue() const {
+  if (*plan_.num_sent < plan_.batch_size) return Status::kTooFew;
   const Board& board = plan_.parent->board;
   const int64_t now = now_ns();
-  return std::any_of(plan_.sent, plan_.sent + *plan_.num_sent, [&](int64_t slot) {
+  const bool overdue = std::any_of(plan_.sent, plan_.sent + *plan_.num_sent, [&](int64_t slot) {
     return plan_.due[slot] < now &&
            board.completed[slot].load(std::memory_order_relaxed) != board.requested[slot];
   });
+  return overdue ? Status::kLate : Status::kDone;
 }
 
 // Makes all other handles to the envs stale.

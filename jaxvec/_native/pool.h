@@ -201,16 +201,16 @@ class Pool {
   };
 
   bool conflicts(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const;
-  Status step(Request& request, Target& target);
-  Status send(Request& request, Target& target);
-  Status recv(Request& request, Target& target);
+  Status step(Request& request, const std::vector<int64_t>& slots, Target& target);
+  Status send(Request& request, const std::vector<int64_t>& handle, Target& target);
+  Status recv(Request& request, const std::vector<int64_t>& handle, Target& target);
   bool fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const;
   Status admit(const Request& request, std::vector<int64_t>* slots);
   Status check_ids(const int64_t* slots, uint32_t count);
+  Status check_queue() const;
   bool is_part(const int64_t* slots, uint32_t count) const;
   bool copying();
   void dispatch(const std::vector<int64_t>& slots, const void* const* actions);
-  bool overdue() const;
   void advance(const std::vector<int64_t>& slots, const Request& request);
   Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
   std::vector<int64_t> receive_batch(std::vector<int64_t> sent);

@@ -6,7 +6,7 @@
 #include "cuda.h"
 #include "ffi.h"
 #include "interrupts.h"
-#include "py_array.h"
+#include "py_types.h"
 
 namespace jaxvec {
 namespace {

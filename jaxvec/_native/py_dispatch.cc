@@ -1,7 +1,8 @@
 // `Parent` and `Worker`: the two ends of the dispatch for Python. native_dispatch.py wraps them.
-#include "py_dispatch.h"
 
 #include <numeric>
+
+#include "py_types.h"
 
 namespace jaxvec {
 

@@ -3,8 +3,7 @@
 #include <vector>
 
 #include "pool.h"
-#include "py_array.h"
-#include "py_dispatch.h"
+#include "py_types.h"
 
 namespace jaxvec {
 namespace {

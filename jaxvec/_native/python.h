@@ -149,8 +149,16 @@ int ConvertShared(PyObject* given, void* to) {
   return 1;
 }
 
+// The result of a fast path in stepper.cc and states.cc.
+enum class Outcome {
+  kDone,
+  kFallback,  // Python must handle this case; no error is set
+  kError,     // a Python error is set
+};
+
 // Each adds the functions and types of one file to the module; false if a Python error is set.
 bool AddDispatch(PyObject* module);
 bool AddPool(PyObject* module);
 bool AddCalls(PyObject* module);
 bool AddStepper(PyObject* module);
+bool AddStates(PyObject* module);

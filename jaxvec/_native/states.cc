@@ -2,10 +2,10 @@
 // last snapshot. `IncrementalSnapshot` in _snapshots/snapshot.py documents these functions, and the walk in
 // Python handles all other cases.
 
-#include "states.h"
-
 #include <utility>
 #include <vector>
+
+#include "python.h"
 
 namespace {
 
@@ -19,7 +19,7 @@ struct Nodes {
   PyObject* space;      // Space
 };
 
-// Names of attributes, interned by InitStates.
+// Names of attributes, interned by AddStates.
 struct Name {
   const char* text;
   PyObject* object = nullptr;
@@ -311,8 +311,6 @@ bool RestoreLayer(PyObject* held, PyObject* fields, const Nodes& nodes, bool sam
   return true;
 }
 
-}  // namespace
-
 PyObject* SaveChanges(PyObject*, PyObject* args) {
   PyObject *layers, *excluded, *before;
   Nodes nodes;
@@ -358,12 +356,20 @@ PyObject* RestoreChanges(PyObject*, PyObject* args) {
   return Py_NewRef(Py_True);
 }
 
-bool InitStates() {
+PyMethodDef functions[] = {
+    {"restore_changes", RestoreChanges, METH_VARARGS, nullptr},
+    {"save_changes", SaveChanges, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+bool AddStates(PyObject* module) {
   for (Name* name : {&dict_name, &array_name, &class_name, &bits_name, &state_name, &sequence_name,
                      &num_spawned_name, &apply_name, &space_name, &equal_name, &generators_name, &random_name,
                      &bit_generator_name, &seed_sequence_name, &seeds_spawned_name}) {
     name->object = PyUnicode_InternFromString(name->text);
     if (name->object == nullptr) return false;
   }
-  return true;
+  return PyModule_AddFunctions(module, functions) == 0;
 }

@@ -11,7 +11,7 @@
 #include <initializer_list>
 #include <limits>
 
-#include "states.h"
+#include "python.h"
 
 namespace {
 
@@ -421,8 +421,6 @@ PyMethodDef stepper_methods[] = {
 PyMethodDef functions[] = {
     {"leaf_writer", LeafWriter, METH_VARARGS, nullptr},
     {"nested_writer", NestedWriter, METH_VARARGS, nullptr},
-    {"restore_changes", RestoreChanges, METH_VARARGS, nullptr},
-    {"save_changes", SaveChanges, METH_VARARGS, nullptr},
     {"stepper", AsMethod(MakeStepper), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -435,6 +433,6 @@ bool AddStepper(PyObject* module) {
   writer_type =
       MakeType<Writer>("jaxvec._native._ext.Writer", {{Py_tp_call, reinterpret_cast<void*>(WriterCall)}});
   stepper_type = MakeType<Stepper>("jaxvec._native._ext.Stepper", {{Py_tp_methods, stepper_methods}});
-  return max_steps_name != nullptr && InitStates() && writer_type != nullptr && stepper_type != nullptr &&
+  return max_steps_name != nullptr && writer_type != nullptr && stepper_type != nullptr &&
          PyModule_AddFunctions(module, functions) == 0;
 }

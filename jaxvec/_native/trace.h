@@ -69,7 +69,6 @@ class Recording {
     if (start_ != 0) trace_.add(what_, start_);
   }
   Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
 
  private:
   Trace& trace_;

@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -83,10 +84,9 @@ def _memory(model: Any) -> _Memory:
     return found
 
 
-def _option_names(kind: type, known: dict[type, list[str]] = {}) -> list[str]:  # noqa: B006
-    if kind not in known:
-        known[kind] = [name for name in dir(kind) if not name.startswith("_") and name != "signature"]
-    return known[kind]
+@cache
+def _option_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if not name.startswith("_") and name != "signature"]
 
 
 @dataclass(slots=True, eq=False)

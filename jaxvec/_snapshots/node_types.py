@@ -19,6 +19,7 @@ import numpy as np
 from jaxvec._snapshots.nodes import (
     ATOMS,
     KEPT,
+    NOTHING,
     CannotCopy,
     Fields,
     Node,
@@ -144,11 +145,10 @@ class _View(Node):
         return np.ndarray(self.shape, self.dtype, flat, self.offset, self.strides)
 
 
+@dataclass(slots=True, eq=False)
 class _Objects(Node):
-    __slots__ = ("items", "shape")
-
     shape: tuple[int, ...]
-    items: list[Any]
+    items: list[Any] = field(default_factory=list)
 
     def put(self, putter: Putter, old: Any) -> Any:
         array = np.empty(len(self.items), object)
@@ -202,9 +202,8 @@ def take_array(taker: Taker, value: Any) -> Any:
     if value.dtype.hasobject:
         if value.dtype != object:
             raise CannotCopy("it is a structured array with Python objects, which can't be copied")
-        node = _Objects()
+        node = _Objects(value.shape)
         taker.remember(value, node)
-        node.shape = value.shape
         node.items = taker.items(value.ravel().tolist())
         return node
     if value.base is None:
@@ -368,15 +367,9 @@ class _Function(Node):
         elif self.function is None:
             raise CannotCopy(f"the function {self.name} of the state no longer exists in the env")
         else:
-            target = self.function
-            target = types.FunctionType(
-                target.__code__,
-                target.__globals__,
-                target.__name__,
-                target.__defaults__,
-                tuple(types.CellType() for _ in self.cells),
-            )
-            target.__kwdefaults__ = self.function.__kwdefaults__
+            old, cells = self.function, tuple(types.CellType() for _ in self.cells)
+            target = types.FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__, cells)
+            target.__kwdefaults__ = old.__kwdefaults__
         putter.begin(self, target)
         for cell, node in zip(target.__closure__ or (), self.cells, strict=True):
             value = putter.value(node, None if node is None else _contents(cell))
@@ -543,11 +536,10 @@ def take_random(taker: Taker, value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Object(Node):
-    __slots__ = ("cls", "fields")
-
     cls: type
-    fields: Fields
+    fields: Fields = NOTHING
 
     def put(self, putter: Putter, old: Any) -> Any:
         fits = type(old) is self.cls and putter.reuse(old)
@@ -562,9 +554,8 @@ class _Object(Node):
 
 
 def take_object(taker: Taker, value: Any) -> Any:
-    node = _Object()
+    node = _Object(type(value))
     taker.remember(value, node)
-    node.cls = type(value)
     node.fields = taker.fields(value)
     return node
 

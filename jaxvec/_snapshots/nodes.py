@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,9 +24,7 @@ NOTHING: Fields = {}, {}, -1
 
 def attributes_of(owner: Any) -> dict[str, Any]:
     """Returns the attributes of an object: its own `__dict__` if it has no slots, else a new dict."""
-    slots = _slots.get(type(owner))
-    if slots is None:
-        slots = slots_of(type(owner))
+    slots = slots_of(type(owner))
     if not slots:
         return owner.__dict__
     held = dict(getattr(owner, "__dict__", {}))
@@ -35,28 +34,19 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return held
 
 
-_slots: dict[type, tuple[str, ...]] = {}
-
-
+@cache
 def slots_of(kind: type) -> tuple[str, ...]:
-    found = _slots.get(kind)
-    if found is None:
-        names: list[str] = []
-        for base in kind.__mro__:
-            own = vars(base).get("__slots__", ())
-            for name in (own,) if isinstance(own, str) else own:
-                if name not in ("__dict__", "__weakref__"):
-                    hidden = name.startswith("__") and not name.endswith("__")
-                    names.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
-        found = _slots[kind] = tuple(names)
-    return found
+    names: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            if name not in ("__dict__", "__weakref__"):
+                mangled = name.startswith("__") and not name.endswith("__")
+                names.append(f"_{base.__name__.lstrip('_')}{name}" if mangled else name)
+    return tuple(names)
 
 
-class _Absent:
-    pass
-
-
-_ABSENT = _Absent()
+_ABSENT = object()
 
 
 def compare_fields(one: Fields, other: Fields) -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-// Conversions between NumPy's arrays and the `Array`s of pool.h.
+// Types of the bindings: the parent's end of the dispatch, and conversions of NumPy's arrays to `Array`s.
 #pragma once
 
 #include <vector>
@@ -7,6 +7,15 @@
 #include "python.h"
 
 namespace jaxvec {
+
+// The parent's end of the dispatch, as Python's `Parent` holds it.
+struct ParentEnd {
+  Ref marks;  // keeps the segment mapped while `parent` has its addresses
+  std::vector<int32_t> sockets;
+  Parent parent{};
+};
+
+extern PyTypeObject* parent_type;  // of Owner<ParentEnd>
 
 // Appends the items of a sequence; false if a Python error is set.
 inline bool append_items(PyObject* sequence, std::vector<Ref>* items) {
