@@ -18,10 +18,8 @@ struct Call {
   int64_t fingerprint;   // of the pool specification that the program was compiled for
   int64_t waited_ns;     // time waited so far, if `status` is kUnderWay
   const uint8_t* extra;  // further arguments, pickled
-  const Array* operands;
-  const Array* results;
-  uint32_t num_operands;
-  uint32_t num_results;
+  std::vector<Array> operands;
+  std::vector<Array> results;
   uint32_t interrupts;  // value of `interrupts()` when the call started
   uint32_t on_device;   // whether a program on a GPU calls; operands and results are in host memory anyway
   uint32_t pool;        // id of the pool; 0 if the first operand is not a token
@@ -37,7 +35,7 @@ using Answer = std::string (*)(Call&);
 void set_python(Answer answer);
 
 // Returns the pool that a call is for; null if it is closed or uses the portable dispatch.
-std::shared_ptr<Pool> pool_of(const std::vector<Array>& operands);
+std::shared_ptr<Pool> pool_of(const Call& call);
 
 // Lets Python answer a call, or finish it if `status` is kUnderWay. Returns the error's text, empty on
 // success.

@@ -349,9 +349,9 @@ std::string answer_on_cuda(Call& call, void* stream) {
   if (!calls("cuStreamGetCtx", driver->context_of, stream, &context)) return calls.error;
   const Activation activation(*driver, context);
 
-  std::vector<Array> operands(call.operands, call.operands + call.num_operands);
-  const std::vector<Array> on_device(call.results, call.results + call.num_results);
-  std::vector<Array> results = on_device;
+  // Both are replaced by arrays in host memory below, except for large results.
+  std::vector<Array>&operands = call.operands, &results = call.results;
+  const std::vector<Array> on_device = results;
   Packed packed{static_cast<char*>(call.packed), nullptr, call.packed_bytes};
   if (packed.device == nullptr && !results.empty()) {
     packed = {static_cast<char*>(results[0].data), nullptr, bytes_of(results[0])};
@@ -384,7 +384,7 @@ std::string answer_on_cuda(Call& call, void* stream) {
     if (packed.contains(result)) result.data = packed.host + (address(result.data) - address(packed.device));
   }
   CudaTarget target(calls, context, stream, staging, packed);
-  const std::shared_ptr<Pool> pool = pool_of(operands);
+  const std::shared_ptr<Pool> pool = pool_of(call);
   Status status = Status::kElsewhere;
   // Without page-locked memory the call goes to Python, which page-locks the segment first.
   if (pool != nullptr && pool->state.devices.load(std::memory_order_acquire)) {
@@ -395,8 +395,6 @@ std::string answer_on_cuda(Call& call, void* stream) {
       for (const size_t i : large) results[i].data = staging->take(bytes_of(results[i]));
     }
     call.on_device = 1;
-    call.operands = operands.data();
-    call.results = results.data();
     error = ask_python(call, status, pool.get());
     if (error.empty() && status != Status::kDone) {
       for (const size_t i : large) {

@@ -55,8 +55,7 @@ ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
 // of its own. `layout`, from `_layout` of _ffi.py, has for each result its offset in bytes in the packed
 // array, or -1; then its dtype, rank and dimensions. Returns whether the layout is consistent with the
 // arrays.
-bool unpack(ffi::Span<const int64_t> layout, const std::vector<Array>& arrays, Call* call,
-            std::vector<Array>* results) {
+bool unpack(ffi::Span<const int64_t> layout, const std::vector<Array>& arrays, Call* call) {
   if (arrays.empty()) return false;
   call->packed = arrays[0].data;
   call->packed_bytes = bytes_of(arrays[0]);
@@ -74,7 +73,7 @@ bool unpack(ffi::Span<const int64_t> layout, const std::vector<Array>& arrays, C
       if (next_array == arrays.size() || bytes_of(arrays[next_array]) != bytes) return false;
       result.data = arrays[next_array++].data;
     }
-    results->push_back(result);
+    call->results.push_back(result);
     next += 3 + result.rank;
   }
   return next_array == arrays.size();
@@ -87,14 +86,12 @@ ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
                  bool fresh, ffi::Span<const uint8_t> extra, const ffi::Span<const int64_t>* layout,
                  const Answer& answer) {
   watch_signals();  // in each call, because notebooks set a SIGINT handler for each cell
-  std::vector<Array> operands, results;
-  if (ffi::Error error = collect(args, &operands); error.failure()) return error;
-  if (ffi::Error error = collect(rets, &results); error.failure()) return error;
   Call call{};
+  if (ffi::Error error = collect(args, &call.operands); error.failure()) return error;
+  if (ffi::Error error = collect(rets, &call.results); error.failure()) return error;
   if (layout != nullptr) {
-    const std::vector<Array> arrays = std::move(results);
-    results.clear();
-    if (!unpack(*layout, arrays, &call, &results)) {
+    const std::vector<Array> arrays = std::exchange(call.results, {});
+    if (!unpack(*layout, arrays, &call)) {
       return ffi::Error(ffi::ErrorCode::kInternal,
                         "the program's results are not packed as its layout specifies; recompile it");
     }
@@ -104,10 +101,6 @@ ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
   call.extra = extra.begin();
   call.num_extra = static_cast<uint32_t>(extra.size());
   call.fingerprint = fingerprint;
-  call.operands = operands.data();
-  call.num_operands = static_cast<uint32_t>(operands.size());
-  call.results = results.data();
-  call.num_results = static_cast<uint32_t>(results.size());
   call.interrupts = interrupts();
   const std::string error = answer(call);
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);

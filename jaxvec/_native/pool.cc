@@ -118,8 +118,8 @@ Pool::Pool(const Plan& plan)
     : plan_(plan),
       process_(getpid()),
       queue_(plan.parent->board.num_slots),
-      actions_(plan.actions, plan.actions + plan.num_actions),
-      results_(plan.results, plan.results + plan.num_results),
+      actions_(plan.actions.begin(), plan.actions.end()),
+      results_(plan.results.begin(), plan.results.end()),
       all_(plan.parent->board.num_slots),
       checked_(plan.parent->board.num_slots) {
   std::iota(all_.begin(), all_.end(), 0);

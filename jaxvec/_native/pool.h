@@ -52,30 +52,28 @@ struct State {
   std::atomic<uint32_t> devices;
 };
 
-// The arguments of a pool. Pointers are valid while the pool is open; `Array`s are copied. Arrays without
+// The arguments of a pool. Pointers are valid while the pool is open. Arrays without
 // const belong to the thread inside the pool; `needs_reset` to the thread that holds the slot.
 struct Plan {
   uint32_t id;
-  uint32_t batch_size;        // number of envs that `recv` returns
-  int in_order;               // whether these are the first that were sent, not the first that are ready
-  uint32_t together;          // number of adjacent slots of a batched env, which move as a whole
-  int64_t fingerprint;        // of the specification
-  int64_t wait_ns;            // time that a move waits before it returns kUnderWay
-  int64_t step_ns;            // timeout of a step
-  Parent* parent;             // end of the dispatch
-  const int64_t* stops;       // [num_workers] end of each worker's slots, which start at the previous end
-  uint32_t* generation;       // [num_slots] current generation of each env
-  const Array* actions;       // leaves in the segment, in the order of a program's operands
-  const Array* results;       // leaves in the segment, in the order of a program's results
-  uint32_t num_actions;       // leaves
-  uint32_t num_results;       // leaves
-  uint8_t* in_flight;         // [num_slots] whether the env is pending: sent by `send` and not received
-  int64_t* sent;              // [num_slots] pending envs in the order in which they were sent
-  uint32_t* num_sent;         // number of pending envs
-  int64_t* due;               // [num_slots] deadline of each pending env, in ns of the monotonic clock
-  uint8_t* needs_reset;       // [num_slots] whether the env must be reset before a step
-  const uint8_t* terminated;  // [num_slots]; null with autoreset
-  const uint8_t* truncated;   // [num_slots]; null with autoreset
+  uint32_t batch_size;         // number of envs that `recv` returns
+  int in_order;                // whether these are the first that were sent, not the first that are ready
+  uint32_t together;           // number of adjacent slots of a batched env, which move as a whole
+  int64_t fingerprint;         // of the specification
+  int64_t wait_ns;             // time that a move waits before it returns kUnderWay
+  int64_t step_ns;             // timeout of a step
+  Parent* parent;              // end of the dispatch
+  const int64_t* stops;        // [num_workers] end of each worker's slots, which start at the previous end
+  uint32_t* generation;        // [num_slots] current generation of each env
+  std::vector<Array> actions;  // leaves in the segment, in the order of a program's operands
+  std::vector<Array> results;  // leaves in the segment, in the order of a program's results
+  uint8_t* in_flight;          // [num_slots] whether the env is pending: sent by `send` and not received
+  int64_t* sent;               // [num_slots] pending envs in the order in which they were sent
+  uint32_t* num_sent;          // number of pending envs
+  int64_t* due;                // [num_slots] deadline of each pending env, in ns of the monotonic clock
+  uint8_t* needs_reset;        // [num_slots] whether the env must be reset before a step
+  const uint8_t* terminated;   // [num_slots]; null with autoreset
+  const uint8_t* truncated;    // [num_slots]; null with autoreset
 };
 
 // Bytes of the segment, or zeros if `from` is null.

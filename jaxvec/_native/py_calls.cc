@@ -30,20 +30,19 @@ Ref view(const Array& array) {
   return make_array(dtype, {array.dims, array.dims + array.rank}, array.data);
 }
 
-Ref views(const Array* arrays, uint32_t count) {
-  Ref all(PyList_New(count));
-  for (uint32_t i = 0; all && i < count; ++i) {
-    Ref one = view(arrays[i]);
-    if (!one) return nullptr;
-    PyList_SetItem(all.get(), i, one.release());
+Ref views(const std::vector<Array>& arrays) {
+  Ref all(PyList_New(0));
+  for (const Array& array : arrays) {
+    const Ref one = all ? view(array) : nullptr;
+    if (!one || PyList_Append(all.get(), one.get()) < 0) return nullptr;
   }
   return all;
 }
 
 // Calls Python's `_serve`; returns null if a Python error is set.
 Ref serve(const Call& call) {
-  const Ref operands = views(call.operands, call.num_operands);
-  const Ref results = operands ? views(call.results, call.num_results) : nullptr;
+  const Ref operands = views(call.operands);
+  const Ref results = operands ? views(call.results) : nullptr;
   if (!results) return nullptr;
   const Ref arguments(
       Py_BuildValue("{sI sI sO sy# sl sl sO sO sI sO}", "verb", call.verb, "status", call.status, "fresh",
@@ -147,10 +146,8 @@ PyObject* call_cuda(PyObject*, PyObject* args, PyObject* kwargs) {
   }
   call.extra = reinterpret_cast<const uint8_t*>(extra);
   call.num_extra = static_cast<uint32_t>(num_extra);
-  call.operands = from.arrays.data();
-  call.num_operands = static_cast<uint32_t>(from.arrays.size());
-  call.results = to.arrays.data();
-  call.num_results = static_cast<uint32_t>(to.arrays.size());
+  call.operands = std::move(from.arrays);
+  call.results = std::move(to.arrays);
   call.interrupts = interrupts();
   call.packed = PyArray_DATA(AsArray(packed));
   call.packed_bytes = static_cast<uint64_t>(PyArray_NBYTES(AsArray(packed)));

@@ -83,10 +83,8 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     if (!ConvertShared<const uint8_t>(flags[i].get(), &result_arrays.arrays[i].nonzero)) return nullptr;
   }
   plan.parent = &OwnOf<ParentEnd>(parent).parent;
-  plan.actions = action_arrays.arrays.data();
-  plan.results = result_arrays.arrays.data();
-  plan.num_actions = static_cast<uint32_t>(action_arrays.arrays.size());
-  plan.num_results = static_cast<uint32_t>(result_arrays.arrays.size());
+  plan.actions = std::move(action_arrays.arrays);
+  plan.results = std::move(result_arrays.arrays);
   engine.kept = Share(kwargs);
   engine.id = plan.id;
   engine.batch_size = plan.batch_size;
