@@ -111,7 +111,8 @@ PyObject* prepare(PyObject*, PyObject* args) {
   uint32_t calls;
   Numbers<const uint64_t, NPY_UINT64> sizes;
   if (!PyArg_ParseTuple(args, "IO&:prepare_cuda", &calls, sizes.Convert, &sizes)) return nullptr;
-  return WithoutGil([&] { prepare_cuda(calls, sizes.data, sizes.count); });
+  WithoutGil([&] { prepare_cuda(calls, sizes.data, sizes.count); });
+  Py_RETURN_NONE;
 }
 
 PyObject* use_cuda(PyObject*, PyObject* args) {

@@ -58,8 +58,6 @@ bool check(const Board& board, uint32_t worker, const Slots& slots) {
 
 // --- Parent ---
 
-Parent& parent_of(PyObject* self) { return OwnOf<ParentEnd>(self).parent; }
-
 PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"marks", "sockets", "spin_ns", "look_around_ns", nullptr};
   PyObject* marks;
@@ -80,76 +78,45 @@ PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   return self.release();
 }
 
-PyObject* parent_send(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  uint32_t worker, operation;
-  Slots slots;
-  if (!PyArg_ParseTuple(args, "IIO&:send", &worker, &operation, slots.Convert, &slots) ||
-      !check(parent.board, worker, slots)) {
-    return nullptr;
-  }
-  return WithoutGil([&] { send(parent, worker, operation, slots.data, slots.count); });
+void parent_send(ParentEnd& end, uint32_t worker, uint32_t operation, const Slots& slots) {
+  if (!check(end.parent.board, worker, slots)) return;
+  WithoutGil([&] { send(end.parent, worker, operation, slots.data, slots.count); });
 }
 
-PyObject* parent_pass_on(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  uint32_t worker;
-  Slots requests, slots;
-  if (!PyArg_ParseTuple(args, "IO&O&:pass_on", &worker, requests.Convert, &requests, slots.Convert, &slots) ||
-      !check(parent.board, worker, slots)) {
-    return nullptr;
-  }
-  return WithoutGil([&] { pass_on(parent, worker, requests.data, slots.data, slots.count); });
+void parent_pass_on(ParentEnd& end, uint32_t worker, const Slots& requests, const Slots& slots) {
+  if (!check(end.parent.board, worker, slots)) return;
+  WithoutGil([&] { pass_on(end.parent, worker, requests.data, slots.data, slots.count); });
 }
 
-PyObject* parent_notify_worker(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  uint32_t worker;
-  if (!PyArg_ParseTuple(args, "I:notify_worker", &worker) || !check(parent.board, worker, {})) return nullptr;
-  return WithoutGil([&] { notify_worker(parent.board, worker); });
+void parent_notify_worker(ParentEnd& end, uint32_t worker) {
+  if (check(end.parent.board, worker, {})) WithoutGil([&] { notify_worker(end.parent.board, worker); });
 }
 
-PyObject* parent_wait(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  Slots slots;
-  uint32_t count;
-  int64_t timeout_ns;
-  if (!PyArg_ParseTuple(args, "O&Il:wait", slots.Convert, &slots, &count, &timeout_ns) ||
-      !check(parent.board, 0, slots)) {
-    return nullptr;
-  }
-  const auto run = [&] { return wait(parent, slots.data, slots.count, count, timeout_ns); };
-  return PyBool_FromLong(WithoutGil(run) == kDone);
+bool parent_wait(ParentEnd& end, const Slots& slots, uint32_t count, int64_t timeout_ns) {
+  if (!check(end.parent.board, 0, slots)) return false;
+  return WithoutGil([&] { return wait(end.parent, slots.data, slots.count, count, timeout_ns); }) == kDone;
 }
 
-PyObject* parent_mark_notices_seen(PyObject* self, PyObject*) {
-  mark_notices_seen(parent_of(self));
-  Py_RETURN_NONE;
+void parent_mark_notices_seen(ParentEnd& end) { mark_notices_seen(end.parent); }
+
+void parent_notify_parent(ParentEnd& end) {
+  WithoutGil([&] { notify_parent(end.parent.board); });
 }
 
-PyObject* parent_notify_parent(PyObject* self, PyObject*) {
-  return WithoutGil([&] { notify_parent(parent_of(self).board); });
-}
-
-PyObject* parent_close(PyObject* self, PyObject*) {
-  OwnOf<ParentEnd>(self).marks.reset();
-  Py_RETURN_NONE;
-}
+void parent_close(ParentEnd& end) { end.marks.reset(); }
 
 PyMethodDef parent_methods[] = {
-    {"send", parent_send, METH_VARARGS, nullptr},
-    {"pass_on", parent_pass_on, METH_VARARGS, nullptr},
-    {"notify_worker", parent_notify_worker, METH_VARARGS, nullptr},
-    {"wait", parent_wait, METH_VARARGS, nullptr},
-    {"mark_notices_seen", parent_mark_notices_seen, METH_NOARGS, nullptr},
-    {"notify_parent", parent_notify_parent, METH_NOARGS, nullptr},
-    {"close", parent_close, METH_NOARGS, nullptr},
+    Define<parent_send>("send"),
+    Define<parent_pass_on>("pass_on"),
+    Define<parent_notify_worker>("notify_worker"),
+    Define<parent_wait>("wait"),
+    Define<parent_mark_notices_seen>("mark_notices_seen"),
+    Define<parent_notify_parent>("notify_parent"),
+    Define<parent_close>("close"),
     {nullptr, nullptr, 0, nullptr},
 };
 
 // --- Worker ---
-
-Worker& worker_of(PyObject* self) { return OwnOf<WorkerEnd>(self).worker; }
 
 PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"marks", "index", "first", "stop", "notices", "spin_ns", nullptr};
@@ -177,63 +144,50 @@ PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   return self.release();
 }
 
-PyObject* worker_take(PyObject* self, PyObject* args) {
-  auto& end = OwnOf<WorkerEnd>(self);
-  PyObject* array;
+PyObject* worker_take(WorkerEnd& end, PyObject* array) {
   int64_t* slots = nullptr;
-  if (!PyArg_ParseTuple(args, "O!:take", &PyArray_Type, &array) || !ConvertShared<int64_t>(array, &slots)) {
-    return nullptr;
-  }
-  if (PyArray_SIZE(AsArray(array)) < static_cast<npy_intp>(end.slots.size())) {
+  if (!ConvertShared<int64_t>(array, &slots)) return nullptr;
+  if (slots == nullptr || PyArray_SIZE(AsArray(array)) < static_cast<npy_intp>(end.slots.size())) {
     return PyErr_Format(PyExc_ValueError, "the array needs room for all %zu slots of the worker",
                         end.slots.size());
   }
   uint32_t operation = 0, count = 0;
-  Ref none(WithoutGil([&] { take(end.worker, &operation, slots, &count); }));
+  WithoutGil([&] { take(end.worker, &operation, slots, &count); });
   return Py_BuildValue("II", operation, count);
 }
 
-PyObject* worker_post(PyObject* self, PyObject* args) {
-  Worker& worker = worker_of(self);
-  Slots slots;
-  if (!PyArg_ParseTuple(args, "O&:post", slots.Convert, &slots) ||
-      !check(worker.board, worker.index, slots)) {
-    return nullptr;
+void worker_post(WorkerEnd& end, const Slots& slots) {
+  if (!check(end.worker.board, end.worker.index, slots)) return;
+  WithoutGil([&] { post(end.worker, slots.data, slots.count); });
+}
+
+void worker_post_some(WorkerEnd& end, uint32_t first, uint32_t count) {
+  const Worker& worker = end.worker;
+  if (first < worker.first || first > worker.stop || count > worker.stop - first) {
+    PyErr_Format(PyExc_IndexError, "%u slots from %u on are not all in the worker's range %u to %u", count,
+                 first, worker.first, worker.stop);
+    return;
   }
-  return WithoutGil([&] { post(worker, slots.data, slots.count); });
+  WithoutGil([&] { post(end.worker, end.slots.data() + (first - worker.first), count); });
 }
 
-PyObject* worker_post_some(PyObject* self, PyObject* args) {
-  auto& end = OwnOf<WorkerEnd>(self);
-  uint32_t first, count;
-  if (!PyArg_ParseTuple(args, "II:post_some", &first, &count)) return nullptr;
-  if (first < end.worker.first || first > end.worker.stop || count > end.worker.stop - first) {
-    return PyErr_Format(PyExc_IndexError, "%u slots from %u on are not all in the worker's range %u to %u",
-                        count, first, end.worker.first, end.worker.stop);
-  }
-  return WithoutGil([&] { post(end.worker, end.slots.data() + (first - end.worker.first), count); });
+void worker_mark_notice_seen(WorkerEnd& end) { ++end.worker.seen_notices; }
+
+void worker_notify_worker(WorkerEnd& end) {
+  WithoutGil([&] { notify_worker(end.worker.board, end.worker.index); });
 }
 
-PyObject* worker_mark_notice_seen(PyObject* self, PyObject*) {
-  ++worker_of(self).seen_notices;
-  Py_RETURN_NONE;
-}
-
-PyObject* worker_notify_worker(PyObject* self, PyObject*) {
-  return WithoutGil([&] { notify_worker(worker_of(self).board, worker_of(self).index); });
-}
-
-PyObject* worker_notify_parent(PyObject* self, PyObject*) {
-  return WithoutGil([&] { notify_parent(worker_of(self).board); });
+void worker_notify_parent(WorkerEnd& end) {
+  WithoutGil([&] { notify_parent(end.worker.board); });
 }
 
 PyMethodDef worker_methods[] = {
-    {"take", worker_take, METH_VARARGS, nullptr},
-    {"post", worker_post, METH_VARARGS, nullptr},
-    {"post_some", worker_post_some, METH_VARARGS, nullptr},
-    {"mark_notice_seen", worker_mark_notice_seen, METH_NOARGS, nullptr},
-    {"notify_worker", worker_notify_worker, METH_NOARGS, nullptr},
-    {"notify_parent", worker_notify_parent, METH_NOARGS, nullptr},
+    Define<worker_take>("take"),
+    Define<worker_post>("post"),
+    Define<worker_post_some>("post_some"),
+    Define<worker_mark_notice_seen>("mark_notice_seen"),
+    Define<worker_notify_worker>("notify_worker"),
+    Define<worker_notify_parent>("notify_parent"),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -97,45 +97,30 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
 
 // --- Locks ---
 
-// A method without arguments and result.
 template <void (Pool::*function)()>
-PyObject* call(PyObject* self, PyObject*) {
-  return WithoutGil([&] { (pool_of(self).*function)(); });
+void call(Engine& engine) {
+  WithoutGil([&] { (*engine.pool.*function)(); });
 }
 
-PyObject* pool_enter(PyObject* self, PyObject* args) {
-  Slots slots;
-  int exclusive;
-  int64_t timeout_ns;
-  if (!PyArg_ParseTuple(args, "O&pl:enter", slots.Convert, &slots, &exclusive, &timeout_ns)) return nullptr;
-  return PyBool_FromLong(
-      WithoutGil([&] { return pool_of(self).enter(slots.data, slots.count, exclusive != 0, timeout_ns); }));
+bool pool_enter(Engine& engine, const Slots& slots, bool exclusive, int64_t timeout_ns) {
+  return WithoutGil([&] { return engine.pool->enter(slots.data, slots.count, exclusive, timeout_ns); });
 }
 
-PyObject* pool_hold(PyObject* self, PyObject* args) {
-  Slots slots;
-  int alone;
-  if (!PyArg_ParseTuple(args, "O&p:hold", slots.Convert, &slots, &alone)) return nullptr;
-  return WithoutGil([&] { pool_of(self).hold(slots.data, slots.count, alone != 0); });
+void pool_hold(Engine& engine, const Slots& slots, bool alone) {
+  WithoutGil([&] { engine.pool->hold(slots.data, slots.count, alone); });
 }
 
-PyObject* pool_holds(PyObject* self, PyObject*) {
-  return PyBool_FromLong(WithoutGil([&] { return pool_of(self).holds(); }));
+bool pool_holds(Engine& engine) {
+  return WithoutGil([&] { return engine.pool->holds(); });
 }
 
 // --- Moves ---
 
-PyObject* pool_move(PyObject* self, PyObject* args) {
-  const auto& engine = OwnOf<Engine>(self);
-  Request request{};
-  Slots slots, sent;
-  Generation generation;
-  PyObject *given, *unread;
-  if (!PyArg_ParseTuple(args, "IIpO&O&O&OO!:move", &request.verb, &request.caller_code,
-                        &request.new_generation, slots.Convert, &slots, generation.Convert, &generation,
-                        sent.Convert, &sent, &given, &PyFrozenSet_Type, &unread)) {
-    return nullptr;
-  }
+PyObject* to_python(Status status) { return PyLong_FromLong(static_cast<long>(status)); }
+
+PyObject* pool_move(Engine& engine, uint32_t verb, uint32_t caller_code, bool new_generation,
+                    const Slots& slots, const Generation& generation, const Slots& sent, PyObject* given,
+                    PyObject* unread) {
   std::vector<Ref> actions;
   if (!append_items(given, &actions)) return nullptr;
   std::vector<const void*> action_pointers;
@@ -146,18 +131,22 @@ PyObject* pool_move(PyObject* self, PyObject* args) {
   }
   std::vector<void*> result_pointers;
   Ref rows(PyList_New(0));
-  if (request.verb != kSend) {
+  if (verb != kSend) {
     const uint32_t count = slots.data == nullptr ? engine.num_slots : slots.count;
-    rows = engine.make_rows(request.verb == kRecv ? engine.batch_size : count, unread, &result_pointers);
+    rows = engine.make_rows(verb == kRecv ? engine.batch_size : count, unread, &result_pointers);
   }
   if (!rows) return nullptr;
-  request.num_slots = slots.count;
-  request.slots = slots.data;
-  request.generation = generation.data;
-  request.num_sent = sent.count;
-  request.sent = sent.data;
-  request.actions = action_pointers.data();
-  request.results = result_pointers.data();
+  Request request{verb,
+                  caller_code,
+                  new_generation,
+                  slots.count,
+                  sent.count,
+                  slots.data,
+                  generation.data,
+                  sent.data,
+                  action_pointers.data(),
+                  result_pointers.data(),
+                  0};
   const Status status = WithoutGil([&] {
     HostTarget target;
     return engine.pool->move(request, target);
@@ -165,41 +154,23 @@ PyObject* pool_move(PyObject* self, PyObject* args) {
   return Py_BuildValue("INl", static_cast<uint32_t>(status), rows.release(), request.waited_ns);
 }
 
-PyObject* to_python(Status status) { return PyLong_FromLong(static_cast<long>(status)); }
-
-PyObject* pool_check_handle(PyObject* self, PyObject* args) {
-  Slots slots;
-  Generation generation;
-  if (!PyArg_ParseTuple(args, "O&O&:check_handle", slots.Convert, &slots, generation.Convert, &generation)) {
-    return nullptr;
-  }
+PyObject* pool_check_handle(Engine& engine, const Slots& slots, const Generation& generation) {
   return to_python(
-      WithoutGil([&] { return pool_of(self).check_handle(slots.data, generation.data, slots.count); }));
+      WithoutGil([&] { return engine.pool->check_handle(slots.data, generation.data, slots.count); }));
 }
 
-PyObject* pool_check_envs(PyObject* self, PyObject* args) {
-  Slots slots;
-  int stepped;
-  if (!PyArg_ParseTuple(args, "O&p:check_envs", slots.Convert, &slots, &stepped)) return nullptr;
-  return to_python(
-      WithoutGil([&] { return pool_of(self).check_envs(slots.data, slots.count, stepped != 0); }));
+PyObject* pool_check_envs(Engine& engine, const Slots& slots, bool stepped) {
+  return to_python(WithoutGil([&] { return engine.pool->check_envs(slots.data, slots.count, stepped); }));
 }
 
 // --- State ---
 
-PyObject* pool_close_fast_path(PyObject* self, PyObject*) {
-  pool_of(self).state.open = 0;
-  Py_RETURN_NONE;
-}
+void pool_close_fast_path(Engine& engine) { engine.pool->state.open = 0; }
 
-PyObject* pool_allow_gpu(PyObject* self, PyObject*) {
-  pool_of(self).state.devices = 1;
-  Py_RETURN_NONE;
-}
+void pool_allow_gpu(Engine& engine) { engine.pool->state.devices = 1; }
 
-PyObject* pool_count_success(PyObject* self, PyObject*) {
-  pool_of(self).state.num_served.fetch_add(1, std::memory_order_relaxed);
-  Py_RETURN_NONE;
+void pool_count_success(Engine& engine) {
+  engine.pool->state.num_served.fetch_add(1, std::memory_order_relaxed);
 }
 
 PyObject* pool_num_served(PyObject* self, void*) {
@@ -217,14 +188,12 @@ int pool_set_last_caller(PyObject* self, PyObject* value, void*) {
   return 0;
 }
 
-PyObject* pool_start_trace(PyObject* self, PyObject* args) {
-  auto& engine = OwnOf<Engine>(self);
-  if (!PyArg_ParseTuple(args, "I:start_trace", &engine.trace_capacity)) return nullptr;
-  return WithoutGil([&] { engine.pool->trace.start(engine.trace_capacity); });
+void pool_start_trace(Engine& engine, uint32_t capacity) {
+  engine.trace_capacity = capacity;
+  WithoutGil([&] { engine.pool->trace.start(capacity); });
 }
 
-PyObject* pool_stop_trace(PyObject* self, PyObject*) {
-  const auto& engine = OwnOf<Engine>(self);
+PyObject* pool_stop_trace(Engine& engine) {
   std::vector<Span> spans(std::max(engine.trace_capacity, 1u));
   const uint64_t count = WithoutGil([&] { return engine.pool->trace.stop(spans.data()); });
   spans.resize(std::min<uint64_t>(count, spans.size()));
@@ -236,31 +205,29 @@ PyObject* pool_stop_trace(PyObject* self, PyObject*) {
   return all ? Py_BuildValue("Nk", all.release(), count - spans.size()) : nullptr;
 }
 
-PyObject* pool_close(PyObject* self, PyObject*) {
-  auto& engine = OwnOf<Engine>(self);
+void pool_close(Engine& engine) {
   engine.pool->state.open = 0;
   withdraw(engine.id);
   engine.kept.reset();
   engine.results.clear();
-  Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
-    {"enter", pool_enter, METH_VARARGS, nullptr},
-    {"leave", call<&Pool::leave>, METH_NOARGS, nullptr},
-    {"hold", pool_hold, METH_VARARGS, nullptr},
-    {"holds", pool_holds, METH_NOARGS, nullptr},
-    {"release", call<&Pool::release>, METH_NOARGS, nullptr},
-    {"move", pool_move, METH_VARARGS, nullptr},
-    {"check_handle", pool_check_handle, METH_VARARGS, nullptr},
-    {"check_envs", pool_check_envs, METH_VARARGS, nullptr},
-    {"wait_for_copies", call<&Pool::wait_for_copies>, METH_NOARGS, nullptr},
-    {"close_fast_path", pool_close_fast_path, METH_NOARGS, nullptr},
-    {"allow_gpu", pool_allow_gpu, METH_NOARGS, nullptr},
-    {"count_success", pool_count_success, METH_NOARGS, nullptr},
-    {"start_trace", pool_start_trace, METH_VARARGS, nullptr},
-    {"stop_trace", pool_stop_trace, METH_NOARGS, nullptr},
-    {"close", pool_close, METH_NOARGS, nullptr},
+    Define<pool_enter>("enter"),
+    Define<call<&Pool::leave>>("leave"),
+    Define<pool_hold>("hold"),
+    Define<pool_holds>("holds"),
+    Define<call<&Pool::release>>("release"),
+    Define<pool_move>("move"),
+    Define<pool_check_handle>("check_handle"),
+    Define<pool_check_envs>("check_envs"),
+    Define<call<&Pool::wait_for_copies>>("wait_for_copies"),
+    Define<pool_close_fast_path>("close_fast_path"),
+    Define<pool_allow_gpu>("allow_gpu"),
+    Define<pool_count_success>("count_success"),
+    Define<pool_start_trace>("start_trace"),
+    Define<pool_stop_trace>("stop_trace"),
+    Define<pool_close>("close"),
     {nullptr, nullptr, 0, nullptr},
 };
 PyGetSetDef attributes[] = {

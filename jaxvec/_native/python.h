@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -57,14 +58,13 @@ inline void TakeGil(PyThreadState* state) {
   }
 }
 
-// Runs `work` while other threads may run Python. Returns its result, or Python's `None` if it has none.
+// Runs `work` while other threads may run Python, and returns its result.
 template <typename Work>
 auto WithoutGil(const Work& work) {
   PyThreadState* const state = PyEval_SaveThread();
   if constexpr (std::is_void_v<decltype(work())>) {
     work();
     TakeGil(state);
-    return Py_NewRef(Py_None);
   } else {
     auto result = work();
     TakeGil(state);
@@ -132,6 +132,63 @@ struct Numbers {
 };
 using Slots = Numbers<const int64_t, NPY_INT64>;
 using Generation = Numbers<const uint32_t, NPY_UINT32>;
+
+// Converters of positional arguments; false if a Python error is set.
+inline bool Read(PyObject* from, PyObject** to) {
+  *to = from;
+  return true;
+}
+inline bool Read(PyObject* from, bool* to) {
+  const int truth = PyObject_IsTrue(from);
+  *to = truth > 0;
+  return truth >= 0;
+}
+inline bool Read(PyObject* from, uint32_t* to) {
+  *to = static_cast<uint32_t>(PyLong_AsUnsignedLongMask(from));
+  return PyErr_Occurred() == nullptr;
+}
+inline bool Read(PyObject* from, int64_t* to) {
+  *to = PyLong_AsLong(from);
+  return PyErr_Occurred() == nullptr;
+}
+template <typename T, int type>
+bool Read(PyObject* from, Numbers<T, type>* to) {
+  return to->Convert(from, to) != 0;
+}
+
+inline PyObject* ToPython(PyObject* value) { return value; }
+inline PyObject* ToPython(bool value) { return PyBool_FromLong(value); }
+
+// Makes a Python method of `function(own, arguments...)`, which may return nothing or what `ToPython` takes.
+// The method raises the Python error that the function has set, if any.
+template <auto function>
+struct Method;
+template <typename T, typename Result, typename... Arguments, Result (*function)(T&, Arguments...)>
+struct Method<function> {
+  template <size_t... i>
+  static PyObject* Apply(PyObject* self, PyObject* const* given, std::index_sequence<i...>) {
+    std::tuple<std::decay_t<Arguments>...> values;
+    if (!(Read(given[i], &std::get<i>(values)) && ...)) return nullptr;
+    if constexpr (std::is_void_v<Result>) {
+      function(OwnOf<T>(self), std::get<i>(values)...);
+      return PyErr_Occurred() == nullptr ? Py_NewRef(Py_None) : nullptr;
+    } else {
+      const Result result = function(OwnOf<T>(self), std::get<i>(values)...);
+      return PyErr_Occurred() == nullptr ? ToPython(result) : nullptr;
+    }
+  }
+
+  static PyObject* Call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    if (count == sizeof...(Arguments)) return Apply(self, given, std::index_sequence_for<Arguments...>());
+    return PyErr_Format(PyExc_TypeError, "expected %zu arguments, not %zd", sizeof...(Arguments), count);
+  }
+};
+
+template <auto function>
+PyMethodDef Define(const char* name) {
+  const auto call = reinterpret_cast<void (*)()>(Method<function>::Call);
+  return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
+}
 
 // For "O&": reads the address of an array that Python or other processes use, too, so it is never converted.
 // `None` leaves the address unchanged.
