@@ -1,7 +1,7 @@
-"""Imports the native library, an extension module in C++, or says why there is none.
+"""Imports the native library, an extension module in C++, if it is available.
 
-`ext`, the module, has the dispatch and the engine of native pools, XLA's handlers, and the stepping loop of
-workers. The other modules here are their halves in Python.
+`ext`, the module or `None`, contains the dispatch and the engine of native pools, XLA's handlers, and the
+stepping loop of workers. The other modules here wrap them in Python.
 """
 
 from __future__ import annotations
@@ -21,24 +21,20 @@ else:
             "install jaxvec where there are a C++17 compiler and Python's headers"
         )
     except ImportError as error:
-        _reason = f"the native library can't be loaded: {error}"
+        _reason = f"the native library can't be loaded: {error}; reinstall jaxvec"
 
 
 class NativeUnavailableError(ImportError):
-    """The native library can't be used here; the text says why."""
+    """The native library can't be used here, for the reason in the message."""
 
 
 def reason_unavailable() -> str | None:
-    """Returns why the native library can't be used; `None` if it can."""
+    """Returns the reason why the native library can't be used; `None` if it can."""
     return _reason
 
 
 def load():
-    """Returns the module.
-
-    Raises:
-        NativeUnavailableError: it was not built, or can't be loaded.
-    """
+    """Returns the module, or raises `NativeUnavailableError`."""
     if ext is None:
         raise NativeUnavailableError(_reason)
     return ext

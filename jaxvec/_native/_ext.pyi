@@ -1,4 +1,4 @@
-"""The native library, in C++: see module.cc. Arrays of slots are int64, those of generations uint32."""
+"""Types of the native library, see module.cc. Arrays of slots are int64, arrays of generations uint32."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias, final
@@ -11,7 +11,7 @@ from jaxvec._memory.segment import Marks
 
 @final
 class Parent:
-    """The parent's end of the dispatch; its methods let go of the GIL. See `ParentHandoff`."""
+    """The parent's end of the dispatch. Its methods release the GIL."""
 
     def __new__(cls, *, marks: Marks, sockets: NDArray[Any], spin_ns: int, look_around_ns: int) -> Parent: ...
     def send(self, worker: int, verb: int, slots: NDArray[Any], /) -> None: ...
@@ -24,13 +24,13 @@ class Parent:
 
 @final
 class Worker:
-    """A worker's end; its methods let go of the GIL. See `WorkerHandoff`."""
+    """A worker's end of the dispatch. Its methods release the GIL."""
 
     def __new__(
         cls, *, marks: Marks, index: int, first: int, stop: int, notices: int, spin_ns: int
     ) -> Worker: ...
     def take(self, slots: NDArray[Any], /) -> tuple[int, int]:
-        """Waits for work, and fills `slots` with it; returns the verb and how many, 0 for a message."""
+        """Waits for work and stores it in `slots`; returns its verb and number of slots, 0 for a message."""
 
     def post(self, slots: NDArray[Any], /) -> None: ...
     def post_some(self, first: int, count: int, /) -> None: ...
@@ -40,11 +40,14 @@ class Worker:
 
 # --- pool.h ---
 
+STATUSES: dict[str, int]  # the enumerators of C++, which must equal the enums in Python
+VERBS: dict[str, int]  # those that C++ knows, and the number of verbs of workers as END
+
 @final
 class Pool:
-    """The engine of a pool that compiled programs step without Python; its methods let go of the GIL.
+    """The engine of a pool that compiled programs step without Python. Its methods release the GIL.
 
-    See `Engine`, and `Plan` of pool.h for the arguments. Programs find it by its id until it is closed.
+    `Plan` in pool.h documents the arguments. Programs find the pool by its id until it is closed.
     """
 
     def __new__(
@@ -92,9 +95,9 @@ class Pool:
         unread: Collection[int],
         /,
     ) -> tuple[int, list[NDArray[Any]], int]:
-        """Returns the `Status`, new arrays for the rows of a time step, and the ns waited so far.
+        """Returns the `Status`, new arrays with the results, and the ns waited so far.
 
-        The leaves of `unread` get no rows.
+        Leaves with an index in `unread` get no rows.
         """
 
     def check_handle(self, slots: NDArray[Any], generation: NDArray[Any] | None, /) -> int: ...
@@ -105,7 +108,7 @@ class Pool:
     def count_success(self) -> None: ...
     def start_trace(self, capacity: int, /) -> None: ...
     def stop_trace(self) -> tuple[list[tuple[int, int, int, int]], int]:
-        """Returns the spans (what, began, ended, thread), and how many more there were."""
+        """Returns the spans (what, start, end, thread), and the number of dropped spans."""
 
     def close(self) -> None: ...
 
@@ -116,13 +119,13 @@ FFI_CALL: Any  # capsules
 FFI_CUDA_CALL: Any
 
 def set_python(serve: Callable[..., None] | None, fail: Callable[..., bytes] | None, /) -> None:
-    """Sets what answers programs' calls, and what ends those that raise; `None` when the interpreter ends."""
+    """Sets the functions that answer calls and that report their errors; `None` at the interpreter's end."""
 
 def prepare_cuda(calls: int, sizes: NDArray[Any], /) -> None:
-    """Page-locks memory for so many calls at once, of arrays of these sizes."""
+    """Page-locks memory for `calls` simultaneous calls, each with arrays of these sizes in bytes."""
 
 def use_cuda(driver: str | None, /) -> None:
-    """Takes another CUDA driver, `None` for the machine's; for tests."""
+    """Loads another CUDA driver; `None` restores the default. For tests."""
 
 def call_cuda(
     *,
@@ -135,13 +138,10 @@ def call_cuda(
     results: Sequence[NDArray[Any]],
     packed: NDArray[Any],
 ) -> str:
-    """Makes a call as a program on a GPU would, and returns the error's text; for tests."""
+    """Makes a call as a program on a GPU would, and returns the error's text. For tests."""
 
-def watch_interrupts() -> None:
-    """Counts Ctrl-C from now on."""
-
-def interrupts() -> int:
-    """Returns how many there were."""
+def watch_interrupts() -> None: ...
+def interrupts() -> int: ...
 
 # --- stepper.cc, states.cc ---
 
@@ -149,7 +149,7 @@ Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
 Nodes: TypeAlias = tuple[set[type], type, type, type, type, type]
 
 def leaf_writer(write: Callable[[int, Any], None], rows: NDArray[Any], /) -> Callable[[int, Any], None]:
-    """Returns what writes a row as `write` does, and calls it with values that need care."""
+    """Returns a faster `write(slot, value)`, which calls `write` for unusual values."""
 
 def nested_writer(
     write: Callable[[int, Any], None],
@@ -157,17 +157,17 @@ def nested_writer(
     children: tuple[Callable[[int, Any], None], ...],
     /,
 ) -> Callable[[int, Any], None]:
-    """Returns what writes a dict of these keys, or a tuple, as `write` does; see `leaf_writer`."""
+    """Returns a faster `write` for a dict with these keys, or for a tuple; see `leaf_writer`."""
 
-def put_again(
-    layers: list[Any], told: list[frozenset[str] | None], fields: list[Fields], nodes: Nodes, /
+def restore_changes(
+    layers: list[Any], excluded: list[frozenset[str] | None], fields: list[Fields], nodes: Nodes, /
 ) -> bool:
-    """Puts a snapshot back, as `_snapshots/snapshot.py` says."""
+    """Restores a snapshot; returns False, with no change, if Python has to. See `IncrementalSnapshot`."""
 
-def take_again(
-    layers: list[Any], told: list[frozenset[str] | None], before: list[Fields], nodes: Nodes, /
+def save_changes(
+    layers: list[Any], excluded: list[frozenset[str] | None], before: list[Fields], nodes: Nodes, /
 ) -> list[Fields] | None:
-    """Takes a snapshot, as `_snapshots/snapshot.py` says."""
+    """Returns a snapshot that shares unchanged parts with `before`; `None` if Python has to save it."""
 
 def stepper(
     *,
@@ -186,14 +186,15 @@ def stepper(
     first: int,
     marked: int,
 ) -> Stepper:
-    """Returns the loop of a slice; of its index, what the lists and columns have, which it changes.
+    """Returns the stepping loop of a slice. `Stepper` in stepper.cc documents the arguments.
 
-    `marks` are the columns that say how the episode before has ended; `None` leaves them to Python.
+    Lists and arrays are indexed by env, and the loop changes them. With `marks=None`, Python handles the
+    first step after an episode's end.
     """
 
 @final
 class Stepper:
-    """Steps envs in turn, for as long as their steps are ordinary."""
+    """Steps envs one after the other, while their steps are ordinary."""
 
     def run(
         self,
@@ -206,18 +207,19 @@ class Stepper:
         after: Callable[[int], None] | None,
         /,
     ) -> tuple[int, Any]:
-        """Steps from `place` in `indices` on; returns where it stopped, and what `step` has returned there.
+        """Steps the envs of `indices[place:]` until a step is not ordinary.
 
         Args:
-            place: of the first.
-            envs: to be called, by index.
-            limits: the attributes of the `TimeLimit`s around each that are passed by but count, inmost first.
-            indices: of the envs to be stepped.
-            actions: of each of these.
-            end_step: is called at an episode's end, with index, observation, flags and info; returns the
-                row's observation and info.
-            after: is told of each that is done.
+            place: Position in `indices` of the first env to step.
+            envs: The env of each index.
+            limits: Attributes of the bypassed `TimeLimit`s of each index, innermost first.
+            indices: Indices of the envs to step.
+            actions: One action for each of `indices`.
+            end_step: Called at an episode's end with index, observation, both flags and info. Returns the
+                observation and info of the row.
+            after: Called with each index after its step.
 
         Returns:
-            `len(indices)` if all is done. Where it stopped before, the row is not written.
+            The position where the loop stopped, `len(indices)` if all steps are done; and the unhandled
+            result of `step` there, or `None` if that env was not stepped. Its row is not written.
         """

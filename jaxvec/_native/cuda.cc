@@ -22,60 +22,56 @@ constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 using Address = uint64_t;  // CUdeviceptr
 Address address(const void* pointer) { return reinterpret_cast<Address>(pointer); }
 
-// What we use of the driver. Contexts, streams and events are opaque pointers.
+// The driver's functions that we use. Contexts, streams and events are opaque pointers.
 struct Driver {
-  int (*get_error_name)(int, const char**);
-  int (*get_error_string)(int, const char**);
-  int (*get_current)(void** context);
-  int (*set_current)(void* context);
-  int (*context_of)(void* stream, void** context);
-  int (*synchronize)(void* stream);
-  int (*allocate)(void** memory, size_t bytes, unsigned flags);
-  int (*create_event)(void** event, unsigned flags);
-  int (*record)(void* event, void* stream);
-  int (*query)(void* event);
-  int (*await)(void* event);
-  int (*to_host)(void* to, Address from, size_t bytes, void* stream);
-  int (*to_device)(Address to, const void* from, size_t bytes, void* stream);
-  int (*fill)(Address to, unsigned char value, size_t count, void* stream);
+  struct Symbol {
+    void* address;
+    template <typename Function>
+    operator Function*() const {
+      return reinterpret_cast<Function*>(address);
+    }
+  };
+
+  Symbol find(const char* name) {
+    void* const address = dlsym(library, name);
+    if (address == nullptr) missing = name;
+    return {address};
+  }
+
+  void* library;
+  const char* missing = nullptr;  // a function that the library lacks
+  int (*get_error_name)(int, const char**) = find("cuGetErrorName");
+  int (*get_error_string)(int, const char**) = find("cuGetErrorString");
+  int (*get_current)(void** context) = find("cuCtxGetCurrent");
+  int (*set_current)(void* context) = find("cuCtxSetCurrent");
+  int (*context_of)(void* stream, void** context) = find("cuStreamGetCtx");
+  int (*synchronize)(void* stream) = find("cuStreamSynchronize");
+  int (*allocate)(void** memory, size_t bytes, unsigned flags) = find("cuMemHostAlloc");
+  int (*create_event)(void** event, unsigned flags) = find("cuEventCreate");
+  int (*record)(void* event, void* stream) = find("cuEventRecord");
+  int (*query)(void* event) = find("cuEventQuery");
+  int (*await)(void* event) = find("cuEventSynchronize");
+  int (*to_host)(void* to, Address from, size_t bytes, void* stream) = find("cuMemcpyDtoHAsync_v2");
+  int (*to_device)(Address to, const void* from, size_t bytes, void* stream) = find("cuMemcpyHtoDAsync_v2");
+  int (*fill)(Address to, unsigned char value, size_t count, void* stream) = find("cuMemsetD8Async");
 };
 
-// Opens the driver, or says why there is none. It stays open.
+// Returns the driver, which is never closed; null with an error's text if it can't be used.
 const Driver* open_driver(const char* library, std::string* error) {
   void* const handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     *error = std::string("CUDA's driver can't be opened: ") + dlerror();
     return nullptr;
   }
-  auto driver = std::make_unique<Driver>();
-  bool complete = true;
-  const auto find = [&](auto* function, const char* name) {
-    *reinterpret_cast<void**>(function) = dlsym(handle, name);
-    if (*function != nullptr) return;
-    *error = std::string("CUDA's driver has no ") + name;
-    complete = false;
-  };
-  find(&driver->get_error_name, "cuGetErrorName");
-  find(&driver->get_error_string, "cuGetErrorString");
-  find(&driver->get_current, "cuCtxGetCurrent");
-  find(&driver->set_current, "cuCtxSetCurrent");
-  find(&driver->context_of, "cuStreamGetCtx");
-  find(&driver->synchronize, "cuStreamSynchronize");
-  find(&driver->allocate, "cuMemHostAlloc");
-  find(&driver->create_event, "cuEventCreate");
-  find(&driver->record, "cuEventRecord");
-  find(&driver->query, "cuEventQuery");
-  find(&driver->await, "cuEventSynchronize");
-  find(&driver->to_host, "cuMemcpyDtoHAsync_v2");
-  find(&driver->to_device, "cuMemcpyHtoDAsync_v2");
-  find(&driver->fill, "cuMemsetD8Async");
-  return complete ? driver.release() : nullptr;
+  auto driver = std::make_unique<Driver>(Driver{handle});
+  if (driver->missing == nullptr) return driver.release();
+  *error = std::string("CUDA's driver has no function ") + driver->missing + "; update it";
+  return nullptr;
 }
 
-// Calls the driver until something fails, and says what.
-class Calls {
- public:
-  explicit Calls(const Driver& driver) : driver(driver) {}
+// Calls the driver's functions. After the first failure it stores an error text and makes no further calls.
+struct DriverCalls {
+  explicit DriverCalls(const Driver& driver) : driver(driver) {}
 
   template <typename... Arguments>
   bool operator()(const char* name, int (*function)(Arguments...),
@@ -83,11 +79,11 @@ class Calls {
     if (!error.empty()) return false;
     const int code = function(arguments...);
     if (code == kSuccess) return true;
-    const char *what = nullptr, *why = nullptr;
-    driver.get_error_name(code, &what);
-    driver.get_error_string(code, &why);
-    error = std::string(name) + ": " + (what == nullptr ? "CUDA error " + std::to_string(code) : what) +
-            (why == nullptr ? "" : std::string(" (") + why + ")");
+    const char *symbol = nullptr, *text = nullptr;
+    driver.get_error_name(code, &symbol);
+    driver.get_error_string(code, &text);
+    error = std::string(name) + ": " + (symbol == nullptr ? "CUDA error " + std::to_string(code) : symbol) +
+            (text == nullptr ? "" : std::string(" (") + text + ")");
     return false;
   }
 
@@ -95,7 +91,7 @@ class Calls {
   std::string error;
 };
 
-// Makes a context current, as it is already where XLA has seen to it.
+// Makes a context current in its scope. XLA's threads have it current already.
 class Activation {
  public:
   Activation(const Driver& driver, void* context) : driver_(driver) {
@@ -106,7 +102,6 @@ class Activation {
     if (changed_) driver_.set_current(before_);
   }
   Activation(const Activation&) = delete;
-  Activation& operator=(const Activation&) = delete;
 
  private:
   const Driver& driver_;
@@ -114,62 +109,61 @@ class Activation {
   bool changed_ = false;
 };
 
-// How much a piece of memory takes of a call's staging: each begins where any array may.
+// Returns the space of an array in a staging buffer, where each array is aligned.
 size_t padded(size_t bytes) {
   constexpr size_t kAlignment = 64;
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-// Page-locked memory for one call at a time, to which it belongs until its copies are done. Also the copies
-// themselves, as the pool knows them: they are done when the event is. Serves any GPU of this process.
+// A buffer of page-locked memory. One call at a time owns it, until its copies are done; as `Copies` it
+// represents these. It works with every GPU of this process.
 class Staging : public Copies {
  public:
-  // Where no memory can be page-locked it is any: the driver then copies from it before it returns, which is
-  // as safe, and slower.
-  Staging(const Driver& driver, size_t size) : driver_(driver), size_(size) {
+  // If no memory can be page-locked, ordinary memory is used. The driver then copies from it before it
+  // returns, which is as safe and slower.
+  Staging(const Driver& driver, size_t size) : driver(driver), size(size) {
     void* memory = nullptr;
-    const bool locked = driver_.allocate(&memory, size_, kPortable) == kSuccess;
-    if (!locked) memory = std::aligned_alloc(padded(1), size_);
+    const bool locked = driver.allocate(&memory, size, kPortable) == kSuccess;
+    if (!locked) memory = std::aligned_alloc(padded(1), size);
     if (memory == nullptr) throw std::bad_alloc();
     memory_ = static_cast<char*>(memory);
   }
 
-  const Driver& driver() const { return driver_; }
-  size_t size() const { return size_; }
-
-  // Memory for the call, which takes no more in all than the staging has.
+  // Returns memory for the call. The total never exceeds `size`.
   void* take(size_t bytes) {
     void* const memory = memory_ + taken_;
     taken_ += padded(bytes);
     return memory;
   }
 
-  // What was begun on the stream so far is what this stands for.
-  bool record(Calls& calls, void* context, void* stream) {
+  // Makes this represent all work on the stream so far.
+  bool record(DriverCalls& calls, void* context, void* stream) {
     Event& event = events_.try_emplace(context, Event{context, nullptr}).first->second;
-    if (event.event == nullptr &&
-        !calls("cuEventCreate", driver_.create_event, &event.event, kDisableTiming)) {
-      return false;
+    if (event.event == nullptr) {
+      if (!calls("cuEventCreate", driver.create_event, &event.event, kDisableTiming)) return false;
     }
     recorded_ = &event;
-    return calls("cuEventRecord", driver_.record, event.event, stream);
+    return calls("cuEventRecord", driver.record, event.event, stream);
   }
 
-  // An event that fails says that the device has, and nothing is copied any more.
+  // If the event has failed, so has the device, and nothing is copied any more.
   bool done() override {
     const Event* const recorded = recorded_;
     if (recorded == nullptr) return true;
-    const Activation activation(driver_, recorded->context);
-    return driver_.query(recorded->event) != kNotReady;
+    const Activation activation(driver, recorded->context);
+    return driver.query(recorded->event) != kNotReady;
   }
   void wait() override {
     const Event* const recorded = recorded_;
     if (recorded == nullptr) return;
-    const Activation activation(driver_, recorded->context);
-    driver_.await(recorded->event);
+    const Activation activation(driver, recorded->context);
+    driver.await(recorded->event);
   }
 
   void reuse() { taken_ = 0; }
+
+  const Driver& driver;
+  const size_t size;
 
  private:
   static constexpr int kNotReady = 600;  // CUDA_ERROR_NOT_READY
@@ -179,27 +173,23 @@ class Staging : public Copies {
     void* event;
   };
 
-  const Driver& driver_;
-  const size_t size_;
   char* memory_;
   size_t taken_ = 0;
-  std::map<void*, Event> events_;                // of each context that it has served
-  std::atomic<const Event*> recorded_{nullptr};  // the latest; a pool that waits for copies may ask meanwhile
+  std::map<void*, Event> events_;                // by context
+  std::atomic<const Event*> recorded_{nullptr};  // written by the call; pools read it in `done` and `wait`
 };
 
-// All that is not in use. It is kept for good, since to page-lock memory takes long, and may wait for all
-// GPUs of the process: so what programs need is made before they run, and a call makes some only if they are
-// short.
-class Stagings {
+// The unused staging buffers. They are never freed: page-locking takes long and may wait for all GPUs of the
+// process. So buffers are made before programs run, and a call makes one only if none is left.
+class StagingPool {
  public:
   std::shared_ptr<Staging> take(const Driver& driver, size_t bytes) {
     {
       const std::lock_guard lock(lock_);
-      auto best = free_.end();  // the smallest, so that what large calls need is left to them
+      auto best = free_.end();  // the smallest that is large enough
       for (auto each = free_.begin(); each != free_.end(); ++each) {
-        if (!fits(**each, driver, bytes) || (best != free_.end() && (*best)->size() <= (*each)->size()))
-          continue;
-        if ((*each)->done()) best = each;
+        const bool better = best == free_.end() || (*each)->size < (*best)->size;
+        if (better && fits(**each, driver, bytes) && (*each)->done()) best = each;
       }
       if (best != free_.end()) {
         std::shared_ptr<Staging> staging = std::move(*best);
@@ -216,23 +206,23 @@ class Stagings {
     free_.push_back(std::move(staging));
   }
 
-  // Sees to it that there are so many for calls of so many bytes. Not under the lock: a call that waits for
-  // it would keep the GPU waiting for which we may have to wait.
+  // Makes buffers until `count` fit calls of `bytes`. Allocates without the lock: page-locking may wait for a
+  // GPU, and that GPU may wait for a call that needs the lock.
   void prepare(const Driver& driver, size_t count, size_t bytes) {
-    size_t there = 0;
+    size_t existing = 0;
     {
       const std::lock_guard lock(lock_);
-      for (const auto& each : free_) there += fits(*each, driver, bytes);
+      for (const auto& each : free_) existing += fits(*each, driver, bytes);
     }
-    for (; there < count; ++there) give(std::make_shared<Staging>(driver, size_for(bytes)));
+    for (; existing < count; ++existing) give(std::make_shared<Staging>(driver, size_for(bytes)));
   }
 
  private:
   static bool fits(const Staging& staging, const Driver& driver, size_t bytes) {
-    return &staging.driver() == &driver && staging.size() >= bytes;
+    return &staging.driver == &driver && staging.size >= bytes;
   }
 
-  // Of few sizes, so that one serves calls of several programs.
+  // Rounds up to a power of two, so that calls of several programs can share a buffer.
   static size_t size_for(size_t bytes) {
     size_t size = 256 * 1024;
     while (size < bytes) size *= 2;
@@ -240,57 +230,52 @@ class Stagings {
   }
 
   std::mutex lock_;
-  std::vector<std::shared_ptr<Staging>> free_;
+  std::vector<std::shared_ptr<Staging>> free_;  // under the lock
 };
 
-Stagings& stagings() {
-  static auto* all = new Stagings;  // outlives every thread
+StagingPool& stagings() {
+  static auto* all = new StagingPool;  // outlives every thread
   return *all;
 }
 
-// The results that reach the GPU by one copy: the token, and what the program has packed with it.
+// The small results, which one copy moves to the GPU: the token and those packed with it.
 struct Packed {
-  char* there;  // on the GPU
-  char* here;   // in the call's staging
+  char* device;
+  char* host;  // in the call's staging buffer
   size_t bytes;
 
-  // Whether a result on the GPU is among these, and where it is gathered.
-  bool has(const Array& result) const {
-    const size_t offset = address(result.data) - address(there);
+  bool contains(const Array& result) const {  // a result on the GPU
+    const size_t offset = address(result.data) - address(device);
     return offset < bytes && bytes_of(result) <= bytes - offset;
   }
-  void* here_of(const Array& result) const { return here + (address(result.data) - address(there)); }
-  bool holds(const void* memory) const { return address(memory) - address(here) < bytes; }
+  bool contains_host(const void* memory) const { return address(memory) - address(host) < bytes; }
 };
 
-// Results on a GPU.
+// The memory of results on a GPU.
 //
-// Large ones go there straight from the segment, and nobody waits for them: not the step, which has returned
-// before they are read. So a worker could write the next step's rows over them. What prevents it is the
-// token: it follows all rows on the same stream, so whoever reads it on the device, or gets it from there,
-// does so after the rows were read; and only who has it can move these envs again. A call reads its
-// token on the host, waiting for its stream, before it hands anything to a worker. So steps in a row need
-// no second set of results, and no wait but for the actions. The other side of the race: who needs no token
-// (the host's verbs, a reset that starts from the pool, `close`) calls `Pool::wait_for_copies` first.
+// Large results are copied straight from the segment, and the step returns before these copies are done. So a
+// worker of the next step could overwrite rows that are still being read. The token prevents this: it is
+// copied after all rows on the same stream, so a caller that has the token, on the device or on the host, has
+// it after the rows were read, and only a caller with the token can move these envs again. A call waits for
+// its stream to read its token on the host before it dispatches anything. So successive steps need no second
+// set of results and wait only for their actions. The other side of this race: callers without a token
+// (functions of the host, a reset that starts from the pool, `close`) call `Pool::wait_for_copies` first.
 //
-// Small ones are gathered first, beside the token, and go there with it.
+// Small results are gathered in the packed buffer and copied together with the token.
 class CudaTarget : public Target {
  public:
-  CudaTarget(Calls& calls, void* context, void* stream, std::shared_ptr<Staging> staging,
+  CudaTarget(DriverCalls& calls, void* context, void* stream, std::shared_ptr<Staging> staging,
              const Packed& packed)
       : calls_(calls), context_(context), stream_(stream), staging_(std::move(staging)), packed_(packed) {}
 
   void put(void* to, const std::vector<Run>& runs) override {
-    if (packed_.holds(to)) {
-      host_.put(to, runs);
-      return;
-    }
+    if (packed_.contains_host(to)) return host_.put(to, runs);
     size_t bytes = 0;
     for (const Run& run : runs) bytes += run.bytes;
     if (bytes == 0) return;
     char* target = static_cast<char*>(to);
     if (bytes < runs.size() * kLarge && runs.size() > 1) {
-      // To begin a copy takes about as long as to copy so much. So small pieces are gathered.
+      // Starting a copy takes about as long as copying kLarge bytes, so smaller pieces are gathered first.
       void* const gathered = staging_->take(bytes);
       host_.put(gathered, runs);
       copy(target, gathered, bytes);
@@ -307,7 +292,7 @@ class CudaTarget : public Target {
   }
 
   std::shared_ptr<Copies> finish() override {
-    copy(packed_.there, packed_.here, packed_.bytes);
+    copy(packed_.device, packed_.host, packed_.bytes);
     if (!staging_->record(calls_, context_, stream_)) calls_.driver.synchronize(stream_);
     return staging_;
   }
@@ -320,7 +305,7 @@ class CudaTarget : public Target {
     calls_("cuMemcpyHtoDAsync", calls_.driver.to_device, address(to), from, bytes, stream_);
   }
 
-  Calls& calls_;
+  DriverCalls& calls_;
   void* const context_;
   void* const stream_;
   const std::shared_ptr<Staging> staging_;
@@ -328,7 +313,7 @@ class CudaTarget : public Target {
   HostTarget host_;
 };
 
-std::mutex driver_lock;
+std::mutex driver_lock;  // guards the two variables below
 std::string driver_library = "libcuda.so.1";
 const Driver* opened = nullptr;
 
@@ -347,7 +332,7 @@ void use_driver(const char* library) {
 }
 
 void prepare_cuda(uint32_t calls, const uint64_t* bytes, uint32_t count) {
-  std::string error;  // which the program's first call meets, too
+  std::string error;  // unused: the program's first call reports it, too
   const Driver* const driver = get_driver(&error);
   if (driver == nullptr) return;
   size_t needed = 0;
@@ -359,30 +344,30 @@ std::string answer_on_cuda(Call& call, void* stream) {
   std::string error;
   const Driver* const driver = get_driver(&error);
   if (driver == nullptr) return error;
-  Calls calls(*driver);
+  DriverCalls calls(*driver);
   void* context = nullptr;
   if (!calls("cuStreamGetCtx", driver->context_of, stream, &context)) return calls.error;
   const Activation activation(*driver, context);
 
-  std::vector<Array> operands(call.operands, call.operands + call.num_operands);
-  const std::vector<Array> on_device(call.results, call.results + call.num_results);
-  std::vector<Array> results = on_device;
+  // Both are replaced by arrays in host memory below, except for large results.
+  std::vector<Array>&operands = call.operands, &results = call.results;
+  const std::vector<Array> on_device = results;
   Packed packed{static_cast<char*>(call.packed), nullptr, call.packed_bytes};
-  if (packed.there == nullptr && !results.empty()) {
+  if (packed.device == nullptr && !results.empty()) {
     packed = {static_cast<char*>(results[0].data), nullptr, bytes_of(results[0])};
   }
-  std::vector<size_t> alone;  // results that are copied by themselves
+  std::vector<size_t> large;  // indices of results that are not packed
   size_t needed = padded(packed.bytes);
   for (const Array& operand : operands) needed += padded(bytes_of(operand));
   for (size_t i = 0; i < results.size(); ++i) {
-    if (packed.has(results[i])) continue;
-    alone.push_back(i);
+    if (packed.contains(results[i])) continue;
+    large.push_back(i);
     needed += padded(bytes_of(results[i]));
   }
   const std::shared_ptr<Staging> staging = stagings().take(*driver, needed);
 
-  // All operands come over at once, because the token has to be looked at before the actions may be
-  // written, and to wait for the stream twice would take longer than to copy actions once more.
+  // Copy all operands at once. The token must be checked before actions are written to the segment, and a
+  // second wait for the stream would take longer than copying the actions once more.
   for (Array& operand : operands) {
     const size_t bytes = bytes_of(operand);
     void* const host = staging->take(bytes);
@@ -392,29 +377,27 @@ std::string answer_on_cuda(Call& call, void* stream) {
     operand.data = host;
   }
   calls("cuStreamSynchronize", driver->synchronize, stream);
-  if (!calls.error.empty()) return calls.error;  // the staging is given up: who knows what copies to it
+  if (!calls.error.empty()) return calls.error;  // leaks the staging buffer, which copies may still write to
 
-  packed.here = static_cast<char*>(staging->take(packed.bytes));
+  packed.host = static_cast<char*>(staging->take(packed.bytes));
   for (Array& result : results) {
-    if (packed.has(result)) result.data = packed.here_of(result);
+    if (packed.contains(result)) result.data = packed.host + (address(result.data) - address(packed.device));
   }
   CudaTarget target(calls, context, stream, staging, packed);
-  const std::shared_ptr<Pool> pool = pool_of(operands);
+  const std::shared_ptr<Pool> pool = pool_of(call);
   Status status = Status::kElsewhere;
-  // A pool whose segment was not page-locked before the program ran is Python's, which then does it.
+  // Without page-locked memory the call goes to Python, which page-locks the segment first.
   if (pool != nullptr && pool->state.devices.load(std::memory_order_acquire)) {
     status = pool->answer(call.verb, call.fingerprint, operands, results, target, &call.waited_ns);
   }
   if (status != Status::kDone || interrupted()) {
-    if (status != Status::kDone) {  // then Python fills in the results
-      for (const size_t i : alone) results[i].data = staging->take(bytes_of(results[i]));
+    if (status != Status::kDone) {  // Python writes the results to the staging buffer
+      for (const size_t i : large) results[i].data = staging->take(bytes_of(results[i]));
     }
     call.on_device = 1;
-    call.operands = operands.data();
-    call.results = results.data();
     error = ask_python(call, status, pool.get());
     if (error.empty() && status != Status::kDone) {
-      for (const size_t i : alone) {
+      for (const size_t i : large) {
         const size_t bytes = bytes_of(results[i]);
         if (bytes > 0) target.put(on_device[i].data, {{results[i].data, bytes}});
       }

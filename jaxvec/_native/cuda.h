@@ -1,6 +1,6 @@
-// Calls of programs on NVIDIA's GPUs: the same pool, with copies on the program's stream at both ends.
+// Calls of programs on NVIDIA GPUs: the same pool, with copies on the program's stream before and after.
 //
-// Nothing of CUDA is needed to build this, nor to load it: its driver is opened at the first call.
+// Neither building nor loading this needs CUDA, since the driver is opened at the first call.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@
 
 namespace jaxvec {
 
-// Answers a call whose operands and results are in the memory of a GPU, on `stream` (a CUstream). Returns
-// the error's text, or an empty one. The results are there for whatever comes later on the stream.
+// Answers a call with operands and results in GPU memory, on `stream` (a CUstream). Returns the error's
+// text, empty on success. Later work on the stream finds the results there.
 std::string answer_on_cuda(Call& call, void* stream);
 
-// Page-locks memory for so many calls at once, each of which brings and takes `count` arrays of so many
-// bytes. The caller has a context current, and no program is running that this could keep from ending.
+// Page-locks memory for `calls` calls at once, each with `count` arrays of these sizes. The caller has a
+// context current, and no running program may depend on this thread.
 void prepare_cuda(uint32_t calls, const uint64_t* bytes, uint32_t count);
 
-// Takes the driver from another library; null for the machine's.
+// Loads the driver from another library; null restores the default.
 void use_driver(const char* library);
 
 }  // namespace jaxvec

@@ -1,4 +1,4 @@
-// The XLA FFI handlers: a compiled program's way into a pool, on the CPU and on NVIDIA's GPUs. Twin of
+// The XLA FFI handlers, with which compiled programs on the CPU and on NVIDIA GPUs call a pool. Twin of
 // callbacks/_ffi.py.
 #include "ffi.h"
 
@@ -17,40 +17,16 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// NumPy's kind and size of an element, see `Array`.
+// Returns NumPy's kind and item size, as in `Array`; 0 for types that NumPy lacks. XLA's ABI numbers the
+// types of each kind consecutively.
 uint32_t numpy_dtype(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::PRED:
-      return 'b' + 256 * 1;
-    case ffi::DataType::S8:
-      return 'i' + 256 * 1;
-    case ffi::DataType::S16:
-      return 'i' + 256 * 2;
-    case ffi::DataType::S32:
-      return 'i' + 256 * 4;
-    case ffi::DataType::S64:
-      return 'i' + 256 * 8;
-    case ffi::DataType::U8:
-      return 'u' + 256 * 1;
-    case ffi::DataType::U16:
-      return 'u' + 256 * 2;
-    case ffi::DataType::U32:
-      return 'u' + 256 * 4;
-    case ffi::DataType::U64:
-      return 'u' + 256 * 8;
-    case ffi::DataType::F16:
-      return 'f' + 256 * 2;
-    case ffi::DataType::F32:
-      return 'f' + 256 * 4;
-    case ffi::DataType::F64:
-      return 'f' + 256 * 8;
-    case ffi::DataType::C64:
-      return 'c' + 256 * 8;
-    case ffi::DataType::C128:
-      return 'c' + 256 * 16;
-    default:
-      return 0;
-  }
+  using Type = ffi::DataType;
+  const auto dtype = [type](char kind) { return kind + 256 * static_cast<uint32_t>(ffi::ByteWidth(type)); };
+  if (type == Type::PRED) return dtype('b');
+  if (type >= Type::S8 && type <= Type::S64) return dtype('i');
+  if (type >= Type::U8 && type <= Type::U64) return dtype('u');
+  if (type >= Type::F16 && type <= Type::F64) return dtype('f');
+  return type == Type::C64 || type == Type::C128 ? dtype('c') : 0;
 }
 
 Array as_array(const ffi::AnyBuffer& buffer) {
@@ -59,7 +35,7 @@ Array as_array(const ffi::AnyBuffer& buffer) {
           numpy_dtype(buffer.element_type()), nullptr};
 }
 
-// The operands or results of a call. The framework has checked nothing of them but that they exist.
+// Collects the operands or results of a call. The framework has checked only that they exist.
 template <typename Buffers>
 ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
   arrays->reserve(buffers.size());
@@ -75,50 +51,49 @@ ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
   return ffi::Error::Success();
 }
 
-// The results of a program that has packed small ones into the first array; the others have one each.
-// `layout` says of each result where it begins in the packed array, in bytes, or -1; its dtype, rank and
-// dimensions: as `_layout` of _ffi.py. Returns whether these fit the arrays.
-bool unpack(ffi::Span<const int64_t> layout, const std::vector<Array>& arrays, Call* call,
-            std::vector<Array>* results) {
+// Finds the results of a program that packs small ones into the first array; each other result has an array
+// of its own. `layout`, from `_layout` of _ffi.py, has for each result its offset in bytes in the packed
+// array, or -1; then its dtype, rank and dimensions. Returns whether the layout is consistent with the
+// arrays.
+bool unpack(ffi::Span<const int64_t> layout, const std::vector<Array>& arrays, Call* call) {
   if (arrays.empty()) return false;
   call->packed = arrays[0].data;
   call->packed_bytes = bytes_of(arrays[0]);
-  size_t alone = 1;
+  size_t next_array = 1;
   const int64_t* next = layout.begin();
   for (const int64_t* const end = next + layout.size(); next != end;) {
     if (end - next < 3 || next[2] < 0 || end - next - 3 < next[2]) return false;
     Array result{nullptr, next + 3, static_cast<uint32_t>(next[2]), static_cast<uint32_t>(next[1]), nullptr};
     const size_t bytes = bytes_of(result);
     if (next[0] >= 0) {
-      const auto place = static_cast<size_t>(next[0]);
-      if (place > call->packed_bytes || bytes > call->packed_bytes - place) return false;
-      result.data = static_cast<char*>(call->packed) + place;
+      const auto offset = static_cast<size_t>(next[0]);
+      if (offset > call->packed_bytes || bytes > call->packed_bytes - offset) return false;
+      result.data = static_cast<char*>(call->packed) + offset;
     } else {
-      if (alone == arrays.size() || bytes_of(arrays[alone]) != bytes) return false;
-      result.data = arrays[alone++].data;
+      if (next_array == arrays.size() || bytes_of(arrays[next_array]) != bytes) return false;
+      result.data = arrays[next_array++].data;
     }
-    results->push_back(result);
+    call->results.push_back(result);
     next += 3 + result.rank;
   }
-  return alone == arrays.size();
+  return next_array == arrays.size();
 }
 
-// Makes a call of what the FFI gives. Operands: the token, and what the verb takes. Results: the next
-// token, and what it gives; packed, if there is a layout.
+// Makes and answers a call. The operands are the token and the verb's operands; the results are the next
+// token and the verb's results, packed if there is a layout.
 template <typename Answer>
 ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t fingerprint, uint32_t verb,
                  bool fresh, ffi::Span<const uint8_t> extra, const ffi::Span<const int64_t>* layout,
                  const Answer& answer) {
-  watch_signals();  // notebooks set a handler of their own for each cell
-  std::vector<Array> operands, results;
-  if (ffi::Error error = collect(args, &operands); error.failure()) return error;
-  if (ffi::Error error = collect(rets, &results); error.failure()) return error;
+  watch_signals();  // in each call, because notebooks set a SIGINT handler for each cell
   Call call{};
+  if (ffi::Error error = collect(args, &call.operands); error.failure()) return error;
+  if (ffi::Error error = collect(rets, &call.results); error.failure()) return error;
   if (layout != nullptr) {
-    const std::vector<Array> arrays = std::move(results);
-    results.clear();
-    if (!unpack(*layout, arrays, &call, &results)) {
-      return ffi::Error(ffi::ErrorCode::kInternal, "a program whose results are not packed as it says");
+    const std::vector<Array> arrays = std::exchange(call.results, {});
+    if (!unpack(*layout, arrays, &call)) {
+      return ffi::Error(ffi::ErrorCode::kInternal,
+                        "the program's results are not packed as its layout specifies; recompile it");
     }
   }
   call.verb = verb;
@@ -126,10 +101,6 @@ ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
   call.extra = extra.begin();
   call.num_extra = static_cast<uint32_t>(extra.size());
   call.fingerprint = fingerprint;
-  call.operands = operands.data();
-  call.num_operands = static_cast<uint32_t>(operands.size());
-  call.results = results.data();
-  call.num_results = static_cast<uint32_t>(results.size());
   call.interrupts = interrupts();
   const std::string error = answer(call);
   return error.empty() ? ffi::Error::Success() : ffi::Error(ffi::ErrorCode::kInternal, error);
@@ -147,7 +118,7 @@ ffi::Error call_on_cuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRet
                [stream](Call& call) { return answer_on_cuda(call, stream); });
 }
 
-// What a call has, after what its platform adds.
+// Adds the arguments that calls on all platforms have.
 template <typename Binding>
 auto bind(Binding binding) {
   return std::move(binding)
@@ -165,8 +136,8 @@ uint32_t ffi_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
 
 }  // namespace jaxvec
 
-// Neither has the trait of being compatible with command buffers: a CUDA graph would repeat the copies and
-// leave out the envs, so XLA must not capture a call, and by default does not.
+// The handlers lack the trait for command buffers on purpose: a CUDA graph would replay the copies without
+// stepping the envs.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_call, jaxvec::call_on_host, jaxvec::bind(xla::ffi::Ffi::Bind()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxvec_ffi_cuda_call, jaxvec::call_on_cuda,

@@ -23,13 +23,12 @@ int64_t now_ns() {
 
 namespace {
 
-// Workers wait for each other and for the parent's turn; the parent waits for whole steps, and should
-// leave its core to a worker soon.
-constexpr int64_t kParentSpinNs = 50'000;
+// The parent waits for whole steps, and should soon leave its core to a worker.
+constexpr int64_t kMaxParentSpinNs = 50'000;
 
-constexpr uint64_t kSliceNs = 100'000;  // the shortest that the kernel grants
+constexpr uint64_t kSliceNs = 100'000;  // the kernel's minimum
 
-// The first version of the kernel's `struct sched_attr`, which glibc has had since 2.41 only.
+// The first version of the kernel's `struct sched_attr`; glibc declares it since 2.41.
 struct SchedAttr {
   uint32_t size = sizeof(SchedAttr);
   uint32_t policy = 0;
@@ -39,14 +38,14 @@ struct SchedAttr {
   uint64_t runtime = 0, deadline = 0, period = 0;
 };
 
-// Asks the scheduler for short slices for this thread, once, before it sleeps for the first time.
+// Requests short time slices for this thread, once, before its first sleep.
 //
-// A thread that is woken while every core is busy waits until a running thread has used up its slice, about
-// 3 ms. A step needs one such turn in each direction, so a busy machine would make it slow by that much.
-// Since 6.12 Linux gives a thread with a shorter slice its turn earlier, and no more time in all. It needs no
-// privilege. Older kernels ignore the field. Threads and processes that this thread starts get the default
-// (SCHED_FLAG_RESET_ON_FORK): envs run programs of their own. That flag would also take a negative nice value
-// from them, so such a thread passes its slices on.
+// If all cores are busy, a thread that is woken waits until a running thread has used up its slice of about
+// 3 ms, and a step needs one wake in each direction. Since Linux 6.12 a thread with a shorter slice runs
+// sooner, without more time in total. This needs no privilege, and older kernels ignore the field. Threads
+// and processes that this thread starts get the default slice (SCHED_FLAG_RESET_ON_FORK), since envs run
+// programs of their own. That flag would also reset a negative nice value, so such a thread passes its slice
+// on.
 void ask_for_short_slices() {
   thread_local bool asked = false;
   if (asked) return;
@@ -54,14 +53,14 @@ void ask_for_short_slices() {
   const char* setting = getenv("JAXVEC_SHORT_SLICES");
   if (setting != nullptr && *setting == '0') return;
   SchedAttr attr;
-  // A thread that its program has put under another policy stays as it is.
+  // Respect another scheduling policy that the program has chosen.
   if (syscall(SYS_sched_getattr, 0, &attr, sizeof(attr), 0) != 0 || attr.policy != SCHED_OTHER) return;
   if (attr.nice >= 0) attr.flags |= 1;  // SCHED_FLAG_RESET_ON_FORK
   attr.runtime = kSliceNs;
   syscall(SYS_sched_setattr, 0, &attr, 0);
 }
 
-// Sleeps until `word` is woken, unless it is not `seen` any more. Returns 0 or an errno.
+// Sleeps until `line` is woken, unless its word differs from `seen`. Returns 0 or an errno.
 int futex_wait(Line& line, uint32_t seen, const timespec* timeout) {
   const long result =
       syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line.word), FUTEX_WAIT, seen, timeout, nullptr, 0);
@@ -72,8 +71,8 @@ void futex_wake(Line& line) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line.word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Looks again for a while before a sleep, because a core that idles is slow to wake: by tens of
-// microseconds in a virtual machine. It yields each time, so whoever has work for this core goes first.
+// Polls for a while before a sleep, because an idle core takes tens of microseconds to wake in a virtual
+// machine. Yielding in each turn lets a thread with work use this core first.
 class Spin {
  public:
   explicit Spin(int64_t ns) : until_(ns == 0 ? 0 : now_ns() + ns) {}
@@ -81,16 +80,15 @@ class Spin {
   bool again() {
     if (until_ == 0) return false;
     sched_yield();
-    if (now_ns() < until_) return true;
-    until_ = 0;
-    return false;
+    if (now_ns() >= until_) until_ = 0;
+    return until_ != 0;
   }
 
  private:
   int64_t until_;  // 0 when it is over
 };
 
-// Counters wrap; a difference does not, while less than half of them lies between.
+// Compares counters that wrap around, if they differ by less than 2**31.
 bool reached(uint32_t counter, uint32_t target) { return static_cast<int32_t>(counter - target) >= 0; }
 
 bool any_readable(const Parent& parent) {
@@ -104,9 +102,9 @@ bool notified(const Parent& parent) {
          parent.seen_notices.load(std::memory_order_relaxed);
 }
 
-// Whether there is more to know than that the slots are completed: others may have failed. Who always
-// finds a batch completed would never hear of them, so now and then it looks at the sockets, too.
-bool anything_else(Parent& parent) {
+// Returns whether the control sockets need attention although the slots are completed. The sockets are polled
+// at intervals, as a program with batches that are always ready would otherwise never notice a failed worker.
+bool needs_attention(Parent& parent) {
   if (notified(parent)) return true;
   const int64_t now = now_ns();
   if (now - parent.looked_ns.load(std::memory_order_relaxed) < parent.board.look_around_ns) return false;
@@ -117,7 +115,7 @@ bool anything_else(Parent& parent) {
 uint32_t count_completed(const Board& board, const int64_t* slots, uint32_t num_slots) {
   uint32_t completed = 0;
   for (uint32_t i = 0; i < num_slots; ++i) {
-    // Where they are equal, the slot's row is ours to read.
+    // Acquire pairs with the release in `post`: if the marks are equal, the slot's row can be read.
     completed += board.completed[slots[i]].load(std::memory_order_acquire) ==
                  board.requested[slots[i]].load(std::memory_order_relaxed);
   }
@@ -131,28 +129,25 @@ class Waiter {
   }
   ~Waiter() { parent_.waiters.fetch_sub(1, std::memory_order_seq_cst); }
   Waiter(const Waiter&) = delete;
-  Waiter& operator=(const Waiter&) = delete;
 
  private:
   Parent& parent_;
 };
 
 void wake_worker(Board& board, uint32_t worker) {
-  // The worker says that it sleeps, then looks at its doorbell; we ring the doorbell, then look whether it
-  // sleeps. In one total order of these four, at least one side sees the other.
+  // The worker stores `asleep`, then loads its doorbell; we add to the doorbell, then load `asleep`. The four
+  // accesses are seq_cst, so in their total order at least one side sees the other's store.
   board.doorbell[worker].word.fetch_add(1, std::memory_order_seq_cst);
-  if (board.asleep[worker].word.load(std::memory_order_seq_cst) != 0) {
-    futex_wake(board.doorbell[worker]);
-  }
+  if (board.asleep[worker].word.load(std::memory_order_seq_cst) != 0) futex_wake(board.doorbell[worker]);
 }
 
-// Finds the slots that are a worker's now, in the order in which they were asked for, as far as they
-// want the same operation as the first.
+// Stores the worker's pending slots in the order of their requests, up to the first with another operation.
+// Returns their number.
 uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
   const Board& board = worker.board;
   int64_t* end = slots;
   for (int64_t slot = worker.first; slot < worker.stop; ++slot) {
-    const int64_t completed = board.completed[slot].load(std::memory_order_relaxed);  // ours alone to write
+    const int64_t completed = board.completed[slot].load(std::memory_order_relaxed);  // only we write it
     if (board.requested[slot].load(std::memory_order_acquire) != completed) *end++ = slot;
   }
   if (end == slots) return 0;
@@ -171,8 +166,8 @@ uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
     const int64_t request = kEnd * ++parent.request_number + operation;
-    // Publishes actions and seeds.
-    parent.board.requested[slots[i]].store(request, std::memory_order_release);
+    parent.board.requested[slots[i]].store(request,
+                                           std::memory_order_release);  // publishes actions and seeds
   }
   wake_worker(parent.board, worker);
 }
@@ -184,9 +179,9 @@ void pass_on(Parent& parent, uint32_t worker, const int64_t* requests, const int
   wake_worker(parent.board, worker);
 }
 
-void notify_worker(Parent& parent, uint32_t worker) {
-  parent.board.worker_notices[worker].word.fetch_add(1, std::memory_order_release);
-  wake_worker(parent.board, worker);
+void notify_worker(Board& board, uint32_t worker) {
+  board.worker_notices[worker].word.fetch_add(1, std::memory_order_release);
+  wake_worker(board, worker);
 }
 
 Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t count, int64_t timeout_ns) {
@@ -194,19 +189,22 @@ Outcome wait(Parent& parent, const int64_t* slots, uint32_t num_slots, uint32_t 
   Board& board = parent.board;
   const int64_t deadline = now_ns() + timeout_ns;
   const Waiter waiter(parent);
-  Spin spin(std::min<int64_t>(board.spin_ns, kParentSpinNs));
+  Spin spin(std::min<int64_t>(board.spin_ns, kMaxParentSpinNs));
   for (;;) {
-    // Workers set `completed`, then add to `finished`: what is not completed now is counted after this.
+    // Workers store `completed`, then add to `finished`. So a slot that is not completed below is added to
+    // `finished` after this load.
     const uint32_t finished = board.finished->word.load(std::memory_order_seq_cst);
     const uint32_t completed = count_completed(board, slots, num_slots);
-    if (completed >= count) return anything_else(parent) ? kLookAround : kDone;
-    // As with a worker's doorbell: we store the target and count as a sleeper, then read `finished`; workers
-    // add to `finished`, then read both. So either we see that it has changed, or the worker sees that it
-    // has to wake us. Other threads' slots count, too, so the target may come too early, but never too late:
-    // who waits alone need not be woken before as many slots are finished as are missing, and others at each.
+    if (completed >= count) return needs_attention(parent) ? kLookAround : kDone;
+    // As with a worker's doorbell: we store `target` and add to `sleepers`, then load `finished`; workers add
+    // to `finished`, then load both. Either we see the new value, or the worker sees that it has to wake us.
+    // Slots of other threads count, too, so a wake may come too early, but never too late. A single waiter
+    // needs a wake only when as many slots are finished as it lacks; several waiters need one after each
+    // slot.
     const uint32_t waiters = parent.waiters.load(std::memory_order_seq_cst);
     board.target->word.store(finished + (waiters == 1 ? count - completed : 1), std::memory_order_seq_cst);
-    if (parent.waiters.load(std::memory_order_seq_cst) != waiters) continue;  // one came, for whom it is late
+    if (parent.waiters.load(std::memory_order_seq_cst) != waiters)
+      continue;  // a new one needs an earlier target
     do {
       if (notified(parent)) return kLookAround;
     } while (board.finished->word.load(std::memory_order_seq_cst) == finished && spin.again());
@@ -257,7 +255,7 @@ void post(Worker& worker, const int64_t* slots, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
     const int64_t slot = slots[i];
     board.completed_at[slot].store(now, std::memory_order_relaxed);
-    // Publishes the slot's row.
+    // Release publishes the slot's row.
     board.completed[slot].store(board.requested[slot].load(std::memory_order_relaxed),
                                 std::memory_order_release);
   }
@@ -270,8 +268,8 @@ void post(Worker& worker, const int64_t* slots, uint32_t count) {
 
 void notify_parent(Board& board) {
   board.parent_notices->word.fetch_add(1, std::memory_order_seq_cst);
-  // Sleepers compare `finished`, which did not change; this ends their sleep all the same. One that
-  // is just about to sleep looks at the notices after its nap.
+  // This ends all sleeps although `finished` is unchanged. A thread that is about to sleep misses the wake,
+  // and reads the notices after its sleep of at most `look_around_ns`.
   futex_wake(*board.finished);
 }
 

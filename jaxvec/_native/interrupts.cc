@@ -9,19 +9,20 @@
 namespace jaxvec {
 namespace {
 
-// What schedulers and users end, pause or prod a program with, besides Ctrl-C.
+// Signals besides SIGINT with which schedulers and users end, pause or notify a program.
 constexpr int kOthers[] = {SIGHUP,  SIGQUIT, SIGUSR1, SIGUSR2,  SIGALRM,
                            SIGTERM, SIGCONT, SIGXCPU, SIGWINCH, SIGIO};
-constexpr int64_t kSeldom = 20'000'000;  // ns between looks at their handlers: ten system calls
+constexpr int64_t kCheckIntervalNs = 20'000'000;  // between checks of their handlers, ten system calls
 
-std::atomic<uint32_t> count{0};      // of Ctrl-C
-std::atomic<uint32_t> all_count{0};  // of these and the others
-struct sigaction theirs[NSIG];       // by signal; written before ours is installed
+std::atomic<uint32_t> num_interrupts{0};
+std::atomic<uint32_t> num_signals{0};  // SIGINT included
+struct sigaction previous[NSIG];       // by signal; written under `watching`, before our handler is installed
 
+// Async-signal-safe: only lock-free additions, and the handler that was there.
 void on_signal(int signal, siginfo_t* info, void* context) {
-  if (signal == SIGINT) count.fetch_add(1, std::memory_order_relaxed);
-  all_count.fetch_add(1, std::memory_order_relaxed);
-  const struct sigaction& next = theirs[signal];
+  if (signal == SIGINT) num_interrupts.fetch_add(1, std::memory_order_relaxed);
+  num_signals.fetch_add(1, std::memory_order_relaxed);
+  const struct sigaction& next = previous[signal];
   if (next.sa_flags & SA_SIGINFO) {
     next.sa_sigaction(signal, info, context);
   } else {
@@ -29,26 +30,25 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   }
 }
 
-// Has a signal counted, if somebody handles it.
+// Installs our handler in front of another one, if there is one.
 void watch(int signal) {
   struct sigaction current;
   if (sigaction(signal, nullptr, &current) != 0) return;
-  const bool ours = (current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_signal;
-  if (ours || current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN) return;
-  theirs[signal] = current;
-  struct sigaction mine = current;  // their mask, and above all no SA_RESTART that they don't have
-  mine.sa_flags |= SA_SIGINFO;
-  mine.sa_sigaction = on_signal;
-  sigaction(signal, &mine, nullptr);
+  const bool watched = (current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_signal;
+  if (watched || current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN) return;
+  previous[signal] = current;
+  current.sa_flags |= SA_SIGINFO;  // the mask and SA_RESTART stay as the other handler needs them
+  current.sa_sigaction = on_signal;
+  sigaction(signal, &current, nullptr);
 }
 
-bool looks_at_others() {
+bool is_check_due() {
   static std::atomic<int64_t> next{0};
   timespec time;
-  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);  // a few ns
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);  // takes a few ns
   const int64_t now = time.tv_sec * 1'000'000'000LL + time.tv_nsec;
   if (now < next.load(std::memory_order_relaxed)) return false;
-  next.store(now + kSeldom, std::memory_order_relaxed);
+  next.store(now + kCheckIntervalNs, std::memory_order_relaxed);
   return true;
 }
 
@@ -57,14 +57,14 @@ bool looks_at_others() {
 void watch_signals() {
   static std::mutex watching;
   const std::unique_lock lock(watching, std::try_to_lock);
-  if (!lock.owns_lock()) return;  // another thread does it
+  if (!lock.owns_lock()) return;  // another thread is doing this
   watch(SIGINT);
-  if (!looks_at_others()) return;
+  if (!is_check_due()) return;
   for (const int signal : kOthers) watch(signal);
 }
 
-uint32_t interrupts() { return count.load(std::memory_order_relaxed); }
+uint32_t interrupts() { return num_interrupts.load(std::memory_order_relaxed); }
 
-uint32_t signals() { return all_count.load(std::memory_order_relaxed); }
+uint32_t signals() { return num_signals.load(std::memory_order_relaxed); }
 
 }  // namespace jaxvec

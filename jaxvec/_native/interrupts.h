@@ -1,23 +1,22 @@
-// Counts signals, for threads that Python's own signal handling never reaches.
+// Counts signals for threads that Python's signal handling does not reach.
 //
-// Python runs its handlers in the main thread only, and only between two of its instructions. A compiled
-// program has none: nobody would hear of Ctrl-C, or of the SIGTERM that announces a preemption, before it
-// ends.
+// Python runs handlers only in the main thread, between two bytecode instructions. A compiled program runs no
+// bytecode, so it would not notice Ctrl-C, or the SIGTERM that announces a preemption, before it ends.
 #pragma once
 
 #include <cstdint>
 
 namespace jaxvec {
 
-// Counts from now on, and passes every signal on to the handler that is there. Does nothing where there
-// is none, or where it counts already. Whoever sets a handler later ends the counting, until this is called
-// again: SIGINT's at once, since notebooks set one for each cell; others' a moment later.
+// Starts counting; each signal is then passed to its present handler. Signals without a handler are left
+// alone. A handler that is set later ends the counting until the next call: calls re-install SIGINT's counter
+// at once, since notebooks set a handler for each cell, and the others after up to 20 ms.
 void watch_signals();
 
-// Returns how many SIGINT there were.
+// Returns the number of SIGINTs so far.
 uint32_t interrupts();
 
-// Returns how many there were of all that are watched.
+// Returns the number of all counted signals so far.
 uint32_t signals();
 
 }  // namespace jaxvec

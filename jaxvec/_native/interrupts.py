@@ -1,4 +1,4 @@
-"""Tells threads of Ctrl-C that Python does not tell. Twin of `interrupts.cc`."""
+"""Raises `KeyboardInterrupt` in threads other than the main thread. Wraps `interrupts.cc`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jaxvec import _native
 
 
 def watch() -> None:
-    """Counts Ctrl-C from now on, if there is a native library."""
+    """Starts to count SIGINTs, if there is a native library."""
     if _native.ext is not None:
         _native.ext.watch_interrupts()
 
 
 def count() -> int:
-    """Returns how many there were."""
+    """Returns the number of SIGINTs so far; 0 without the native library."""
     return 0 if _native.ext is None else _native.ext.interrupts()
 
 
 def since_now() -> Callable[[], None]:
-    """Returns a call of `raise_since` this moment."""
+    """Returns a function that calls `raise_since` with the present count."""
     return partial(raise_since, count())
 
 
 def raise_since(before: int) -> None:
-    """Raises `KeyboardInterrupt` if there was one since `count` returned `before`.
+    """Raises `KeyboardInterrupt` if a SIGINT arrived since `count` returned `before`.
 
-    Not in the main thread, where Python does it, and not where the user handles the signal.
+    Does nothing in the main thread, where Python raises it, and if the user handles the signal.
     """
     if (
         threading.current_thread() is not threading.main_thread()

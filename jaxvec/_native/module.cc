@@ -1,9 +1,9 @@
 // The extension module `jaxvec._native._ext`.
 //
-//   py_dispatch.cc  Parent, Worker: the two ends of the dispatch (handoff.h)
+//   py_dispatch.cc  Parent, Worker: the two ends of the dispatch (`handoff.h`)
 //   py_pool.cc      Pool: the engine of a pool that compiled programs step without Python (pool.h)
-//   py_calls.cc     XLA's handlers, the calls that Python has to answer, and interrupts (ffi.h, call.h,
-//   cuda.h) stepper.cc      the stepping loop and the rows that it writes; states.cc: the states of envs
+//   py_calls.cc     XLA's handlers, calls that Python answers, interrupts (ffi.h, call.h, cuda.h)
+//   stepper.cc      the stepping loop and the writers of rows; states.cc: incremental snapshots of envs
 #define JAXVEC_IMPORTS_NUMPY
 #include "python.h"
 
@@ -17,7 +17,7 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__ext() {
   import_array();
   Ref module(PyModule_Create(&definition));
-  const bool done = module && AddDispatch(module.get()) && AddPool(module.get()) && AddCalls(module.get()) &&
-                    AddStepper(module.get());
-  return done ? module.release() : nullptr;
+  const bool complete = module && AddDispatch(module.get()) && AddPool(module.get()) &&
+                        AddCalls(module.get()) && AddStepper(module.get()) && AddStates(module.get());
+  return complete ? module.release() : nullptr;
 }

@@ -1,4 +1,4 @@
-"""The native hand-off: futexes in the segment, waits without the GIL. Twin of `handoff.cc`."""
+"""The native dispatch: futexes in the segment, waits without the GIL. Wraps `handoff.cc`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from jaxvec._native import load
 
 
 class NativeParentDispatch(ParentDispatch):
-    """The native end of the parent."""
-
     def __init__(
         self,
         marks: Marks,
@@ -48,12 +46,12 @@ class NativeParentDispatch(ParentDispatch):
             self._native_end.pass_on(worker, requests[part], part)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        # After an interrupt, Python's signal handlers run once this returns.
+        # Returns early after a signal, so that Python's handlers can run.
         return self._native_end.wait(slots, count, int(seconds * 1e9))
 
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        self._native_end.mark_notices_seen()  # before: another may come meanwhile
-        return 0  # it sleeps in `wait`
+        self._native_end.mark_notices_seen()  # before the poll, so a later notice still ends the next wait
+        return 0  # do not block: `wait` has slept already
 
     def notify_worker(self, worker: int) -> None:
         self._native_end.notify_worker(worker)
@@ -67,8 +65,6 @@ class NativeParentDispatch(ParentDispatch):
 
 
 class NativeWorkerDispatch(WorkerDispatch):
-    """The native end of a worker."""
-
     def __init__(
         self,
         marks: Marks,
@@ -87,7 +83,7 @@ class NativeWorkerDispatch(WorkerDispatch):
         self._channel = channel
         self._own = slice(*slots)
         self._slots = np.empty(stop - first, np.int64)
-        self._taken = self._slots  # as many as there were last
+        self._taken = self._slots  # view of the latest length, as most requests have equal lengths
 
     def idle(self) -> bool:
         return self.next_work(self._own) is None and not self._channel.readable()
@@ -108,7 +104,7 @@ class NativeWorkerDispatch(WorkerDispatch):
 
     def receive_message(self) -> Any:
         message = self._channel.receive()
-        self._worker.mark_notice_seen()  # the one that came with it
+        self._worker.mark_notice_seen()  # the notice of this message
         return message
 
     def notify_worker(self) -> None:

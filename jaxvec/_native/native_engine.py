@@ -1,4 +1,4 @@
-"""The engine of a pool that compiled programs step without Python. Twin of `pool.cc`."""
+"""The engine of a pool that compiled programs step without Python. Wraps `pool.cc`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
 from jaxvec._tracing import Record, Span
 
-_WAIT = 200_000_000  # ns without Python, whose signal handlers then get to run
+_WAIT = 200_000_000  # ns; the longest wait in C++, during which no Python signal handler can run
 
 _STATUSES = tuple(Status)
 _PARTS = ("write actions", "hand over", "wait for workers", "copy results")
@@ -24,7 +24,7 @@ _NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_P
 
 
 class CEngine(Engine):
-    """An engine whose ordinary moves are made by C++. Compiled programs find it by the pool's id."""
+    """An engine that makes ordinary moves in C++. Compiled programs find it by the pool's id."""
 
     def __init__(
         self,
@@ -38,17 +38,17 @@ class CEngine(Engine):
         nonzero: Sequence[NDArray[np.bool_] | None],
         batch_size: int,
     ) -> None:
-        """Opens the engine.
+        """Creates an engine and registers it under the pool's id.
 
         Args:
-            dispatch: the pool's, with C++'s part.
-            rules: of the pool.
-            fingerprint: of its specification, which a program's call must name, too.
-            slices: `(first, stop)` of each worker's slots.
-            actions, results: `[num_envs, ...]` arrays in the segment, in a program's order.
-            nonzero: for each of `results`, `[num_envs]` flags that are false for rows of zeros, if there
-                are such.
-            batch_size: how many envs `recv` returns.
+            dispatch: The pool's native dispatch.
+            rules: The rules of the pool's moves.
+            fingerprint: Fingerprint of the pool's specification; calls of programs must contain it, too.
+            slices: Range `(first, stop)` of each worker's slots.
+            actions: Arrays `[num_envs, ...]` in the segment, in the order of a program's operands.
+            results: Arrays `[num_envs, ...]` in the segment, in the order of a program's results.
+            nonzero: Flags `[num_envs]` for each of `results`, False for rows of zeros; `None` if unknown.
+            batch_size: Number of envs that `recv` returns.
         """
         super().__init__(rules)
         admission, over = rules.admission, rules.views.over if rules.ends_need_reset else None
@@ -108,7 +108,7 @@ class CEngine(Engine):
         return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
 
     def _move(self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]) -> Made:
-        """Makes a move by one call of C++; `ELSEWHERE` if it is none that C++ knows."""
+        """Makes a move by one call of C++; its status is `ELSEWHERE` if C++ does not support it."""
         slots = None if move.generation is None else move.slots
         status, rows, waited_ns = self._pool.move(
             move.verb,

@@ -1,6 +1,5 @@
 #include "pool.h"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,20 +14,16 @@ namespace {
 
 constexpr uint32_t kTokenType = 'u' + 256 * 4;
 constexpr uint32_t kIdType = 'i' + 256 * 4;
-constexpr int64_t kPatienceNs = 1'000'000'000;
+constexpr int64_t kEnterTimeoutNs = 1'000'000'000;
 static_assert(sizeof(TokenRow) == 3 * sizeof(uint32_t));
 
-std::vector<Leaf> leaves(const Array* arrays, uint32_t count) {
-  return std::vector<Leaf>(arrays, arrays + count);
-}
-
-// Whether what comes after the token are so many rows of the leaves, or, if some may lack, no rows of these.
-bool fit(const std::vector<Leaf>& leaves, const std::vector<Array>& arrays, int64_t rows, bool may_lack) {
-  return arrays.size() > leaves.size() &&
-         std::equal(leaves.begin(), leaves.end(), arrays.begin() + 1,
-                    [rows, may_lack](const Leaf& leaf, const Array& array) {
-                      return leaf.takes(array) && (array.dims[0] == rows || (may_lack && array.dims[0] == 0));
-                    });
+// Returns whether the arrays after the token have the leaves' types and `rows` rows each, or none if
+// `optional`.
+bool fit(const std::vector<Leaf>& leaves, const std::vector<Array>& arrays, int64_t rows, bool optional) {
+  const auto fits = [=](const Leaf& leaf, const Array& array) {
+    return leaf.matches(array) && (array.dims[0] == rows || (optional && array.dims[0] == 0));
+  };
+  return arrays.size() > leaves.size() && std::equal(leaves.begin(), leaves.end(), arrays.begin() + 1, fits);
 }
 
 bool is_token_of(const std::vector<Array>& arrays, int64_t rows) {
@@ -42,10 +37,10 @@ bool contiguous(const std::vector<int64_t>& slots) {
   return true;
 }
 
-uintptr_t this_thread() { return static_cast<uintptr_t>(pthread_self()); }
+uint32_t size(const std::vector<int64_t>& slots) { return static_cast<uint32_t>(slots.size()); }
 
 std::mutex registry_lock;
-std::unordered_map<uint32_t, std::shared_ptr<Pool>>& registry() {
+std::unordered_map<uint32_t, std::shared_ptr<Pool>>& registry() {                // under `registry_lock`
   static auto* pools = new std::unordered_map<uint32_t, std::shared_ptr<Pool>>;  // outlives every thread
   return *pools;
 }
@@ -71,13 +66,13 @@ Leaf::Leaf(const Array& array)
   for (size_t axis = 1; axis < dims.size(); ++axis) row *= dims[axis];
 }
 
-bool Leaf::takes(const Array& array) const {
+bool Leaf::matches(const Array& array) const {
   return dtype == array.dtype && array.rank == dims.size() &&
          std::equal(dims.begin() + 1, dims.end(), array.dims + 1);
 }
 
 void Leaf::write(const std::vector<int64_t>& slots, const void* rows) const {
-  if (row == 0) return;  // then `rows` may be null, which memcpy must not get
+  if (row == 0) return;  // `rows` may be null then, which memcpy does not allow
   char* const target = static_cast<char*>(data);
   if (contiguous(slots)) {
     std::memcpy(target + slots[0] * row, rows, slots.size() * row);
@@ -91,11 +86,11 @@ void Leaf::write(const std::vector<int64_t>& slots, const void* rows) const {
 void Leaf::read(const std::vector<int64_t>& slots, std::vector<Run>* runs) const {
   if (row == 0) return;
   const char* const source = static_cast<const char*>(data);
-  // Where it is known, most rows are zero; to write zeros takes half as long as to read them, too.
+  // Most rows of a leaf with flags are zeros, and writing zeros takes half as long as copying them.
   const auto from = [&](int64_t slot) {
     return nonzero == nullptr || nonzero[slot] ? source + slot * row : nullptr;
   };
-  const char* next = nullptr;  // where the last run would go on
+  const char* next = nullptr;  // end of the last run
   for (const int64_t slot : slots) {
     const char* const here = from(slot);
     if (!runs->empty() && here == next) {
@@ -123,10 +118,10 @@ Pool::Pool(const Plan& plan)
     : plan_(plan),
       process_(getpid()),
       queue_(plan.parent->board.num_slots),
-      actions_(leaves(plan.actions, plan.num_actions)),
-      results_(leaves(plan.results, plan.num_results)),
+      actions_(plan.actions.begin(), plan.actions.end()),
+      results_(plan.results.begin(), plan.results.end()),
       all_(plan.parent->board.num_slots),
-      seen_(plan.parent->board.num_slots) {
+      checked_(plan.parent->board.num_slots) {
   std::iota(all_.begin(), all_.end(), 0);
 }
 
@@ -148,7 +143,8 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
   for (size_t i = 1; i < operands.size(); ++i) actions.push_back(operands[i].data);
   std::vector<void*> leaves;
   for (size_t i = 1; i < results.size(); ++i) {
-    leaves.push_back(results[i].dims[0] > 0 ? results[i].data : nullptr);  // the program reads none of these
+    leaves.push_back(results[i].dims[0] > 0 ? results[i].data
+                                            : nullptr);  // empty: the program never reads it
   }
   Request request{};
   request.verb = request.caller_code = verb;
@@ -172,7 +168,7 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
   return status;
 }
 
-// Whether a program's operands and results are those of the verb, as far as their types go.
+// Returns whether the dtypes and shapes of a program's operands and results are those of the verb.
 bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const {
   const int64_t num_slots = plan_.parent->board.num_slots;
   if (operands.empty() || !is_token(operands[0])) return false;
@@ -196,100 +192,82 @@ bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::ve
 }
 
 Status Pool::move(Request& request, Target& target) {
-  if (getpid() != process_) return Status::kElsewhere;  // a fork's child has our memory, not our workers
+  if (getpid() != process_) return Status::kElsewhere;  // a fork's child has no workers
   if (request.slots != nullptr && request.num_slots == 0) return Status::kElsewhere;
-  switch (request.verb) {
-    case kStep:
-      return step(request, target);
-    case kSend:
-      return send(request, target);
-    case kRecv:
-      return recv(request, target);
-    default:
-      return Status::kElsewhere;
+  const bool is_send = request.verb == kSend, is_recv = request.verb == kRecv;
+  if (!is_recv && !is_send && request.verb != kStep) return Status::kElsewhere;
+  if (is_send && request.num_sent == 0) return Status::kElsewhere;
+  // A recv needs the queue, so there is one at a time.
+  const int64_t* const needed = is_recv ? &queue_ : is_send ? request.sent : request.slots;
+  const uint32_t count = is_recv ? 1 : is_send ? request.num_sent : request.num_slots;
+  if (!enter(needed, count, is_recv || request.slots == nullptr, 0)) return Status::kBusy;
+  std::vector<int64_t> handle;
+  Status status = admit(request, &handle);
+  if (status == Status::kDone) {
+    status = is_recv   ? check_queue()
+             : is_send ? check_envs(request.sent, request.num_sent, true)
+                       : check_envs(handle.data(), size(handle), true);
   }
-}
-
-Status Pool::step(Request& request, Target& target) {
-  if (!enter(request.slots, request.num_slots, request.slots == nullptr, 0)) return Status::kBusy;
-  std::vector<int64_t> slots;
-  Status status = admit(request, &slots);
-  if (status == Status::kDone) status = check_envs(slots.data(), static_cast<uint32_t>(slots.size()), true);
   if (status != Status::kDone) {
     leave();
     return status;
   }
   const Recording recording(trace, request.caller_code);
-  hand_over(slots, request.actions);
+  if (is_recv) return recv(request, handle, target);
+  return is_send ? send(request, handle, target) : step(request, handle, target);
+}
+
+// These three are called inside, with the envs of the handle, and leave.
+
+Status Pool::step(Request& request, const std::vector<int64_t>& slots, Target& target) {
+  dispatch(slots, request.actions);
   advance(slots, request);
-  hold(slots.data(), static_cast<uint32_t>(slots.size()), false);
+  hold(slots.data(), size(slots), false);
   leave();
-  if (await(slots, static_cast<uint32_t>(slots.size()), &request.waited_ns) == Status::kUnderWay) {
-    return Status::kUnderWay;
-  }
+  if (await(slots, size(slots), &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
   finish(slots, request.results, target);
   release();
   return Status::kDone;
 }
 
-Status Pool::send(Request& request, Target& target) {
-  if (request.num_sent == 0) return Status::kElsewhere;
-  if (!enter(request.sent, request.num_sent, request.slots == nullptr, 0)) return Status::kBusy;
-  std::vector<int64_t> all;
-  Status status = admit(request, &all);
-  if (status == Status::kDone) status = check_envs(request.sent, request.num_sent, true);
-  if (status != Status::kDone) {
-    leave();
-    return status;
-  }
-  const Recording recording(trace, request.caller_code);
+Status Pool::send(Request& request, const std::vector<int64_t>& handle, Target& target) {
   const std::vector<int64_t> slots(request.sent, request.sent + request.num_sent);
-  hand_over(slots, request.actions);
+  dispatch(slots, request.actions);
   const int64_t due = now_ns() + plan_.step_ns;
   for (const int64_t slot : slots) {
     plan_.in_flight[slot] = 1;
     plan_.due[slot] = due;
     plan_.sent[(*plan_.num_sent)++] = slot;
   }
-  advance(all, request);
+  advance(handle, request);
   deliver(target);
   leave();
   return Status::kDone;
 }
 
-Status Pool::recv(Request& request, Target& target) {
-  if (!enter(&queue_, 1, true, 0)) return Status::kBusy;  // one recv at a time
-  std::vector<int64_t> all;
-  Status status = admit(request, &all);
-  if (status == Status::kDone && *plan_.num_sent < plan_.batch_size) status = Status::kTooFew;
-  if (status == Status::kDone && overdue()) status = Status::kLate;
-  if (status != Status::kDone) {
-    leave();
-    return status;
-  }
-  const Recording recording(trace, request.caller_code);
+Status Pool::recv(Request& request, const std::vector<int64_t>& handle, Target& target) {
   const uint32_t candidates = plan_.in_order ? plan_.batch_size : *plan_.num_sent;
   const std::vector<int64_t> sent(plan_.sent, plan_.sent + candidates);
-  advance(all, request);
+  advance(handle, request);
   hold(&queue_, 1, false);
   leave();
-  // Of batched envs Python takes whole ones: here a part of one might be done, or sent, before others.
+  // Python receives batched envs as a whole. Here, a part of one might be ready before the rest.
   const bool parts = plan_.together > 1 && plan_.batch_size < all_.size();
   if (parts || await(sent, plan_.batch_size, &request.waited_ns) == Status::kUnderWay) {
     return Status::kUnderWay;
   }
-  while (!enter(&queue_, 0, false, kPatienceNs)) {  // others are inside for short only
+  while (!enter(&queue_, 0, false, kEnterTimeoutNs)) {  // other threads are inside only briefly
   }
   const std::vector<int64_t> slots = receive_batch(sent);
-  hold(slots.data(), static_cast<uint32_t>(slots.size()), false);  // until their rows are read
+  hold(slots.data(), size(slots), false);  // until their rows are read
   leave();
   finish(slots, request.results, target);
   release();
   return Status::kDone;
 }
 
-// Gives the envs that a caller may move: of its handle, if that is fresh; or all, of a caller without one,
-// who has to wait for others' copies. The caller is inside.
+// Stores the envs that the caller may move: those of its handle, if it is fresh, or all for a caller without
+// one, which must wait for copies of other callers. The caller is inside.
 Status Pool::admit(const Request& request, std::vector<int64_t>* slots) {
   if (!state.open) return Status::kBarred;
   if (request.slots == nullptr) {
@@ -301,8 +279,8 @@ Status Pool::admit(const Request& request, std::vector<int64_t>* slots) {
 }
 
 Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint32_t count) {
-  const Status met = meet(slots, count);
-  if (met != Status::kDone || generation == nullptr) return met;
+  const Status status = check_ids(slots, count);
+  if (status != Status::kDone || generation == nullptr) return status;
   for (uint32_t i = 0; i < count; ++i) {
     if (generation[i] != plan_.generation[slots[i]]) return Status::kStale;
   }
@@ -310,8 +288,8 @@ Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint
 }
 
 Status Pool::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
-  const Status met = meet(slots, count);
-  if (met != Status::kDone) return met;
+  const Status status = check_ids(slots, count);
+  if (status != Status::kDone) return status;
   if (stepped && is_part(slots, count)) return Status::kPart;
   const auto any = [&](const uint8_t* flags) {
     return std::any_of(slots, slots + count, [flags](int64_t slot) { return flags[slot]; });
@@ -320,37 +298,37 @@ Status Pool::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
   return stepped && any(plan_.needs_reset) ? Status::kNeedsReset : Status::kDone;
 }
 
-// Says whether there are such envs, and none is named twice.
-Status Pool::meet(const int64_t* slots, uint32_t count) {
-  const auto num_slots = static_cast<int64_t>(seen_.size());
+// Returns whether all envs exist and none is duplicated.
+Status Pool::check_ids(const int64_t* slots, uint32_t count) {
+  const auto num_slots = static_cast<int64_t>(checked_.size());
   if (std::any_of(slots, slots + count, [=](int64_t slot) { return slot < 0 || slot >= num_slots; })) {
     return Status::kNoSuchEnv;
   }
-  ++looks_;
+  ++num_checks_;
   for (uint32_t i = 0; i < count; ++i) {
-    if (std::exchange(seen_[slots[i]], looks_) == looks_) return Status::kNamedTwice;
+    if (std::exchange(checked_[slots[i]], num_checks_) == num_checks_) return Status::kNamedTwice;
   }
   return Status::kDone;
 }
 
-// Says whether of a batched env, which moves as a whole, some slots are named and some are not, by `meet`.
+// Returns whether the slots, which `check_ids` has just marked, contain only a part of a batched env.
 bool Pool::is_part(const int64_t* slots, uint32_t count) const {
   const auto together = static_cast<int64_t>(plan_.together);
   if (together <= 1) return false;
   return std::any_of(slots, slots + count, [&](int64_t slot) {
-    const int64_t next = (slot + 1) % together == 0 ? slot + 1 - together : slot + 1;  // in a circle
-    return seen_[next] != looks_;
+    // If each slot's cyclic successor in its batched env is present, all slots of that env are.
+    const int64_t next = (slot + 1) % together == 0 ? slot + 1 - together : slot + 1;
+    return checked_[next] != num_checks_;
   });
 }
 
-// Sends the envs, with their actions, to their workers.
-void Pool::hand_over(const std::vector<int64_t>& given, const void* const* actions) {
+void Pool::dispatch(const std::vector<int64_t>& given, const void* const* actions) {
   {
     const Recording recording(trace, kWriting);
     for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(given, actions[i]);
   }
-  const Recording recording(trace, kHandingOver);
-  // A worker begins with what it is sent at once, so of a batched env that has to be all.
+  const Recording recording(trace, kDispatching);
+  // A worker starts to step as soon as it has slots, so one send must contain all slots of a batched env.
   std::vector<int64_t> sorted;
   if (plan_.together > 1) {
     sorted = given;
@@ -369,17 +347,20 @@ void Pool::hand_over(const std::vector<int64_t>& given, const void* const* actio
   }
 }
 
-// Whether an env in flight should be done long since: `recv` alone, which others satisfy, would not meet it.
-bool Pool::overdue() const {
+// Checks that a recv can be made. An overdue env is an error of its own, because recv would not notice it
+// while enough other envs are ready.
+Status Pool::check_queue() const {
+  if (*plan_.num_sent < plan_.batch_size) return Status::kTooFew;
   const Board& board = plan_.parent->board;
   const int64_t now = now_ns();
-  return std::any_of(plan_.sent, plan_.sent + *plan_.num_sent, [&](int64_t slot) {
+  const bool overdue = std::any_of(plan_.sent, plan_.sent + *plan_.num_sent, [&](int64_t slot) {
     return plan_.due[slot] < now &&
            board.completed[slot].load(std::memory_order_relaxed) != board.requested[slot];
   });
+  return overdue ? Status::kLate : Status::kDone;
 }
 
-// From here on nobody else has a handle to the envs.
+// Makes all other handles to the envs stale.
 void Pool::advance(const std::vector<int64_t>& slots, const Request& request) {
   if (!request.new_generation) return;
   for (const int64_t slot : slots) ++plan_.generation[slot];
@@ -388,26 +369,24 @@ void Pool::advance(const std::vector<int64_t>& slots, const Request& request) {
 
 Status Pool::await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns) {
   const Recording recording(trace, kWaiting);
-  const auto start = std::chrono::steady_clock::now();
-  const auto num_slots = static_cast<uint32_t>(slots.size());
-  if (wait(*plan_.parent, slots.data(), num_slots, count, plan_.wait_ns) == kDone) return Status::kDone;
-  *waited_ns = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+  const int64_t start = now_ns();
+  if (wait(*plan_.parent, slots.data(), size(slots), count, plan_.wait_ns) == kDone) return Status::kDone;
+  *waited_ns = now_ns() - start;
   return Status::kUnderWay;
 }
 
-// Notes that a batch of those sent is received and returns it, in the order in which `recv` returns it.
+// Removes a batch from the queue of pending envs and returns it, in the order of `recv`'s results.
 std::vector<int64_t> Pool::receive_batch(std::vector<int64_t> sent) {
   const Board& board = plan_.parent->board;
+  const auto is_pending = [&](int64_t slot) { return board.completed[slot] != board.requested[slot]; };
+  const auto earlier = [&](int64_t one, int64_t other) {
+    return board.completed_at[one] < board.completed_at[other];
+  };
   if (plan_.batch_size == board.num_slots) {
     std::sort(sent.begin(), sent.end());
   } else if (!plan_.in_order) {
-    sent.erase(
-        std::remove_if(sent.begin(), sent.end(),
-                       [&board](int64_t slot) { return board.completed[slot] != board.requested[slot]; }),
-        sent.end());
-    std::stable_sort(sent.begin(), sent.end(), [&board](int64_t one, int64_t other) {
-      return board.completed_at[one] < board.completed_at[other];
-    });
+    sent.erase(std::remove_if(sent.begin(), sent.end(), is_pending), sent.end());
+    std::stable_sort(sent.begin(), sent.end(), earlier);
   }
   sent.resize(plan_.batch_size);
   for (const int64_t slot : sent) plan_.in_flight[slot] = 0;
@@ -418,7 +397,7 @@ std::vector<int64_t> Pool::receive_batch(std::vector<int64_t> sent) {
   return sent;
 }
 
-// Reads the envs' rows, which nobody else touches until the handle that we return is used.
+// Copies the envs' rows. No other thread or worker writes them before the returned handle is used.
 void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Target& target) {
   const Recording recording(trace, kCopying);
   if (plan_.terminated != nullptr) {
@@ -436,7 +415,8 @@ void Pool::finish(const std::vector<int64_t>& slots, void* const* results, Targe
   deliver(target);
 }
 
-// The caller is inside or holds the slots, so whoever waits for these exclusively will know of the copies.
+// Records unfinished copies. The caller is inside or holds the slots, so a thread that enters exclusively
+// later finds the copies in `copies_`.
 void Pool::deliver(Target& target) {
   std::shared_ptr<Copies> copies = target.finish();
   if (copies == nullptr) return;
@@ -463,11 +443,11 @@ bool Pool::copying() {
 
 bool Pool::enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t timeout_ns) {
   std::unique_lock lock(lock_);
-  const uintptr_t me = this_thread();
+  const auto me = std::this_thread::get_id();
   const auto vacant = [&] {
-    return (inside_ == 0 || inside_ == me) &&
+    return (inside_ == std::thread::id() || inside_ == me) &&
            std::none_of(holds_.begin(), holds_.end(), [&](const Hold& hold) {
-             return hold.thread != me && bars(hold, slots, count, exclusive);
+             return hold.thread != me && conflicts(hold, slots, count, exclusive);
            });
   };
   if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), vacant)) return false;
@@ -475,13 +455,13 @@ bool Pool::enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t t
   return true;
 }
 
-// Whether others' hold keeps out who needs these slots.
-bool Pool::bars(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const {
+// Returns whether another thread's hold forbids an entry with these slots.
+bool Pool::conflicts(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const {
   if (!exclusive && !hold.alone) return false;
   if (slots == nullptr) return true;
   std::vector<bool> held(queue_ + 1);
   for (const int64_t slot : hold.slots) held[slot] = true;
-  return std::any_of(slots, slots + count, [&](int64_t slot) {  // which nobody has checked yet
+  return std::any_of(slots, slots + count, [&](int64_t slot) {  // ids are checked only inside
     return slot >= 0 && slot <= queue_ && held[slot];
   });
 }
@@ -489,25 +469,25 @@ bool Pool::bars(const Hold& hold, const int64_t* slots, uint32_t count, bool exc
 void Pool::leave() {
   {
     const std::lock_guard lock(lock_);
-    if (inside_ != this_thread()) return;
-    inside_ = 0;
+    if (inside_ != std::this_thread::get_id()) return;
+    inside_ = {};
   }
   changed_.notify_all();
 }
 
 void Pool::hold(const int64_t* slots, uint32_t count, bool alone) {
   const std::lock_guard lock(lock_);
-  holds_.push_back({this_thread(), alone, std::vector<int64_t>(slots, slots + count)});
+  holds_.push_back({std::this_thread::get_id(), alone, std::vector<int64_t>(slots, slots + count)});
 }
 
 bool Pool::holds() {
   const std::lock_guard lock(lock_);
-  const uintptr_t me = this_thread();
+  const auto me = std::this_thread::get_id();
   return std::any_of(holds_.begin(), holds_.end(), [me](const Hold& hold) { return hold.thread == me; });
 }
 
 void Pool::release() {
-  const uintptr_t me = this_thread();
+  const auto me = std::this_thread::get_id();
   {
     const std::lock_guard lock(lock_);
     const auto mine =

@@ -1,13 +1,13 @@
-// A pool as compiled programs see it: steps, sends and receives that meet with nothing unusual.
+// The pool of a compiled program: the ordinary step, send and recv, without Python.
 //
-// Whoever changes the pool has its lock, a readers-writer lock on each slot, and on the queue of those in
-// flight; see engine.py, which says who takes it how. Threads are inside one at a time, and for a short
-// while only: a step is inside when it sends its envs, then it leaves, holds their slots, and waits for them.
-// So programs on several devices, or in several threads, step envs of their own at the same time.
+// A move enters the pool, checks the request, dispatches its envs, holds their slots, leaves, and waits. One
+// thread at a time is inside, and only briefly; the holds are a readers-writer lock on each slot and on the
+// queue of pending envs (engine.py has the rules). So programs on several devices, or in several threads,
+// step different envs at the same time.
 //
-// Whatever else happens (a handle that is stale, a pool that is broken, closed or busy, an env that
-// fails or is slow) is Python's business: a move says what it is and has changed nothing, or it hands over
-// in the middle of its wait. So all supervision, and every error's text, is in one language (_pool/pool.py).
+// Python handles everything else: a stale handle, a pool that is broken, closed or busy, an env that fails or
+// is slow. A move then returns the reason and has changed nothing, or it returns in the middle of its wait.
+// So all supervision and all error texts are in one language (_pool/pool.py).
 #pragma once
 
 #include <atomic>
@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "handoff.h"
@@ -27,54 +28,52 @@ struct Array {
   void* data;
   const int64_t* dims;
   uint32_t rank;
-  uint32_t dtype;          // NumPy's kind + 256 * bytes of an element; 0 for what NumPy does not have
-  const uint8_t* nonzero;  // [num_slots] of a leaf in the segment: 0 for rows of zeros; null if not known
+  uint32_t dtype;          // NumPy's kind + 256 * item size in bytes; 0 for dtypes that NumPy lacks
+  const uint8_t* nonzero;  // [num_slots] for a leaf in the segment: 0 for rows of zeros; null if unknown
 };
 
 size_t bytes_of(const Array& array);
 
-// A handle's token is `[num_envs, 3]` uint32: for each of its envs the pool's id, the env's, and its
-// generation: how often it was reset or stepped.
+// A row of a token, which is `[num_envs, 3]` uint32. The generation counts the env's resets and steps.
 struct TokenRow {
   uint32_t pool, env, generation;
 };
 bool is_token(const Array& array);
 
-// What a pool can be asked for without Python, beside `Operation`; `Verb` of move.py, too.
+// Verbs of a pool besides `Operation`; the numbers are those of `Verb` in move.py.
 enum Verb : uint32_t { kSend = 2, kRecv = 3 };
 
-// What Python reads and writes of a pool, being inside.
+// Fields of a pool that Python reads and writes. Plain fields belong to the thread inside the pool.
 struct State {
-  uint32_t last_caller;          // who moved last: `Move.caller_code` of move.py
-  uint32_t open;                 // 0 when programs must ask Python, which knows why
-  std::atomic<uint32_t> num_served;  // calls of programs that succeeded; outside, too
-  // 0 until Python was asked by a program on a GPU, and has page-locked the segment, if that can be.
+  uint32_t last_caller;              // `Move.caller_code` (move.py) of the latest move
+  uint32_t open;                     // 0 if programs must ask Python, which knows the reason
+  std::atomic<uint32_t> num_served;  // successful calls of programs; written by any thread
+  // Becomes 1 after a program on a GPU has asked Python, which page-locks the segment if possible.
   std::atomic<uint32_t> devices;
 };
 
-// What a pool is made of. What it points to lives for as long as the pool is open; `Array`s are copied.
+// The arguments of a pool. Pointers are valid while the pool is open. Arrays without
+// const belong to the thread inside the pool; `needs_reset` to the thread that holds the slot.
 struct Plan {
   uint32_t id;
-  uint32_t batch_size;   // how many envs a `recv` returns
-  uint32_t in_order;     // whether these are the first that were sent, not the first that are done
-  uint32_t together;     // how many neighbours are one batched env, whose slots are marked one by one
-  int64_t fingerprint;   // of the specification
-  int64_t wait_ns;       // how long a step waits before it hands over to Python
-  int64_t step_ns;       // how long a step may take
-  Parent* parent;        // the hand-off
-  const int64_t* stops;  // [num_workers] worker w has the slots from the stop before its own on
-  uint32_t* generation;  // [num_slots] resets and steps of each env so far, as handles say
-  const Array* actions;  // leaves in the segment, in the order of the program's operands
-  const Array* results;  // and of its results
-  uint32_t num_actions;
-  uint32_t num_results;
-  uint8_t* in_flight;         // [num_slots] sent by a `send`, not received: no step can have it
-  int64_t* sent;              // [num_slots] those in flight, in the order sent
-  uint32_t* num_sent;         // how many these are
-  int64_t* due;               // [num_slots] when those in flight are late, in ns of the monotonic clock
-  uint8_t* needs_reset;       // [num_slots]
-  const uint8_t* terminated;  // [num_slots]; null where envs reset themselves
-  const uint8_t* truncated;
+  uint32_t batch_size;         // number of envs that `recv` returns
+  int in_order;                // whether these are the first that were sent, not the first that are ready
+  uint32_t together;           // number of adjacent slots of a batched env, which move as a whole
+  int64_t fingerprint;         // of the specification
+  int64_t wait_ns;             // time that a move waits before it returns kUnderWay
+  int64_t step_ns;             // timeout of a step
+  Parent* parent;              // end of the dispatch
+  const int64_t* stops;        // [num_workers] end of each worker's slots, which start at the previous end
+  uint32_t* generation;        // [num_slots] current generation of each env
+  std::vector<Array> actions;  // leaves in the segment, in the order of a program's operands
+  std::vector<Array> results;  // leaves in the segment, in the order of a program's results
+  uint8_t* in_flight;          // [num_slots] whether the env is pending: sent by `send` and not received
+  int64_t* sent;               // [num_slots] pending envs in the order in which they were sent
+  uint32_t* num_sent;          // number of pending envs
+  int64_t* due;                // [num_slots] deadline of each pending env, in ns of the monotonic clock
+  uint8_t* needs_reset;        // [num_slots] whether the env must be reset before a step
+  const uint8_t* terminated;   // [num_slots]; null with autoreset
+  const uint8_t* truncated;    // [num_slots]; null with autoreset
 };
 
 // Bytes of the segment, or zeros if `from` is null.
@@ -83,7 +82,7 @@ struct Run {
   size_t bytes;
 };
 
-// Copies from the segment that may not be done yet.
+// Asynchronous copies from the segment.
 class Copies {
  public:
   virtual ~Copies() = default;
@@ -91,17 +90,16 @@ class Copies {
   virtual void wait() = 0;
 };
 
-// The memory that a program's results are in.
+// The memory of a program's results.
 class Target {
  public:
   virtual ~Target() = default;
-  // Puts the runs there, one after the other; or begins to.
+  // Copies the runs to consecutive memory, or starts to.
   virtual void put(void* to, const std::vector<Run>& runs) = 0;
-  // All is put but the token. Puts that, after everything else, and returns what is not done yet.
+  // Called after all leaves were put. Copies the token, and returns the unfinished copies or null.
   virtual std::shared_ptr<Copies> finish() { return nullptr; }
 };
 
-// This process's own.
 class HostTarget : public Target {
  public:
   void put(void* to, const std::vector<Run>& runs) override;
@@ -110,10 +108,10 @@ class HostTarget : public Target {
 // A leaf in the segment.
 struct Leaf {
   explicit Leaf(const Array& array);
-  // Whether the array could be some rows of this one.
-  bool takes(const Array& array) const;
+  // Returns whether the array has this leaf's dtype and row shape.
+  bool matches(const Array& array) const;
   void write(const std::vector<int64_t>& slots, const void* rows) const;
-  // Appends the slots' rows to `runs`, in as few as can be.
+  // Appends the slots' rows to `runs`; adjacent rows share a run.
   void read(const std::vector<int64_t>& slots, std::vector<Run>* runs) const;
 
   void* data;
@@ -123,97 +121,94 @@ struct Leaf {
   size_t row;  // bytes
 };
 
-// What came of a move, or would: `Status` of engine.py. But for the first two, nothing was done.
+// The outcome of a move, as `Status` of engine.py. Only the first two have changed anything.
 enum class Status : uint32_t {
   kDone = 0,
-  kUnderWay,   // begun, not finished: for Python to end. The caller holds its slots, to be released.
-  kElsewhere,  // not for this code: another verb, a program made for other envs, the child of a fork
+  kUnderWay,   // started, not finished: Python ends it. The caller holds its slots and must release them
+  kElsewhere,  // not a move for C++: another verb, a program for other envs, or the child of a fork
   kBarred,     // the pool is closed or broken
-  kBusy,       // others are inside, or hold slots that the caller needs
-  kCopying,    // a GPU copies from the segment yet
+  kBusy,       // other threads are inside, or hold slots that the caller needs
+  kCopying,    // a GPU still copies from the segment
   kNoSuchEnv,
   kNamedTwice,
   kStale,     // the envs were moved since the caller got its handle
-  kInFlight,  // an env was sent, and not received
+  kInFlight,  // an env is pending
   kNeedsReset,
-  kTooFew,  // envs are in flight for a `recv`
-  kLate,    // is an env in flight, which others' being ready hides
-  kPart,    // of a batched env, which moves as a whole
+  kTooFew,  // too few envs are pending for a `recv`
+  kLate,    // a pending env is overdue, which `recv` would miss if enough others are ready
+  kPart,    // the slots contain only a part of a batched env
 };
 
-// What is asked of a pool: by a program, or by Python for one of its callers.
+// A move that a program, or Python for another caller, requests.
 struct Request {
   uint32_t verb;
-  uint32_t caller_code;        // for `State`, if there is a new generation
-  uint32_t new_generation;     // whether handles to the envs go stale
+  uint32_t caller_code;        // becomes `State::last_caller` if there is a new generation
+  int new_generation;          // whether other handles to the envs become stale
   uint32_t num_slots;          // of the caller's handle
   uint32_t num_sent;           // of a send
-  const int64_t* slots;        // null for all, by a caller who has no handle
-  const uint32_t* generation;  // of the envs when the caller got its handle
-  const int64_t* sent;         // whom to send
-  const void* const* actions;  // rows for each leaf
-  void* const* results;        // out: rows of each leaf; null if they are not asked for
-  int64_t waited_ns;           // out, if the move is under way
+  const int64_t* slots;        // envs of the handle; null for all envs, if the caller has no handle
+  const uint32_t* generation;  // generation of each env in the handle
+  const int64_t* sent;         // envs to send
+  const void* const* actions;  // rows of each leaf
+  void* const* results;        // output: rows of each leaf; null for leaves that are not needed
+  int64_t waited_ns;           // output: time waited so far, if the status is kUnderWay
 };
 
 class Pool {
  public:
   explicit Pool(const Plan& plan);
 
-  // Answers a program's call, of the verbs kStep, kSend and kRecv; operands and results are as in
-  // _program.py's `Call`, and in this process's memory but for what `target` puts, all results after the
-  // token. `waited_ns` is set where the call is handed over.
+  // Answers a program's call, with operands and results as in `Call` of callbacks/_program.py. They are in
+  // host memory, except for results that `target` copies.
   Status answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>& operands,
                 const std::vector<Array>& results, Target& target, int64_t* waited_ns);
 
-  // Makes a move, of the same verbs.
   Status move(Request& request, Target& target);
 
-  // Says whether a caller may ask for these envs, with the handle it has, if any: kDone if so; inside.
+  // Checks the envs of a handle, and its generation if not null. The caller is inside.
   Status check_handle(const int64_t* slots, const uint32_t* generation, uint32_t count);
-  // Says whether these envs, which may be anybody's, can be moved, and stepped if they are to be.
+  // Checks that any envs can be moved or, if `stepped`, stepped. The caller is inside.
   Status check_envs(const int64_t* slots, uint32_t count, bool stepped);
 
-  // Waits until no copies from the segment are under way. Who has a fresh handle need not, see cuda.cc;
-  // everybody else has to before envs write to it again. The caller is inside.
+  // Waits until no copies from the segment are pending. Holders of a fresh handle need not call this, see
+  // cuda.cc; other callers must, before envs write to the segment again. The caller is inside.
   void wait_for_copies();
 
-  // Lets this thread in once nobody else is inside, or holds some of these slots: alone or, if the thread is
-  // to be in exclusively, at all. Null is for all slots, and the queue. Returns whether it is in, after at
-  // most so long. A thread that is inside already has been interrupted, and has left without saying so; or it
-  // is asked from a signal handler.
+  // Waits until no other thread is inside or holds these slots in conflict: exclusive entry conflicts with
+  // all holds, and holds that are `alone` conflict with every entry. Null stands for all slots and the queue.
+  // Returns false after the timeout. May be called by a thread that is already inside: an interrupt has made
+  // it skip `leave`, or a signal handler calls.
   bool enter(const int64_t* slots, uint32_t count, bool exclusive, int64_t timeout_ns);
-  // Lets the next one in; does nothing if this thread is not the one inside. So an interrupt just
-  // after `enter` does no harm where `leave` is called in any case.
+  // Does nothing if this thread is not inside, so it is safe in a `finally` even if an interrupt came before
+  // or just after `enter`.
   void leave();
-  // This thread, which is inside, holds these slots, too, when it leaves: it waits for envs, and releases all
-  // that it holds when it has them. Releasing does nothing in a thread that holds nothing.
+  // Adds a hold of this thread, which is inside. It stays after `leave`, until `release`.
   void hold(const int64_t* slots, uint32_t count, bool alone);
   bool holds();
+  // Drops all holds of this thread.
   void release();
 
   State state{};
   Trace trace;
 
  private:
-  // What a thread holds: slots, of which one may be the queue.
   struct Hold {
-    uintptr_t thread;
+    std::thread::id thread;
     bool alone;
-    std::vector<int64_t> slots;
+    std::vector<int64_t> slots;  // may contain the queue
   };
 
-  bool bars(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const;
-  Status step(Request& request, Target& target);
-  Status send(Request& request, Target& target);
-  Status recv(Request& request, Target& target);
+  bool conflicts(const Hold& hold, const int64_t* slots, uint32_t count, bool exclusive) const;
+  Status step(Request& request, const std::vector<int64_t>& slots, Target& target);
+  Status send(Request& request, const std::vector<int64_t>& handle, Target& target);
+  Status recv(Request& request, const std::vector<int64_t>& handle, Target& target);
   bool fits(uint32_t verb, const std::vector<Array>& operands, const std::vector<Array>& results) const;
   Status admit(const Request& request, std::vector<int64_t>* slots);
-  Status meet(const int64_t* slots, uint32_t count);
+  Status check_ids(const int64_t* slots, uint32_t count);
+  Status check_queue() const;
   bool is_part(const int64_t* slots, uint32_t count) const;
   bool copying();
-  void hand_over(const std::vector<int64_t>& slots, const void* const* actions);
-  bool overdue() const;
+  void dispatch(const std::vector<int64_t>& slots, const void* const* actions);
   void advance(const std::vector<int64_t>& slots, const Request& request);
   Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
   std::vector<int64_t> receive_batch(std::vector<int64_t> sent);
@@ -222,21 +217,23 @@ class Pool {
 
   const Plan plan_;
   const int32_t process_;
-  const int64_t queue_;  // stands for the queue of those in flight, among slots
+  const int64_t queue_;  // pseudo-slot of the queue of pending envs, after all slots
   const std::vector<Leaf> actions_;
   const std::vector<Leaf> results_;
-  std::vector<int64_t> all_;    // slots
-  std::vector<uint32_t> seen_;  // [num_slots] the last look that met with the env
-  uint32_t looks_ = 0;
-  std::mutex lock_;  // of what follows
+  std::vector<int64_t> all_;  // slots; never changes
+  std::vector<uint32_t>
+      checked_;              // [num_slots] number of the latest check with the env; of the thread inside
+  uint32_t num_checks_ = 0;  // of the thread inside
+  std::mutex lock_;          // guards the fields below
   std::condition_variable changed_;
-  uintptr_t inside_ = 0;  // the thread, or 0
+  std::thread::id inside_;  // default: no thread
   std::vector<Hold> holds_;
   std::vector<std::shared_ptr<Copies>> copies_;
 };
 
-// Compiled programs name a pool by its id, so they hold no pointer and serve many pools. A program
-// that runs keeps the pool's object alive, though its memory is Python's, behind `enter` and `open`.
+// The registry of pools. Compiled programs contain a pool's id, not a pointer, so they serve many pools. A
+// running program keeps the pool alive; Python's memory in it is used only between `enter` and `leave` or
+// under a hold, while the pool is open.
 void publish(uint32_t id, std::shared_ptr<Pool> pool);
 void withdraw(uint32_t id);
 std::shared_ptr<Pool> find(uint32_t id);

@@ -1,8 +1,8 @@
-// `Parent` and `Worker`: the two ends of the dispatch. native_dispatch.py has the rest of them.
-#include "py_dispatch.h"
+// `Parent` and `Worker`: the two ends of the dispatch for Python. native_dispatch.py wraps them.
 
-#include <cstring>
 #include <numeric>
+
+#include "py_types.h"
 
 namespace jaxvec {
 
@@ -10,14 +10,14 @@ PyTypeObject* parent_type;
 
 namespace {
 
-struct PortableWorkerDispatch {
-  Ref marks;
-  std::vector<int64_t> slots;  // all
+struct WorkerEnd {
+  Ref marks;                   // keeps the segment mapped
+  std::vector<int64_t> slots;  // all slots of the worker
   Worker worker{};
 };
 
-// Takes the segment's words from the attributes of `Marks` (_marks.py).
-bool fill(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns, Board* board) {
+// Reads the addresses of the segment's words from a `Marks` (_memory/segment.py).
+bool read_marks(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns, Board* board) {
   board->spin_ns = spin_ns;
   board->look_around_ns = look_around_ns;
   bool found = true;
@@ -38,23 +38,25 @@ bool fill(PyObject* marks, uint32_t spin_ns, uint32_t look_around_ns, Board* boa
   find("target", board->target);
   find("sleepers", board->sleepers);
   find("parent_notices", board->parent_notices);
-  if (!found && PyErr_Occurred() == nullptr) PyErr_SetString(PyExc_TypeError, "the marks are no arrays");
+  if (!found && PyErr_Occurred() == nullptr)
+    PyErr_SetString(PyExc_TypeError, "an attribute of the marks is not a writeable C-contiguous array");
   return found;
 }
 
-// Says so if a worker or slots are not there.
+// Returns whether the worker and all slots exist; sets an IndexError if not.
 bool check(const Board& board, uint32_t worker, const Slots& slots) {
-  bool there = worker < board.num_workers;
+  bool valid = worker < board.num_workers;
   for (uint32_t i = 0; i < slots.count; ++i) {
-    there &= slots.data[i] >= 0 && slots.data[i] < static_cast<int64_t>(board.num_slots);
+    valid &= slots.data[i] >= 0 && slots.data[i] < static_cast<int64_t>(board.num_slots);
   }
-  if (!there) PyErr_SetString(PyExc_IndexError, "there is no such worker or slot");
-  return there;
+  if (!valid) {
+    PyErr_Format(PyExc_IndexError, "worker %u or one of its slots is out of range (%u workers, %u slots)",
+                 worker, board.num_workers, board.num_slots);
+  }
+  return valid;
 }
 
 // --- Parent ---
-
-Parent& parent_of(PyObject* self) { return OwnOf<PortableParentDispatch>(self).parent; }
 
 PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"marks", "sockets", "spin_ns", "look_around_ns", nullptr};
@@ -65,86 +67,54 @@ PyObject* make_parent(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
                                    sockets.Convert, &sockets, &spin_ns, &look_around_ns)) {
     return nullptr;
   }
-  auto end = std::make_unique<PortableParentDispatch>();
-  if (!fill(marks, spin_ns, look_around_ns, &end->parent.board)) return nullptr;
-  end->marks = Share(marks);
-  end->sockets.assign(sockets.data, sockets.data + sockets.count);
-  end->parent.sockets = end->sockets.data();
-  end->parent.num_sockets = sockets.count;
-  return MakeOwner(type, std::move(end));
+  Ref self = MakeOwner<ParentEnd>(type);
+  if (!self) return nullptr;
+  auto& end = OwnOf<ParentEnd>(self.get());
+  if (!read_marks(marks, spin_ns, look_around_ns, &end.parent.board)) return nullptr;
+  end.marks = Share(marks);
+  end.sockets.assign(sockets.data, sockets.data + sockets.count);
+  end.parent.sockets = end.sockets.data();
+  end.parent.num_sockets = sockets.count;
+  return self.release();
 }
 
-PyObject* parent_send(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  uint32_t worker, operation;
-  Slots slots;
-  if (!PyArg_ParseTuple(args, "IIO&:send", &worker, &operation, slots.Convert, &slots)) return nullptr;
-  if (!check(parent.board, worker, slots)) return nullptr;
-  return WithoutGil([&] { send(parent, worker, operation, slots.data, slots.count); });
+void parent_send(ParentEnd& end, uint32_t worker, uint32_t operation, const Slots& slots) {
+  if (!check(end.parent.board, worker, slots)) return;
+  WithoutGil([&] { send(end.parent, worker, operation, slots.data, slots.count); });
 }
 
-PyObject* parent_pass_on(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  uint32_t worker;
-  Slots requests, slots;
-  if (!PyArg_ParseTuple(args, "IO&O&:pass_on", &worker, requests.Convert, &requests, slots.Convert, &slots)) {
-    return nullptr;
-  }
-  if (!check(parent.board, worker, slots)) return nullptr;
-  return WithoutGil([&] { pass_on(parent, worker, requests.data, slots.data, slots.count); });
+void parent_pass_on(ParentEnd& end, uint32_t worker, const Slots& requests, const Slots& slots) {
+  if (!check(end.parent.board, worker, slots)) return;
+  WithoutGil([&] { pass_on(end.parent, worker, requests.data, slots.data, slots.count); });
 }
 
-PyObject* parent_notify_worker(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  uint32_t worker;
-  if (!PyArg_ParseTuple(args, "I:notify_worker", &worker) || !check(parent.board, worker, {})) return nullptr;
-  return WithoutGil([&] { notify_worker(parent, worker); });
+void parent_notify_worker(ParentEnd& end, uint32_t worker) {
+  if (check(end.parent.board, worker, {})) WithoutGil([&] { notify_worker(end.parent.board, worker); });
 }
 
-PyObject* parent_wait(PyObject* self, PyObject* args) {
-  Parent& parent = parent_of(self);
-  Slots slots;
-  uint32_t count;
-  long long timeout_ns;
-  if (!PyArg_ParseTuple(args, "O&IL:wait", slots.Convert, &slots, &count, &timeout_ns)) return nullptr;
-  if (!check(parent.board, 0, slots)) return nullptr;
-  const Outcome outcome =
-      WithoutGil([&] { return wait(parent, slots.data, slots.count, count, timeout_ns); });
-  return PyBool_FromLong(outcome == kDone);
+bool parent_wait(ParentEnd& end, const Slots& slots, uint32_t count, int64_t timeout_ns) {
+  if (!check(end.parent.board, 0, slots)) return false;
+  return WithoutGil([&] { return wait(end.parent, slots.data, slots.count, count, timeout_ns); }) == kDone;
 }
 
-PyObject* parent_mark_notices_seen(PyObject* self, PyObject*) {
-  mark_notices_seen(parent_of(self));
-  return Py_NewRef(Py_None);
+void parent_mark_notices_seen(ParentEnd& end) { mark_notices_seen(end.parent); }
+
+void parent_notify_parent(ParentEnd& end) {
+  WithoutGil([&] { notify_parent(end.parent.board); });
 }
 
-PyObject* parent_notify_parent(PyObject* self, PyObject*) {
-  return WithoutGil([&] { notify_parent(parent_of(self).board); });
-}
-
-PyObject* parent_close(PyObject* self, PyObject*) {
-  OwnOf<PortableParentDispatch>(self).marks.reset();
-  return Py_NewRef(Py_None);
-}
+void parent_close(ParentEnd& end) { end.marks.reset(); }
 
 PyMethodDef parent_methods[] = {
-    {"send", parent_send, METH_VARARGS, nullptr},
-    {"pass_on", parent_pass_on, METH_VARARGS, nullptr},
-    {"notify_worker", parent_notify_worker, METH_VARARGS, nullptr},
-    {"wait", parent_wait, METH_VARARGS, nullptr},
-    {"mark_notices_seen", parent_mark_notices_seen, METH_NOARGS, nullptr},
-    {"notify_parent", parent_notify_parent, METH_NOARGS, nullptr},
-    {"close", parent_close, METH_NOARGS, nullptr},
+    Define<parent_send>("send"),
+    Define<parent_pass_on>("pass_on"),
+    Define<parent_notify_worker>("notify_worker"),
+    Define<parent_wait>("wait"),
+    Define<parent_mark_notices_seen>("mark_notices_seen"),
+    Define<parent_notify_parent>("notify_parent"),
+    Define<parent_close>("close"),
     {nullptr, nullptr, 0, nullptr},
 };
-PyType_Slot parent_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make_parent)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<PortableParentDispatch>)},
-    {Py_tp_methods, parent_methods},
-    {0, nullptr},
-};
-PyType_Spec parent_spec = {"jaxvec._native._ext.Parent", sizeof(Owner<PortableParentDispatch>), 0, Py_TPFLAGS_DEFAULT,
-                           parent_slots};
 
 // --- Worker ---
 
@@ -152,104 +122,86 @@ PyObject* make_worker(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"marks", "index", "first", "stop", "notices", "spin_ns", nullptr};
   PyObject* marks;
   uint32_t spin_ns;
-  auto end = std::make_unique<PortableWorkerDispatch>();
-  Worker& worker = end->worker;
+  Ref self = MakeOwner<WorkerEnd>(type);
+  if (!self) return nullptr;
+  auto& end = OwnOf<WorkerEnd>(self.get());
+  Worker& worker = end.worker;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OIIIII:Worker", const_cast<char**>(names), &marks,
                                    &worker.index, &worker.first, &worker.stop, &worker.seen_notices,
                                    &spin_ns) ||
-      !fill(marks, spin_ns, 0, &worker.board)) {
+      !read_marks(marks, spin_ns, 0, &worker.board)) {
     return nullptr;
   }
-  if (worker.index >= worker.board.num_workers || worker.first > worker.stop ||
-      worker.stop > worker.board.num_slots) {
-    PyErr_SetString(PyExc_IndexError, "there is no such worker or slot");
-    return nullptr;
+  const Board& board = worker.board;
+  if (worker.index >= board.num_workers || worker.first > worker.stop || worker.stop > board.num_slots) {
+    return PyErr_Format(PyExc_IndexError,
+                        "worker %u with slots %u to %u is out of range (%u workers, %u slots)", worker.index,
+                        worker.first, worker.stop, board.num_workers, board.num_slots);
   }
-  end->marks = Share(marks);
-  end->slots.resize(worker.stop - worker.first);
-  std::iota(end->slots.begin(), end->slots.end(), worker.first);
-  return MakeOwner(type, std::move(end));
+  end.marks = Share(marks);
+  end.slots.resize(worker.stop - worker.first);
+  std::iota(end.slots.begin(), end.slots.end(), worker.first);
+  return self.release();
 }
 
-PyObject* worker_take(PyObject* self, PyObject* args) {
-  PortableWorkerDispatch& end = OwnOf<PortableWorkerDispatch>(self);
-  Words<int64_t> slots;
-  if (!PyArg_ParseTuple(args, "O&:take", slots.Convert, &slots)) return nullptr;
-  if (slots.count < static_cast<npy_intp>(end.slots.size())) {
-    PyErr_SetString(PyExc_ValueError, "there is no room for all slots");
-    return nullptr;
+PyObject* worker_take(WorkerEnd& end, PyObject* array) {
+  int64_t* slots = nullptr;
+  if (!ConvertShared<int64_t>(array, &slots)) return nullptr;
+  if (slots == nullptr || PyArray_SIZE(AsArray(array)) < static_cast<npy_intp>(end.slots.size())) {
+    return PyErr_Format(PyExc_ValueError, "the array needs room for all %zu slots of the worker",
+                        end.slots.size());
   }
-  uint32_t operation = 0;
-  const uint32_t count = WithoutGil([&] {
-    uint32_t taken;
-    take(end.worker, &operation, slots.data, &taken);
-    return taken;
-  });
+  uint32_t operation = 0, count = 0;
+  WithoutGil([&] { take(end.worker, &operation, slots, &count); });
   return Py_BuildValue("II", operation, count);
 }
 
-PyObject* worker_post(PyObject* self, PyObject* args) {
-  PortableWorkerDispatch& end = OwnOf<PortableWorkerDispatch>(self);
-  Slots slots;
-  if (!PyArg_ParseTuple(args, "O&:post", slots.Convert, &slots)) return nullptr;
-  if (!check(end.worker.board, end.worker.index, slots)) return nullptr;
-  return WithoutGil([&] { post(end.worker, slots.data, slots.count); });
+void worker_post(WorkerEnd& end, const Slots& slots) {
+  if (!check(end.worker.board, end.worker.index, slots)) return;
+  WithoutGil([&] { post(end.worker, slots.data, slots.count); });
 }
 
-PyObject* worker_post_some(PyObject* self, PyObject* args) {
-  PortableWorkerDispatch& end = OwnOf<PortableWorkerDispatch>(self);
-  uint32_t first, count;
-  if (!PyArg_ParseTuple(args, "II:post_some", &first, &count)) return nullptr;
-  if (first < end.worker.first || first > end.worker.stop || count > end.worker.stop - first) {
-    PyErr_SetString(PyExc_IndexError, "there is no such slot");
-    return nullptr;
+void worker_post_some(WorkerEnd& end, uint32_t first, uint32_t count) {
+  const Worker& worker = end.worker;
+  if (first < worker.first || first > worker.stop || count > worker.stop - first) {
+    PyErr_Format(PyExc_IndexError, "%u slots from %u on are not all in the worker's range %u to %u", count,
+                 first, worker.first, worker.stop);
+    return;
   }
-  return WithoutGil([&] { post(end.worker, end.slots.data() + (first - end.worker.first), count); });
+  WithoutGil([&] { post(end.worker, end.slots.data() + (first - worker.first), count); });
 }
 
-PyObject* worker_mark_notice_seen(PyObject* self, PyObject*) {
-  ++OwnOf<PortableWorkerDispatch>(self).worker.seen_notices;
-  return Py_NewRef(Py_None);
+void worker_mark_notice_seen(WorkerEnd& end) { ++end.worker.seen_notices; }
+
+void worker_notify_worker(WorkerEnd& end) {
+  WithoutGil([&] { notify_worker(end.worker.board, end.worker.index); });
 }
 
-PyObject* worker_notify_worker(PyObject* self, PyObject*) {
-  const Worker& worker = OwnOf<PortableWorkerDispatch>(self).worker;
-  return WithoutGil([&] {
-    Parent parent{};
-    parent.board = worker.board;
-    notify_worker(parent, worker.index);
-  });
-}
-
-PyObject* worker_notify_parent(PyObject* self, PyObject*) {
-  return WithoutGil([&] { notify_parent(OwnOf<PortableWorkerDispatch>(self).worker.board); });
+void worker_notify_parent(WorkerEnd& end) {
+  WithoutGil([&] { notify_parent(end.worker.board); });
 }
 
 PyMethodDef worker_methods[] = {
-    {"take", worker_take, METH_VARARGS, nullptr},
-    {"post", worker_post, METH_VARARGS, nullptr},
-    {"post_some", worker_post_some, METH_VARARGS, nullptr},
-    {"mark_notice_seen", worker_mark_notice_seen, METH_NOARGS, nullptr},
-    {"notify_worker", worker_notify_worker, METH_NOARGS, nullptr},
-    {"notify_parent", worker_notify_parent, METH_NOARGS, nullptr},
+    Define<worker_take>("take"),
+    Define<worker_post>("post"),
+    Define<worker_post_some>("post_some"),
+    Define<worker_mark_notice_seen>("mark_notice_seen"),
+    Define<worker_notify_worker>("notify_worker"),
+    Define<worker_notify_parent>("notify_parent"),
     {nullptr, nullptr, 0, nullptr},
 };
-PyType_Slot worker_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make_worker)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<PortableWorkerDispatch>)},
-    {Py_tp_methods, worker_methods},
-    {0, nullptr},
-};
-PyType_Spec worker_spec = {"jaxvec._native._ext.Worker", sizeof(Owner<PortableWorkerDispatch>), 0, Py_TPFLAGS_DEFAULT,
-                           worker_slots};
 
 }  // namespace
 }  // namespace jaxvec
 
 bool AddDispatch(PyObject* module) {
-  using jaxvec::parent_type;
-  parent_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&jaxvec::parent_spec));
-  const Ref worker_type(PyType_FromSpec(&jaxvec::worker_spec));
-  return parent_type != nullptr && worker_type && PyModule_AddType(module, parent_type) == 0 &&
-         PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(worker_type.get())) == 0;
+  using namespace jaxvec;
+  parent_type = MakeType<ParentEnd>(
+      "jaxvec._native._ext.Parent",
+      {{Py_tp_new, reinterpret_cast<void*>(make_parent)}, {Py_tp_methods, parent_methods}});
+  PyTypeObject* const worker_type = MakeType<WorkerEnd>(
+      "jaxvec._native._ext.Worker",
+      {{Py_tp_new, reinterpret_cast<void*>(make_worker)}, {Py_tp_methods, worker_methods}});
+  return parent_type != nullptr && worker_type != nullptr && PyModule_AddType(module, parent_type) == 0 &&
+         PyModule_AddType(module, worker_type) == 0;
 }

@@ -1,36 +1,31 @@
-// `Pool`: the engine of a pool that compiled programs step without Python. native_engine.py has the rest of
-// it.
+// `Pool`: the engine of a pool that compiled programs step without Python. native_engine.py wraps it.
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <vector>
 
 #include "pool.h"
-#include "py_array.h"
-#include "py_dispatch.h"
-#include "python.h"
+#include "py_types.h"
 
 namespace jaxvec {
 namespace {
 
-constexpr npy_intp kAlignment = 64;  // bytes, of the leaves of results
+constexpr npy_intp kAlignment = 64;  // bytes, of each leaf's rows
 
-// Python's object holds one reference to the pool; programs that run hold others.
+// This object holds one reference to the pool, and running programs hold others. All fields need the GIL.
 struct Engine {
-  Ref kept;                  // all that the plan points to, until `close`
+  Ref kept;                  // the arguments, which own the plan's memory; until `close`
   std::vector<Ref> results;  // leaves in the segment
   uint32_t id = 0, batch_size = 0, num_slots = 0;
-  uint32_t capacity = 0;  // of the trace
+  uint32_t trace_capacity = 0;
   std::shared_ptr<Pool> pool;
 
-  // Makes arrays for the rows of a time step; leaves of the set `unread` get none, and no pointer. They are
-  // one piece of memory, since what is made has its price. Returns null for an error.
+  // Returns a list of new arrays for the rows of a time step; null if a Python error is set. Leaves in
+  // `unread` get no rows and a null pointer. All rows are one allocation, since each allocation costs time.
   Ref make_rows(npy_intp rows, PyObject* unread, std::vector<void*>* pointers) const {
     std::vector<npy_intp> counts, offsets;
     npy_intp size = 0;
     for (size_t i = 0; i < results.size(); ++i) {
-      const Ref place(PyLong_FromSize_t(i));
-      const int skipped = place ? PySet_Contains(unread, place.get()) : -1;
+      const Ref index(PyLong_FromSize_t(i));
+      const int skipped = index ? PySet_Contains(unread, index.get()) : -1;
       if (skipped < 0) return nullptr;
       counts.push_back(skipped != 0 ? 0 : rows);
       offsets.push_back(size);
@@ -47,7 +42,7 @@ struct Engine {
       dims[0] = counts[i];
       void* const data = PyArray_BYTES(AsArray(memory.get())) + offsets[i];
       pointers->push_back(dims[0] > 0 ? data : nullptr);
-      Ref array = make_array(reinterpret_cast<PyObject*>(PyArray_DESCR(leaf)), dims, data);
+      Ref array = make_array(PyArray_DESCR(leaf), dims, data);
       if (!array || PyArray_SetBaseObject(AsArray(array.get()), Py_NewRef(memory.get())) < 0) return nullptr;
       PyList_SetItem(all.get(), static_cast<Py_ssize_t>(i), array.release());
     }
@@ -64,107 +59,70 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
       "sent",    "num_sent", "due",         "needs_reset", "terminated", "truncated", nullptr};
   Plan plan{};
   PyObject *parent, *actions, *results, *nonzero;
-  int in_order;
-  long long fingerprint, wait_ns, step_ns;
-  Words<int64_t> stops, sent, due;
-  Words<uint32_t> generation, num_sent;
-  Words<uint8_t> in_flight, needs_reset, terminated, truncated;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!LIpILLO&O&OOOO&O&O&O&O&O&O&:Pool", const_cast<char**>(names), &plan.id,
-          parent_type, &parent, &fingerprint, &plan.batch_size, &in_order, &plan.together, &wait_ns, &step_ns,
-          stops.Convert, &stops, generation.Convert, &generation, &actions, &results, &nonzero,
-          in_flight.Convert, &in_flight, sent.Convert, &sent, num_sent.Convert, &num_sent, due.Convert, &due,
-          needs_reset.Convert, &needs_reset, terminated.Convert, &terminated, truncated.Convert,
-          &truncated)) {
+          args, kwargs, "$IO!lIpIllO&O&OOOO&O&O&O&O&O&O&:Pool", const_cast<char**>(names), &plan.id,
+          parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.together,
+          &plan.wait_ns, &plan.step_ns, ConvertShared<const int64_t>, &plan.stops, ConvertShared<uint32_t>,
+          &plan.generation, &actions, &results, &nonzero, ConvertShared<uint8_t>, &plan.in_flight,
+          ConvertShared<int64_t>, &plan.sent, ConvertShared<uint32_t>, &plan.num_sent, ConvertShared<int64_t>,
+          &plan.due, ConvertShared<uint8_t>, &plan.needs_reset, ConvertShared<const uint8_t>,
+          &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated)) {
     return nullptr;
   }
-  auto engine = std::make_unique<Engine>();
+  Ref self = MakeOwner<Engine>(type);
+  if (!self) return nullptr;
+  auto& engine = OwnOf<Engine>(self.get());
   std::vector<Ref> action_leaves, flags;
   Arrays action_arrays, result_arrays;
-  if (!to_list(actions, &action_leaves) || !action_arrays.take(action_leaves) ||
-      !to_list(results, &engine->results) || !result_arrays.take(engine->results) ||
-      !to_list(nonzero, &flags)) {
+  if (!append_items(actions, &action_leaves) || !action_arrays.borrow(action_leaves) ||
+      !append_items(results, &engine.results) || !result_arrays.borrow(engine.results) ||
+      !append_items(nonzero, &flags)) {
     return nullptr;
   }
   for (size_t i = 0; i < flags.size() && i < result_arrays.arrays.size(); ++i) {
-    Words<uint8_t> known;
-    if (!known.Convert(flags[i].get(), &known)) return nullptr;
-    result_arrays.arrays[i].nonzero = known.data;
+    if (!ConvertShared<const uint8_t>(flags[i].get(), &result_arrays.arrays[i].nonzero)) return nullptr;
   }
-  plan.in_order = static_cast<uint32_t>(in_order);
-  plan.fingerprint = fingerprint;
-  plan.wait_ns = wait_ns;
-  plan.step_ns = step_ns;
-  plan.parent = &OwnOf<PortableParentDispatch>(parent).parent;
-  plan.stops = stops.data;
-  plan.generation = generation.data;
-  plan.actions = action_arrays.arrays.data();
-  plan.results = result_arrays.arrays.data();
-  plan.num_actions = static_cast<uint32_t>(action_arrays.arrays.size());
-  plan.num_results = static_cast<uint32_t>(result_arrays.arrays.size());
-  plan.in_flight = in_flight.data;
-  plan.sent = sent.data;
-  plan.num_sent = num_sent.data;
-  plan.due = due.data;
-  plan.needs_reset = needs_reset.data;
-  plan.terminated = terminated.data;
-  plan.truncated = truncated.data;
-  engine->kept = Share(kwargs);
-  engine->id = plan.id;
-  engine->batch_size = plan.batch_size;
-  engine->num_slots = plan.parent->board.num_slots;
-  engine->pool = std::make_shared<Pool>(plan);
-  engine->pool->state.open = 1;
-  publish(plan.id, engine->pool);
-  return MakeOwner(type, std::move(engine));
+  plan.parent = &OwnOf<ParentEnd>(parent).parent;
+  plan.actions = std::move(action_arrays.arrays);
+  plan.results = std::move(result_arrays.arrays);
+  engine.kept = Share(kwargs);
+  engine.id = plan.id;
+  engine.batch_size = plan.batch_size;
+  engine.num_slots = plan.parent->board.num_slots;
+  engine.pool = std::make_shared<Pool>(plan);
+  engine.pool->state.open = 1;
+  publish(plan.id, engine.pool);
+  return self.release();
 }
 
 // --- Locks ---
 
-PyObject* pool_enter(PyObject* self, PyObject* args) {
-  Slots slots;
-  int exclusive;
-  long long timeout_ns;
-  if (!PyArg_ParseTuple(args, "O&pL:enter", slots.Convert, &slots, &exclusive, &timeout_ns)) return nullptr;
-  return PyBool_FromLong(
-      WithoutGil([&] { return pool_of(self).enter(slots.data, slots.count, exclusive != 0, timeout_ns); }));
+template <void (Pool::*function)()>
+void call(Engine& engine) {
+  WithoutGil([&] { (*engine.pool.*function)(); });
 }
 
-PyObject* pool_leave(PyObject* self, PyObject*) {
-  return WithoutGil([&] { pool_of(self).leave(); });
+bool pool_enter(Engine& engine, const Slots& slots, bool exclusive, int64_t timeout_ns) {
+  return WithoutGil([&] { return engine.pool->enter(slots.data, slots.count, exclusive, timeout_ns); });
 }
 
-PyObject* pool_hold(PyObject* self, PyObject* args) {
-  Slots slots;
-  int alone;
-  if (!PyArg_ParseTuple(args, "O&p:hold", slots.Convert, &slots, &alone)) return nullptr;
-  return WithoutGil([&] { pool_of(self).hold(slots.data, slots.count, alone != 0); });
+void pool_hold(Engine& engine, const Slots& slots, bool alone) {
+  WithoutGil([&] { engine.pool->hold(slots.data, slots.count, alone); });
 }
 
-PyObject* pool_holds(PyObject* self, PyObject*) {
-  return PyBool_FromLong(WithoutGil([&] { return pool_of(self).holds(); }));
-}
-
-PyObject* pool_release(PyObject* self, PyObject*) {
-  return WithoutGil([&] { pool_of(self).release(); });
+bool pool_holds(Engine& engine) {
+  return WithoutGil([&] { return engine.pool->holds(); });
 }
 
 // --- Moves ---
 
-PyObject* pool_move(PyObject* self, PyObject* args) {
-  const Engine& engine = OwnOf<Engine>(self);
-  Request request{};
-  int new_generation;
-  Slots slots, sent;
-  Generation generation;
-  PyObject *given, *unread;
-  if (!PyArg_ParseTuple(args, "IIpO&O&O&OO!:move", &request.verb, &request.caller_code, &new_generation,
-                        slots.Convert, &slots, generation.Convert, &generation, sent.Convert, &sent, &given,
-                        &PyFrozenSet_Type, &unread)) {
-    return nullptr;
-  }
+PyObject* to_python(Status status) { return PyLong_FromLong(static_cast<long>(status)); }
+
+PyObject* pool_move(Engine& engine, uint32_t verb, uint32_t caller_code, bool new_generation,
+                    const Slots& slots, const Generation& generation, const Slots& sent, PyObject* given,
+                    PyObject* unread) {
   std::vector<Ref> actions;
-  if (!to_list(given, &actions)) return nullptr;
+  if (!append_items(given, &actions)) return nullptr;
   std::vector<const void*> action_pointers;
   for (Ref& action : actions) {
     action = Ref(PyArray_FROM_OF(action.get(), NPY_ARRAY_C_CONTIGUOUS));
@@ -173,69 +131,51 @@ PyObject* pool_move(PyObject* self, PyObject* args) {
   }
   std::vector<void*> result_pointers;
   Ref rows(PyList_New(0));
-  if (request.verb != kSend) {
+  if (verb != kSend) {
     const uint32_t count = slots.data == nullptr ? engine.num_slots : slots.count;
-    rows = engine.make_rows(request.verb == kRecv ? engine.batch_size : count, unread, &result_pointers);
+    rows = engine.make_rows(verb == kRecv ? engine.batch_size : count, unread, &result_pointers);
   }
   if (!rows) return nullptr;
-  request.new_generation = static_cast<uint32_t>(new_generation);
-  request.num_slots = slots.count;
-  request.slots = slots.data;
-  request.generation = generation.data;
-  request.num_sent = sent.count;
-  request.sent = sent.data;
-  request.actions = action_pointers.data();
-  request.results = result_pointers.data();
+  Request request{verb,
+                  caller_code,
+                  new_generation,
+                  slots.count,
+                  sent.count,
+                  slots.data,
+                  generation.data,
+                  sent.data,
+                  action_pointers.data(),
+                  result_pointers.data(),
+                  0};
   const Status status = WithoutGil([&] {
     HostTarget target;
     return engine.pool->move(request, target);
   });
-  return Py_BuildValue("INL", static_cast<uint32_t>(status), rows.release(),
-                       static_cast<long long>(request.waited_ns));
+  return Py_BuildValue("INl", static_cast<uint32_t>(status), rows.release(), request.waited_ns);
 }
 
-PyObject* to_number(Status status) { return PyLong_FromLong(static_cast<long>(status)); }
-
-PyObject* pool_check_handle(PyObject* self, PyObject* args) {
-  Slots slots;
-  Generation generation;
-  if (!PyArg_ParseTuple(args, "O&O&:check_handle", slots.Convert, &slots, generation.Convert, &generation)) {
-    return nullptr;
-  }
-  return to_number(
-      WithoutGil([&] { return pool_of(self).check_handle(slots.data, generation.data, slots.count); }));
+PyObject* pool_check_handle(Engine& engine, const Slots& slots, const Generation& generation) {
+  return to_python(
+      WithoutGil([&] { return engine.pool->check_handle(slots.data, generation.data, slots.count); }));
 }
 
-PyObject* pool_check_envs(PyObject* self, PyObject* args) {
-  Slots slots;
-  int stepped;
-  if (!PyArg_ParseTuple(args, "O&p:check_envs", slots.Convert, &slots, &stepped)) return nullptr;
-  return to_number(
-      WithoutGil([&] { return pool_of(self).check_envs(slots.data, slots.count, stepped != 0); }));
-}
-
-PyObject* pool_wait_for_copies(PyObject* self, PyObject*) {
-  return WithoutGil([&] { pool_of(self).wait_for_copies(); });
+PyObject* pool_check_envs(Engine& engine, const Slots& slots, bool stepped) {
+  return to_python(WithoutGil([&] { return engine.pool->check_envs(slots.data, slots.count, stepped); }));
 }
 
 // --- State ---
 
-PyObject* pool_close_fast_path(PyObject* self, PyObject*) {
-  pool_of(self).state.open = 0;
-  return Py_NewRef(Py_None);
+void pool_close_fast_path(Engine& engine) { engine.pool->state.open = 0; }
+
+void pool_allow_gpu(Engine& engine) { engine.pool->state.devices = 1; }
+
+void pool_count_success(Engine& engine) {
+  engine.pool->state.num_served.fetch_add(1, std::memory_order_relaxed);
 }
 
-PyObject* pool_allow_gpu(PyObject* self, PyObject*) {
-  pool_of(self).state.devices = 1;
-  return Py_NewRef(Py_None);
+PyObject* pool_num_served(PyObject* self, void*) {
+  return PyLong_FromUnsignedLong(pool_of(self).state.num_served);
 }
-
-PyObject* pool_count_success(PyObject* self, PyObject*) {
-  pool_of(self).state.num_served.fetch_add(1, std::memory_order_relaxed);
-  return Py_NewRef(Py_None);
-}
-
-PyObject* pool_num_served(PyObject* self, void*) { return PyLong_FromUnsignedLong(pool_of(self).state.num_served); }
 
 PyObject* pool_last_caller(PyObject* self, void*) {
   return PyLong_FromUnsignedLong(pool_of(self).state.last_caller);
@@ -248,53 +188,46 @@ int pool_set_last_caller(PyObject* self, PyObject* value, void*) {
   return 0;
 }
 
-PyObject* pool_start_trace(PyObject* self, PyObject* args) {
-  Engine& engine = OwnOf<Engine>(self);
-  if (!PyArg_ParseTuple(args, "I:start_trace", &engine.capacity)) return nullptr;
-  return WithoutGil([&] { engine.pool->trace.start(engine.capacity); });
+void pool_start_trace(Engine& engine, uint32_t capacity) {
+  engine.trace_capacity = capacity;
+  WithoutGil([&] { engine.pool->trace.start(capacity); });
 }
 
-PyObject* pool_stop_trace(PyObject* self, PyObject*) {
-  const Engine& engine = OwnOf<Engine>(self);
-  std::vector<Span> spans(std::max(engine.capacity, 1u));
+PyObject* pool_stop_trace(Engine& engine) {
+  std::vector<Span> spans(std::max(engine.trace_capacity, 1u));
   const uint64_t count = WithoutGil([&] { return engine.pool->trace.stop(spans.data()); });
-  const uint64_t kept = std::min<uint64_t>(count, spans.size());
-  Ref all(PyList_New(static_cast<Py_ssize_t>(kept)));
-  for (uint64_t i = 0; all && i < kept; ++i) {
-    const Span& span = spans[i];
-    PyObject* row = Py_BuildValue("ILLI", span.what, static_cast<long long>(span.began),
-                                  static_cast<long long>(span.ended), span.thread);
-    if (row == nullptr) return nullptr;
-    PyList_SetItem(all.get(), static_cast<Py_ssize_t>(i), row);
+  spans.resize(std::min<uint64_t>(count, spans.size()));
+  Ref all(PyList_New(0));
+  for (const Span& span : spans) {
+    const Ref row(Py_BuildValue("IllI", span.what, span.start_ns, span.end_ns, span.thread));
+    if (!all || !row || PyList_Append(all.get(), row.get()) < 0) return nullptr;
   }
-  return all ? Py_BuildValue("NK", all.release(), static_cast<unsigned long long>(count - kept)) : nullptr;
+  return all ? Py_BuildValue("Nk", all.release(), count - spans.size()) : nullptr;
 }
 
-PyObject* pool_close(PyObject* self, PyObject*) {
-  Engine& engine = OwnOf<Engine>(self);
+void pool_close(Engine& engine) {
   engine.pool->state.open = 0;
   withdraw(engine.id);
   engine.kept.reset();
   engine.results.clear();
-  return Py_NewRef(Py_None);
 }
 
 PyMethodDef methods[] = {
-    {"enter", pool_enter, METH_VARARGS, nullptr},
-    {"leave", pool_leave, METH_NOARGS, nullptr},
-    {"hold", pool_hold, METH_VARARGS, nullptr},
-    {"holds", pool_holds, METH_NOARGS, nullptr},
-    {"release", pool_release, METH_NOARGS, nullptr},
-    {"move", pool_move, METH_VARARGS, nullptr},
-    {"check_handle", pool_check_handle, METH_VARARGS, nullptr},
-    {"check_envs", pool_check_envs, METH_VARARGS, nullptr},
-    {"wait_for_copies", pool_wait_for_copies, METH_NOARGS, nullptr},
-    {"close_fast_path", pool_close_fast_path, METH_NOARGS, nullptr},
-    {"allow_gpu", pool_allow_gpu, METH_NOARGS, nullptr},
-    {"count_success", pool_count_success, METH_NOARGS, nullptr},
-    {"start_trace", pool_start_trace, METH_VARARGS, nullptr},
-    {"stop_trace", pool_stop_trace, METH_NOARGS, nullptr},
-    {"close", pool_close, METH_NOARGS, nullptr},
+    Define<pool_enter>("enter"),
+    Define<call<&Pool::leave>>("leave"),
+    Define<pool_hold>("hold"),
+    Define<pool_holds>("holds"),
+    Define<call<&Pool::release>>("release"),
+    Define<pool_move>("move"),
+    Define<pool_check_handle>("check_handle"),
+    Define<pool_check_envs>("check_envs"),
+    Define<call<&Pool::wait_for_copies>>("wait_for_copies"),
+    Define<pool_close_fast_path>("close_fast_path"),
+    Define<pool_allow_gpu>("allow_gpu"),
+    Define<pool_count_success>("count_success"),
+    Define<pool_start_trace>("start_trace"),
+    Define<pool_stop_trace>("stop_trace"),
+    Define<pool_close>("close"),
     {nullptr, nullptr, 0, nullptr},
 };
 PyGetSetDef attributes[] = {
@@ -302,19 +235,48 @@ PyGetSetDef attributes[] = {
     {"last_caller", pool_last_caller, pool_set_last_caller, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
-PyType_Slot slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make_pool)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<Engine>)},
-    {Py_tp_methods, methods},
-    {Py_tp_getset, attributes},
-    {0, nullptr},
+
+// --- Enumerators, which must equal those of Python (tests/test_engine.py) ---
+
+struct Enumerator {
+  const char* name;
+  Status value;
 };
-PyType_Spec spec = {"jaxvec._native._ext.Pool", sizeof(Owner<Engine>), 0, Py_TPFLAGS_DEFAULT, slots};
+constexpr Enumerator kStatuses[] = {{"DONE", Status::kDone},
+                                    {"UNDER_WAY", Status::kUnderWay},
+                                    {"ELSEWHERE", Status::kElsewhere},
+                                    {"BARRED", Status::kBarred},
+                                    {"BUSY", Status::kBusy},
+                                    {"COPYING", Status::kCopying},
+                                    {"NO_SUCH_ENV", Status::kNoSuchEnv},
+                                    {"NAMED_TWICE", Status::kNamedTwice},
+                                    {"STALE", Status::kStale},
+                                    {"IN_FLIGHT", Status::kInFlight},
+                                    {"NEEDS_RESET", Status::kNeedsReset},
+                                    {"TOO_FEW", Status::kTooFew},
+                                    {"LATE", Status::kLate},
+                                    {"PART", Status::kPart}};
+
+bool add_enumerators(PyObject* module) {
+  const Ref statuses(PyDict_New());
+  for (const auto& [name, value] : kStatuses) {
+    const Ref number(to_python(value));
+    if (!statuses || !number || PyDict_SetItemString(statuses.get(), name, number.get()) < 0) return false;
+  }
+  const Ref verbs(Py_BuildValue("{sI sI sI sI sI sI sI}", "RESET", kReset, "STEP", kStep, "SEND", kSend,
+                                "RECV", kRecv, "SAVE", kSave, "RESTORE", kRestore, "END", kEnd));
+  return verbs && PyModule_AddObjectRef(module, "STATUSES", statuses.get()) == 0 &&
+         PyModule_AddObjectRef(module, "VERBS", verbs.get()) == 0;
+}
 
 }  // namespace
 }  // namespace jaxvec
 
 bool AddPool(PyObject* module) {
-  const Ref type(PyType_FromSpec(&jaxvec::spec));
-  return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+  using namespace jaxvec;
+  PyTypeObject* const type =
+      MakeType<Engine>("jaxvec._native._ext.Pool", {{Py_tp_new, reinterpret_cast<void*>(make_pool)},
+                                                    {Py_tp_methods, methods},
+                                                    {Py_tp_getset, attributes}});
+  return type != nullptr && PyModule_AddType(module, type) == 0 && add_enumerators(module);
 }

@@ -1,8 +1,8 @@
-// What the files that speak to Python share: its C API and NumPy's, references, and a way to let go of the
-// GIL.
+// Helpers for the files that use Python's C API: owned references, work without the GIL, Python objects that
+// hold a C++ object, and converters of arguments.
 //
-// The limited API makes one library serve every Python from 3.11 on. The GIL is held wherever nothing else is
-// said.
+// The limited API makes one library serve every Python from 3.11 on. Callers hold the GIL, except inside of
+// `WithoutGil`.
 #pragma once
 
 #define Py_LIMITED_API 0x030B0000
@@ -12,15 +12,20 @@
 #define NPY_TARGET_VERSION NPY_2_0_API_VERSION
 #define PY_ARRAY_UNIQUE_SYMBOL jaxvec_arrays
 #ifndef JAXVEC_IMPORTS_NUMPY
-#define NO_IMPORT_ARRAY  // module.cc does it for all
+#define NO_IMPORT_ARRAY  // module.cc imports NumPy's functions for all files
 #endif
 #include <numpy/arrayobject.h>
 #include <unistd.h>
 
 #include <cstdint>
 #include <memory>
+#include <new>
+#include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
+
+static_assert(std::is_same_v<int64_t, long>);  // the format "l" parses and builds an int64_t
 
 struct Release {
   void operator()(PyObject* object) const { Py_XDECREF(object); }
@@ -31,21 +36,14 @@ inline Ref Share(PyObject* object) { return Ref(Py_NewRef(object)); }
 
 inline PyArrayObject* AsArray(PyObject* object) { return reinterpret_cast<PyArrayObject*>(object); }
 
-// Returns a zeroed object of a type, of which nothing else is made ready.
+// Returns a zeroed object of `type`, without calling a constructor.
 template <typename T>
 T* Allocate(PyTypeObject* type) {
   auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
   return reinterpret_cast<T*>(allocate(type, 0));
 }
 
-// Frees an object, of which all else is done.
-inline void Free(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
-}
-
-// Casts a function that takes keyword arguments for a table of methods, which has one type for all.
+// Casts a function with keyword arguments to the one type that tables of methods have.
 inline PyCFunction AsMethod(PyCFunctionWithKeywords function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
@@ -54,20 +52,19 @@ inline void TakeGil(PyThreadState* state) {
   try {
     PyEval_RestoreThread(state);
   } catch (...) {
-    // Once the interpreter has ended, Python before 3.14 ends a daemon thread here. That would unwind our
-    // frames, which would drop references without the GIL. So the thread sleeps for good, as from 3.14 on.
+    // Once the interpreter has ended, Python before 3.14 ends a daemon thread here, by unwinding its stack.
+    // That would drop our references without the GIL. So the thread sleeps forever, as from 3.14 on.
     for (;;) pause();
   }
 }
 
-// Returns what `work` does while other threads run Python; `None` to Python if that is nothing.
+// Runs `work` while other threads may run Python, and returns its result.
 template <typename Work>
 auto WithoutGil(const Work& work) {
   PyThreadState* const state = PyEval_SaveThread();
   if constexpr (std::is_void_v<decltype(work())>) {
     work();
     TakeGil(state);
-    return Py_NewRef(Py_None);
   } else {
     auto result = work();
     TakeGil(state);
@@ -75,31 +72,46 @@ auto WithoutGil(const Work& work) {
   }
 }
 
-// An object of Python that owns a `T` of C++.
+// A Python object that holds a `T`.
 template <typename T>
 struct Owner {
-  PyObject_HEAD T* own;
+  PyObject_HEAD T own;
 };
 
 template <typename T>
 T& OwnOf(PyObject* object) {
-  return *reinterpret_cast<Owner<T>*>(object)->own;
+  return reinterpret_cast<Owner<T>*>(object)->own;
 }
 
+// Returns an object with a default-constructed `T`; null if a Python error is set.
 template <typename T>
-PyObject* MakeOwner(PyTypeObject* type, std::unique_ptr<T> own) {
+Ref MakeOwner(PyTypeObject* type) {
   auto* object = Allocate<Owner<T>>(type);
-  if (object != nullptr) object->own = own.release();
-  return reinterpret_cast<PyObject*>(object);
+  if (object != nullptr) new (&object->own) T();
+  return Ref(reinterpret_cast<PyObject*>(object));
 }
 
 template <typename T>
 void DeallocateOwner(PyObject* object) {
-  delete reinterpret_cast<Owner<T>*>(object)->own;
-  Free(object);
+  OwnOf<T>(object).~T();
+  PyTypeObject* type = Py_TYPE(object);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
 }
 
-// An argument of numbers, as a contiguous array of `T`; or `None`, of which `data` is null.
+// Returns a new type of `Owner<T>`; null if a Python error is set. Python code can instantiate it only if the
+// slots contain `Py_tp_new`.
+template <typename T>
+PyTypeObject* MakeType(const char* name, std::vector<PyType_Slot> slots) {
+  const bool has_new = slots[0].slot == Py_tp_new;
+  slots.push_back({Py_tp_dealloc, reinterpret_cast<void*>(DeallocateOwner<T>)});
+  slots.push_back({0, nullptr});
+  const unsigned flags = Py_TPFLAGS_DEFAULT | (has_new ? 0 : Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  PyType_Spec spec = {name, sizeof(Owner<T>), 0, flags, slots.data()};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+// An argument of numbers, converted to a contiguous array of `T`. `data` is null for `None`.
 template <typename T, int type>
 struct Numbers {
   Ref array;
@@ -121,29 +133,89 @@ struct Numbers {
 using Slots = Numbers<const int64_t, NPY_INT64>;
 using Generation = Numbers<const uint32_t, NPY_UINT32>;
 
-// An array that others read and write, too, so it must be as it is said to be; or `None`.
-template <typename T>
-struct Words {
-  T* data = nullptr;
-  npy_intp count = 0;
+// Converters of positional arguments; false if a Python error is set.
+inline bool Read(PyObject* from, PyObject** to) {
+  *to = from;
+  return true;
+}
+inline bool Read(PyObject* from, bool* to) {
+  const int truth = PyObject_IsTrue(from);
+  *to = truth > 0;
+  return truth >= 0;
+}
+inline bool Read(PyObject* from, uint32_t* to) {
+  *to = static_cast<uint32_t>(PyLong_AsUnsignedLongMask(from));
+  return PyErr_Occurred() == nullptr;
+}
+inline bool Read(PyObject* from, int64_t* to) {
+  *to = PyLong_AsLong(from);
+  return PyErr_Occurred() == nullptr;
+}
+template <typename T, int type>
+bool Read(PyObject* from, Numbers<T, type>* to) {
+  return to->Convert(from, to) != 0;
+}
 
-  // For "O&".
-  static int Convert(PyObject* given, void* to) {
-    auto* self = static_cast<Words*>(to);
-    if (given == Py_None) return 1;
-    if (!PyArray_Check(given) || !PyArray_ISCARRAY(AsArray(given)) ||
-        PyArray_ITEMSIZE(AsArray(given)) != sizeof(T)) {
-      PyErr_SetString(PyExc_TypeError, "an array in shared memory has another type or layout than in C++");
-      return 0;
+inline PyObject* ToPython(PyObject* value) { return value; }
+inline PyObject* ToPython(bool value) { return PyBool_FromLong(value); }
+
+// Makes a Python method of `function(own, arguments...)`, which may return nothing or what `ToPython` takes.
+// The method raises the Python error that the function has set, if any.
+template <auto function>
+struct Method;
+template <typename T, typename Result, typename... Arguments, Result (*function)(T&, Arguments...)>
+struct Method<function> {
+  template <size_t... i>
+  static PyObject* Apply(PyObject* self, PyObject* const* given, std::index_sequence<i...>) {
+    std::tuple<std::decay_t<Arguments>...> values;
+    if (!(Read(given[i], &std::get<i>(values)) && ...)) return nullptr;
+    if constexpr (std::is_void_v<Result>) {
+      function(OwnOf<T>(self), std::get<i>(values)...);
+      return PyErr_Occurred() == nullptr ? Py_NewRef(Py_None) : nullptr;
+    } else {
+      const Result result = function(OwnOf<T>(self), std::get<i>(values)...);
+      return PyErr_Occurred() == nullptr ? ToPython(result) : nullptr;
     }
-    self->data = static_cast<T*>(PyArray_DATA(AsArray(given)));
-    self->count = PyArray_SIZE(AsArray(given));
-    return 1;
+  }
+
+  static PyObject* Call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    if (count == sizeof...(Arguments)) return Apply(self, given, std::index_sequence_for<Arguments...>());
+    return PyErr_Format(PyExc_TypeError, "expected %zu arguments, not %zd", sizeof...(Arguments), count);
   }
 };
 
-// Adds what a file has to the module; false if a Python error is set.
+template <auto function>
+PyMethodDef Define(const char* name) {
+  const auto call = reinterpret_cast<void (*)()>(Method<function>::Call);
+  return {name, reinterpret_cast<PyCFunction>(call), METH_FASTCALL, nullptr};
+}
+
+// For "O&": reads the address of an array that Python or other processes use, too, so it is never converted.
+// `None` leaves the address unchanged.
+template <typename T>
+int ConvertShared(PyObject* given, void* to) {
+  if (given == Py_None) return 1;
+  if (!PyArray_Check(given) || !PyArray_ISCARRAY(AsArray(given)) ||
+      PyArray_ITEMSIZE(AsArray(given)) != sizeof(T)) {
+    PyErr_Format(PyExc_TypeError,
+                 "expected a writeable C-contiguous array with items of %zu bytes in shared memory",
+                 sizeof(T));
+    return 0;
+  }
+  *static_cast<T**>(to) = static_cast<T*>(PyArray_DATA(AsArray(given)));
+  return 1;
+}
+
+// The result of a fast path in stepper.cc and states.cc.
+enum class Outcome {
+  kDone,
+  kFallback,  // Python must handle this case; no error is set
+  kError,     // a Python error is set
+};
+
+// Each adds the functions and types of one file to the module; false if a Python error is set.
 bool AddDispatch(PyObject* module);
 bool AddPool(PyObject* module);
 bool AddCalls(PyObject* module);
 bool AddStepper(PyObject* module);
+bool AddStates(PyObject* module);

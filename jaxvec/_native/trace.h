@@ -1,4 +1,4 @@
-// What a pool's compiled programs did when, while somebody asks for it. Twin of _recorder.py.
+// The recorder of what compiled programs do in a pool. Twin of _tracing.py.
 #pragma once
 
 #include <sys/syscall.h>
@@ -14,17 +14,16 @@
 
 namespace jaxvec {
 
-// What is recorded besides the calls themselves, which go by their `Verb`; native_engine.py has the names.
-enum Part : uint32_t { kWriting = 32, kHandingOver, kWaiting, kCopying };
+// Parts of a call. Calls themselves are recorded with their `Verb`. native_engine.py has the names.
+enum Part : uint32_t { kWriting = 32, kDispatching, kWaiting, kCopying };
 
 struct Span {
-  int64_t began, ended;  // in ns of the monotonic clock
-  uint32_t thread;       // the system's number
-  uint32_t what;         // a `Verb`, or a `Part`
+  int64_t start_ns, end_ns;  // monotonic clock
+  uint32_t thread;           // the kernel's thread id
+  uint32_t what;             // a `Verb` or a `Part`
 };
-static_assert(sizeof(Span) == 24);
 
-// The latest spans of all threads. It has memory only while it is on.
+// A ring buffer of the latest spans of all threads. It has memory only while it is on.
 class Trace {
  public:
   bool on() const { return on_.load(std::memory_order_relaxed); }
@@ -36,16 +35,16 @@ class Trace {
     on_.store(true, std::memory_order_relaxed);
   }
 
-  void add(uint32_t what, int64_t began) {
+  void add(uint32_t what, int64_t start_ns) {
     thread_local const auto thread = static_cast<uint32_t>(syscall(SYS_gettid));
-    const int64_t ended = now_ns();
+    const int64_t end_ns = now_ns();
     const std::lock_guard lock(lock_);
     if (!on()) return;
-    spans_[count_++ % spans_.size()] = {began, ended, thread, what};
+    spans_[count_++ % spans_.size()] = {start_ns, end_ns, thread, what};
   }
 
-  // Ends it. Fills in the spans that are left, at most as many as it was started for, in the order in which
-  // they ended, and returns how many there ever were.
+  // Ends the trace and copies its spans, oldest first and at most `capacity`, to `spans`. Returns the number
+  // of spans that were ever added.
   uint64_t stop(Span* spans) {
     const std::lock_guard lock(lock_);
     on_.store(false, std::memory_order_relaxed);
@@ -56,26 +55,25 @@ class Trace {
   }
 
  private:
-  std::atomic<bool> on_{false};
-  std::mutex lock_;  // of what follows
+  std::atomic<bool> on_{false};  // written under the lock; read without it, as a hint that `add` checks again
+  std::mutex lock_;              // guards the fields below
   std::vector<Span> spans_;
   uint64_t count_ = 0;
 };
 
-// Records what its block does, if that is asked for when it begins.
+// Records its scope, if the trace is on at its start.
 class Recording {
  public:
-  Recording(Trace& trace, uint32_t what) : trace_(trace), what_(what), began_(trace.on() ? now_ns() : 0) {}
+  Recording(Trace& trace, uint32_t what) : trace_(trace), what_(what), start_(trace.on() ? now_ns() : 0) {}
   ~Recording() {
-    if (began_ != 0) trace_.add(what_, began_);
+    if (start_ != 0) trace_.add(what_, start_);
   }
   Recording(const Recording&) = delete;
-  Recording& operator=(const Recording&) = delete;
 
  private:
   Trace& trace_;
   const uint32_t what_;
-  const int64_t began_;
+  const int64_t start_;  // 0 if the trace was off
 };
 
 }  // namespace jaxvec

@@ -1,1 +1,1 @@
-"""Copies of the object graphs that envs consist of."""
+"""Snapshots of the object graphs that envs consist of."""

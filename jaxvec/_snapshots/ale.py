@@ -1,10 +1,11 @@
-"""ALE's state, and the action that it may repeat, which is not in it."""
+"""Nodes of ALE (Atari): its own state, and the last action, which that state lacks."""
 
 from __future__ import annotations
 
 import re
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,22 +13,22 @@ from numpy.typing import NDArray
 
 from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
 
-_PERIOD, _SHIFT = 624, 397  # of MT19937, of which ALE's random numbers are
+_PERIOD, _SHIFT = 624, 397  # n and m of MT19937, ALE's random generator
 _NUMBERS = re.compile(rb"(?:\d+ ){%d}\d+" % _PERIOD)
 _STICKY = "repeat_action_probability"
 
 
 class WatchedALE:
-    """An `ALEInterface` that notes the last actions.
+    """An `ALEInterface` that records the last actions.
 
-    ALE repeats the action before with some probability, but does not say which one it was: neither it nor its
-    state does. What its random numbers were can be told from its state.
+    ALE repeats the previous effective action with some probability, but neither it nor its state exposes that
+    action. It follows from the recorded actions and the previous random numbers, which its state determines.
     """
 
     def __init__(self, ale: Any) -> None:
         self.ale = ale
         self.actions: deque[tuple[Any, ...]] = deque(maxlen=128)
-        self.before: Any = _UNKNOWN  # which action could have been repeated before those
+        self.before: Any = _UNKNOWN  # action that could be repeated before the recorded ones
         self.act_itself = ale.act
 
     def act(self, *action: Any) -> Any:
@@ -55,8 +56,8 @@ class WatchedALE:
         return getattr(self.ale, name)
 
     def repeated(self, probability: float, random: _Twister) -> Any:
-        """Returns the action that ALE would repeat next, `None` for none."""
-        # Of two numbers for an action, the second is for a second player.
+        """Returns the action that ALE would repeat next; `None` for none."""
+        # ALE draws two numbers per action; the second is for a second player.
         kept = random.last(2 * len(self.actions))[-2::-2] / 2**32
         for action, number in zip(reversed(self.actions), kept[: len(self.actions)], strict=False):
             if number >= probability:
@@ -68,7 +69,7 @@ _UNKNOWN = object()
 
 
 class _Twister:
-    """The generator of a state, for what comes next and what was before."""
+    """The random generator in an ALE state, with its next and its previous numbers."""
 
     def __init__(self, state: Any) -> None:
         text = state.serialize()
@@ -78,10 +79,10 @@ class _Twister:
         self.words = np.array(words, np.uint32)
 
     def last(self, count: int) -> NDArray[np.uint32]:
-        """Returns the last numbers that were drawn, as far as they can be told."""
+        """Returns the previous numbers, at most `count`, as far as the state determines them."""
         words = self.words
         first = _PERIOD - _SHIFT + 1
-        # The words of the period before, by the inverse of the recurrence.
+        # Invert the recurrence to get words of the previous period.
         mixed = words[first - 1 :] ^ words[first - 1 - (_PERIOD - _SHIFT) : _SHIFT]
         high = mixed >> np.uint32(31)
         mixed = ((mixed ^ (high * np.uint32(0x9908B0DF))) << np.uint32(1)) | high
@@ -89,7 +90,6 @@ class _Twister:
         return _temper(np.concatenate([earlier, words[: self.place]]))[-count or _PERIOD * 2 :]
 
     def next(self, count: int) -> NDArray[np.uint64]:
-        """Returns the numbers that will be drawn."""
         bits = np.random.MT19937()
         bits.state = {"bit_generator": "MT19937", "state": {"key": self.words, "pos": self.place}}
         return bits.random_raw(count)
@@ -103,7 +103,7 @@ def _temper(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def watch_ale(base: Any) -> None:
-    """Notes the actions of ALE from now on, if it repeats some."""
+    """Starts to record the actions of an env's ALE if it has sticky actions."""
     ale = vars(base).get("ale")
     if _is_ale(ale) and ale.getFloat(_STICKY) > 0:
         base.ale = WatchedALE(ale)
@@ -115,21 +115,19 @@ def _is_ale(value: Any) -> bool:
     return f"{type(value).__module__}.{type(value).__qualname__}" == "ale_py._ale_py.ALEInterface"
 
 
+@dataclass(slots=True, eq=False)
 class _ALE(Node):
-    """ALE's own state, and the action that it may repeat: how often to give it until ALE takes it."""
+    """ALE's own state, the action that it may repeat, and the number of calls until ALE accepts it."""
 
-    __slots__ = ("action", "state", "times")
-
-    def __init__(self, state: Any, action: Any, times: int) -> None:
-        self.state = state
-        self.action = action
-        self.times = times
+    state: Any
+    action: Any
+    times: int
 
     def put(self, putter: Putter, old: Any) -> Any:
         watched = isinstance(old, WatchedALE)
         ale = old.ale if watched else old
         if not _is_ale(ale):
-            raise CannotCopy("there is no ALEInterface where the state has one")
+            raise CannotCopy("the env has no ALEInterface in this place")
         ale.restoreState(self.state)
         if self.times:
             for _ in range(self.times):
@@ -157,15 +155,13 @@ def take_ale(taker: Taker, value: Any) -> Any:
         action = value.repeated(probability, random) if watched else _UNKNOWN
         if action is _UNKNOWN:
             raise CannotCopy(
-                "ALE does not say which action it may repeat",
-                "Take the env's first state right after a reset" if not watched else "Lower the probability",
+                "the action that ALE may repeat is unknown",
+                f"Lower {_STICKY}" if watched else "Save the env's first state right after a reset",
             )
         if action is None:
-            action = (0,)  # no operation, as after a reset
+            action = (0,)  # NOOP, as after a reset
         takes = random.next(1000)[::2] / 2**32 >= probability
         times = int(takes.argmax()) + 1
         if not takes.any():
-            times = 0  # it is never taken
-    node = _ALE(state, action, times)
-    taker.remember(value, node)
-    return node
+            times = 0  # ALE would never accept it
+    return taker.remember(value, _ALE(state, action, times))

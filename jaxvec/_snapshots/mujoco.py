@@ -1,10 +1,12 @@
-"""MuJoCo's models and data, which are in its own memory, and dm_control's `Physics`."""
+"""Nodes of MuJoCo's models and data, which are in memory of its own, and of dm_control's `Physics`."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,13 +17,13 @@ from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
 
 
 def _mujoco() -> Any:
-    return sys.modules["mujoco"]  # it is loaded: one of its objects is there
+    return sys.modules["mujoco"]  # already imported, since one of its objects exists
 
 
 class _Memory:
-    """The numbers of a model, as blocks of the memory that it has them in.
+    """The memory blocks that contain a model's numbers.
 
-    Pictures and shapes, which can be megabytes, are left out: an env that changes them says its state itself.
+    Textures and shapes can be megabytes and are left out; an env that changes them must save its own state.
     """
 
     def __init__(self, model: Any) -> None:
@@ -33,7 +35,7 @@ class _Memory:
                 spans.append((start, start + value.nbytes))
         blocks: list[tuple[int, int]] = []
         for start, end in sorted(spans):
-            # MuJoCo allocates them at once, and aligns each.
+            # MuJoCo allocates all arrays in one block and aligns each to at most 64 bytes.
             if blocks and 0 <= start - blocks[-1][1] < 64:
                 blocks[-1] = blocks[-1][0], end
             elif not blocks or start >= blocks[-1][1]:
@@ -42,10 +44,10 @@ class _Memory:
             np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
             for start, end in blocks
         ]
-        self.last: Any = None  # what was read last, for states to share
+        self.last: Any = None  # the latest result of `read`, which states share
 
     def read(self, options: Any) -> tuple[NDArray[np.uint8], list[Any]]:
-        """Returns the numbers, and those of `mjOption`; the same object if they are the same."""
+        """Returns the numbers of a model and its `mjOption`; the previous tuple itself if unchanged."""
         blocks = np.concatenate(self.blocks)
         values = [getattr(options, name) for name in _option_names(type(options))]
         values = [value.tobytes() if isinstance(value, np.ndarray) else value for value in values]
@@ -55,10 +57,10 @@ class _Memory:
         return last
 
     def write(self, options: Any, numbers: tuple[NDArray[np.uint8], list[Any]]) -> None:
-        """Writes what was read, of this model or of one like it."""
+        """Writes the result of `read`, of this model or of one with the same sizes."""
         blocks, values = numbers
         if blocks.size != sum(block.size for block in self.blocks):
-            raise CannotCopy("its MjModel has other sizes now")
+            raise CannotCopy("its MjModel has other sizes than the state's model")
         place = 0
         for block in self.blocks:
             np.copyto(block, blocks[place : place + block.size])
@@ -82,19 +84,16 @@ def _memory(model: Any) -> _Memory:
     return found
 
 
-def _option_names(kind: type, known: dict[type, list[str]] = {}) -> list[str]:  # noqa: B006
-    if kind not in known:
-        known[kind] = [name for name in dir(kind) if not name.startswith("_") and name != "signature"]
-    return known[kind]
+@cache
+def _option_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if not name.startswith("_") and name != "signature"]
 
 
+@dataclass(slots=True, eq=False)
 class _Model(Node):
-    """A `MjModel`: its numbers are written again."""
+    """An `MjModel`; its numbers are restored in place."""
 
-    __slots__ = ("numbers",)
-
-    def __init__(self, numbers: Any) -> None:
-        self.numbers = numbers
+    numbers: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         _check(old, "MjModel")
@@ -105,19 +104,15 @@ class _Model(Node):
 
 
 def take_model(taker: Taker, model: Any) -> Any:
-    node = _Model(_memory(model).read(model.opt))
-    taker.remember(model, node)
-    return node
+    return taker.remember(model, _Model(_memory(model).read(model.opt)))
 
 
+@dataclass(slots=True, eq=False)
 class _Data(Node):
-    """A `MjData`, with all that was computed from its state, because envs read that before they step."""
+    """An `MjData`, including quantities derived from its state, since envs read these before they step."""
 
-    __slots__ = ("data", "free")
-
-    def __init__(self, data: Any, free: list[Any]) -> None:
-        self.data = data
-        self.free = free
+    data: Any
+    free: list[Any]
 
     def put(self, putter: Putter, old: Any) -> Any:
         _check(old, "MjData")
@@ -135,7 +130,7 @@ class _Data(Node):
         return _Data, (self.data, [])
 
 
-# By an env's data, memory for copies that no state uses any more: to make it takes a millisecond.
+# By an env's `MjData`, unused `MjData`s of dropped states, because making one takes a millisecond.
 _free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
@@ -147,19 +142,15 @@ def take_data(taker: Taker, data: Any) -> Any:
         free = _free[data] = []
     copy = free.pop() if free else _mujoco().MjData(model)
     _mujoco().mj_copyData(copy, model, data)
-    node = _Data(copy, free)
-    taker.remember(data, node)
-    return node
+    return taker.remember(data, _Data(copy, free))
 
 
+@dataclass(slots=True, eq=False)
 class _Physics(Node):
-    """dm_control's `Physics`, whose many views of its data stay."""
+    """A `Physics` of dm_control. Its model and data are restored in place, so its views stay valid."""
 
-    __slots__ = ("data", "model")
-
-    def __init__(self, model: Any, data: Any) -> None:
-        self.model = model
-        self.data = data
+    model: Any
+    data: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         _check(old, "Physics")
@@ -169,14 +160,12 @@ class _Physics(Node):
 
 
 def take_physics(taker: Taker, physics: Any) -> Any:
-    node = _Physics(taker.value(physics.model.ptr), taker.value(physics.data.ptr))
-    taker.remember(physics, node)
-    return node
+    return taker.remember(physics, _Physics(taker.value(physics.model.ptr), taker.value(physics.data.ptr)))
 
 
 def _check(old: Any, name: str) -> None:
     if all(kind.__name__ != name for kind in type(old).__mro__):
         raise CannotCopy(
-            f"there is no {name} where the state has one",
-            "Restore it into an env that the same function made and that was reset",
+            f"the env has no {name} in this place",
+            "Restore the state to an env that the same function made and that was reset",
         )

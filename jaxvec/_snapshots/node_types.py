@@ -1,4 +1,4 @@
-"""The kinds of objects that snapshots copy."""
+"""The nodes of Python's, NumPy's, Gymnasium's and pygame's types, and the functions that save them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
@@ -18,6 +19,7 @@ import numpy as np
 from jaxvec._snapshots.nodes import (
     ATOMS,
     KEPT,
+    NOTHING,
     CannotCopy,
     Fields,
     Node,
@@ -28,11 +30,11 @@ from jaxvec._snapshots.nodes import (
 )
 
 # ----------------------------------------------------------------------------------------------------------
-# Sets, and large containers that hardly ever change, such as tables of transitions, of atoms only.
+# Containers of atoms only: sets, and large containers that rarely change, such as tables of transitions.
 # ----------------------------------------------------------------------------------------------------------
 
 LARGE = 8  # entries
-_MAX_DEPTH = 32  # no table is as deep; what holds itself is, and is taken part by part
+_MAX_DEPTH = 32  # deeper containers, such as cyclic ones, are saved item by item
 
 
 class Plain(Node):
@@ -45,19 +47,18 @@ class Plain(Node):
         self.bytes = _bytes(copy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves the bytes out: they are as long as the copy."""
-        return Plain, (self.copy,)
+        return Plain, (self.copy,)  # without the bytes, which are as long as the copy
 
     def put(self, putter: Putter, old: Any) -> Any:
         return old if self.is_same(old) and putter.reuse(old) else _copy_plain(self.copy)
 
     def is_same(self, value: Any) -> bool:
-        """Says whether a value is the same bit for bit: 1 equals 1.0, and two dicts in other orders."""
+        # Equality is not enough: 1 equals 1.0, and a dict equals one in another order.
         return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
 
 
 def take_plain(taker: Taker, value: Any) -> Plain | None:
-    """Takes a container of atoms. While it stays equal, all snapshots of an env share one copy."""
+    """Saves a container of atoms; `None` if it has others. Snapshots share the copy while it is unchanged."""
     known = taker.shared.get(id(value))
     if known is not None and known[0] is value and known[1].is_same(value):
         return known[1]
@@ -70,9 +71,9 @@ def take_plain(taker: Taker, value: Any) -> Plain | None:
 
 
 def _bytes(value: Any) -> bytes | None:
-    """Returns what differs for values that differ, if there is such a thing."""
+    """Returns bytes that differ for different values; `None` if marshal can't encode them."""
     try:
-        return marshal.dumps(value, 2)  # later versions tell of aliases, too
+        return marshal.dumps(value, 2)  # later versions also encode aliases
     except ValueError:
         return None
 
@@ -108,34 +109,29 @@ class _NotPlain(Exception):
 # ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Array(Node):
-    """An array that has its memory."""
+    """An array that owns its memory. states.cc makes such nodes, too."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    array: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         return _copy(self.array)
 
 
+@dataclass(slots=True, eq=False)
 class _Constant(Node):
-    """An array in memory that nobody can write to."""
+    """An array in immutable memory, such as a bytes object."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    array: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         return self.array
 
 
+@dataclass(slots=True, eq=False)
 class _View(Node):
-    """An array in the memory of another one."""
-
-    __slots__ = ("dtype", "offset", "shape", "strides", "whole")
+    """A view of another array, which is saved as a whole."""
 
     whole: Array
     dtype: Any
@@ -149,13 +145,10 @@ class _View(Node):
         return np.ndarray(self.shape, self.dtype, flat, self.offset, self.strides)
 
 
+@dataclass(slots=True, eq=False)
 class _Objects(Node):
-    """An array of Python objects."""
-
-    __slots__ = ("items", "shape")
-
     shape: tuple[int, ...]
-    items: list[Any]
+    items: list[Any] = field(default_factory=list)
 
     def put(self, putter: Putter, old: Any) -> Any:
         array = np.empty(len(self.items), object)
@@ -166,21 +159,19 @@ class _Objects(Node):
         return array.reshape(self.shape)
 
 
+@dataclass(slots=True, eq=False)
 class _Elsewhere(Node):
-    """An array in memory that is not NumPy's: what was there is written there again."""
+    """An array in foreign memory, such as a C library's: restored in place."""
 
-    __slots__ = ("array",)
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    array: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         fits = _is_elsewhere(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
-        if fits and putter.reuse(old):  # what were several may be one array now
+        if fits and putter.reuse(old):
             if old.flags.writeable:
                 np.copyto(old, self.array)
             return old
-        memory = bytearray(self.array.tobytes())  # not NumPy's either, so it is taken the same way again
+        memory = bytearray(self.array.tobytes())  # foreign memory, too, so it is saved in this way again
         return np.ndarray(self.array.shape, self.array.dtype, memory)
 
 
@@ -191,7 +182,7 @@ def _owner(array: Any) -> Any:
 
 
 def _copy(array: Any) -> Any:
-    """Returns a copy that is as writeable; an env may lock its own array and unlock it for a change."""
+    """Returns a copy with the same writeable flag, as an env may lock its array between changes."""
     copy = array.copy("K")
     if not array.flags.writeable:
         copy.flags.writeable = False
@@ -208,42 +199,29 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 def take_array(taker: Taker, value: Any) -> Any:
-    node: Any
     if value.dtype.hasobject:
         if value.dtype != object:
-            raise CannotCopy("it is an array of records with Python objects in them")
-        node = _Objects()
+            raise CannotCopy("it is a structured array with Python objects, which can't be copied")
+        node = _Objects(value.shape)
         taker.remember(value, node)
-        node.shape = value.shape
         node.items = taker.items(value.ravel().tolist())
         return node
-    base = value.base
-    if base is None:
-        node = Array(_copy(value))
-    elif _is_constant(value):
-        node = _Constant(value)
-    elif _is_elsewhere(value):
-        node = _Elsewhere(value.copy())
-    else:
-        node = _take_view(taker, value, _owner(value))
-    taker.remember(value, node)
-    return node
+    if value.base is None:
+        return taker.remember(value, Array(_copy(value)))
+    if _is_constant(value):
+        return taker.remember(value, _Constant(value))
+    if _is_elsewhere(value):
+        return taker.remember(value, _Elsewhere(value.copy()))
+    return taker.remember(value, _take_view(taker, value, _owner(value)))
 
 
 def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
-    dense = owner.flags.forc and owner.size
-    if (
-        not dense
-        or not owner.flags.writeable
-        or owner.nbytes > 64 * max(value.nbytes, 64)
-        or owner.dtype.hasobject
-    ):
-        return Array(value.copy("K"))  # such as one number of a table
-    node = _View()
-    node.whole = taker.value(owner)
-    node.dtype, node.shape, node.strides = value.dtype, value.shape, value.strides
-    node.offset = value.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
-    return node
+    flags = owner.flags
+    is_large = owner.nbytes > 64 * max(value.nbytes, 64)  # e.g. one number of a table: save no more than that
+    if not (flags.forc and owner.size and flags.writeable) or is_large or owner.dtype.hasobject:
+        return Array(value.copy("K"))
+    offset = value.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+    return _View(taker.value(owner), value.dtype, value.shape, value.strides, offset)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -251,11 +229,9 @@ def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _List(Node):
-    __slots__ = ("items",)
-
-    def __init__(self) -> None:
-        self.items: list[Any] = []
+    items: list[Any] = field(default_factory=list)
 
     def put(self, putter: Putter, old: Any) -> Any:
         target: list[Any] = []
@@ -266,20 +242,17 @@ class _List(Node):
 
 def take_list(taker: Taker, value: list[Any]) -> Any:
     if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
-        taker.remember(value, plain)
-        return plain
+        return taker.remember(value, plain)
     node = _List()
     taker.remember(value, node)
     node.items = taker.items(value)
     return node
 
 
+@dataclass(slots=True, eq=False)
 class _Deque(Node):
-    __slots__ = ("items", "maxlen")
-
-    def __init__(self, maxlen: int | None) -> None:
-        self.items: list[Any] = []
-        self.maxlen = maxlen
+    maxlen: int | None
+    items: list[Any] = field(default_factory=list)
 
     def put(self, putter: Putter, old: Any) -> Any:
         target: deque[Any] = deque(maxlen=self.maxlen)
@@ -295,11 +268,9 @@ def take_deque(taker: Taker, value: deque[Any]) -> Any:
     return node
 
 
+@dataclass(slots=True, eq=False)
 class _Tuple(Node):
-    __slots__ = ("items",)
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
+    items: list[Any]
 
     def put(self, putter: Putter, old: Any) -> Any:
         return tuple(putter.items(self.items, old if type(old) is tuple else ()))
@@ -309,16 +280,12 @@ def take_tuple(taker: Taker, value: tuple[Any, ...]) -> Any:
     items = taker.items(value)
     if all(item is one for item, one in zip(items, value, strict=True)):
         return value
-    node = _Tuple(items)
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, _Tuple(items))
 
 
+@dataclass(slots=True, eq=False)
 class _Dict(Node):
-    __slots__ = ("pairs",)
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     def put(self, putter: Putter, old: Any) -> Any:
         target: dict[Any, Any] = {}
@@ -334,35 +301,29 @@ class _Dict(Node):
 
 def take_dict(taker: Taker, value: dict[Any, Any]) -> Any:
     if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
-        taker.remember(value, plain)
-        return plain
+        return taker.remember(value, plain)
     node = _Dict()
     taker.remember(value, node)
     node.pairs = taker.pairs(value)
     return node
 
 
+@dataclass(slots=True, eq=False)
 class _Set(Node):
-    __slots__ = ("items", "kind")
-
-    def __init__(self, kind: type, items: list[Any]) -> None:
-        self.kind = kind
-        self.items = items
+    cls: type
+    items: list[Any]
 
     def put(self, putter: Putter, old: Any) -> Any:
-        return self.kind(putter.value(item, None) for item in self.items)
+        return self.cls(putter.value(item, None) for item in self.items)
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield "", len(self.items), len(other.items)  # which have no order
+        yield "", len(self.items), len(other.items)  # items have no order to compare in
 
 
 def take_set(taker: Taker, value: Any) -> Any:
     if all(type(item) in ATOMS for item in value):
-        node: Any = Plain(value.copy())
-    else:
-        node = _Set(type(value), taker.items(value))
-    taker.remember(value, node)
-    return node
+        return taker.remember(value, Plain(value.copy()))
+    return taker.remember(value, _Set(type(value), taker.items(value)))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -370,14 +331,12 @@ def take_set(taker: Taker, value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Method(Node):
-    """A method bound to something that a snapshot holds."""
+    """A method bound to a saved object."""
 
-    __slots__ = ("function", "owner")
-
-    def __init__(self, function: Any, owner: Any) -> None:
-        self.function = function
-        self.owner = owner
+    function: Any
+    owner: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         owner = putter.value(self.owner, getattr(old, "__self__", None))
@@ -391,36 +350,26 @@ def take_method(taker: Taker, value: Any) -> Any:
     if owner is None or isinstance(owner, (type, types.ModuleType)):
         return value
     function = getattr(value, "__func__", value.__name__)
-    node = _Method(function, taker.value(owner))
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, _Method(function, taker.value(owner)))
 
 
+@dataclass(slots=True, eq=False)
 class _Function(Node):
-    """A function that closes over variables: these are a part of the state, and its code is not."""
+    """A closure. Its variables are a part of the state, and its code is not."""
 
-    __slots__ = ("cells", "function", "name")
-
-    def __init__(self, name: str, function: Any) -> None:
-        self.name = name
-        self.function = function
-        self.cells: list[Any] = []
+    name: str
+    function: Any
+    cells: list[Any] = field(default_factory=list)
 
     def put(self, putter: Putter, old: Any) -> Any:
         if type(old) is types.FunctionType and _full_name(old) == self.name and putter.reuse(old):
             target = old
         elif self.function is None:
-            raise CannotCopy(f"the function {self.name} was there, and is not now")
+            raise CannotCopy(f"the function {self.name} of the state no longer exists in the env")
         else:
-            target = self.function
-            target = types.FunctionType(
-                target.__code__,
-                target.__globals__,
-                target.__name__,
-                target.__defaults__,
-                tuple(types.CellType() for _ in self.cells),
-            )
-            target.__kwdefaults__ = self.function.__kwdefaults__
+            old, cells = self.function, tuple(types.CellType() for _ in self.cells)
+            target = types.FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__, cells)
+            target.__kwdefaults__ = old.__kwdefaults__
         putter.begin(self, target)
         for cell, node in zip(target.__closure__ or (), self.cells, strict=True):
             value = putter.value(node, None if node is None else _contents(cell))
@@ -440,7 +389,7 @@ def take_function(taker: Taker, value: Any) -> Any:
         return value
     node = _Function(_full_name(value), value)
     taker.remember(value, node)
-    lenient, taker.lenient = taker.lenient, True  # what it closes over may be anybody's
+    lenient, taker.lenient = taker.lenient, True  # its variables need not belong to the env
     node.cells = [taker.value(_contents(cell)) for cell in value.__closure__]
     taker.lenient = lenient
     return node
@@ -464,11 +413,9 @@ class _Empty(enum.Enum):
 EMPTY = _Empty.EMPTY
 
 
+@dataclass(slots=True, eq=False)
 class _Weak(Node):
-    __slots__ = ("target",)
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
+    target: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         target = putter.value(self.target, old() if isinstance(old, weakref.ref) else None)
@@ -485,21 +432,19 @@ def take_weak(taker: Taker, value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Generator(Node):
-    """NumPy's generator, and the node of its `bits`."""
+    """A `numpy.random.Generator`, with the node of its bit generator. states.cc makes such nodes, too."""
 
-    __slots__ = ("bits", "kind")
-
-    def __init__(self, kind: type, bits: Any) -> None:
-        self.kind = kind
-        self.bits = bits
+    cls: type
+    bits: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is not self.kind:
-            return self.kind(putter.value(self.bits, None))
+        if type(old) is not self.cls:
+            return self.cls(putter.value(self.bits, None))
         before = old.bit_generator
         bits = putter.value(self.bits, before)
-        return old if bits is before and putter.reuse(old) else self.kind(bits)
+        return old if bits is before and putter.reuse(old) else self.cls(bits)
 
 
 def take_generator(taker: Taker, value: Any) -> Any:
@@ -509,46 +454,47 @@ def take_generator(taker: Taker, value: Any) -> Any:
     return node
 
 
+@dataclass(slots=True, eq=False)
 class BitGenerator(Node):
-    """Has the sequence of seeds itself, of which nothing changes but how many children it has."""
+    """A bit generator. Its seed sequence is shared, as only the number of spawned children changes.
 
-    __slots__ = ("children", "kind", "sequence", "state")
+    states.cc makes such nodes, too, and calls `apply_to`.
+    """
 
-    def __init__(self, kind: type, state: Any, sequence: Any, children: int) -> None:
-        self.kind = kind
-        self.state = state
-        self.sequence = sequence
-        self.children = children
+    cls: type
+    state: Any
+    sequence: Any
+    num_spawned: int
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is not self.kind or not putter.reuse(old):
-            old = self.kind()
-        self.give(old)
+        if type(old) is not self.cls or not putter.reuse(old):
+            old = self.cls()
+        self.apply_to(old)
         return old
 
-    def give(self, old: Any) -> None:
-        """Gives one of this kind its state."""
-        there, sequence = old.seed_seq, self.sequence
+    def apply_to(self, old: Any) -> None:
+        """Restores the state of a bit generator of this class."""
+        present, sequence = old.seed_seq, self.sequence
         if sequence is None or (
-            (there is sequence or _seed(there) == _seed(sequence))
-            and there.n_children_spawned == self.children
+            (present is sequence or _seed(present) == _seed(sequence))
+            and present.n_children_spawned == self.num_spawned
         ):
             old.state = self.state
-        else:  # as unpickling does it; to make another generator takes much longer
+        else:  # unpickling does the same; a new bit generator would take much longer
             entropy, key, size = _seed(sequence)
             sequence = np.random.SeedSequence(
-                entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
+                entropy, spawn_key=key, pool_size=size, n_children_spawned=self.num_spawned
             )
             old.__setstate__((self.state, sequence))
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield "", self.kind, other.kind
+        yield "", self.cls, other.cls
         yield "", self.state, other.state
-        yield "", (_seed(self.sequence), self.children), (_seed(other.sequence), other.children)
+        yield "", (_seed(self.sequence), self.num_spawned), (_seed(other.sequence), other.num_spawned)
 
 
 def _seed(sequence: Any) -> Any:
-    """Returns what a sequence of seeds was made of; `None` if it is another's, of which nobody knows that."""
+    """Returns the arguments of a seed sequence; `None` for sequences of other libraries."""
     if type(sequence) is not np.random.SeedSequence:
         return None
     return sequence.entropy, sequence.spawn_key, sequence.pool_size
@@ -564,17 +510,15 @@ def take_bits(taker: Taker, value: Any) -> Any:
     return node
 
 
+@dataclass(slots=True, eq=False)
 class _Random(Node):
-    """Python's or NumPy's older generator."""
+    """A `random.Random` or `numpy.random.RandomState`."""
 
-    __slots__ = ("kind", "state")
-
-    def __init__(self, kind: type, state: Any) -> None:
-        self.kind = kind
-        self.state = state
+    cls: type
+    state: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
-        target = old if type(old) is self.kind and putter.reuse(old) else self.kind()
+        target = old if type(old) is self.cls and putter.reuse(old) else self.cls()
         if isinstance(target, np.random.RandomState):
             target.set_state(self.state)
         else:
@@ -584,68 +528,61 @@ class _Random(Node):
 
 def take_random(taker: Taker, value: Any) -> Any:
     state = value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else value.getstate()
-    node = _Random(type(value), state)
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, _Random(type(value), state))
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Objects of classes that are written in Python, and what says itself how it is copied.
+# Objects of Python classes, and objects with pickle support.
 # ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class _Object(Node):
-    __slots__ = ("fields", "kind")
-
-    kind: type
-    fields: Fields
+    cls: type
+    fields: Fields = NOTHING
 
     def put(self, putter: Putter, old: Any) -> Any:
-        fits = type(old) is self.kind and putter.reuse(old)
-        target = old if fits else object.__new__(self.kind)
+        fits = type(old) is self.cls and putter.reuse(old)
+        target = old if fits else object.__new__(self.cls)
         putter.begin(self, target)
         putter.fields(target, self.fields)
         return target
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield "", self.kind, other.kind
+        yield "", self.cls, other.cls
         yield from compare_fields(self.fields, other.fields)
 
 
 def take_object(taker: Taker, value: Any) -> Any:
-    node = _Object()
+    node = _Object(type(value))
     taker.remember(value, node)
-    node.kind = type(value)
     node.fields = taker.fields(value)
     return node
 
 
 def is_ordinary(kind: type, value: Any) -> bool:
-    """Says whether all that an object holds is in its attributes.
+    """Returns whether an object's attributes are its whole state.
 
-    Those of `EzPickle` say that they are made anew from their constructor's arguments, without their state.
+    Gymnasium's `EzPickle` is ignored: it rebuilds objects from constructor arguments, without their state.
     """
     for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__"):
         method = getattr(kind, name, None)
-        if method is not getattr(object, name, None) and _qualname(method) != f"EzPickle.{name}":
+        is_own = method is not getattr(object, name, None)
+        if is_own and getattr(method, "__qualname__", "") != f"EzPickle.{name}":
             return False
     if kind.__new__ is not object.__new__ or not (hasattr(value, "__dict__") or slots_of(kind)):
         return False
     try:
-        object.__reduce_ex__(value, 2)  # which refuses where C holds something
+        object.__reduce_ex__(value, 2)  # raises TypeError for objects with state in C
     except TypeError:
         return False
     except Exception:
-        return True  # `EzPickle` was never told its arguments
+        return True  # an `EzPickle` without recorded arguments
     return True
 
 
-def _qualname(method: Any) -> str:
-    return getattr(method, "__qualname__", "")
-
-
 class _Reduced(Node):
-    """What says itself how it is made anew, as for pickle."""
+    """An object that is rebuilt as by pickle, from the result of `__reduce_ex__`."""
 
     __slots__ = ("arguments", "function", "items", "pairs", "setter", "state")
 
@@ -659,7 +596,6 @@ class _Reduced(Node):
     def put(self, putter: Putter, old: Any) -> Any:
         target = self.function(*putter.items(self.arguments, ()))
         putter.begin(self, target)
-        # An object's attributes may be such as stay, so what is there is handed on.
         state = putter.value(self.state, None)
         if state is not None:
             if self.setter is not None:
@@ -688,7 +624,7 @@ def take_reduced(taker: Taker, value: Any) -> Any:
     function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
     node = _Reduced()
     taker.remember(value, node)
-    taker.remember(reduced, node)  # it lives as long as what was taken of it
+    taker.remember(reduced, node)  # keeps the temporary state alive, and so its id
     node.function, node.setter = function, setter
     node.arguments = taker.items(arguments)
     node.state = taker.value(state)
@@ -698,7 +634,7 @@ def take_reduced(taker: Taker, value: Any) -> Any:
 
 
 def name_of(kind: type) -> str:
-    module = getattr(kind, "__module__", "builtins")  # which some of SWIG's lack
+    module = getattr(kind, "__module__", "builtins")  # some classes of SWIG lack it
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
 
@@ -706,33 +642,35 @@ def name_of(kind: type) -> str:
 # Gymnasium's spaces.
 # ----------------------------------------------------------------------------------------------------------
 
-_MAX_EQUAL_SPACES = 1000  # spaces that one is known to be equal to; some envs make one in each reset
+_MAX_EQUAL_SPACES = 1000  # equal spaces to remember; some envs make a new space in each reset
 
 
 class Space(Node):
-    """A space, which never changes, but for the random numbers that `sample` draws.
+    """A space, which is immutable except for the random generators of `sample`.
 
     Attributes:
-        generators: of those, of the space and all that are in it; `None` if it is a simple one that has none.
+        equal: Spaces known to be equal to this one, by `id`; states.cc reads it.
+        generators: Nodes of the generators of the space and its subspaces; `None` for a simple space
+            without one.
     """
 
-    __slots__ = ("alike", "generators", "space")
+    __slots__ = ("equal", "generators", "space")
 
     def __init__(self, space: Any, generators: list[Any] | None) -> None:
         self.space = space
-        self.alike = {id(space): space}  # and others that were found to be equal, which takes long
+        self.equal = {id(space): space}  # comparing spaces is slow
         self.generators = generators
 
     def __reduce__(self) -> Any:
         return Space, (self.space, self.generators)
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if id(old) not in self.alike:
+        if id(old) not in self.equal:
             if type(old) is not type(self.space) or old != self.space:
                 old = copy.deepcopy(self.space)
-            if len(self.alike) >= _MAX_EQUAL_SPACES:
-                self.alike = {id(self.space): self.space}
-            self.alike[id(old)] = old
+            if len(self.equal) >= _MAX_EQUAL_SPACES:
+                self.equal = {id(self.space): self.space}
+            self.equal[id(old)] = old
         if self.generators is None:
             old._np_random = None
             return old
@@ -746,13 +684,11 @@ class Space(Node):
 
 def take_space(taker: Taker, value: Any) -> Any:
     if type(value) in _SIMPLE_SPACES and value._np_random is None:
-        known = taker.shared.get(id(value))  # which keeps the space, so the number is its own
+        known = taker.shared.get(id(value))
         if known is None:
             known = taker.shared[id(value)] = value, Space(value, None)
         return known[1]
-    node = Space(value, [taker.value(space._np_random) for space in _spaces_in(value)])
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, Space(value, [taker.value(space._np_random) for space in _spaces_in(value)]))
 
 
 def _spaces_in(space: Any) -> list[Any]:
@@ -778,14 +714,12 @@ _SIMPLE_SPACES = {
 # ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
 class Picture(Node):
-    """A surface of pygame, such as a sprite's, which is shared: envs replace it, and don't draw on it."""
+    """A pygame surface, such as a sprite. It is shared, as envs replace surfaces and do not draw on them."""
 
-    __slots__ = ("surface",)
+    surface: Any
     is_drawn = True
-
-    def __init__(self, surface: Any) -> None:
-        self.surface = surface
 
     def put(self, putter: Putter, old: Any) -> Any:
         return self.surface
@@ -810,6 +744,4 @@ def take_picture(taker: Taker, value: Any) -> Any:
     pygame: Any = importlib.import_module("pygame")
     if pygame.display.get_init() and value is pygame.display.get_surface():
         return KEPT
-    node = Picture(value)
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, Picture(value))

@@ -1,9 +1,11 @@
-"""Nodes of a snapshot: the base of all kinds, and the attributes of objects."""
+"""The base class of nodes, the two walks that save and restore them, and the attributes of objects."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,20 +13,18 @@ from gymnasium import Wrapper
 from gymnasium.wrappers import PassiveEnvChecker
 
 # ----------------------------------------------------------------------------------------------------------
-# The attributes of an object, as a snapshot has them.
+# The attributes of an object in a snapshot.
 # ----------------------------------------------------------------------------------------------------------
 
-# Attributes that are atoms, those that are not or once were not, and how many there were, with those that are
-# not taken; -1 where others are nobody's concern.
+# Attributes that are atoms; nodes of the others, including attributes that were not atoms at an earlier
+# snapshot; and the number of all attributes, including excluded ones. With -1, none are deleted by `Putter`.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
 NOTHING: Fields = {}, {}, -1
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
-    """Returns the attributes of an object: its own `dict`, where it has no slots."""
-    slots = _slots.get(type(owner))
-    if slots is None:
-        slots = slots_of(type(owner))
+    """Returns the attributes of an object: its own `__dict__` if it has no slots, else a new dict."""
+    slots = slots_of(type(owner))
     if not slots:
         return owner.__dict__
     held = dict(getattr(owner, "__dict__", {}))
@@ -34,49 +34,40 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return held
 
 
-_slots: dict[type, tuple[str, ...]] = {}
-
-
+@cache
 def slots_of(kind: type) -> tuple[str, ...]:
-    found = _slots.get(kind)
-    if found is None:
-        names: list[str] = []
-        for base in kind.__mro__:
-            own = vars(base).get("__slots__", ())
-            for name in (own,) if isinstance(own, str) else own:
-                if name not in ("__dict__", "__weakref__"):
-                    hidden = name.startswith("__") and not name.endswith("__")
-                    names.append(f"_{base.__name__.lstrip('_')}{name}" if hidden else name)
-        found = _slots[kind] = tuple(names)
-    return found
+    names: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            if name not in ("__dict__", "__weakref__"):
+                mangled = name.startswith("__") and not name.endswith("__")
+                names.append(f"_{base.__name__.lstrip('_')}{name}" if mangled else name)
+    return tuple(names)
 
 
-class _Absent:
-    pass
-
-
-_ABSENT = _Absent()
+_ABSENT = object()
 
 
 def compare_fields(one: Fields, other: Fields) -> Iterator[tuple[str, Any, Any]]:
-    """Yields attributes of two objects with their names."""
+    """Yields the name of each attribute with its two values."""
     one_held, other_held = one[0] | one[1], other[0] | other[1]
     for name in {**one_held, **other_held}:
         yield f".{name}", one_held.get(name, _ABSENT), other_held.get(name, _ABSENT)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What all kinds share: nodes, which stand for things in a snapshot, and how these are taken and put back.
+# Nodes, and how they are restored.
 # ----------------------------------------------------------------------------------------------------------
 
 
 class CannotCopy(Exception):
-    """Something is no value.
+    """An object can't be saved or restored.
 
     Attributes:
-        what: a sentence about it.
-        advice: what to do; empty for what is always advised.
-        path: names of attributes and keys that lead to it, inmost last.
+        what: The reason, as a clause.
+        advice: A sentence on what to do; empty for the general advice.
+        path: Names of the attributes and keys that lead to the object, innermost last.
     """
 
     def __init__(self, what: str, advice: str = "") -> None:
@@ -87,23 +78,23 @@ class CannotCopy(Exception):
 
 
 class Node:
-    """Stands in a snapshot for something mutable. It never changes, so many snapshots may share it."""
+    """A mutable object's place in a snapshot. Nodes never change, so snapshots may share them."""
 
     __slots__ = ()
-    is_drawn = False  # whether it is a picture, which an env may draw anew
+    is_drawn = False  # whether it is a picture, which an env may redraw in each frame
 
     def put(self, putter: Putter, old: Any) -> Any:
-        """Returns what it stands for: `old`, which is in its place now, if that fits, or another."""
+        """Returns the saved object: the present object `old` with its contents restored, or a new one."""
         raise NotImplementedError
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Yields what is to be compared with another node of the same class, each with a name to append."""
+        """Yields pairs to compare with another node of this class, each after a suffix of the path."""
         for name in type(self).__slots__:
             yield "", getattr(self, name), getattr(other, name)
 
 
 class _Kept(Node):
-    """What belongs to its env and holds nothing of its state: a window, a clock, a lock that nobody holds."""
+    """An object without state that stays with its env: a window, a clock, an unused lock."""
 
     __slots__ = ()
 
@@ -118,11 +109,7 @@ KEPT = _Kept()
 
 
 class Putter:
-    """Puts one snapshot back.
-
-    Args:
-        layers: the env's wrappers and the env, which are to go on from it.
-    """
+    """Restores one snapshot to `layers`, an env's wrappers and the env."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -130,7 +117,7 @@ class Putter:
         self._used: set[int] = set()
 
     def value(self, node: Any, old: Any) -> Any:
-        """Returns what a node, or an atom, stands for; `old` is what is in its place now."""
+        """Returns the object of a node or an atom; `old` is the present object in its place."""
         if not isinstance(node, Node):
             return node
         if node is KEPT:
@@ -142,11 +129,14 @@ class Putter:
         return value
 
     def begin(self, node: Node, value: Any) -> None:
-        """Notes what a node stands for, before that has all that it holds, which may refer to it."""
+        """Records a node's object before its contents are restored, as these may refer to it."""
         self._done[id(node)] = value
 
     def reuse(self, old: Any) -> bool:
-        """Says whether what is there may be what a node stands for, which is so once."""
+        """Returns whether a node may use the present object; only the first node may.
+
+        Two objects of a snapshot can have become aliases of one object since.
+        """
         used, number = self._used, id(old)
         if number in used:
             return False
@@ -154,7 +144,7 @@ class Putter:
         return True
 
     def items(self, items: list[Any], olds: Any) -> list[Any]:
-        """Returns what the items of a list or the like stand for; `olds` are those in their place now."""
+        """Returns the objects of a sequence's nodes; `olds` are the present items."""
         if len(olds) != len(items):
             olds = [None] * len(items)
         return [
@@ -163,7 +153,7 @@ class Putter:
         ]
 
     def fields(self, owner: Any, fields: Fields, without: frozenset[str] = frozenset()) -> None:
-        """Gives an object its attributes, and takes away what it had not."""
+        """Restores an object's attributes, and deletes those that it did not have."""
         atoms, nodes, count = fields
         held = attributes_of(owner)
         fresh = nodes
@@ -180,15 +170,15 @@ class Putter:
                 object.__delattr__(owner, name)
 
 
-# By its `id`, what hardly ever changes, and its node.
+# By `id`, objects that rarely change, each with its node. It keeps the object alive, so the id stays its own.
 Shared: TypeAlias = dict[int, tuple[Any, Any]]
 
 
 # ----------------------------------------------------------------------------------------------------------
-# What a snapshot holds as it is, because it can't change.
+# Atoms: values that a snapshot holds directly.
 # ----------------------------------------------------------------------------------------------------------
 
-# What can't change, or is the same wherever it is: classes, functions and modules too, as in `copy.deepcopy`.
+# Classes of immutable values, and of values that `copy.deepcopy` shares, too, such as classes and modules.
 ATOMS: set[type] = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, type),
     *(types.ModuleType, types.CodeType, property, types.WrapperDescriptorType),
@@ -202,28 +192,28 @@ def take_atom(taker: Taker, value: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Takes snapshots of envs. How each kind of thing is taken stands in `snapshot.py`.
+# The walk that saves. `snapshot.py` has the rules for each type.
 # ----------------------------------------------------------------------------------------------------------
 
-# What is drawn on anew for each picture, by the names that envs use.
+# Usual names of attributes with surfaces that are redrawn in each frame.
 _CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_surface"})
 
-# By class, the attributes that were no atoms when one was last taken: a guess, which is checked each time. So
-# all others are looked at in one go.
+# By class, the attributes that were not atoms at the latest snapshot of an object. This is a guess that each
+# snapshot checks, so that the types of all other attributes are tested by one call.
 _others: dict[type, tuple[str, ...]] = {}
 
-# How values are taken, by class. `snapshot.py` fills it, and `Taker` adds the classes that it meets.
+# Functions that save a value, by class. `snapshot.py` fills it, and `Taker` adds the classes that it meets.
 Taking: TypeAlias = Callable[["Taker", Any], Any]
 TAKINGS: dict[type, Taking] = {}
 
 
 class Taker:
-    """Takes one snapshot. Whatever is met twice is one node, so aliases stay aliases.
+    """Saves one snapshot. Each object has one node, so aliases stay aliases.
 
     Attributes:
-        memo: nodes by the `id` of what they stand for; first those of an env's wrappers and the env.
-        shared: what all snapshots of the env share.
-        lenient: leave what is no value as it is, in place of an error.
+        memo: Nodes by the `id` of their objects; at first those of an env's wrappers and the env.
+        shared: Nodes that all snapshots of the env share.
+        lenient: Whether objects that can't be copied become `KEPT` instead of an error.
     """
 
     def __init__(
@@ -234,15 +224,15 @@ class Taker:
         *,
         lenient: bool = False,
     ) -> None:
-        """Starts a snapshot; `find` tells how values of a class are taken that `TAKINGS` lacks."""
+        """Starts a snapshot; `find` returns the function that saves a class that `TAKINGS` lacks."""
         self._find = find
         self.memo = memo
         self.shared = shared
         self.lenient = lenient
-        self._alive: list[Any] = []  # or another object may get the `id` of one that is gone
+        self._alive: list[Any] = []  # keeps the ids in `memo` from being reused
 
     def value(self, value: Any) -> Any:
-        """Returns an atom as it is, and a node for all else."""
+        """Returns an atom unchanged, and the node of any other value."""
         kind = type(value)
         if kind in ATOMS:
             return value
@@ -259,13 +249,13 @@ class Taker:
         except CannotCopy:
             return KEPT
 
-    def remember(self, value: Any, node: Any) -> None:
-        """Notes that a node stands for a value, which lives as long as this."""
+    def remember(self, value: Any, node: Any) -> Any:
+        """Records and returns the node of a value, and keeps the value alive."""
         self.memo[id(value)] = node
         self._alive.append(value)
+        return node
 
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
-        """Takes the attributes of an object."""
         held = attributes_of(owner)
         atoms, nodes = held.copy(), {}
         name, absent = "", self
@@ -285,7 +275,6 @@ class Taker:
         return self.fields(owner, without)
 
     def items(self, values: Any) -> list[Any]:
-        """Takes the items of a list or the like."""
         taken: list[Any] = []
         for number, value in enumerate(values):
             if type(value) in ATOMS:
@@ -299,7 +288,6 @@ class Taker:
         return taken
 
     def pairs(self, values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-        """Takes keys and values of a dict."""
         taken: list[tuple[Any, Any]] = []
         for key, value in values.items():
             try:
@@ -311,23 +299,21 @@ class Taker:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# An env and its wrappers, which stand for themselves: only their attributes are taken and put back.
+# Layers: an env and its wrappers. They are never replaced; only their attributes are saved and restored.
 # ----------------------------------------------------------------------------------------------------------
 
-# Of Gymnasium's envs, what their constructors were told. It is the same for all that one function makes.
-_TOLD = frozenset(
+# Gymnasium's records of constructor arguments, which are equal for all envs that one function makes.
+_EXCLUDED = frozenset(
     {"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"}
 )
-_TOLD_WRAPPERS = _TOLD | {"env"}
+_EXCLUDED_OF_WRAPPERS = _EXCLUDED | {"env"}
 
 
+@dataclass(slots=True, eq=False)
 class _Layer(Node):
-    """The env, or one of its wrappers."""
+    """A reference to the env or to one of its wrappers, by index."""
 
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
     def put(self, putter: Putter, old: Any) -> Any:
         return putter.layers[self.number]
@@ -339,21 +325,19 @@ def layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: 
     return known[:count]
 
 
-def told(layer: Any) -> frozenset[str] | None:
-    """Returns the attributes of an env or a wrapper that are not taken; `None` if none is."""
+def excluded_fields(layer: Any) -> frozenset[str] | None:
+    """Returns the attributes of an env or a wrapper that are not saved; `None` for all attributes."""
     kind = type(layer)
     if kind is PassiveEnvChecker:
-        return None  # it warns once, and changes nothing
-    return _TOLD_WRAPPERS if issubclass(kind, Wrapper) else _TOLD
+        return None  # it warns once and has no other state
+    return _EXCLUDED_OF_WRAPPERS if issubclass(kind, Wrapper) else _EXCLUDED
 
 
 def take_layer(taker: Taker, layer: Any) -> Fields:
-    """Takes the attributes of an env or a wrapper."""
-    without = told(layer)
+    without = excluded_fields(layer)
     return NOTHING if without is None else taker.fields(layer, without)
 
 
 def put_layer(putter: Putter, layer: Any, fields: Fields) -> None:
-    """Gives an env or a wrapper its attributes."""
     if type(layer) is not PassiveEnvChecker:
-        putter.fields(layer, fields, _TOLD_WRAPPERS)
+        putter.fields(layer, fields, _EXCLUDED_OF_WRAPPERS)

@@ -1,4 +1,8 @@
-"""Snapshots of object graphs: taken, taken again, and compared."""
+"""The rules for saving each type, incremental snapshots, and the comparison of snapshots.
+
+A `Taker` (nodes.py) walks an env's attributes and turns each mutable value into a `Node` (node_types.py,
+ale.py, mujoco.py); a `Putter` turns nodes back into values. `find` selects how a type is saved.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +19,9 @@ import gymnasium
 import numpy as np
 
 from jaxvec import _native
+from jaxvec._snapshots import node_types
 from jaxvec._snapshots.ale import WatchedALE, take_ale
 from jaxvec._snapshots.mujoco import take_data, take_model, take_physics
-from jaxvec._snapshots.node_types import (
-    Array,
-    BitGenerator,
-    Generator,
-    Space,
-    is_ordinary,
-    name_of,
-    take_array,
-    take_bits,
-    take_deque,
-    take_dict,
-    take_function,
-    take_generator,
-    take_list,
-    take_method,
-    take_object,
-    take_picture,
-    take_random,
-    take_reduced,
-    take_set,
-    take_space,
-    take_tuple,
-    take_weak,
-)
 from jaxvec._snapshots.nodes import (
     ATOMS,
     KEPT,
@@ -50,13 +31,13 @@ from jaxvec._snapshots.nodes import (
     Node,
     Taker,
     Taking,
+    excluded_fields,
     slots_of,
     take_atom,
-    told,
 )
 
 # ----------------------------------------------------------------------------------------------------------
-# Which kind of thing is taken how.
+# How each type is saved.
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -66,12 +47,12 @@ def _take_kept(taker: Taker, value: Any) -> Any:
 
 def _refuse(what: str) -> Taking:
     def refuse(taker: Taker, value: Any) -> Any:
-        raise CannotCopy(f"it is {what}")
+        raise CannotCopy(f"it is {what}, which can't be copied")
 
     return refuse
 
 
-# Of classes in other libraries, and so of their subclasses, by module and name.
+# Rules for classes of other libraries and their subclasses, by module and name: that avoids importing them.
 _NAMED: dict[str, Taking] = {
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": _take_kept,
     "mujoco.renderer.Renderer": _take_kept,
@@ -81,7 +62,7 @@ _NAMED: dict[str, Taking] = {
     "_thread.lock": _take_kept,
     "_thread.RLock": _take_kept,
     "gymnasium.envs.registration.EnvSpec": take_atom,
-    "pygame.surface.Surface": take_picture,
+    "pygame.surface.Surface": node_types.take_picture,
     "mujoco._structs.MjModel": take_model,
     "mujoco._structs.MjData": take_data,
     "dm_control.mujoco.engine.Physics": take_physics,
@@ -95,100 +76,98 @@ _NAMED: dict[str, Taking] = {
     "threading.Thread": _refuse("a thread"),
     "subprocess.Popen": _refuse("a process"),
     "multiprocessing.process.BaseProcess": _refuse("a process"),
-    "builtins.generator": _refuse("a generator in the middle of its work"),
+    "builtins.generator": _refuse("a generator"),
 }
 
 
 TAKINGS.update(
     {
-        np.ndarray: take_array,
-        list: take_list,
-        dict: take_dict,
-        tuple: take_tuple,
-        deque: take_deque,
-        set: take_set,
-        frozenset: take_set,
-        types.FunctionType: take_function,
-        types.MethodType: take_method,
-        types.BuiltinMethodType: take_method,
-        types.MethodWrapperType: take_method,
-        weakref.ref: take_weak,
-        io.BytesIO: take_reduced,
-        io.StringIO: take_reduced,
+        np.ndarray: node_types.take_array,
+        list: node_types.take_list,
+        dict: node_types.take_dict,
+        tuple: node_types.take_tuple,
+        deque: node_types.take_deque,
+        set: node_types.take_set,
+        frozenset: node_types.take_set,
+        types.FunctionType: node_types.take_function,
+        types.MethodType: node_types.take_method,
+        types.BuiltinMethodType: node_types.take_method,
+        types.MethodWrapperType: node_types.take_method,
+        weakref.ref: node_types.take_weak,
+        io.BytesIO: node_types.take_reduced,
+        io.StringIO: node_types.take_reduced,
         WatchedALE: take_ale,
     }
 )
 
 
 def find(kind: type, value: Any) -> Taking:
-    """Returns how values of a class are taken that was not seen yet."""
+    """Returns the function that saves values of a new class."""
     for base in kind.__mro__:
-        named = _NAMED.get(f"builtins.{name_of(base)}") or _NAMED.get(name_of(base))
+        named = _NAMED.get(f"builtins.{node_types.name_of(base)}") or _NAMED.get(node_types.name_of(base))
         if named is not None:
             return named
     if kind is object or issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
         return take_atom
     if issubclass(kind, gymnasium.Space):
-        return take_space
+        return node_types.take_space
     if issubclass(kind, np.random.Generator):
-        return take_generator
+        return node_types.take_generator
     if issubclass(kind, np.random.BitGenerator):
-        return take_bits
+        return node_types.take_bits
     if kind in (random.Random, np.random.RandomState):
-        return take_random
-    return take_object if is_ordinary(kind, value) else take_reduced
+        return node_types.take_random
+    return node_types.take_object if node_types.is_ordinary(kind, value) else node_types.take_reduced
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Takes and puts back what was taken before, in C++, as long as only what is ordinary has changed.
+# Incremental snapshots, in C++.
 #
-# From one snapshot of an env to the next hardly anything changes but numbers, arrays and random numbers.
-# For these there is no need to walk: all else is what it was. A snapshot that is taken so has the same
-# dicts and nodes as the one before, but where there is a change. At whatever else there is, C++ says so,
-# and has done nothing yet: then all is walked through, where the rules are.
+# Between two snapshots of an env, usually only numbers, arrays and random generators change. C++ then shares
+# all unchanged dicts and nodes with the last snapshot, without a walk. At any other change it does nothing,
+# and Python walks through all attributes. C++ uses the nodes' attributes by name, see states.cc.
 # ----------------------------------------------------------------------------------------------------------
 
-_NODES = ATOMS, Node, Array, Generator, BitGenerator, Space
+_NODES = ATOMS, Node, node_types.Array, node_types.Generator, node_types.BitGenerator, node_types.Space
 
 
 class IncrementalSnapshot:
-    """Of an env and its wrappers."""
+    """The latest snapshot of an env and its wrappers, outermost first; C++ makes the next one from it."""
 
     def __init__(self, layers: list[Any]) -> None:
-        """Takes the wrappers, outmost first, and the env."""
         self._layers = layers
-        self._told = [told(layer) for layer in layers]
+        self._excluded = [excluded_fields(layer) for layer in layers]
         self._before: list[Fields] | None = None
         slotted = any(slots_of(type(layer)) for layer in layers)
         self._compiled = None if slotted else _native.ext
 
     def take(self) -> list[Fields] | None:
-        """Returns the attributes of each layer; `None` if they have to be walked through."""
+        """Returns the attributes of each layer; `None` if a walk is needed."""
         compiled, before = self._compiled, self._before
         if compiled is None or before is None:
             return None
-        self._before = compiled.take_again(self._layers, self._told, before, _NODES)
+        self._before = compiled.save_changes(self._layers, self._excluded, before, _NODES)
         return self._before
 
     def note(self, fields: list[Fields]) -> None:
-        """Takes what the walk has taken."""
+        """Sets the result of a walk as the latest snapshot."""
         self._before = fields
 
     def put(self, fields: list[Fields]) -> bool:
-        """Gives each layer its attributes; says whether that could be done so."""
+        """Restores each layer's attributes; returns False, with no change, if a walk is needed."""
         compiled = self._compiled
-        return compiled is not None and compiled.put_again(self._layers, self._told, fields, _NODES)
+        return compiled is not None and compiled.restore_changes(self._layers, self._excluded, fields, _NODES)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Where two snapshots, or two results of an env, differ first: bit for bit.
+# Bit-for-bit comparison of two snapshots, or of two results of an env.
 # ----------------------------------------------------------------------------------------------------------
 
 
 def difference(one: Any, other: Any, seen: dict[Any, Any] | None = None) -> str | None:
-    """Returns the way to what differs, empty for the whole; `None` if nothing does.
+    """Returns the path to the first difference, empty for the whole value; `None` if there is none.
 
-    What is one object in one of them has to be one in the other.
+    Aliases must match: objects that are identical in one snapshot must be identical in the other.
     """
     if one is other or one is KEPT or other is KEPT:
         return None
@@ -196,8 +175,9 @@ def difference(one: Any, other: Any, seen: dict[Any, Any] | None = None) -> str 
         return ""
     seen = {} if seen is None else seen
     if isinstance(one, Node):
-        mine, its = seen.setdefault(id(one), other), seen.setdefault(-id(other), one)
-        if mine is not other or its is not one:
+        # Positive keys map ids of `one` to partners, negative keys those of `other`.
+        partner, reverse = seen.setdefault(id(one), other), seen.setdefault(-id(other), one)
+        if partner is not other or reverse is not one:
             return " (another object)"
         if (id(one), True) in seen:
             return None
@@ -225,7 +205,7 @@ def difference(one: Any, other: Any, seen: dict[Any, Any] | None = None) -> str 
             try:
                 return None if bool(one == other) else ""
             except Exception:
-                return None  # it can't be compared
+                return None  # not comparable, so not a known difference
 
 
 def _first(parts: Any, seen: dict[Any, Any]) -> str | None:

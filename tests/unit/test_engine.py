@@ -23,8 +23,10 @@ from support.disasters import PATIENCE, wait_until, within
 import jaxvec
 from jaxvec import _native
 from jaxvec._dispatch import channel as _channel
+from jaxvec._dispatch import move as _move
 from jaxvec._dispatch.channel import WAKE
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, Work
+from jaxvec._dispatch.engine import Status
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._memory import segment
 from jaxvec._memory.segment import Marks
@@ -533,3 +535,11 @@ def test_a_batch_has_whole_batched_envs(kind):
     finally:
         workers.gate.set()
         pool.close()
+
+
+@pytest.mark.skipif(_native.ext is None, reason="there is no native library")
+def test_enums_of_python_and_cpp_have_the_same_numbers():
+    native = _native.load()
+    assert {status.name: status.value for status in Status} == native.STATUSES
+    known = {verb.name: verb.value for verb in Verb} | {"END": _move._END}
+    assert {name: known[name] for name in native.VERBS} == native.VERBS

@@ -78,10 +78,8 @@ struct Request {
     Call call{};
     call.verb = verb;
     call.fingerprint = fingerprint;
-    call.operands = from.data();
-    call.num_operands = uint32_t(from.size());
-    call.results = to.data();
-    call.num_results = uint32_t(to.size());
+    call.operands = from;
+    call.results = to;
     call.interrupts = interrupts();
     return stream == nullptr ? answer_on_host(call) : answer_on_cuda(call, stream);
   }
@@ -102,8 +100,6 @@ struct Setup {
   std::vector<std::thread> workers;
 
   Setup() {
-    const Array actions[] = {action.array(), nothing.array()};
-    const Array results[] = {small.array(), big.array(nonzero.data()), nothing.array()};
     Plan plan{};
     plan.id = 1;
     plan.batch_size = kBatch;
@@ -113,10 +109,8 @@ struct Setup {
     plan.parent = &parent;
     plan.stops = stops.data();
     plan.generation = generation.data();
-    plan.actions = actions;
-    plan.results = results;
-    plan.num_actions = 2;
-    plan.num_results = 3;
+    plan.actions = {action.array(), nothing.array()};
+    plan.results = {small.array(), big.array(nonzero.data()), nothing.array()};
     plan.in_flight = in_flight.data();
     plan.sent = sent.data();
     plan.num_sent = &num_sent;
@@ -130,7 +124,7 @@ struct Setup {
 
   ~Setup() {
     withdraw(1);
-    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(parent, w);
+    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(parent.board, w);
     for (std::thread& worker : workers) worker.join();
   }
 

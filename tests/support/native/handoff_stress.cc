@@ -112,7 +112,7 @@ void run(uint32_t num_slots, uint32_t num_workers, uint32_t num_owners, uint32_t
   }
   for (std::thread& owner : owners) owner.join();
   stop = kStop;
-  for (uint32_t w = 0; w < num_workers; ++w) notify_worker(parent, w);
+  for (uint32_t w = 0; w < num_workers; ++w) notify_worker(parent.board, w);
   for (std::thread& thread : threads) thread.join();
 
   const int64_t slot = 0;

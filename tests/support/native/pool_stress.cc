@@ -223,8 +223,6 @@ struct Setup {
   std::vector<std::thread> workers;
 
   Setup(uint32_t batch_size, uint32_t in_order, int64_t wait_ns) {
-    const Array action = {shared.rows.action.data(), dims.data(), 1, kU32, nullptr};
-    const Array result = {shared.rows.result.data(), dims.data(), 1, kU32, nullptr};
     Plan plan{};
     plan.id = 1;
     plan.batch_size = batch_size;
@@ -235,9 +233,8 @@ struct Setup {
     plan.parent = &shared.parent;
     plan.stops = stops.data();
     plan.generation = shared.generation.data();
-    plan.actions = &action;
-    plan.results = &result;
-    plan.num_actions = plan.num_results = 1;
+    plan.actions = {{shared.rows.action.data(), dims.data(), 1, kU32, nullptr}};
+    plan.results = {{shared.rows.result.data(), dims.data(), 1, kU32, nullptr}};
     plan.in_flight = in_flight.data();
     plan.sent = sent.data();
     plan.num_sent = &num_sent;
@@ -250,7 +247,7 @@ struct Setup {
   }
 
   ~Setup() {
-    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(shared.parent, w);
+    for (uint32_t w = 0; w < kWorkers; ++w) notify_worker(shared.parent.board, w);
     for (std::thread& worker : workers) worker.join();
   }
 };
