@@ -307,7 +307,7 @@ def test_check_tells_people_the_same(run):
     code, out, _ = run("check", "my_package.envs:Unseeded")
     assert code == 1
     assert "ok       the constructor returns a gymnasium.Env\n" in out
-    assert "FAIL     the same seed and actions give the same data\n         obs: " in out
+    assert "FAIL     equal seeds and actions give equal data\n         obs: " in out
     assert out.endswith("my_package.envs:Unseeded: 2 of 6 checks failed\n")
 
 

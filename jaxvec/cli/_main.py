@@ -345,11 +345,11 @@ OK, FAIL, WARN, NOT_RUN = "ok", "FAIL", "warn", "not run"
 
 _BUILDS, _SPACES, _DATA, _REPRODUCIBLE = _STAGES = (
     "the constructor returns a gymnasium.Env",
-    "its spaces have fixed shapes, and dtypes that JAX has",
-    "reset and step return what the spaces say",
-    "the same seed and actions give the same data",
+    "its spaces have fixed shapes, and dtypes that JAX supports",
+    "reset and step return data that match the spaces",
+    "equal seeds and actions give equal data",
 )
-_WORKER = "it steps in a worker process"
+_WORKER = "it runs in a worker process"
 _GYMNASIUM = "Gymnasium's check_env"
 
 _REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
