@@ -37,7 +37,6 @@ class ReplayOptions(Options):
     gamma: float = option(0.99, "discount per step")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if the buffer is too small to learn from."""
         super().__post_init__()
         if not 1 <= self.batch_size <= self.learn_after <= self.buffer_size:
             raise ValueError("--batch-size must be at most --learn-after, and that at most --buffer-size")

@@ -48,7 +48,6 @@ class Options:
     plot: str | None = option(None, "file for the learning curve; by default <program>_<env>.png", str)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if a number is below 1. Programs add their own checks."""
         if min(self.num_envs, self.num_steps, self.total_steps) < 1:
             raise ValueError("the numbers of envs and steps must be at least 1")
 
@@ -129,7 +128,6 @@ class Returns(NamedTuple):
 
     @classmethod
     def create(cls) -> Returns:
-        """Returns an empty record."""
         return cls(jnp.full(_RECENT, jnp.nan))
 
     def add(self, done: jax.Array, episode_return: jax.Array) -> Returns:
@@ -263,7 +261,6 @@ def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
 
 
 def plot(options: Options, algorithm: str, result: Result, path: str) -> None:
-    """Saves the learning curve as an image."""
     from matplotlib.figure import Figure  # slow to import, so after the training
 
     figure = Figure(figsize=(7, 4), layout="constrained")  # uses Agg; pyplot might open a window
@@ -279,7 +276,6 @@ def plot(options: Options, algorithm: str, result: Result, path: str) -> None:
 
 
 def finish(options: Options, algorithm: str, module: str, result: Result) -> Result:
-    """Prints the result and plots the learning curve."""
     rate = result.env_steps / result.seconds
     print(f"mean return {result.mean_return:.1f} of the last {result.num_episodes} episodes")
     print(

@@ -26,8 +26,6 @@ from jaxvec.examples._training import Result, discrete_actions, finish, option, 
 
 @dataclass(frozen=True)
 class Config(ReplayOptions):
-    """Command-line options."""
-
     total_steps: int = option(160_000, "env steps, rounded up to whole reports")
     buffer_size: int = option(200_000, "transitions to store; with fewer, the policy forgets early failures")
     gradient_steps: int = option(8, "gradient steps after each step of the envs")
@@ -112,7 +110,6 @@ def _of(action: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def make_dqn(config: Config, envs: jaxvec.VectorEnv) -> Dqn:
-    """Makes the algorithm for the spaces of the envs."""
     action_space = discrete_actions(config, envs, "DQN")
     lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_steps * config.gradient_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(10), optax.adam(lr))
@@ -120,13 +117,11 @@ def make_dqn(config: Config, envs: jaxvec.VectorEnv) -> Dqn:
 
 
 def run(config: Config) -> Result:
-    """Makes the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(_replay.train, make_dqn(config, envs), config))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     about = "Train DQN on a Gymnasium env with Box observations and Discrete actions."
     config = parse(Config, "dqn", about, argv)
     return finish(config, "DQN", "dqn", run(config))

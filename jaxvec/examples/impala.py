@@ -64,8 +64,6 @@ def make_delayed(env: str, mean: float) -> gymnasium.Env[Any, Any]:
 
 @dataclass(frozen=True)
 class Config(Options):
-    """Command-line options."""
-
     num_actors: int = option(2, "number of threads that step envs; with 0, stepping and learning alternate")
     num_envs: int = option(16, "number of envs per actor")
     num_steps: int = option(20, "steps of each env in a rollout")
@@ -89,7 +87,6 @@ class Agent:
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Makes an agent for the spaces of the envs."""
     action_space = discrete_actions(config, envs, "IMPALA")
     lr = optax.linear_schedule(config.lr, 0, config.num_updates)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr))
@@ -276,7 +273,6 @@ class Exchange:
 
 
 def run(config: Config) -> Result:
-    """Makes the envs, trains, and closes them."""
     env = partial(make_delayed, config.env, config.mean_delay) if config.mean_delay else config.env
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
@@ -313,7 +309,6 @@ def init(agent: Agent, obs: jax.Array) -> Learner:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     about = "Train IMPALA on a Gymnasium env with Box observations and Discrete actions."
     config = parse(Config, "impala", about, argv)
     return finish(config, "IMPALA", "impala", run(config))

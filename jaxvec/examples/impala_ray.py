@@ -38,8 +38,6 @@ def _flag(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Config(impala.Config):
-    """Command-line options."""
-
     num_actors: int = option(3, "number of actors; --num-workers is the number of worker processes of each")
     max_lag: int = option(8, "maximum number of updates between the weights of a rollout and the newest ones")
     address: str | None = option(
@@ -122,7 +120,6 @@ def simulated(config: Config) -> Generator[Callable[[], None]]:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     about = "Train IMPALA on a Ray cluster, on a Gymnasium env with Box observations and Discrete actions."
     config = parse(Config, "impala_ray", about, argv)
     with simulated(config) as kill_one:

@@ -29,8 +29,6 @@ from jaxvec.normalize import RunningMeanStd
 
 @dataclass(frozen=True)
 class Config(Options):
-    """Command-line options."""
-
     num_epochs: int = option(4, "passes over the steps of an update")
     num_minibatches: int = option(8, "gradient steps per pass")
     lr: float = option(1e-3, "learning rate, falling linearly to 0")
@@ -42,7 +40,6 @@ class Config(Options):
     max_grad_norm: float = option(0.5, "maximum norm of the gradient")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if the steps cannot be divided into minibatches."""
         super().__post_init__()
         if min(self.num_epochs, self.num_minibatches) < 1:
             raise ValueError("the numbers of epochs and minibatches must be at least 1")
@@ -57,7 +54,6 @@ class Categorical:
     space: spaces.Discrete
 
     def sample(self, logits: jax.Array, key: jax.Array) -> jax.Array:
-        """Samples an action."""
         return jax.random.categorical(key, logits)
 
     def evaluate(self, logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +143,6 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Makes an agent for the spaces of the envs."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(obs_space, spaces.Box | spaces.Discrete):
         raise SystemExit(f"{config.env}: this PPO takes Box and Discrete observations, not {obs_space}")
@@ -187,7 +182,6 @@ class Steps(NamedTuple):
 
 
 def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-    """Plays `num_steps` steps in every env."""
 
     def play(carry: tuple[jaxvec.Handle, jax.Array], key: jax.Array) -> tuple[Any, Steps]:
         handle, obs = carry
@@ -290,7 +284,6 @@ def descend(agent: Agent, params: Any, opt_state: Any, batch: Batch, key: jax.Ar
 
 
 def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
-    """Learns from the steps of an update."""
     advantage, target = estimate(agent, state.params, steps)
     batch = Batch(steps.obs, steps.action, steps.log_prob, advantage, target)
     params, opt_state = descend(agent, state.params, state.opt_state, batch, key)
@@ -341,13 +334,11 @@ def train(
 
 
 def run(config: Config) -> Result:
-    """Makes the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     about = "Train PPO on a Gymnasium env with Box or Discrete observations and actions."
     config = parse(Config, "ppo", about, argv)
     return finish(config, "PPO", "ppo", run(config))

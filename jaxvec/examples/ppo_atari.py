@@ -36,8 +36,6 @@ _NUM_FRAMES = 4
 
 @dataclass(frozen=True)
 class Config(ppo.Config):
-    """Command-line options."""
-
     env: str = option("ALE/Pong-v5", "id of an ALE game")
     num_envs: int = option(16, "number of envs, in two alternating halves")
     total_steps: int = option(1_000_000, "env steps of four frames each, rounded up to whole updates")
@@ -49,7 +47,6 @@ class Config(ppo.Config):
     sticky: float = option(0.25, "probability that a frame repeats the last action")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if the envs cannot be split into halves."""
         super().__post_init__()
         if self.num_envs % 2:
             raise ValueError("--num-envs must be even, because the envs are split into two halves")
@@ -153,7 +150,6 @@ def decide(
 
 
 def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-    """Plays `num_steps` steps in every env."""
 
     def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
         handle, timestep, (answered, other) = carry
@@ -225,7 +221,6 @@ def halves(config: Config) -> dict[str, Any]:
 
 
 def make_envs(config: Config) -> jaxvec.VectorEnv:
-    """Makes the pool."""
     need("atari", "ale_py", "cv2")
     env_id, sticky = (
         config.env,
@@ -244,7 +239,6 @@ def make_envs(config: Config) -> jaxvec.VectorEnv:
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Makes an agent for the actions of the game."""
     actions = envs.single_action_space
     assert isinstance(actions, spaces.Discrete)
     network = NatureNetwork(int(actions.n))
@@ -254,13 +248,11 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
 
 
 def run(config: Config) -> Result:
-    """Makes the envs, trains, and closes them."""
     with make_envs(config) as envs:
         return _training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     config = parse(Config, "ppo_atari", "Train PPO on an Atari game.", argv)
     return finish(config, "PPO", "ppo_atari", run(config))
 

@@ -27,8 +27,6 @@ from jaxvec.examples.ppo import Agent
 
 @dataclass(frozen=True)
 class Config(ppo.Config):
-    """Command-line options."""
-
     env: str = option("HalfCheetah-v5", "Gymnasium id of a MuJoCo env")
     num_envs: int = option(16, "number of envs")
     num_steps: int = option(128, "steps of each env in an update")
@@ -99,14 +97,12 @@ def train(
 
 
 def run(config: Config) -> Result:
-    """Makes the envs, trains, and closes them."""
     need("mujoco", "mujoco")
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(train, ppo.make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     config = parse(Config, "ppo_mujoco", "Train PPO on a MuJoCo env.", argv)
     return finish(config, "PPO", "ppo_mujoco", run(config))
 

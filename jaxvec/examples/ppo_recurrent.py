@@ -30,13 +30,10 @@ from jaxvec.normalize import RunningMeanStd
 
 @dataclass(frozen=True)
 class Config(ppo.Config):
-    """Command-line options."""
-
     entries: str = option("0,2", "indices of the observation entries that the agent sees, from 0")
     num_units: int = option(64, "size of the memory")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if the envs cannot be divided into minibatches, or `entries` is malformed."""
         super().__post_init__()
         if self.num_envs % self.num_minibatches:
             raise ValueError(
@@ -77,7 +74,6 @@ class Agent:
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Makes an agent for the spaces of the envs."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 1:
         raise SystemExit(f"{config.env}: this PPO takes observations with one axis, not {obs_space}")
@@ -123,7 +119,6 @@ def empty(memory: jax.Array, done: jax.Array) -> jax.Array:
 
 
 def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-    """Plays `num_steps` steps in every env."""
     normalize = state.obs_stats.normalize
 
     def play(carry: Any, key: jax.Array) -> tuple[Any, tuple[Steps, jax.Array, jax.Array]]:
@@ -213,13 +208,11 @@ def train(
 
 
 def run(config: Config) -> Result:
-    """Makes the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     about = "Train PPO with a GRU on a partially observed Gymnasium env."
     config = parse(Config, "ppo_recurrent", about, argv)
     return finish(config, "PPO with a GRU", "ppo_recurrent", run(config))

@@ -28,8 +28,6 @@ from jaxvec.examples._training import Result, finish, option, parse
 
 @dataclass(frozen=True)
 class Config(ReplayOptions):
-    """Command-line options."""
-
     env: str = option("Pendulum-v1", "Gymnasium id of an env with Box observations and actions")
     num_envs: int = option(4, "number of envs")
     num_steps: int = option(200, "steps of each env between two reports")
@@ -78,7 +76,6 @@ class Sac:
     optimizer: optax.GradientTransformation
 
     def init(self, obs: jax.Array, key: jax.Array) -> Learned:
-        """Initialises the networks."""
         policy_key, critic_key = jax.random.split(key)
         size = int(np.prod(self.space.shape))
         inputs = jnp.concatenate([obs, jnp.zeros((len(obs), size))], axis=-1)
@@ -145,7 +142,6 @@ class Sac:
 
 
 def make_sac(config: Config, envs: jaxvec.VectorEnv) -> Sac:
-    """Makes the algorithm for the spaces of the envs."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Box):
         raise SystemExit(f"{config.env}: this SAC takes Box spaces, not {obs_space} and {action_space}")
@@ -156,13 +152,11 @@ def make_sac(config: Config, envs: jaxvec.VectorEnv) -> Sac:
 
 
 def run(config: Config) -> Result:
-    """Makes the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(_replay.train, make_sac(config, envs), config))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains with the options in `argv` or on the command line, and prints and plots the result."""
     about = "Train SAC on a Gymnasium env with Box observations and actions."
     config = parse(Config, "sac", about, argv)
     return finish(config, "SAC", "sac", run(config))

@@ -51,8 +51,6 @@ except ImportError as _error:
 
 @dataclass(frozen=True)
 class Config:
-    """Command-line options."""
-
     env: str = option("CartPole-v1", "Gymnasium id of an env with Discrete actions")
     env_options: str = option("{}", "JSON object with further arguments of gymnasium.make")
     num_envs: int = option(8, "number of envs, each for one episode")
@@ -226,7 +224,6 @@ def run(config: Config, env_options: dict[str, Any]) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Plays with the options in `argv` or on the command line, and prints the mean returns."""
     config, env_options = parse(argv)
     result = run(config, env_options)
     for name, returns in ("with the policy alone", result.alone), ("with search", result.searched):
