@@ -20,13 +20,13 @@ def tables(results: Results) -> Iterator[str]:
     """Yields Markdown: rates, what did not run and why, CPU time."""
     systems = list(next(iter(results.values())))
     limit = systems[0]
-    yield "Env steps a second; in brackets the ratio to the first line.\n"
+    yield "Env steps per second; in parentheses the ratio to the first line.\n"
     yield from _table(
         results, lambda result, best: f"{result.rate:,.0f} ({_ratio(result.rate, best)})", limit
     )
-    yield "\nMicroseconds of CPU an env step, of all processes together.\n"
+    yield "\nMicroseconds of CPU time per env step, summed over all processes.\n"
     yield from _table(results, lambda result, _: f"{result.cpu * 1e6:,.1f}", limit)
-    yield "\nSeconds from nothing until the envs are reset, once.\n"
+    yield "\nSeconds from start to the first reset, measured once.\n"
     yield from _table(results, lambda result, _: f"{result.start:,.2f}", limit)
     yield "\nNot run:\n"
     for system in systems:

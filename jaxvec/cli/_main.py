@@ -1,4 +1,8 @@
-"""The command line: `doctor`, `bench` and `check`, and how their arguments are parsed."""
+"""The command line: arguments and output of `doctor`, `bench` and `check`.
+
+Each command is a `Command`. `main` parses the arguments, runs the command, and prints its `Outcome` or the
+error.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import operator
 import os
 import platform
 import re
@@ -40,31 +45,25 @@ FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 EXIT_CODES = """\
 exit codes:
-  0    all went well
-  1    an env failed, or a check did
-  2    the command can't be done so: an unknown env, a bad argument, a missing package
+  0    success
+  1    an env or a check failed
+  2    usage error: unknown env, bad argument, or missing package
   130  Ctrl-C"""
 
 
 class UsageError(Exception):
-    """The command can't be done as it was given; the text says why, and what to do."""
+    """A wrong argument or a missing package; the message is one line."""
 
 
 def lacks_package(error: EnvError) -> bool:
-    """Says whether an env can't be made for want of a package. Gymnasium has an error of its own for this."""
+    """Returns whether the constructor of an env failed because a package is not installed."""
     missing = (ImportError, gymnasium.error.DependencyNotInstalled)
     return error.operation == "constructor" and isinstance(error.__cause__, missing)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command found.
-
-    Attributes:
-        record: for `--json`.
-        text: for people.
-        code: to exit with.
-    """
+    """Result of a command: the object for `--json`, the text without it, and the exit code."""
 
     record: dict[str, Any]
     text: str
@@ -73,68 +72,59 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Command:
-    """One of the words after `python -m jaxvec`.
+    """A subcommand of `python -m jaxvec`.
 
     Attributes:
-        name: the word.
-        summary: what it does, in one line.
-        details: the end of its help: what `--json` prints, and examples.
-        add_arguments: besides `--json`.
-        run: does it; raises `UsageError`, or the typed error of an env that failed.
+        summary: one-line description, lower case.
+        details: end of the help: the JSON schema, and examples.
+        run: function that executes the command. It raises `UsageError`, or the typed error of a failed env.
+        add_arguments: function that adds the arguments other than `--json`, if there are any.
     """
 
     name: str
     summary: str
     details: str
-    add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], Outcome]
+    add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The env that a command is about
+# The argument ENV
 # ----------------------------------------------------------------------------------------------------------
 
-# Packages that register their envs when they are imported, and the extras that have them; by namespace.
+# Namespace of ids: the package that registers them when it is imported, and the extra that installs it.
 _PUBLISHERS = {"ALE": ("ale_py", "atari")}
 
 
 @dataclass(frozen=True)
 class Target:
-    """An env.
-
-    Attributes:
-        name: as the user wrote it.
-        env: a Gymnasium id or a callable.
-        kwargs: of its constructor.
-    """
+    """The env of the command line: its name there, its id or callable, and the constructor's arguments."""
 
     name: str
     env: str | Callable[..., Any]
     kwargs: dict[str, Any]
 
-    def env_fns(self, count: int) -> list[Callable[[], Any]]:
-        """Returns what makes the first so many envs of a pool that has a worker for each."""
-        return constructors.resolve(self.env, split_evenly(count, count), self.kwargs)
+    def env_fn(self) -> Callable[[], Any]:
+        """Returns the constructor of env 0 of a pool."""
+        return constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
 
     def make(self, **settings: Any) -> VectorEnv:
-        """Makes a pool of it."""
         return jaxvec.make(self.env, **settings, **self.kwargs)
 
+    def record(self, command: str, **found: Any) -> dict[str, Any]:
+        """Returns the object for `--json`."""
+        return {"schema": f"jaxvec.{command}/1", "env": self.name, "kwargs": self.kwargs, **found}
+
     def line(self, settings: dict[str, Any]) -> str:
-        """Returns what a user writes to make that pool."""
-        given = _keywords({**settings, **self.kwargs})
+        """Returns the Python code that makes a pool with these settings."""
+        given = ", ".join(
+            f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
+            for name, value in {**settings, **self.kwargs}.items()
+        )
         if isinstance(self.env, str):
             return f"envs = jaxvec.make({json.dumps(self.env)}, {given})"
         module, _, name = self.name.rpartition(":")
         return f"import {module}; envs = jaxvec.make({module}.{name}, {given})"
-
-
-def _keywords(given: dict[str, Any]) -> str:
-    """Writes keyword arguments, as Python would read them."""
-    return ", ".join(
-        f"{name}={json.dumps(value) if isinstance(value, str) else repr(value)}"
-        for name, value in given.items()
-    )
 
 
 def _add_target_arguments(parser: ArgumentParser) -> None:
@@ -144,21 +134,18 @@ def _add_target_arguments(parser: ArgumentParser) -> None:
         metavar="ENV",
         help='a Gymnasium id ("CartPole-v1", "ALE/Pong-v5", "module:Env-v0"), or "package.module:callable"',
     )
-    parser.add_argument("--kwargs", metavar="JSON", default="{}", help="for its constructor: '{\"x\": 1}'")
+    text = "JSON object of keyword arguments for the env's constructor"
+    parser.add_argument("--kwargs", metavar="JSON", default="{}", help=text)
 
 
 def _find_target(options: Namespace) -> Target:
-    """Finds the env that was named.
-
-    Raises:
-        UsageError: there is none of this name, or its arguments are not right.
-    """
+    """Returns the env of the arguments, or raises `UsageError` if it does not exist or does not fit them."""
     name, kwargs = options.env, _kwargs(options.kwargs)
     module, _, rest = name.rpartition(":")
     if module:
-        _import(name, module)
+        imported = _import(name, module)
         if not re.search(r"-v\d+$", rest):
-            return _checked(Target(name, _callable(name, module, rest), kwargs))
+            return _checked(Target(name, _callable(name, imported, rest), kwargs))
     elif name.partition("/")[0] in _PUBLISHERS:
         return _checked(Target(name, f"{_publisher(name)}:{name}", kwargs))
     return _checked(Target(name, name, kwargs))
@@ -170,12 +157,11 @@ def _kwargs(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UsageError(f"--kwargs is not valid JSON ({error}); write '{{\"name\": value}}'") from error
     if not isinstance(kwargs, dict):
-        raise UsageError(f"--kwargs must be a JSON object, as '{{\"name\": value}}', not {text}")
+        raise UsageError(f"--kwargs must be a JSON object such as '{{\"name\": value}}', not {text}")
     kwargs = cast(dict[str, Any], kwargs)
-    ours = sorted(kwargs.keys() & inspect.signature(_make.make).parameters.keys())
-    if ours:
+    if clash := sorted(kwargs.keys() & inspect.signature(_make.make).parameters.keys()):
         raise UsageError(
-            f"--kwargs: jaxvec.make has an argument {ours[0]!r}, too; wrap the env in a callable"
+            f"--kwargs: jaxvec.make also has an argument {clash[0]!r}; wrap the env in a callable"
         )
     return kwargs
 
@@ -184,43 +170,40 @@ def _import(name: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{name}: there is no module {error.name!r} here; is it installed?") from error
+        raise UsageError(f"{name}: there is no module named {error.name!r}; is it installed?") from error
     except Exception as error:
         raise UsageError(f"{name}: importing {module} raised {type(error).__name__}: {error}") from error
 
 
-def _callable(name: str, module: str, rest: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in rest.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError as error:
-            raise UsageError(
-                f"{name}: module {module!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
-            ) from error
+def _callable(name: str, module: Any, rest: str) -> Any:
+    try:
+        found = operator.attrgetter(rest)(module)
+    except AttributeError as error:
+        raise UsageError(
+            f"{name}: module {module.__name__!r} has no {rest!r}; a Gymnasium id ends in -v and a number"
+        ) from error
     if not callable(found):
-        raise UsageError(f"{name} is a {type(found).__name__}, not a callable that makes an env")
+        raise UsageError(f"{name} must be a callable that returns an env, not of type {type(found).__name__}")
     return found
 
 
 def _publisher(name: str) -> str:
-    """Returns the package that registers such ids."""
+    """Returns the package that registers the id `name`, after importing it."""
     package, extra = _PUBLISHERS[name.partition("/")[0]]
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{name}: there is no package {package!r} here; {_util.install_command(extra)}"
-        ) from error
+        raise UsageError(f"{name}: no package {package!r}; {_util.install_command(extra)}") from error
     return package
 
 
 def _checked(target: Target) -> Target:
+    """Returns `target`, or raises `UsageError` if its id or the names of its arguments are wrong."""
     try:
-        target.env_fns(1)
+        target.env_fn()
     except gymnasium.error.Error as error:
         raise UsageError(
-            f"{target.name}: {error} An env that a module registers when imported is MODULE:{target.name}"
+            f"{target.name}: {error} If importing a module registers the env, write MODULE:{target.name}"
         ) from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"{target.name}: {error}") from error
@@ -230,7 +213,7 @@ def _checked(target: Target) -> Target:
         except TypeError as error:
             raise UsageError(f"{target.name}: --kwargs: {error}") from error
         except ValueError:
-            pass  # a builtin without a signature: its own error will say
+            pass  # a builtin without a signature; a wrong argument is an error of the constructor
     return target
 
 
@@ -240,7 +223,7 @@ def _checked(target: Target) -> Target:
 
 
 def _examine() -> Iterator[tuple[str, str]]:
-    """Yields what was examined and what was found."""
+    """Yields the name and the status of each component."""
     yield "jaxvec", jaxvec.__version__
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     for package in ("jax", "jaxlib", "numpy", "gymnasium"):
@@ -262,27 +245,21 @@ def _examine() -> Iterator[tuple[str, str]]:
 
 
 def _run_doctor(options: Namespace) -> Outcome:
-    """Examines this machine."""
     found = dict(_examine())
-    text = "\n".join(f"{what:15} {said}" for what, said in found.items())
+    text = "\n".join(f"{component:15} {status}" for component, status in found.items())
     return Outcome({"schema": "jaxvec.doctor/1", "found": found}, text)
-
-
-def _add_no_arguments(parser: ArgumentParser) -> None:
-    """There are none."""
 
 
 _DOCTOR = Command(
     name="doctor",
-    summary="say which parts of jaxvec are active here, and why others are not",
+    summary="show which parts of jaxvec are active on this machine, and why others are not",
     details="""\
---json prints {"schema": "jaxvec.doctor/1", "found": {NAME: TEXT}}; what is off has a text that begins
+--json prints {"schema": "jaxvec.doctor/1", "found": {NAME: TEXT}}. The text of an inactive part starts
 with "off: ".
 
 examples:
   python -m jaxvec doctor
   python -m jaxvec doctor --json""",
-    add_arguments=_add_no_arguments,
     run=_run_doctor,
 )
 
@@ -293,7 +270,6 @@ examples:
 
 
 def _run_bench(options: Namespace) -> Outcome:
-    """Measures an env, and recommends a pool."""
     num_envs, num_workers = options.num_envs, options.num_workers
     if num_envs and num_workers and min(num_workers) > max(num_envs):
         raise UsageError("--num-workers: every pool would have more workers than envs")
@@ -307,14 +283,7 @@ def _run_bench(options: Namespace) -> Outcome:
     )
     best = _bench.best(found.samples)
     line = target.line({"num_envs": best.num_envs, "num_workers": best.num_workers})
-    record = {
-        "schema": "jaxvec.bench/1",
-        "env": target.name,
-        "kwargs": target.kwargs,
-        "measurement": asdict(found),
-        "notes": [*_bench.notes(found)],
-        "make": line,
-    }
+    record = target.record("bench", measurement=asdict(found), notes=[*_bench.notes(found)], make=line)
     return Outcome(record, "\n".join(_bench.report(found, target.name, line)))
 
 
@@ -322,7 +291,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(dict.fromkeys(int(word) for word in text.split(",")))
     except ValueError as error:
-        raise ArgumentTypeError(f"expected numbers, as 16,64,256, not {text!r}") from error
+        raise ArgumentTypeError(f"must be integers such as 16,64,256, not {text!r}") from error
     if min(numbers) < 1:
         raise ArgumentTypeError(f"must be at least 1, not {min(numbers)}")
     return numbers
@@ -340,37 +309,23 @@ def _seconds(text: str) -> float:
 
 def _add_bench_arguments(parser: ArgumentParser) -> None:
     _add_target_arguments(parser)
-    parser.add_argument(
-        "--num-envs",
-        type=_numbers,
-        metavar="N,N,…",
-        help="sizes of pools; 16,64,256 unless the env is too slow",
-    )
-    parser.add_argument(
-        "--num-workers",
-        type=_numbers,
-        metavar="N,N,…",
-        help="worker counts; up to the usable cores by default",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=0.2,
-        metavar="S",
-        help="seconds of each turn, 0.2 by default; a run has about 100 turns",
-    )
+    numbers: dict[str, Any] = {"type": _numbers, "metavar": "N,N,…"}
+    parser.add_argument("--num-envs", **numbers, help="pool sizes; default 16,64,256, fewer for slow envs")
+    parser.add_argument("--num-workers", **numbers, help="worker counts; default up to the usable cores")
+    text = "length of each measurement in seconds, default 0.2; a run has about 100 measurements"
+    parser.add_argument("--seconds", type=_seconds, default=0.2, metavar="S", help=text)
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
 
 
 _BENCH = Command(
     name="bench",
-    summary="measure an env, alone and in pools, and recommend num_envs and num_workers",
+    summary="benchmark an env, alone and in pools, and recommend num_envs and num_workers",
     details="""\
-It steps the env with random actions: alone, and in pools of several sizes, from a Python loop and inside a
-jitted lax.scan. They take turns, and figures are medians. Keep the machine quiet.
+The command steps the env with random actions: alone, and in pools of several sizes, from a Python loop and
+inside a jitted lax.scan. Measurements alternate, and the output shows medians. Run nothing else meanwhile.
 
 --json prints {"schema": "jaxvec.bench/1", "env": TEXT, "kwargs": {…}, "measurement": {…}, "notes": [TEXT],
-"make": TEXT}; jaxvec/cli/_bench.py has the fields of Measurement.
+"make": TEXT}. The class Measurement in jaxvec/cli/_bench.py describes the fields.
 
 examples:
   python -m jaxvec bench CartPole-v1
@@ -390,28 +345,19 @@ OK, FAIL, WARN, NOT_RUN = "ok", "FAIL", "warn", "not run"
 
 _BUILDS, _SPACES, _DATA, _REPRODUCIBLE = _STAGES = (
     "the constructor returns a gymnasium.Env",
-    "its spaces have fixed shapes, and dtypes that JAX has",
-    "reset and step return what the spaces say",
-    "the same seed and actions give the same data",
+    "its spaces have fixed shapes, and dtypes that JAX supports",
+    "reset and step return data that match the spaces",
+    "equal seeds and actions give equal data",
 )
-_WORKER = "it steps in a worker process"
+_WORKER = "it runs in a worker process"
 _GYMNASIUM = "Gymnasium's check_env"
 
-_REUSE = "share an object"  # says Gymnasium of envs that return the same arrays again
-
-_NUM_STEPS = 100
+_REUSE = "share an object"  # part of Gymnasium's error for envs that return one array twice
 
 
 @dataclass(frozen=True)
 class Check:
-    """What came of one check.
-
-    Attributes:
-        name: what should be so.
-        status: `"ok"`, `"FAIL"`, `"warn"` or `"not run"`.
-        reason: why it is not ok.
-        warnings: how many it gave.
-    """
+    """Result of one check: the requirement, its status, the reason if it is not met, number of warnings."""
 
     name: str
     status: str
@@ -420,61 +366,45 @@ class Check:
 
 
 def _run_check(options: Namespace) -> Outcome:
-    """Checks an env."""
     target = _find_target(options)
     checks = list(_checks(target))
     failed = sum(check.status == FAIL for check in checks)
-    lines = [f"{check.status:8} {check.name}{_indent(check.reason)}" for check in checks]
-    warned = sum(check.warnings for check in checks)
+    indent = "\n         "
+    lines = [f"{c.status:8} {indent.join([c.name, *c.reason.splitlines()])}" for c in checks]
     verdict = f"{failed} of {len(checks)} checks failed" if failed else "ok"
-    if warned:
+    if warned := sum(check.warnings for check in checks):
         verdict += f", with {warned} warning{'s' if warned > 1 else ''}"
     lines.append(f"\n{target.name}: {verdict}")
-    record = {
-        "schema": "jaxvec.check/1",
-        "env": target.name,
-        "kwargs": target.kwargs,
-        "ok": not failed,
-        "checks": [asdict(check) for check in checks],
-    }
+    record = target.record("check", ok=not failed, checks=[asdict(check) for check in checks])
     return Outcome(record, "\n".join(lines), FAILED if failed else FINE)
 
 
 def _checks(target: Target) -> Iterator[Check]:
-    ours = list(_our_contract(target))
-    yield from ours
-    sound = all(check.status == OK for check in ours[:3])  # an env that isn't would fail in the others, too
+    stages = _check_stages(target)
+    yield from stages
+    # An env that fails one of the first three stages would also fail in a worker, for the known reason.
+    sound = all(check.status == OK for check in stages[:3])
     yield _check(_WORKER, lambda: _step_in_worker(target)) if sound else Check(_WORKER, NOT_RUN)
-    built = ours[0].status == OK
-    yield _of_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
+    built = stages[0].status == OK
+    yield _check_with_gymnasium(target) if built else Check(_GYMNASIUM, NOT_RUN)
 
 
-def _our_contract(target: Target) -> Iterator[Check]:
-    """Yields what `jaxvec.testing.check_env` came to: it stops at the first breach."""
-    (env_fn,) = target.env_fns(1)
+def _check_stages(target: Target) -> list[Check]:
+    """Runs `jaxvec.testing.check_env`, which stops at the first violation. Returns a `Check` per stage."""
     try:
-        testing.check_env(env_fn, num_steps=_NUM_STEPS)
-        stage, reason = None, ""
+        testing.check_env(target.env_fn())
+        return [Check(name, OK) for name in _STAGES]
     except UnsupportedSpaceError as error:
         stage, reason = _SPACES, str(error)
     except EnvError as error:
         if lacks_package(error):
-            raise  # not the env's fault
-        if error.operation == "constructor":
-            stage, reason = _BUILDS, str(error)
-        else:
-            stage, reason = _DATA, str(error)
+            raise  # a usage error, not a violation
+        stage, reason = _BUILDS if error.operation == "constructor" else _DATA, str(error)
     except AssertionError as error:
         stage, reason = _REPRODUCIBLE, str(error)
-    reached = len(_STAGES) if stage is None else _STAGES.index(stage)
-    for place, name in enumerate(_STAGES):
-        yield (
-            Check(name, OK)
-            if place < reached
-            else Check(name, NOT_RUN)
-            if place > reached
-            else Check(name, FAIL, reason)
-        )
+    failed = _STAGES.index(stage)
+    checks = [Check(name, OK) for name in _STAGES[:failed]] + [Check(stage, FAIL, reason)]
+    return checks + [Check(name, NOT_RUN) for name in _STAGES[failed + 1 :]]
 
 
 def _step_in_worker(target: Target) -> None:
@@ -485,30 +415,25 @@ def _step_in_worker(target: Target) -> None:
             envs.step(envs.action_space.sample())
 
 
-def _of_gymnasium(target: Target) -> Check:
-    """Returns what Gymnasium finds wrong, on the env itself, without its wrappers; its warnings, too."""
+def _check_with_gymnasium(target: Target) -> Check:
+    """Runs Gymnasium's `check_env` on the env without its wrappers, and includes the warnings."""
 
     def check() -> None:
-        (env_fn,) = target.env_fns(1)
-        with closing(env_fn()) as env:
+        with closing(target.env_fn()()) as env:
             gymnasium_check_env(env.unwrapped, skip_render_check=True)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = _check(_GYMNASIUM, check)
-    said = [_plain(str(warning.message)) for warning in caught]
+    # Without the terminal colours and the mark that Gymnasium adds.
+    texts = [re.sub(r"\x1b\[[\d;]*m", "", str(warning.message)).removeprefix("WARN: ") for warning in caught]
     reuses = _REUSE in found.reason
-    if reuses:  # a pool copies each row before the env's next call
-        said.append(f"{found.reason} A pool doesn't mind.")
-    said = list(dict.fromkeys(said))
+    if reuses:  # harmless: a worker copies each observation before the env's next call
+        texts.append(f"{found.reason} jaxvec copies observations, so its pools work with this env.")
+    texts = list(dict.fromkeys(texts))
     if found.status == FAIL and not reuses:
-        return Check(_GYMNASIUM, FAIL, "\n".join([found.reason, *said]), len(said))
-    return Check(_GYMNASIUM, WARN if said else OK, "\n".join(said), len(said))
-
-
-def _plain(text: str) -> str:
-    """Returns what Gymnasium warns of, without its colours and marks."""
-    return re.sub(r"\x1b\[[\d;]*m|^WARN: ", "", re.sub(r"^\x1b\[\d+m", "", text))
+        return Check(_GYMNASIUM, FAIL, "\n".join([found.reason, *texts]), len(texts))
+    return Check(_GYMNASIUM, WARN if texts else OK, "\n".join(texts), len(texts))
 
 
 def _check(name: str, function: Callable[[], Any]) -> Check:
@@ -521,17 +446,13 @@ def _check(name: str, function: Callable[[], Any]) -> Check:
     return Check(name, OK)
 
 
-def _indent(reason: str) -> str:
-    return "".join(f"\n         {line}" for line in reason.splitlines())
-
-
 _CHECK = Command(
     name="check",
-    summary="check that an env keeps jaxvec's contract, and Gymnasium's",
+    summary="check that an env meets the requirements of jaxvec and Gymnasium",
     details="""\
-It steps the env with random actions, in this process and in a worker, and has Gymnasium's own check_env
-look at it. Observations have to be members of their space. A breach is a FAIL, and the exit status 1; what
-Gymnasium warns of is a warning, and fails nothing.
+The command steps the env with random actions, in this process and in a worker, and runs Gymnasium's own
+check_env. Observations must be members of their space. Violations are reported as FAIL (exit code 1).
+Gymnasium's warnings are reported but do not fail the check.
 
 --json prints {"schema": "jaxvec.check/1", "env": TEXT, "kwargs": {…}, "ok": BOOL, "checks": [{"name": TEXT,
 "status": "ok", "FAIL", "warn" or "not run", "reason": TEXT, "warnings": COUNT}]}.
@@ -553,33 +474,27 @@ COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command, and returns the exit code (see `EXIT_CODES`).
 
     Args:
-        argv: the words after `python -m jaxvec`; those of this process by default.
-
-    Returns:
-        The exit code; see `EXIT_CODES`.
+        argv: the arguments after `python -m jaxvec`; by default those of this process.
     """
     options = _parser().parse_args(argv)
     command: Command = options.command
     try:
-        with _chatter_on_stderr():
+        with _stdout_to_stderr():
             outcome = command.run(options)
     except (UsageError, NativeUnavailableError) as error:
         return _fail(command, error, USAGE)
-    except EnvError as error:
-        if lacks_package(error):
-            return _fail(command, f"the env lacks a package: {error.__cause__}", USAGE)
-        return _fail(command, error, FAILED)
     except JaxvecError as error:
+        if isinstance(error, EnvError) and lacks_package(error):
+            return _fail(command, f"a package of the env is not installed: {error.__cause__}", USAGE)
         return _fail(command, error, FAILED)
     except KeyboardInterrupt:
         return _fail(command, "interrupted", INTERRUPTED)
     except RuntimeError as error:
-        if "KeyboardInterrupt" not in str(
-            error
-        ):  # in a host callback, of which JAX makes an error of its own
+        # JAX turns a KeyboardInterrupt inside a host callback into a JaxRuntimeError.
+        if "KeyboardInterrupt" not in str(error):
             raise
         return _fail(command, "interrupted", INTERRUPTED)
     print(json.dumps(outcome.record, indent=2) if options.json else outcome.text)
@@ -589,7 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxvec",
-        description="Looks at jaxvec on this machine, and at envs of yours.",
+        description="Diagnose this installation; check or benchmark an environment.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -604,13 +519,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.set_defaults(command=command)
         command.add_arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print a record, and nothing else")
+        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 @contextmanager
-def _chatter_on_stderr() -> Generator[None]:
-    """Sends what envs print, here and in workers, to stderr: stdout is for what was found."""
+def _stdout_to_stderr() -> Generator[None]:
+    """Redirects the output of envs, here and in workers, to stderr. Stdout contains only the result."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

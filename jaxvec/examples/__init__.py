@@ -1,4 +1,4 @@
-"""Programs to read and to run: `python -m jaxvec.examples.ppo`."""
+"""Example programs: `python -m jaxvec.examples.ppo` runs one."""
 
 from importlib.util import find_spec
 

@@ -1,8 +1,8 @@
-"""Learning from a replay buffer: play a step in all envs, keep what came of it, learn from what was kept.
+"""Learning from a replay buffer: step all envs, store the transitions, learn from a sample, repeat.
 
-The buffer is flashbax's, arrays on the device that the compiled loop writes into. It keeps the observation
-that followed an action *within the episode*: where an episode ends, `jaxvec.step` already returns the first
-one of the next, and `info["final_obs"]` has the one to learn from.
+The buffer is flashbax's: arrays on the device, which the compiled loop writes to. The next observation of a
+transition belongs to the *same episode*. At the end of an episode, `jaxvec.step` already returns the first
+observation of the next one, so the buffer stores `info["final_obs"]` instead.
 """
 
 from __future__ import annotations
@@ -26,46 +26,45 @@ except ImportError as _error:
 
 @dataclass(frozen=True)
 class ReplayOptions(Options):
-    """Holds what every program with a replay buffer can be told."""
+    """Options of the programs with a replay buffer."""
 
-    num_envs: int = option(16, "envs stepped together")
+    num_envs: int = option(16, "number of envs")
     num_steps: int = option(32, "steps of each env between two reports")
-    buffer_size: int = option(100_000, "transitions that are kept, rounded up to a multiple of num-envs")
+    buffer_size: int = option(100_000, "transitions to store, rounded up to a multiple of num-envs")
     learn_after: int = option(1_000, "transitions before the first gradient step")
     gradient_steps: int = option(4, "gradient steps after each step of the envs")
-    batch_size: int = option(128, "transitions of a gradient step")
+    batch_size: int = option(128, "transitions per gradient step")
     gamma: float = option(0.99, "discount per step")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if the buffer could not be learnt from."""
         super().__post_init__()
         if not 1 <= self.batch_size <= self.learn_after <= self.buffer_size:
             raise ValueError("--batch-size must be at most --learn-after, and that at most --buffer-size")
 
 
 class Transition(NamedTuple):
-    """A step of one env. Observations are normalised where they are learnt from, not where they are kept."""
+    """A step of one env. Observations are stored raw, and normalised with the latest statistics on use."""
 
     obs: jax.Array  # [obs_size] float32
-    action: jax.Array  # [...], as the algorithm counts
+    action: jax.Array  # [...], in the representation of the algorithm
     reward: jax.Array  # [] float32
-    next_obs: jax.Array  # [obs_size] float32, within the episode
-    terminated: jax.Array  # [] bool; where it is false, there would have been more to come
+    next_obs: jax.Array  # [obs_size] float32, of the same episode
+    terminated: jax.Array  # [] bool; if false, the value of next_obs is bootstrapped
 
 
 class Algorithm(Protocol):
-    """What differs between algorithms. What they learn is a pytree, called `learned`."""
+    """Interface of an algorithm. `learned` is a pytree of its parameters and optimiser state."""
 
     def init(self, obs: jax.Array, key: jax.Array) -> Any:
-        """Returns what is learned, before the first step; observations are `[num_envs, obs_size]`."""
+        """Returns the initial `learned`, for observations `[num_envs, obs_size]`."""
         ...
 
     def act(self, learned: Any, obs: jax.Array, progress: jax.Array, key: jax.Array) -> jax.Array:
-        """Chooses actions, `[num_envs, ...]`; `progress` is the part of training that is over, `[]`."""
+        """Chooses actions, `[num_envs, ...]`. `progress` is the completed fraction of training, `[]`."""
         ...
 
     def to_env(self, action: jax.Array) -> jax.Array:
-        """Returns actions as the env takes them."""
+        """Converts actions to those of the env."""
         ...
 
     def descend(self, learned: Any, batch: Transition, key: jax.Array) -> Any:
@@ -74,27 +73,27 @@ class Algorithm(Protocol):
 
 
 class State(NamedTuple):
-    """What training carries from step to step."""
+    """State of training between two steps."""
 
     learned: Any
     buffer: Any
     obs_stats: RunningMeanStd  # [obs_size]
     handle: jaxvec.Handle
     obs: jax.Array  # [num_envs, obs_size] float32
-    num_steps: jax.Array  # [] int32, of each env
+    num_steps: jax.Array  # [] int32, steps of each env so far
     returns: Returns
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What stays the same throughout training."""
+    """The parts that do not change during training."""
 
     algorithm: Algorithm
     options: ReplayOptions
-    buffer: Any  # flashbax's, of `Transition`
+    buffer: Any  # flashbax's functions for a buffer of `Transition`
 
     def play(self, state: State, key: jax.Array) -> State:
-        """Steps the envs once, and keeps what came of it."""
+        """Steps the envs once, and stores the transitions."""
         progress = state.num_steps / (self.options.num_updates * self.options.num_steps)
         obs = state.obs_stats.normalize(state.obs)
         action = self.algorithm.act(state.learned, obs, progress, key)
@@ -112,7 +111,7 @@ class Loop:
         )
 
     def learn(self, state: State, key: jax.Array) -> Any:
-        """Takes the gradient steps that follow a step of the envs; returns what is learned then."""
+        """Takes the gradient steps after a step of the envs, and returns the next `learned`."""
 
         def descend(learned: Any, key: jax.Array) -> tuple[Any, None]:
             sample_key, descend_key = jax.random.split(key)
@@ -147,7 +146,7 @@ def train(
     timestep: jaxvec.TimeStep,
     key: jax.Array,
 ) -> Trained[State]:
-    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
+    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
     init_key, act_key, train_key = jax.random.split(key, 3)
     buffer = flashbax.make_item_buffer(
         max_length=-(-options.buffer_size // options.num_envs) * options.num_envs,
@@ -157,7 +156,7 @@ def train(
     )
     obs = encode(timestep.obs)
     learned = algorithm.init(obs, init_key)
-    action = algorithm.act(learned, obs, jnp.float32(0), act_key)  # of which only the type counts
+    action = algorithm.act(learned, obs, jnp.float32(0), act_key)  # only its shape and dtype matter
     one = Transition(obs[0], action[0], jnp.float32(0), obs[0], jnp.bool_(False))
     state = State(
         learned=learned,

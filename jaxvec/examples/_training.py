@@ -1,4 +1,4 @@
-"""What the training programs share: options, the loop of updates within a compiled program, the outcome."""
+"""Shared code of the training programs: options, the compiled loop of updates, and the report."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,45 +23,42 @@ from tqdm import tqdm
 import jaxvec
 from jaxvec import _util
 
-_RECENT = 100  # episodes whose mean return is told
+_RECENT = 100  # number of episodes in the reported mean return
 
 
 def option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
-    """Declares an option of the command line; `kind` makes its value, where the default does not say how."""
+    """Declares a command-line option. `kind` converts its text; by default, the type of `default` does."""
     return field(default=default, metadata={"help": text, "type": kind or type(default)})
 
 
 @dataclass(frozen=True)
 class Options:
-    """Holds what every program can be told; each adds what it needs."""
+    """Options of every training program. Programs add their own in subclasses."""
 
     env: str = option("CartPole-v1", "Gymnasium id")
-    num_envs: int = option(64, "envs stepped together")
+    num_envs: int = option(64, "number of envs")
     num_workers: int | None = option(
-        None, "worker processes; None for as many as there are usable cores", int
+        None, "number of worker processes; by default, one for each usable core", int
     )
-    total_steps: int = option(524_288, "env steps, rounded up to whole updates of num-envs x num-steps")
-    num_steps: int = option(64, "steps of each env in an update")
-    seed: int = option(0, "of envs, weights and actions")
-    stop_at: float | None = option(None, "end as soon as the mean return is as high; None for never", float)
-    log: str | None = option(
-        None, "file for lines of env steps, seconds, and the mean return; None for no file", str
-    )
-    plot: str | None = option(None, "file for the learning curve; None for <program>_<env>.png", str)
+    total_steps: int = option(524_288, "env steps, rounded up to a multiple of num-envs x num-steps")
+    num_steps: int = option(64, "steps of each env per update")
+    seed: int = option(0, "random seed")
+    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
+    log: str | None = option(None, "write lines of env steps, seconds and mean return to this file", str)
+    plot: str | None = option(None, "file for the learning curve; by default <program>_<env>.png", str)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if there is nothing to do; programs add checks of their own."""
         if min(self.num_envs, self.num_steps, self.total_steps) < 1:
             raise ValueError("the numbers of envs and steps must be at least 1")
 
     @property
     def steps_per_update(self) -> int:
-        """Counts env steps."""
+        """Env steps per update."""
         return self.num_envs * self.num_steps
 
     @property
     def num_updates(self) -> int:
-        """Counts the updates that reach `total_steps`."""
+        """Number of updates that reach `total_steps`."""
         return -(-self.total_steps // self.steps_per_update)
 
 
@@ -68,7 +66,7 @@ SomeOptions = TypeVar("SomeOptions", bound=Options)
 
 
 def make_parser(kind: type[Any], module: str, description: str) -> argparse.ArgumentParser:
-    """Returns what reads the options that a dataclass declares, for a program of this package."""
+    """Returns an argument parser with the options of a dataclass, for a program of this package."""
     parser = argparse.ArgumentParser(
         prog=f"python -m jaxvec.examples.{module}",
         description=description,
@@ -83,25 +81,37 @@ def parse(kind: type[SomeOptions], module: str, description: str, argv: Sequence
     """Reads a program's options from `argv`, or from the command line."""
     parser = make_parser(kind, module, description)
     try:
-        return kind(**vars(parser.parse_args(argv)))
+        options = kind(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
+    check_env_id(parser, options.env)
+    return options
+
+
+def check_env_id(parser: argparse.ArgumentParser, env_id: str) -> None:
+    """Ends the program with a usage error, rather than a traceback, if the id is misspelt."""
+    try:
+        gymnasium.spec(env_id)
+    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
+        parser.error(str(error))
+    except gymnasium.error.Error:
+        pass  # such as an id without a version, which gymnasium.make accepts, or with a module to import
 
 
 def need(extra: str, *modules: str) -> None:
-    """Ends the program, and says what to install, if a module of an extra is missing."""
+    """Ends the program with the command to run if a module of an extra is not installed."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise SystemExit(f"this example needs {', '.join(missing)}: {_util.install_command(extra)}")
 
 
 def encode(obs: jax.Array) -> jax.Array:
-    """Turns Box observations, `[num_envs, ...]`, into `[num_envs, obs_size]` float32."""
+    """Flattens Box observations, `[num_envs, ...]`, to `[num_envs, obs_size]` float32."""
     return obs.reshape(len(obs), -1).astype(jnp.float32)
 
 
 def discrete_actions(options: Options, envs: jaxvec.VectorEnv, algorithm: str) -> spaces.Discrete:
-    """Returns the space of actions; ends the program unless observations are Box and actions Discrete."""
+    """Returns the action space. Ends the program unless observations are Box and actions are Discrete."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if isinstance(obs_space, spaces.Box) and isinstance(action_space, spaces.Discrete):
         return action_space
@@ -112,34 +122,31 @@ def discrete_actions(options: Options, envs: jaxvec.VectorEnv, algorithm: str) -
 
 
 class Returns(NamedTuple):
-    """The returns of the last episodes."""
+    """The returns of the latest episodes."""
 
-    last: jax.Array  # [100] float32, the newest last; NaN: none yet
+    last: jax.Array  # [100] float32, newest last; NaN while fewer episodes have ended
 
     @classmethod
     def create(cls) -> Returns:
-        """Returns those of no episode."""
         return cls(jnp.full(_RECENT, jnp.nan))
 
     def add(self, done: jax.Array, episode_return: jax.Array) -> Returns:
-        """Returns these and those of the episodes that ended; `[...]` bool and float32, the oldest first."""
+        """Adds the returns of the episodes that ended; `[...]` bool and float32, oldest first."""
         ended = jnp.where(done, episode_return, jnp.nan).reshape(-1)
         both = jnp.concatenate([self.last, ended])
-        both = both[jnp.argsort(~jnp.isnan(both), stable=True)]  # those of no episode before all others
+        both = both[jnp.argsort(~jnp.isnan(both), stable=True)]  # NaN first
         return Returns(both[-_RECENT:])
 
     def mean(self) -> jax.Array:
-        """Returns their mean, `[]` float32; NaN if no episode ended."""
+        """Returns the mean, `[]` float32; NaN if no episode ended."""
         return jnp.nanmean(self.last)
 
 
 class HasReturns(Protocol):
-    """What training carries from update to update, whatever else is in it."""
+    """Type of a state of training: it has at least `returns`."""
 
     @property
-    def returns(self) -> Returns:
-        """Those of the last episodes."""
-        ...
+    def returns(self) -> Returns: ...
 
 
 State = TypeVar("State", bound=HasReturns)
@@ -154,51 +161,51 @@ def repeat(
     options: Options,
     report: Report,
 ) -> Trained[State]:
-    """Updates until `total_steps`, or until the mean return reaches `stop_at`; called by a compiled program.
+    """Calls `update` until `total_steps`, or until the mean return reaches `stop_at`. Runs inside `jit`.
 
     Args:
-        update: takes the state and a key, plays and learns.
-        state: before the first update.
-        key: for all of them.
-        options: of the program.
-        report: is told on the host, after each update, what the mean return is.
+        update: function of a state and a key that plays, learns, and returns the next state.
+        state: state before the first update.
+        key: key that is split into one per update.
+        options: options of the program.
+        report: function on the host that is called with the mean return after each update.
 
     Returns:
-        The last state; the mean return after each update, `[num_updates]` float32; and how many updates
-        were made, `[]` int32.
+        The last state; the mean return after each update, `[num_updates]` float32; and the number of updates
+        made, `[]` int32.
     """
     keys = jax.random.split(key, options.num_updates)
     curve = jnp.full(options.num_updates, jnp.nan)
     goal = jnp.inf if options.stop_at is None else options.stop_at
 
-    def goes_on(carry: tuple[jax.Array, State, jax.Array]) -> jax.Array:
-        number, _, curve = carry  # a return that is not known yet is not high enough
+    def unfinished(carry: tuple[jax.Array, State, jax.Array]) -> jax.Array:
+        number, _, curve = carry  # the curve is NaN until an episode has ended, and NaN >= goal is false
         return (number < options.num_updates) & ~(curve[jnp.maximum(number - 1, 0)] >= goal)
 
-    def go_on(carry: tuple[jax.Array, State, jax.Array]) -> tuple[jax.Array, State, jax.Array]:
+    def body(carry: tuple[jax.Array, State, jax.Array]) -> tuple[jax.Array, State, jax.Array]:
         number, state, curve = carry
         state = update(state, keys[number])
         mean_return = state.returns.mean()
         jax.debug.callback(report, mean_return)
         return number + 1, state, curve.at[number].set(mean_return)
 
-    number, state, curve = jax.lax.while_loop(goes_on, go_on, (jnp.int32(0), state, curve))
+    number, state, curve = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, curve))
     return state, curve, number
 
 
 class Result(NamedTuple):
-    """What a run came to."""
+    """Result of a run."""
 
-    mean_return: float  # of the last `num_episodes`; NaN if none ended
+    mean_return: float  # over the last `num_episodes`; NaN if none ended
     num_episodes: int  # at most 100
     env_steps: int
-    seconds: float  # compilation included
-    curve: NDArray[np.float32]  # [updates that were made], the mean return after each
+    seconds: float  # including compilation
+    curve: NDArray[np.float32]  # [number of updates made], the mean return after each update
 
 
 @contextmanager
 def progress(options: Options) -> Generator[Report]:
-    """Yields what to tell the mean return after each update: it moves a bar, and writes the log."""
+    """Yields a function to call with the mean return after each update. It moves a bar and writes the log."""
     total = options.num_updates * options.steps_per_update
     bar = tqdm(total=total, desc=options.env, unit=" steps", unit_scale=True)
     start = time.perf_counter()
@@ -206,7 +213,7 @@ def progress(options: Options) -> Generator[Report]:
     with bar, open(options.log, "w") if options.log else nullcontext() as log:
 
         def report(mean_return: Any) -> None:
-            # A compiled program waits for this, so it must not call jax; NumPy is safe.
+            # This runs inside a host callback, where calls of JAX can deadlock; NumPy is safe.
             nonlocal env_steps
             env_steps += options.steps_per_update
             known = np.asarray(mean_return).item()
@@ -223,13 +230,13 @@ def run(
     envs: jaxvec.VectorEnv,
     train: Callable[[Report, jaxvec.Handle, jaxvec.TimeStep, jax.Array], Trained[Any]],
 ) -> Result:
-    """Compiles `train` and calls it once; a progress bar moves meanwhile.
+    """Compiles `train` and calls it once, with a progress bar.
 
     Args:
-        options: of the program.
-        envs: that are played.
-        train: takes a function for `repeat` to report to, a handle, the first time step, and a key;
-            returns what `repeat` returns.
+        options: options of the program.
+        envs: pool to train on.
+        train: function of a `report` function, a handle, the first time step and a key. It returns the
+            result of `repeat`.
     """
     start = time.perf_counter()
     with progress(options) as report:
@@ -237,14 +244,14 @@ def run(
         handle, timestep = jaxvec.reset(envs, seed=options.seed)
         state, curve, number = program(handle, timestep, jax.random.key(options.seed))
         recent, curve = np.asarray(state.returns.last), np.asarray(curve)[:number]  # waits for the program
-        jax.effects_barrier()  # waits for the last report
+        jax.effects_barrier()  # waits for the last call of report
     seconds = time.perf_counter() - start
     env_steps = curve.size * options.steps_per_update
     return Result(float(curve[-1]), int(np.isfinite(recent).sum()), env_steps, seconds, curve)
 
 
 def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
-    """Draws the curve as a line of text, between its lowest and highest values."""
+    """Draws the curve as one line of text, between its lowest and highest values."""
     known = curve[np.isfinite(curve)]
     if not known.size:
         return "(no episode ended)"
@@ -254,10 +261,9 @@ def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
 
 
 def plot(options: Options, algorithm: str, result: Result, path: str) -> None:
-    """Saves a picture of the learning curve."""
-    from matplotlib.figure import Figure  # slow to import, so not before the training
+    from matplotlib.figure import Figure  # slow to import, so after the training
 
-    figure = Figure(figsize=(7, 4), layout="constrained")  # draws with Agg; pyplot might open a window
+    figure = Figure(figsize=(7, 4), layout="constrained")  # uses Agg; pyplot might open a window
     axes = figure.subplots()
     axes.plot(np.arange(1, result.curve.size + 1) * options.steps_per_update, result.curve)
     axes.set(
@@ -270,11 +276,12 @@ def plot(options: Options, algorithm: str, result: Result, path: str) -> None:
 
 
 def finish(options: Options, algorithm: str, module: str, result: Result) -> Result:
-    """Prints the outcome and plots the learning curve."""
     rate = result.env_steps / result.seconds
     print(f"mean return {result.mean_return:.1f} of the last {result.num_episodes} episodes")
-    print(f"{result.env_steps:,} env steps in {result.seconds:.1f} s with compilation: {rate:,.0f} steps/s")
+    print(
+        f"{result.env_steps:,} env steps in {result.seconds:.1f} s including compilation: {rate:,.0f} steps/s"
+    )
     path = options.plot or f"{module}_" + re.sub(r"[^\w.-]", "_", options.env) + ".png"
     plot(options, algorithm, result, path)
-    print(f"learning curve {sparkline(result.curve)}, drawn in {path}")
+    print(f"learning curve {sparkline(result.curve)}; plot saved to {path}")
     return result

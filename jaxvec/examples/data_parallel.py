@@ -1,13 +1,16 @@
-"""Data-parallel actor-critic: several processes, each with envs of its own, train one policy.
+"""Data-parallel actor-critic: several processes, each with its own envs, train one policy.
+
+This command starts two processes on this machine, which connect through `jax.distributed` and compute on
+the CPU:
 
     python -m jaxvec.examples.data_parallel
 
-starts two processes here, which meet by `jax.distributed` and compute on the CPU. To spread them over
-machines, start each by hand, with the same options but for `--process-id`, counted from 0:
+To use several machines, start each process by hand, with equal options except `--process-id`, which starts
+at 0:
 
     python -m jaxvec.examples.data_parallel --coordinator HOST:PORT --num-processes 2 --process-id 0
 
-With `--backend ray` the envs of each process are on the Ray cluster that `RAY_ADDRESS` names.
+With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxvec
 
-AXIS = "processes"  # of the mesh, which has one device of each process
-SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # equal in all processes; a part in each
+AXIS = "processes"  # axis of the mesh, with one device per process
+SAME, SPLIT = PartitionSpec(), PartitionSpec(AXIS)  # equal in all processes; split between them
 GAMMA = 0.99  # discount per step
-REWARD_SCALE = 0.05  # brings values to the order of 1
+REWARD_SCALE = 0.05  # scales values to a magnitude of about 1
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.005))
 
 
@@ -57,7 +60,7 @@ def network(params: Any, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def loss(params: Any, obs: jax.Array, action: jax.Array, target: jax.Array) -> jax.Array:
-    """Returns the loss, `[]`, of `[num_steps, num_envs]` steps here, averaged over the processes."""
+    """Returns the loss, `[]`, of `[num_steps, num_envs]` local steps, averaged over the processes."""
     logits, value = network(params, obs)
     log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], axis=-1)[..., 0]
     gain = log_prob * jax.lax.stop_gradient(target - value)
@@ -65,17 +68,17 @@ def loss(params: Any, obs: jax.Array, action: jax.Array, target: jax.Array) -> j
 
 
 def update(num_steps: int, params: Any, opt_state: Any, own: Any, key: jax.Array) -> tuple[Any, ...]:
-    """Plays and learns once: the program that all processes run, each with its own envs.
+    """Collects steps and learns from them, once. All processes run this program, each with its own envs.
 
-    `own` are the handle, the observations `[num_envs, obs_size]` and the returns of the last episodes
-    `[num_envs]`. Returns what the next update takes, and the mean return over all processes, `[]`.
+    `own` contains the handle, the observations `[num_envs, obs_size]` and the returns of the last episodes
+    `[num_envs]`. Returns the arguments of the next update, and the mean return over all processes, `[]`.
     """
 
     def play(own: Any, key: jax.Array) -> Any:
         handle, obs, returns = own
         action = jax.random.categorical(key, network(params, obs)[0])
         handle, (next_obs, reward, terminated, truncated, info) = jaxvec.step(handle, action)
-        # Only a terminated episode has no future: what a time limit truncates would have gone on.
+        # Bootstrap unless the episode terminated: a truncated episode could have continued.
         future = jnp.where(truncated, network(params, info["final_obs"])[1], 0)
         done = terminated | truncated
         returns = jnp.where(done, info["episode_return"], returns)
@@ -88,14 +91,14 @@ def update(num_steps: int, params: Any, opt_state: Any, own: Any, key: jax.Array
     keys = jax.random.split(jax.random.fold_in(key, jax.lax.axis_index(AXIS)), num_steps)
     own, (obs, action, reward, done) = jax.lax.scan(play, own, keys)
     _, target = jax.lax.scan(discount, network(params, own[1])[1], (reward, done), reverse=True)
-    # The loss is the mean over the processes, so this is the mean of their gradients, in all of them.
+    # The loss is a mean over the processes, so every process gets the mean of all gradients.
     gradient = jax.grad(loss)(params, obs, action, target)
     change, opt_state = OPTIMIZER.update(gradient, opt_state, params)
     return optax.apply_updates(params, change), opt_state, own, jax.lax.pmean(jnp.nanmean(own[2]), AXIS)
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains as one of the processes, and prints what came of it."""
+    """Trains as one of the processes, and prints the result."""
     process, mesh = jax.process_index(), Mesh(jax.devices(), AXIS)
     specs = SAME, SAME, SPLIT, SAME
     program = jax.jit(
@@ -104,7 +107,7 @@ def train(args: argparse.Namespace) -> None:
     with jaxvec.make(args.env, args.num_envs, backend=args.backend, num_workers=args.num_workers) as envs:
         handle, timestep = jaxvec.reset(envs, seed=args.seed + process * args.num_envs)
         own = handle, timestep.obs, jnp.full_like(timestep.info["episode_return"], jnp.nan)
-        # Makes of every process's part one array, along the env axis: also of the handles one.
+        # Joins the parts of all processes along the env axis, into global arrays and one global handle.
         own = jax.tree.map(partial(jax.make_array_from_process_local_data, NamedSharding(mesh, SPLIT)), own)
         key, num_actions = jax.random.key(args.seed), envs.single_action_space.n  # pyright: ignore[reportAttributeAccessIssue]
         params = init(key, timestep.obs.shape[1], 64, 64, 1 + int(num_actions))
@@ -119,17 +122,17 @@ def train(args: argparse.Namespace) -> None:
 
 
 def free_address() -> str:
-    """Returns a HOST:PORT of this machine at which nobody listens yet."""
+    """Returns an unused HOST:PORT of this machine."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 def launch(argv: Sequence[str], num_processes: int) -> None:
-    """Starts all processes here, and ends them when one fails."""
+    """Starts all processes on this machine, and ends them when one fails."""
     command = [sys.executable, "-m", "jaxvec.examples.data_parallel", *argv, "--coordinator", free_address()]
     children: list[subprocess.Popen[bytes]] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, for the sake of `finally`
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that `finally` runs
     with ThreadPool(num_processes) as waiters:
         try:
             for process in range(num_processes):
@@ -144,24 +147,28 @@ def launch(argv: Sequence[str], num_processes: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Takes part in the training as `argv` or the command line says, or starts all who do."""
+    """Runs one process of the training, or starts all of them if there is no `--coordinator`."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxvec.examples.data_parallel",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--env", default="CartPole-v1", help="Gymnasium id; vectors to observe, actions Discrete"
+        "--env",
+        default="CartPole-v1",
+        help="Gymnasium id of an env with vector observations and Discrete actions",
     )
-    parser.add_argument("--num-envs", type=int, default=16, help="envs of each process")
-    parser.add_argument("--num-workers", type=int, help="worker processes of each process")
-    parser.add_argument("--backend", default="process", help="where the workers are: process, ray")
-    parser.add_argument("--num-steps", type=int, default=32, help="steps of each env between updates")
-    parser.add_argument("--num-updates", type=int, default=300, help="gradient steps")
-    parser.add_argument("--seed", type=int, default=0, help="of envs, weights and actions")
-    parser.add_argument("--num-processes", type=int, default=2, help="processes that train together")
-    parser.add_argument("--coordinator", help="HOST:PORT of process 0; None to start all processes here")
-    parser.add_argument("--process-id", type=int, help="number of this process, from 0")
+    parser.add_argument("--num-envs", type=int, default=16, help="number of envs per process")
+    parser.add_argument("--num-workers", type=int, help="number of worker processes per process")
+    parser.add_argument(
+        "--backend", default="process", help="where workers run: process (this machine) or ray"
+    )
+    parser.add_argument("--num-steps", type=int, default=32, help="steps of each env per update")
+    parser.add_argument("--num-updates", type=int, default=300, help="number of gradient steps")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
+    parser.add_argument("--num-processes", type=int, default=2, help="number of processes")
+    parser.add_argument("--coordinator", help="HOST:PORT of process 0; by default, start all processes here")
+    parser.add_argument("--process-id", type=int, help="index of this process, starting at 0")
     args = parser.parse_args(argv)
     if args.coordinator is None:
         return launch(sys.argv[1:] if argv is None else argv, args.num_processes)
@@ -169,11 +176,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # jax only takes note of it, as of a preemption
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # JAX has installed a handler that only records a preemption
     try:
         return train(args)
     except BaseException:
-        # An orderly exit would wait for the others, and they wait for this one's gradient.
+        # A normal exit would wait for the other processes, and they wait for this one's gradient.
         traceback.print_exc()
         os._exit(1)
 

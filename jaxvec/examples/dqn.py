@@ -1,9 +1,9 @@
-"""DQN on Gymnasium envs, the replay buffer and the whole of training under one `jax.jit`.
+"""DQN on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`.
 
     python -m jaxvec.examples.dqn
 
-Double DQN, with a target network that follows slowly, and layers that are normalised, without which
-values grew beyond all bounds here. How envs, buffer and gradient steps take turns is in `_replay.py`.
+This is double DQN with a slowly updated target network and normalised layers. Without them, values grew
+without bound. `_replay.py` contains the loop of env steps, buffer and gradient steps.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from jaxvec.examples._training import Result, discrete_actions, finish, option, 
 
 @dataclass(frozen=True)
 class Config(ReplayOptions):
-    """Holds the command line's options."""
-
     total_steps: int = option(160_000, "env steps, rounded up to whole reports")
-    buffer_size: int = option(200_000, "transitions to keep; with fewer, the policy forgets early failures")
+    buffer_size: int = option(200_000, "transitions to store; with fewer, the policy forgets early failures")
     gradient_steps: int = option(8, "gradient steps after each step of the envs")
     lr: float = option(1e-4, "learning rate, falling linearly to 0")
-    explore: float = option(0.1, "fraction of training in which the exploration rate falls from 1")
-    epsilon: float = option(0.02, "exploration rate from then on")
-    follow: float = option(0.01, "tau: step size of the target network's update, in each gradient step")
+    exploration_fraction: float = option(0.1, "fraction of training in which epsilon decays from 1")
+    epsilon: float = option(0.02, "exploration rate after this decay")
+    tau: float = option(0.01, "step size of the target network's update after each gradient step")
 
 
 class QNetwork(nn.Module):
@@ -51,7 +49,7 @@ class QNetwork(nn.Module):
 
 
 class Learned(NamedTuple):
-    """What gradient steps change."""
+    """Parameters and optimiser state."""
 
     params: Any
     target_params: Any
@@ -63,45 +61,47 @@ class Dqn:
     """The algorithm; see `_replay.Algorithm`. Its actions are int32 from 0."""
 
     config: Config
-    first_action: int  # as the env counts
-    network: Any  # a QNetwork, whose `apply` flax leaves without a result type
+    first_action: int  # the start of the action space
+    network: Any  # a QNetwork; Any because flax annotates no result type for `apply`
     optimizer: optax.GradientTransformation
 
     def init(self, obs: jax.Array, key: jax.Array) -> Learned:
-        """Makes the networks, which are equal."""
+        """Initialises the networks with equal parameters."""
         params = self.network.init(key, obs)
         return Learned(params, params, self.optimizer.init(params))
 
     def act(self, learned: Learned, obs: jax.Array, progress: jax.Array, key: jax.Array) -> jax.Array:
-        """Takes the best action or, with a probability that falls, any."""
+        """Returns the best action or, with probability epsilon, a random one."""
         explore_key, action_key = jax.random.split(key)
-        fallen = jnp.minimum(progress / self.config.explore, 1)
-        epsilon = 1 + (self.config.epsilon - 1) * fallen
+        decayed = jnp.minimum(progress / self.config.exploration_fraction, 1)
+        epsilon = 1 + (self.config.epsilon - 1) * decayed
         values = self.network.apply(learned.params, obs)
         random = jax.random.randint(action_key, obs.shape[:1], 0, values.shape[-1])
         explores = jax.random.uniform(explore_key, obs.shape[:1]) < epsilon
         return jnp.where(explores, random, values.argmax(-1))
 
     def to_env(self, action: jax.Array) -> jax.Array:
-        """Returns `[num_envs]` as the env counts."""
+        """Converts to actions of the env, `[num_envs]`."""
         return action + self.first_action
 
     def loss(self, params: Any, target_params: Any, batch: Transition) -> jax.Array:
         """Returns the mean Huber loss of `[batch_size]` transitions, `[]` float32."""
         value = _of(batch.action, self.network.apply(params, batch.obs))
-        best = self.network.apply(params, batch.next_obs).argmax(-1)  # chosen by one, judged by the other
+        best = self.network.apply(params, batch.next_obs).argmax(
+            -1
+        )  # double DQN: chosen by one network, evaluated by the other
         next_value = _of(best, self.network.apply(target_params, batch.next_obs))
-        # Only a terminated episode has no future: what a time limit truncates would have gone on.
-        reward = (1 - self.config.gamma) * batch.reward  # so that values are of the order of a reward
+        # Bootstrap unless the episode terminated: a truncated episode could have continued.
+        reward = (1 - self.config.gamma) * batch.reward  # scales values to the magnitude of one reward
         target = reward + self.config.gamma * jnp.where(batch.terminated, 0, next_value)
         return optax.losses.huber_loss(value, jax.lax.stop_gradient(target)).mean()
 
     def descend(self, learned: Learned, batch: Transition, key: jax.Array) -> Learned:
-        """Takes a gradient step, and lets the target network follow."""
+        """Takes a gradient step, and moves the target network towards the parameters."""
         gradient = jax.grad(self.loss)(learned.params, learned.target_params, batch)
         change, opt_state = self.optimizer.update(gradient, learned.opt_state, learned.params)
         params = optax.apply_updates(learned.params, change)
-        target_params = optax.incremental_update(params, learned.target_params, self.config.follow)
+        target_params = optax.incremental_update(params, learned.target_params, self.config.tau)
         return Learned(params, target_params, opt_state)
 
 
@@ -110,7 +110,6 @@ def _of(action: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def make_dqn(config: Config, envs: jaxvec.VectorEnv) -> Dqn:
-    """Fits the algorithm to the spaces of the envs."""
     action_space = discrete_actions(config, envs, "DQN")
     lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_steps * config.gradient_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(10), optax.adam(lr))
@@ -118,14 +117,12 @@ def make_dqn(config: Config, envs: jaxvec.VectorEnv) -> Dqn:
 
 
 def run(config: Config) -> Result:
-    """Starts the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(_replay.train, make_dqn(config, envs), config))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    about = "Trains DQN on a Gymnasium env with Box observations and Discrete actions."
+    about = "Train DQN on a Gymnasium env with Box observations and Discrete actions."
     config = parse(Config, "dqn", about, argv)
     return finish(config, "DQN", "dqn", run(config))
 

@@ -1,4 +1,13 @@
-"""An env whose steps take longer. Workers import this file, and so no JAX."""
+"""IMPALA on one machine: actors play while the learner learns, and V-trace corrects for older weights.
+
+    python -m jaxvec.examples.impala
+    python -m jaxvec.examples.impala --num-actors 0
+
+Each actor is a thread with its own pool and a compiled rollout. It reads the newest weights, plays, and
+puts the rollout into a queue. The learner takes the next rollout from the queue, so a slow env delays only
+its own actor. For comparison, the second command plays and learns alternately. `--mean-delay` makes the
+steps of all envs slower, by random times.
+"""
 
 from __future__ import annotations
 
@@ -35,66 +44,49 @@ from jaxvec.normalize import RunningMeanStd
 
 
 class Delayed(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Makes each step take longer, by a time drawn from an exponential distribution."""
+    """Delays each step by a random time with an exponential distribution."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], mean: float) -> None:
-        """Takes the mean in seconds."""
+        """`mean` is the mean delay in seconds."""
         super().__init__(env)
         self._mean = mean
         self._random = np.random.default_rng()
 
     def step(self, action: Any) -> Any:
-        """Sleeps, and steps the env."""
         time.sleep(self._random.exponential(self._mean))
         return super().step(action)
 
 
 def make_delayed(env: str, mean: float) -> gymnasium.Env[Any, Any]:
-    """Makes an env from its Gymnasium id, which takes longer by `mean` seconds a step."""
+    """Makes an env from its Gymnasium id, with a mean delay of `mean` seconds per step."""
     return Delayed(gymnasium.make(env), mean)
-
-
-# ----------------------------------------------------------------------------------------------------------
-# IMPALA on one machine: actors play while the learner learns, and V-trace corrects for what is older.
-#
-#     python -m jaxvec.examples.impala
-#     python -m jaxvec.examples.impala --num-actors 0
-#
-# Each actor is a thread with a pool of its own and a compiled rollout; it takes the newest weights, plays,
-# and puts what came of it into a queue. The learner takes the next rollout that is there. So nobody waits
-# for a slow env but the actor that plays in it. The second command plays and learns one after the other, to
-# compare. `--mean-delay` makes each step of an env take longer, by a time that is drawn anew each time.
-# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Config(Options):
-    """Holds the command line's options."""
-
-    num_actors: int = option(2, "threads that step envs; with 0, stepping and learning alternate")
-    num_envs: int = option(16, "envs of each actor, stepped together")
+    num_actors: int = option(2, "number of threads that step envs; with 0, stepping and learning alternate")
+    num_envs: int = option(16, "number of envs per actor")
     num_steps: int = option(20, "steps of each env in a rollout")
     total_steps: int = option(400_000, "env steps, rounded up to whole rollouts")
-    mean_delay: float = option(0.0, "mean seconds that each step of an env takes longer")
+    mean_delay: float = option(0.0, "mean additional delay of each env step, in seconds")
     lr: float = option(1e-3, "learning rate, falling linearly to 0")
     gamma: float = option(0.99, "discount per step")
-    trace_decay: float = option(0.95, "V-trace's lambda: decay per step of later temporal differences")
+    trace_decay: float = option(0.95, "V-trace's lambda: decay of later temporal differences per step")
     entropy_weight: float = option(0.005, "weight of the entropy bonus")
     value_weight: float = option(0.5, "weight of the value loss")
 
 
 @dataclass(frozen=True)
 class Agent:
-    """Bundles what stays the same throughout training."""
+    """The parts that do not change during training."""
 
     config: Config
     policy: Categorical
-    network: Any  # an ActorCritic, whose `apply` flax leaves without a result type
+    network: Any  # an ActorCritic; Any because flax annotates no result type for `apply`
     optimizer: optax.GradientTransformation
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Fits an agent to the spaces of the envs."""
     action_space = discrete_actions(config, envs, "IMPALA")
     lr = optax.linear_schedule(config.lr, 0, config.num_updates)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr))
@@ -103,7 +95,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
 
 
 class Learner(NamedTuple):
-    """What learning carries from rollout to rollout."""
+    """State of the learner between two rollouts."""
 
     params: Any
     opt_state: Any
@@ -112,12 +104,12 @@ class Learner(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """What came of steps, `[num_steps, num_envs, ...]`."""
+    """Data of the steps of an actor, stacked to `[num_steps, num_envs, ...]`."""
 
     obs: jax.Array  # [num_envs, obs_size] float32
-    next_obs: jax.Array  # [num_envs, obs_size] float32, within the episode
+    next_obs: jax.Array  # [num_envs, obs_size] float32, of the same episode
     action: jax.Array  # [num_envs] int32
-    log_prob: jax.Array  # [num_envs] float32, with the weights that played
+    log_prob: jax.Array  # [num_envs] float32, under the weights of the actor
     reward: jax.Array  # [num_envs] float32
     terminated: jax.Array  # [num_envs] bool
     done: jax.Array  # [num_envs] bool
@@ -127,7 +119,7 @@ class Rollout(NamedTuple):
 def play(
     agent: Agent, learner: Learner, handle: jaxvec.Handle, obs: jax.Array, key: jax.Array
 ) -> tuple[jaxvec.Handle, jax.Array, Rollout]:
-    """Plays `num_steps` steps in every env of an actor; `obs` are the last, `[num_envs, obs_size]`."""
+    """Plays `num_steps` steps in every env of an actor, starting at `obs`, `[num_envs, obs_size]`."""
 
     def step(carry: tuple[jaxvec.Handle, jax.Array], key: jax.Array) -> tuple[Any, Rollout]:
         handle, obs = carry
@@ -136,11 +128,13 @@ def play(
         log_prob, _ = agent.policy.evaluate(logits, action)
         handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
         next_obs, done = encode(timestep.obs), timestep.terminated | timestep.truncated
-        # Where an episode ended, next_obs is already the first of the next one.
+        # At the end of an episode, next_obs is already the first one of the next episode.
         within = jnp.where(done[:, None], encode(timestep.info["final_obs"]), next_obs)
         ends = timestep.terminated, done
-        came = Rollout(obs, within, action, log_prob, timestep.reward, *ends, timestep.info["episode_return"])
-        return (handle, next_obs), came
+        steps = Rollout(
+            obs, within, action, log_prob, timestep.reward, *ends, timestep.info["episode_return"]
+        )
+        return (handle, next_obs), steps
 
     (handle, obs), rollout = jax.lax.scan(step, (handle, obs), jax.random.split(key, agent.config.num_steps))
     return handle, obs, rollout
@@ -156,16 +150,16 @@ def v_trace(
     next_value: jax.Array,
     log_ratio: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the targets of values, and the advantages of actions; all are `[num_steps, num_envs]`.
+    """Returns value targets and advantages. All arrays are `[num_steps, num_envs]`.
 
     Args:
-        config: with the discount and the decay.
-        reward: of each step.
-        terminated: whether the episode ended there, and had no future.
-        done: whether it ended there at all.
-        value: before each step.
-        next_value: after it, within the episode.
-        log_ratio: by how much likelier the action is now than when it was taken, as a logarithm.
+        config: options with the discount and the decay.
+        reward: reward of each step.
+        terminated: whether the episode terminated in this step.
+        done: whether the episode terminated or was truncated in this step.
+        value: value of the observation before the step.
+        next_value: value of the observation after the step, in the same episode.
+        log_ratio: log of the action's probability now over its probability when it was taken.
     """
     weight = jnp.exp(jnp.minimum(log_ratio, 0))
     future = config.gamma * jnp.where(terminated, 0, next_value)
@@ -177,17 +171,17 @@ def v_trace(
         return correction, correction
 
     _, correction = jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, decay), reverse=True)
-    # What follows a step is corrected, too, unless the episode or the rollout ends there.
+    # The value after a step is corrected, too, unless the episode or the rollout ends there.
     following = jnp.concatenate([correction[1:], jnp.zeros_like(correction[:1])]) * ~done
     advantage = weight * (reward + future + config.gamma * config.trace_decay * following - value)
     return value + correction, advantage
 
 
 def learn(agent: Agent, learner: Learner, rollout: Rollout) -> tuple[Learner, jax.Array]:
-    """Takes one gradient step; returns the mean return of the last episodes, `[]` float32, too."""
+    """Takes one gradient step. Also returns the mean return of the last episodes, `[]` float32."""
     config = agent.config
     obs, next_obs = map(learner.obs_stats.normalize, (rollout.obs, rollout.next_obs))
-    reward = (1 - config.gamma) * rollout.reward  # so that values are of the order of a reward
+    reward = (1 - config.gamma) * rollout.reward  # scales values to the magnitude of one reward
 
     def loss(params: Any) -> jax.Array:
         logits, value = agent.network.apply(params, obs)
@@ -216,14 +210,13 @@ def learn(agent: Agent, learner: Learner, rollout: Rollout) -> tuple[Learner, ja
 
 
 class Actor:
-    """Plays in a pool of its own.
+    """An actor with its own pool.
 
     Attributes:
-        obs: the last observations, `[num_envs, obs_size]` float32.
+        obs: latest observations, `[num_envs, obs_size]` float32.
     """
 
     def __init__(self, agent: Agent, envs: jaxvec.VectorEnv, number: int) -> None:
-        """Resets the envs."""
         seed = agent.config.seed + number * agent.config.num_envs
         self._play: Callable[..., Any] = jax.jit(partial(play, agent))
         self._handle, timestep = jaxvec.reset(envs, seed=seed)
@@ -231,25 +224,26 @@ class Actor:
         self._key = jax.random.fold_in(jax.random.key(agent.config.seed), number)
 
     def play(self, learner: Learner) -> Rollout:
-        """Returns the next rollout, when it is there."""
+        """Plays a rollout, and returns it when it is complete."""
         self._key, key = jax.random.split(self._key)
         self._handle, self.obs, rollout = self._play(learner, self._handle, self.obs, key)
         return jax.block_until_ready(rollout)
 
 
 class Exchange:
-    """Where the learner leaves the newest weights, and actors in threads leave rollouts."""
+    """Exchange of weights and rollouts between the learner and the actors' threads."""
 
     def __init__(self, learner: Learner, num_actors: int) -> None:
-        """Begins with the learner's first weights."""
-        self.learner = learner
-        self._rollouts: queue.Queue[Rollout] = queue.Queue(num_actors)  # so that none gets much older
+        self.learner = learner  # replaced by the learner's thread, read by the actors'
+        self._rollouts: queue.Queue[Rollout] = queue.Queue(
+            num_actors
+        )  # bounded, so rollouts in the queue stay recent
         self._stopped = threading.Event()
         self._threads: list[Future[None]] = []
 
     @contextmanager
     def playing(self, actors: Sequence[Actor]) -> Generator[Callable[[], Rollout]]:
-        """Lets actors play, each in a thread; yields what waits for the next rollout."""
+        """Runs each actor in a thread. Yields a function that waits for the next rollout."""
         with ThreadPoolExecutor(len(actors)) as pool:
             try:
                 self._threads = [pool.submit(self._play, actor) for actor in actors]
@@ -258,20 +252,20 @@ class Exchange:
                 self._stopped.set()
 
     def alone(self, actor: Actor) -> Callable[[], Rollout]:
-        """Returns what plays the next rollout, while the learner waits."""
+        """Returns a function that plays the next rollout in the learner's thread."""
         return lambda: actor.play(self.learner)
 
     def _play(self, actor: Actor) -> None:
         while not self._stopped.is_set():
             rollout = actor.play(self.learner)
             while not self._stopped.is_set():
-                with suppress(queue.Full):  # looks again whether there is more to do
+                with suppress(queue.Full):  # then checks again whether training has stopped
                     self._rollouts.put(rollout, timeout=0.1)
                     break
 
     def _next(self) -> Rollout:
         while True:
-            with suppress(queue.Empty):  # looks again whether an actor has failed
+            with suppress(queue.Empty):  # then checks whether an actor has failed
                 return self._rollouts.get(timeout=0.1)
             for thread in self._threads:
                 if thread.done():
@@ -279,7 +273,6 @@ class Exchange:
 
 
 def run(config: Config) -> Result:
-    """Starts the envs, trains, and closes them."""
     env = partial(make_delayed, config.env, config.mean_delay) if config.mean_delay else config.env
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
@@ -296,7 +289,7 @@ def run(config: Config) -> Result:
         playing = exchange.playing(actors) if config.num_actors else nullcontext(exchange.alone(actors[0]))
         step: Callable[..., tuple[Learner, jax.Array]] = jax.jit(partial(learn, agent))
         goal = np.inf if config.stop_at is None else config.stop_at
-        curve = [np.nan]  # which is not high enough
+        curve = [np.nan]  # NaN >= goal is false
         with playing as next_rollout, progress(config) as report:
             while len(curve) <= config.num_updates and not curve[-1] >= goal:
                 exchange.learner, mean_return = step(exchange.learner, next_rollout())
@@ -309,15 +302,14 @@ def run(config: Config) -> Result:
 
 
 def init(agent: Agent, obs: jax.Array) -> Learner:
-    """Returns what is learned before the first rollout; observations are `[num_envs, obs_size]`."""
+    """Returns the learner before the first rollout, for observations `[num_envs, obs_size]`."""
     params = agent.network.init(jax.random.key(agent.config.seed), obs)
     stats = RunningMeanStd.create(obs[0], count=0)
     return Learner(params, agent.optimizer.init(params), stats, Returns.create())
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    about = "Trains IMPALA on a Gymnasium env with Box observations and Discrete actions."
+    about = "Train IMPALA on a Gymnasium env with Box observations and Discrete actions."
     config = parse(Config, "impala", about, argv)
     return finish(config, "IMPALA", "impala", run(config))
 

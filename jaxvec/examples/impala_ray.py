@@ -1,12 +1,12 @@
-"""IMPALA on a cluster: actors of Ray play in pools of their own, and the learner takes what is done first.
+"""IMPALA on a Ray cluster: each actor has its own pool, and the learner takes the first finished rollout.
 
     python -m jaxvec.examples.impala_ray --address auto --num-actors 16
     python -m jaxvec.examples.impala_ray --simulate-nodes 3 --kill-one --stop-at 475
 
-The network, the loss and V-trace are those of `impala.py`; here `jaxvec.Rollouts` takes the place of its
-threads. The second command simulates a cluster of three nodes on this machine, with an actor on each, and
-kills one of them after a tenth of the steps. Its actor starts anew where there is room. On two cores, busy
-with other work too, two runs reached 476 in 124,160 env steps and 62 s, and 477 in 136,640 and 80 s.
+The network, the loss and V-trace are imported from `impala.py`; `jaxvec.Rollouts` replaces the threads. The
+second command simulates a cluster of three nodes on this machine, with an actor on each. It kills one node
+after a tenth of the steps, and the actor restarts on another node. On two cores that also did other work,
+two runs reached 476 in 124,160 env steps and 62 s, and 477 in 136,640 env steps and 80 s.
 """
 
 from __future__ import annotations
@@ -38,39 +38,37 @@ def _flag(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Config(impala.Config):
-    """Holds the command line's options."""
-
-    num_actors: int = option(3, "actors on the cluster; num-workers is the number of processes of each")
-    max_lag: int = option(8, "updates by which weights may be too old for their rollout to be learned from")
+    num_actors: int = option(3, "number of actors; --num-workers is the number of worker processes of each")
+    max_lag: int = option(8, "maximum number of updates between the weights of a rollout and the newest ones")
     address: str | None = option(
-        None, "of the Ray cluster; None for the one of this machine, or a new one", str
+        None, "address of the Ray cluster; by default the one of this machine, or a new one", str
     )
-    simulate_nodes: int = option(0, "nodes of a cluster that is simulated on this machine instead")
-    kill_one: bool = _flag("kill one of the simulated nodes on the way")
+    simulate_nodes: int = option(0, "simulate a cluster with this number of nodes on this machine")
+    kill_one: bool = _flag("kill one of the simulated nodes during training")
 
 
 def rollout(
     agent: Agent, learner: Learner, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
 ) -> tuple[jaxvec.Handle, jaxvec.TimeStep, impala.Rollout]:
-    """Plays `num_steps` steps in every env of an actor, as `jaxvec.Rollouts` asks for it."""
+    """Plays `num_steps` steps in every env of an actor, with the signature of `jaxvec.Rollouts`."""
     handle, obs, played = impala.play(agent, learner, handle, encode(timestep.obs), key)
     return handle, timestep._replace(obs=obs), played
 
 
 def weights(learner: Learner) -> Learner:
-    """Returns what actors need to play, and no more."""
+    """Returns only the parts that actors need."""
     return learner._replace(opt_state=None, returns=None)
 
 
 def run(config: Config, kill_one: Callable[[], None]) -> Result:
-    """Starts the actors, trains, and ends them; `kill_one` is called on the way if that is wanted."""
+    """Starts the actors, trains, and ends them. With `--kill-one`, calls `kill_one` during training."""
     with jaxvec.make(config.env, 1, num_workers=1) as envs:
         agent = make_agent(config, envs)
         learner = impala.init(agent, encode(jaxvec.reset(envs, seed=0)[1].obs))
     start = time.perf_counter()
     step: Callable[..., tuple[Learner, jax.Array]] = jax.jit(partial(impala.learn, agent))
     goal = np.inf if config.stop_at is None else config.stop_at
-    curve = [np.nan]  # which is not high enough
+    curve = [np.nan]  # NaN >= goal is false
     actors = jaxvec.Rollouts(
         partial(rollout, agent),
         config.env,
@@ -93,7 +91,7 @@ def run(config: Config, kill_one: Callable[[], None]) -> Result:
                 kill_one()
         stats = actors.stats()
     seconds = time.perf_counter() - start
-    print(f"actors restarted {sum(stats.restarts)} times; rollouts dropped as too old: {stats.dropped}")
+    print(f"actor restarts: {sum(stats.restarts)}; rollouts dropped because of --max-lag: {stats.dropped}")
     num_episodes = int(jnp.isfinite(learner.returns.last).sum())
     env_steps = (len(curve) - 1) * config.steps_per_update
     return Result(curve[-1], num_episodes, env_steps, seconds, np.array(curve[1:], np.float32))
@@ -101,15 +99,15 @@ def run(config: Config, kill_one: Callable[[], None]) -> Result:
 
 @contextmanager
 def simulated(config: Config) -> Generator[Callable[[], None]]:
-    """Starts a cluster on this machine, if that is wanted; yields what kills one of its nodes."""
+    """Starts a simulated cluster, if requested. Yields a function that kills one of its nodes."""
     if not config.simulate_nodes:
         yield lambda: None
         return
     ray: Any = importlib.import_module("ray")
     cluster: Any = importlib.import_module("ray.cluster_utils").Cluster()
     try:
-        cluster.add_node(num_cpus=0, object_store_memory=_MEMORY)  # the head's, and the learner's
-        left = max(config.simulate_nodes - 1, 1)  # which have room for all actors
+        cluster.add_node(num_cpus=0, object_store_memory=_MEMORY)  # for the head and the learner
+        left = max(config.simulate_nodes - 1, 1)  # these have resources for all actors
         room = (config.num_workers or 1) * math.ceil(config.num_actors / left)
         nodes = [
             cluster.add_node(num_cpus=room, object_store_memory=_MEMORY) for _ in range(config.simulate_nodes)
@@ -122,8 +120,7 @@ def simulated(config: Config) -> Generator[Callable[[], None]]:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    about = "Trains IMPALA on a Ray cluster, on a Gymnasium env with Box observations and Discrete actions."
+    about = "Train IMPALA on a Ray cluster, on a Gymnasium env with Box observations and Discrete actions."
     config = parse(Config, "impala_ray", about, argv)
     with simulated(config) as kill_one:
         result = run(config, kill_one)

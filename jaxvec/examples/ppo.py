@@ -1,10 +1,10 @@
-"""PPO on Gymnasium envs, the whole of training under one `jax.jit`.
+"""PPO on Gymnasium envs, with all of training in one `jax.jit`.
 
     python -m jaxvec.examples.ppo
     python -m jaxvec.examples.ppo --env Pendulum-v1
 
-The envs are plain Python in worker processes; `jaxvec.step` reaches them from within the compiled
-loop. So one call of `train` plays, learns and reports until the last step.
+The envs are plain Python in worker processes, and `jaxvec.step` steps them from inside the compiled loop. So
+one call of `train` plays, learns and reports until the last step.
 """
 
 from __future__ import annotations
@@ -29,20 +29,17 @@ from jaxvec.normalize import RunningMeanStd
 
 @dataclass(frozen=True)
 class Config(Options):
-    """Holds the command line's options."""
-
     num_epochs: int = option(4, "passes over the steps of an update")
-    num_minibatches: int = option(8, "gradient steps in a pass")
+    num_minibatches: int = option(8, "gradient steps per pass")
     lr: float = option(1e-3, "learning rate, falling linearly to 0")
     gamma: float = option(0.99, "discount per step")
     gae_lambda: float = option(0.95, "decay of the advantage estimate per step")
     clip: float = option(0.2, "PPO clip range")
     entropy_weight: float = option(0.005, "weight of the entropy bonus")
     value_weight: float = option(0.5, "weight of the value loss")
-    max_grad_norm: float = option(0.5, "gradient-clipping norm")
+    max_grad_norm: float = option(0.5, "maximum norm of the gradient")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if steps can't be divided as asked."""
         super().__post_init__()
         if min(self.num_epochs, self.num_minibatches) < 1:
             raise ValueError("the numbers of epochs and minibatches must be at least 1")
@@ -52,12 +49,11 @@ class Config(Options):
 
 @dataclass(frozen=True)
 class Categorical:
-    """Acts in a `Discrete` space. The network's outputs are logits, actions `[...]` int32 from 0."""
+    """Policy for a `Discrete` space. The network returns logits; actions are `[...]` int32 from 0."""
 
     space: spaces.Discrete
 
     def sample(self, logits: jax.Array, key: jax.Array) -> jax.Array:
-        """Draws an action."""
         return jax.random.categorical(key, logits)
 
     def evaluate(self, logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,18 +63,18 @@ class Categorical:
         return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
     def to_env(self, action: jax.Array) -> jax.Array:
-        """Returns `[num_envs]` as the env counts."""
+        """Converts to actions of the env, `[num_envs]`."""
         return action + int(self.space.start)
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Acts in a `Box`. The network's outputs are means, then logs of deviations; actions `[..., n]`."""
+    """Policy for a `Box`. The network returns means and log standard deviations; actions are `[..., n]`."""
 
     space: spaces.Box
 
     def sample(self, outputs: jax.Array, key: jax.Array) -> jax.Array:
-        """Draws an action; -1 and 1 stand for the bounds."""
+        """Samples an action; -1 and 1 are the bounds."""
         mean, log_std = jnp.split(outputs, 2, axis=-1)
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
@@ -91,14 +87,14 @@ class Gaussian:
     def to_env(self, action: jax.Array) -> jax.Array:
         """Returns `[num_envs, ...]` in the env's units, clipped."""
         low, high = self.space.low.astype(np.float64), self.space.high.astype(np.float64)
-        bounded = high - low < 1e6  # some spaces put the largest float for infinity
+        bounded = high - low < 1e6  # some spaces use the largest float as infinity
         low, high = np.where(bounded, low, -1), np.where(bounded, high, 1)
         middle, reach = ((low + high) / 2).astype(np.float32), ((high - low) / 2).astype(np.float32)
         return jnp.clip(middle + reach * action.reshape(-1, *low.shape), self.space.low, self.space.high)
 
 
 class ActorCritic(nn.Module):
-    """Two networks of two hidden layers, one for the policy and one for the value."""
+    """Separate networks for policy and value, with two hidden layers each."""
 
     num_actions: int
     gaussian: bool
@@ -113,7 +109,7 @@ class ActorCritic(nn.Module):
                 hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
             return nn.Dense(num_outputs, kernel_init=nn.initializers.orthogonal(scale))(hidden)
 
-        outputs = network(self.num_actions, 0.01)  # small: at first, all actions are about as likely
+        outputs = network(self.num_actions, 0.01)  # small, so the initial policy is nearly uniform
         if self.gaussian:
             log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,))
             outputs = jnp.concatenate([outputs, jnp.broadcast_to(log_std, outputs.shape)], axis=-1)
@@ -122,32 +118,31 @@ class ActorCritic(nn.Module):
 
 @dataclass(frozen=True)
 class Agent:
-    """Bundles what stays the same throughout training."""
+    """The parts that do not change during training."""
 
     config: Config
     obs_space: Space[Any]
     policy: Categorical | Gaussian
-    network: Any  # an ActorCritic, whose `apply` flax leaves without a result type
+    network: Any  # an ActorCritic; Any because flax annotates no result type for `apply`
     optimizer: optax.GradientTransformation
 
     def encode(self, obs: jax.Array) -> jax.Array:
-        """Turns `[num_envs, ...]` into `[num_envs, obs_size]` float32."""
+        """Converts observations `[num_envs, ...]` to `[num_envs, obs_size]` float32."""
         if isinstance(self.obs_space, spaces.Discrete):
             return jax.nn.one_hot(obs - int(self.obs_space.start), int(self.obs_space.n))
         return obs.reshape(len(obs), -1).astype(jnp.float32)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Returns Adam with a learning rate that falls to 0, and clipped gradients.
+    """Returns Adam with clipped gradients and a learning rate that decays to 0.
 
-    It sees all parameters as one vector, so there are fewer operations to compile and to run.
+    It flattens all parameters into one vector, so there are fewer operations to compile and run.
     """
     lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
     return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr)))
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Fits an agent to the spaces of the envs."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(obs_space, spaces.Box | spaces.Discrete):
         raise SystemExit(f"{config.env}: this PPO takes Box and Discrete observations, not {obs_space}")
@@ -162,7 +157,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
 
 
 class State(NamedTuple):
-    """What training carries from update to update."""
+    """State of training between two updates."""
 
     params: Any
     opt_state: Any
@@ -174,10 +169,10 @@ class State(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is kept of steps; `collect` stacks them to `[num_steps, num_envs, ...]`."""
+    """Data of one step of all envs. `collect` stacks them to `[num_steps, num_envs, ...]`."""
 
     obs: jax.Array  # [num_envs, obs_size] float32
-    next_obs: jax.Array  # [num_envs, obs_size] float32, within the episode
+    next_obs: jax.Array  # [num_envs, obs_size] float32, of the same episode
     action: jax.Array  # [num_envs] int32 or [num_envs, num_actions] float32
     log_prob: jax.Array  # [num_envs] float32
     reward: jax.Array  # [num_envs] float32
@@ -187,7 +182,6 @@ class Steps(NamedTuple):
 
 
 def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-    """Plays `num_steps` steps in every env."""
 
     def play(carry: tuple[jaxvec.Handle, jax.Array], key: jax.Array) -> tuple[Any, Steps]:
         handle, obs = carry
@@ -198,7 +192,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
         next_obs, reward, terminated, truncated, info = timestep
         next_obs, final_obs = agent.encode(next_obs), agent.encode(info["final_obs"])
         done = terminated | truncated
-        # Where an episode ended, next_obs is already the first of the next one.
+        # At the end of an episode, next_obs is already the first one of the next episode.
         within = jnp.where(done[:, None], final_obs, next_obs)
         steps = Steps(obs, within, action, log_prob, reward, terminated, done, info["episode_return"])
         return (handle, next_obs), steps
@@ -226,12 +220,12 @@ def advantages(
     value: jax.Array,
     next_value: jax.Array,
 ) -> jax.Array:
-    """Returns generalised advantages from the values before and after each step.
+    """Returns generalised advantages, given the values before and after each step.
 
-    All are `[num_steps, num_envs]`.
+    All arrays are `[num_steps, num_envs]`.
     """
     gamma, decay = config.gamma, config.gamma * config.gae_lambda
-    # Only a terminated episode has no future: what a time limit truncates would have gone on.
+    # Bootstrap unless the episode terminated: a truncated episode could have continued.
     surprise = reward + gamma * jnp.where(terminated, 0, next_value) - value
 
     def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -242,19 +236,19 @@ def advantages(
 
 
 class Batch(NamedTuple):
-    """What gradient steps learn from, `[num_steps, num_envs, ...]`, or rows of it."""
+    """Training data, `[num_steps, num_envs, ...]`, or a minibatch of it."""
 
-    obs: jax.Array  # [...] of what the network takes
-    action: jax.Array  # [...] of what the policy draws
+    obs: jax.Array  # [...], inputs of the network
+    action: jax.Array  # [...], samples of the policy
     log_prob: jax.Array  # float32
     advantage: jax.Array  # float32
-    target: jax.Array  # float32, of the value
+    target: jax.Array  # float32, target of the value
 
 
 def objective(
     config: Config, policy: Categorical | Gaussian, outputs: jax.Array, value: jax.Array, batch: Batch
 ) -> jax.Array:
-    """Returns PPO's loss of what the network says now, `[]` float32."""
+    """Returns PPO's loss of the current outputs and values, `[]` float32."""
     log_prob, entropy = policy.evaluate(outputs, batch.action)
     ratio = jnp.exp(log_prob - batch.log_prob)
     clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
@@ -264,12 +258,12 @@ def objective(
 
 
 def standardize(advantage: jax.Array) -> jax.Array:
-    """Brings advantages to mean 0 and deviation 1."""
+    """Scales advantages to mean 0 and standard deviation 1."""
     return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
 
 def descend(agent: Agent, params: Any, opt_state: Any, batch: Batch, key: jax.Array) -> tuple[Any, Any]:
-    """Takes an update's gradient steps; returns the next parameters and state of the optimizer."""
+    """Takes the gradient steps of an update. Returns the next parameters and optimiser state."""
     config = agent.config
     batch = batch._replace(advantage=standardize(batch.advantage))
     rows: Batch = jax.tree.map(lambda leaf: leaf.reshape(config.steps_per_update, *leaf.shape[2:]), batch)
@@ -290,7 +284,6 @@ def descend(agent: Agent, params: Any, opt_state: Any, batch: Batch, key: jax.Ar
 
 
 def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
-    """Learns from an update's steps."""
     advantage, target = estimate(agent, state.params, steps)
     batch = Batch(steps.obs, steps.action, steps.log_prob, advantage, target)
     params, opt_state = descend(agent, state.params, state.opt_state, batch, key)
@@ -298,7 +291,7 @@ def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
 
 
 def update(agent: Agent, state: State, key: jax.Array) -> State:
-    """Plays and learns once."""
+    """Collects steps and learns from them, once."""
     play_key, learn_key = jax.random.split(key)
     before = state.obs_stats
     state, steps = collect(agent, state, play_key)
@@ -308,7 +301,7 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
         reward_stats=reward,
         returns=state.returns.add(steps.done, steps.episode_return),
     )
-    # Brings values to the order of 1: a value sums about 1 / (1 - gamma) rewards, more or less alike.
+    # Scales values to a magnitude of about 1: a value is a sum of about 1 / (1 - gamma) similar rewards.
     unit = jnp.sqrt((reward.mean**2 + reward.var + 1e-8) / max(1 - agent.config.gamma, 1e-3))
     steps = steps._replace(
         obs=before.normalize(steps.obs), next_obs=before.normalize(steps.next_obs), reward=steps.reward / unit
@@ -317,7 +310,7 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
 
 
 def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array) -> State:
-    """Returns the state after a reset, of which `handle` and `timestep` are."""
+    """Returns the initial state, given the `handle` and `timestep` of a reset."""
     obs = agent.encode(timestep.obs)
     params = agent.network.init(key, obs)
     return State(
@@ -334,21 +327,19 @@ def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: j
 def train(
     agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
 ) -> Trained[State]:
-    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
+    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
     init_key, train_key = jax.random.split(key)
     state = begin(agent, handle, timestep, init_key)
     return repeat(partial(update, agent), state, train_key, agent.config, report)
 
 
 def run(config: Config) -> Result:
-    """Starts the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    about = "Trains PPO on a Gymnasium env, whose observations and actions are Box or Discrete."
+    about = "Train PPO on a Gymnasium env with Box or Discrete observations and actions."
     config = parse(Config, "ppo", about, argv)
     return finish(config, "PPO", "ppo", run(config))
 

@@ -1,14 +1,14 @@
-"""PPO on Atari games: half of the envs step while the network decides for the others, in one `jax.jit`.
+"""PPO on Atari games in one `jax.jit`: half of the envs step while the network acts for the other half.
 
     python -m jaxvec.examples.ppo_atari
     python -m jaxvec.examples.ppo_atari --env ALE/Breakout-v5 --sticky 0
 
-Workers return single frames, scores and lives, as Gymnasium's `AtariPreprocessing` makes them. The program
-does the rest: it stacks four frames, clips rewards to their sign, and learns as if a lost life ended the
-episode, while the game goes on. The returns that it reports are the scores of whole games, not clipped.
+Workers return single frames, scores and lives, preprocessed by Gymnasium's `AtariPreprocessing`. The
+program stacks four frames and clips rewards to their sign. It treats a lost life as the end of an episode
+for learning, while the game continues. The reported returns are unclipped scores of whole games.
 
-As in every `ALE/...-v5`, the emulator repeats the last action with probability 0.25 in each frame. Older
-results are without these sticky actions: `--sticky 0`. What is as in PPO on other envs is imported from
+As in every `ALE/...-v5`, the emulator repeats the last action with probability 0.25 in each frame. To compare
+with older results, disable these sticky actions with `--sticky 0`. The shared parts of PPO are imported from
 `ppo.py`.
 """
 
@@ -36,31 +36,28 @@ _NUM_FRAMES = 4
 
 @dataclass(frozen=True)
 class Config(ppo.Config):
-    """Holds the command line's options."""
-
-    env: str = option("ALE/Pong-v5", "id of one of ALE's games")
-    num_envs: int = option(16, "envs, in two halves that take turns")
-    total_steps: int = option(1_000_000, "env steps, of four frames each, rounded up to whole updates")
+    env: str = option("ALE/Pong-v5", "id of an ALE game")
+    num_envs: int = option(16, "number of envs, in two alternating halves")
+    total_steps: int = option(1_000_000, "env steps of four frames each, rounded up to whole updates")
     num_epochs: int = option(2, "passes over the steps of an update")
-    num_minibatches: int = option(4, "gradient steps in a pass")
+    num_minibatches: int = option(4, "gradient steps per pass")
     lr: float = option(5e-4, "learning rate, falling linearly to 0")
     clip: float = option(0.1, "PPO clip range")
     entropy_weight: float = option(0.01, "weight of the entropy bonus")
     sticky: float = option(0.25, "probability that a frame repeats the last action")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if there are no halves."""
         super().__post_init__()
         if self.num_envs % 2:
-            raise ValueError("--num-envs must be even, since the envs are in two halves")
+            raise ValueError("--num-envs must be even, because the envs are split into two halves")
 
 
 def patches(images: jax.Array, size: int, stride: int) -> jax.Array:
-    """Returns what each output of a convolution sees: `[n, height, width, c]` to `[n, rows, columns, ...]`.
+    """Extracts the inputs of a convolution: `[n, height, width, c]` to `[n, rows, columns, ...]`.
 
-    A layer `Dense` on patches is a convolution. XLA has its own (`nn.Conv`), better on a GPU. But on two
-    cores the gradient of that one took twenty times as long within a loop (jaxlib 0.10.2). `size` and the
-    sides of the images are multiples of `stride`.
+    A `Dense` layer on patches is a convolution. `nn.Conv` is better on a GPU, but on two cores its gradient
+    took twenty times as long inside a loop (jaxlib 0.10.2). `size` and the sides of the images must be
+    multiples of `stride`.
     """
     n, height, width, c = images.shape
     rows, columns = height // stride, width // stride
@@ -73,7 +70,7 @@ def patches(images: jax.Array, size: int, stride: int) -> jax.Array:
 
 
 class NatureNetwork(nn.Module):
-    """Three convolutions and a layer, as in DQN's paper in Nature, then policy and value."""
+    """Three convolutions and a dense layer, as in the DQN paper in Nature, then policy and value."""
 
     num_actions: int
 
@@ -92,19 +89,19 @@ class NatureNetwork(nn.Module):
 
 
 def push(frames: jax.Array, newest: jax.Array) -> jax.Array:
-    """Returns the last frames, `[n, 84, 84, 4]`, with the newest, `[n, 84, 84]`, for the oldest."""
+    """Replaces the oldest of the frames, `[n, 84, 84, 4]`, by the newest, `[n, 84, 84]`."""
     return jnp.concatenate([frames[..., 1:], newest[..., None]], axis=-1)
 
 
 def repeated(first: jax.Array) -> jax.Array:
-    """Returns the frames at a game's start, `[n, 84, 84, 4]`, of the first, `[n, 84, 84]`."""
+    """Returns the frames at the start of a game: `[n, 84, 84]` repeated to `[n, 84, 84, 4]`."""
     return jnp.repeat(first[..., None], _NUM_FRAMES, axis=-1)
 
 
 class Decision(NamedTuple):
-    """What was decided for half of the envs, `[half, ...]`; they return what came of it later."""
+    """Actions for half of the envs, `[half, ...]`, with their inputs. The results arrive later."""
 
-    frames: jax.Array  # [half, 84, 84, 4] uint8, which the network saw
+    frames: jax.Array  # [half, 84, 84, 4] uint8, input of the network
     lives: jax.Array  # [half] int32
     action: jax.Array  # [half] int32
     log_prob: jax.Array  # [half] float32
@@ -112,27 +109,26 @@ class Decision(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What decisions came to; `collect` stacks them to `[num_steps, num_envs, ...]`."""
+    """Decisions with their results. `collect` stacks them to `[num_steps, num_envs, ...]`."""
 
     decision: Decision
-    next_value: jax.Array  # [half] float32, within the game
+    next_value: jax.Array  # [half] float32, in the same game
     reward: jax.Array  # [half] float32, clipped
-    terminated: jax.Array  # [half] bool, also where a life was lost
-    done: jax.Array  # [half] bool, also where a life was lost
+    terminated: jax.Array  # [half] bool, also if a life was lost
+    done: jax.Array  # [half] bool, also if a life was lost
     game_over: jax.Array  # [half] bool
-    score: jax.Array  # [half] float32, of the game so far
+    score: jax.Array  # [half] float32, score of the game so far
 
 
 class State(NamedTuple):
-    """What training carries from update to update."""
+    """State of training between two updates."""
 
     params: Any
     opt_state: Any
     handle: jaxvec.Handle
-    timestep: jaxvec.TimeStep  # of the half that acts next
-    waiting: tuple[
-        Decision, Decision
-    ]  # the first is the one that `timestep` came of, and the other half steps
+    timestep: jaxvec.TimeStep  # results of the half that acts next
+    # The decision that led to `timestep`, and the one that the other half executes now.
+    waiting: tuple[Decision, Decision]
     returns: Returns
 
 
@@ -144,7 +140,7 @@ def decide(
     frames: jax.Array,
     key: jax.Array,
 ) -> tuple[jaxvec.Handle, jaxvec.TimeStep, Decision]:
-    """Acts in half of the envs, and waits for the other half, whose time step it returns."""
+    """Sends actions to half of the envs, and returns the time step of the other half."""
     logits, value = agent.network.apply(params, frames)
     action = agent.policy.sample(logits, key)
     log_prob, _ = agent.policy.evaluate(logits, action)
@@ -154,13 +150,12 @@ def decide(
 
 
 def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-    """Plays `num_steps` steps in every env."""
 
     def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
         handle, timestep, (answered, other) = carry
         _, reward, terminated, truncated, info = timestep
         game_over = terminated | truncated
-        # Where a game is over, frame and lives are already the first of the next one.
+        # At the end of a game, frame and lives are already those of the next game.
         frames = push(answered.frames, timestep.obs)
         frames = jnp.where(game_over[:, None, None, None], repeated(timestep.obs), frames)
         handle, after, decision = decide(agent, state.params, handle, timestep, frames, key)
@@ -169,7 +164,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
             _, value = agent.network.apply(state.params, push(answered.frames, info["final_obs"]))
             return jnp.where(game_over, value, decision.value)
 
-        # Only a game that was cut short, which is rare, would have gone on after its last frame.
+        # Only a truncated game, which is rare, needs the value of its last frame.
         next_value = jax.lax.cond(truncated.any(), within, lambda: decision.value)
         lost = jnp.where(game_over, info["final_info"]["lives"], info["lives"]) < answered.lives
         ends = terminated | lost, game_over | lost, game_over
@@ -178,7 +173,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
 
     carry = state.handle, state.timestep, state.waiting
     carry, steps = jax.lax.scan(play, carry, jax.random.split(key, 2 * agent.config.num_steps))
-    # The halves took turns, so two rows are one step of all envs.
+    # The halves alternate, so two consecutive entries are one step of all envs.
     shape = agent.config.num_steps, agent.config.num_envs
     steps: Steps = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[2:]), steps)
     handle, timestep, waiting = carry
@@ -186,7 +181,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
 
 
 def update(agent: Agent, state: State, key: jax.Array) -> State:
-    """Plays and learns once."""
+    """Collects steps and learns from them, once."""
     play_key, learn_key = jax.random.split(key)
     state, steps = collect(agent, state, play_key)
     frames, _, action, log_prob, value = steps.decision
@@ -199,7 +194,7 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
 
 
 def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array) -> State:
-    """Returns the state in which both halves have acted once, after a reset."""
+    """Returns the state after a reset and one action of each half."""
     init_key, *keys = jax.random.split(key, 3)
     params = agent.network.init(init_key, repeated(timestep.obs))
     waiting: list[Decision] = []
@@ -214,27 +209,29 @@ def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: j
 def train(
     agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
 ) -> Trained[State]:
-    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
+    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
     init_key, train_key = jax.random.split(key)
     state = begin(agent, handle, timestep, init_key)
     return repeat(partial(update, agent), state, train_key, agent.config, report)
 
 
 def halves(config: Config) -> dict[str, Any]:
-    """Returns what makes `recv` return the envs of one half, then those of the other."""
+    """Returns the options of `make` with which `recv` returns the two halves alternately."""
     return {"batch_size": config.num_envs // 2, "recv_order": "sent"}
 
 
 def make_envs(config: Config) -> jaxvec.VectorEnv:
-    """Starts the envs."""
     need("atari", "ale_py", "cv2")
-    env_id, sticky = config.env, config.sticky  # of what the workers need, and no JAX
+    env_id, sticky = (
+        config.env,
+        config.sticky,
+    )  # the function below must not refer to `config`, as workers would then import JAX
 
     def game() -> gymnasium.Env[Any, Any]:
         import ale_py  # pyright: ignore[reportMissingImports]
 
         gymnasium.register_envs(ale_py)
-        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from each worker
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner of each worker
         return AtariPreprocessing(gymnasium.make(env_id, frameskip=1, repeat_action_probability=sticky))
 
     workers = config.num_workers
@@ -242,7 +239,6 @@ def make_envs(config: Config) -> jaxvec.VectorEnv:
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Fits an agent to the game's actions."""
     actions = envs.single_action_space
     assert isinstance(actions, spaces.Discrete)
     network = NatureNetwork(int(actions.n))
@@ -252,14 +248,12 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
 
 
 def run(config: Config) -> Result:
-    """Starts the envs, trains, and closes them."""
     with make_envs(config) as envs:
         return _training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    config = parse(Config, "ppo_atari", "Trains PPO on an Atari game.", argv)
+    config = parse(Config, "ppo_atari", "Train PPO on an Atari game.", argv)
     return finish(config, "PPO", "ppo_atari", run(config))
 
 

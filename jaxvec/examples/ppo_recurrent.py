@@ -1,11 +1,11 @@
-"""PPO with a memory (GRU) on Gymnasium envs, the whole of training under one `jax.jit`.
+"""PPO with a memory (GRU) on Gymnasium envs, with all of training in one `jax.jit`.
 
     python -m jaxvec.examples.ppo_recurrent
     python -m jaxvec.examples.ppo_recurrent --entries 0,1,2,3
 
-The first command shows the agent where cart and pole are, and not how fast they move: what it needs to
-remember. The memory is emptied where an episode ends; the flags of the time step say so. What is as in PPO
-without a memory is imported from `ppo.py`.
+With the first command, the agent observes only the positions of cart and pole, so it needs a memory to
+estimate their velocities. The memory is cleared at the end of an episode. The shared parts of PPO are
+imported from `ppo.py`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from jaxvec.normalize import RunningMeanStd
 
 @dataclass(frozen=True)
 class Config(ppo.Config):
-    """Holds the command line's options."""
-
-    entries: str = option("0,2", "entries of the observation that the agent sees, from 0; others are hidden")
+    entries: str = option("0,2", "indices of the observation entries that the agent sees, from 0")
     num_units: int = option(64, "size of the memory")
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if minibatches can't be whole envs, or no entry is named."""
         super().__post_init__()
         if self.num_envs % self.num_minibatches:
-            raise ValueError("--num-envs must be a multiple of --num-minibatches, which are of whole envs")
+            raise ValueError(
+                "--num-envs must be a multiple of --num-minibatches, because minibatches contain whole envs"
+            )
         if not all(entry.strip().isdecimal() for entry in self.entries.split(",")):
-            raise ValueError(f"--entries must be numbers with commas between, not {self.entries!r}")
+            raise ValueError(f"--entries must be comma-separated numbers, not {self.entries!r}")
 
 
 class RecurrentActorCritic(nn.Module):
-    """A layer, a GRU, and a layer each for policy and value."""
+    """A dense layer, a GRU, and a dense layer each for policy and value."""
 
     num_actions: int
     num_units: int
@@ -61,21 +60,20 @@ class RecurrentActorCritic(nn.Module):
 
 @dataclass(frozen=True)
 class Agent:
-    """Bundles what stays the same throughout training."""
+    """The parts that do not change during training."""
 
     config: Config
     entries: tuple[int, ...]
     policy: Categorical
-    network: Any  # a RecurrentActorCritic, whose `apply` flax leaves without a result type
+    network: Any  # a RecurrentActorCritic; Any because flax annotates no result type for `apply`
     optimizer: optax.GradientTransformation
 
     def encode(self, obs: jax.Array) -> jax.Array:
-        """Turns `[num_envs, all entries]` into `[num_envs, obs_size]` float32."""
+        """Selects the visible entries, `[num_envs, obs_size]` float32."""
         return obs[:, jnp.array(self.entries)].astype(jnp.float32)
 
 
 def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    """Fits an agent to the spaces of the envs."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 1:
         raise SystemExit(f"{config.env}: this PPO takes observations with one axis, not {obs_space}")
@@ -83,13 +81,15 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
         raise SystemExit(f"{config.env}: this PPO takes Discrete actions, not {action_space}")
     entries = tuple(map(int, config.entries.split(",")))
     if max(entries) >= obs_space.shape[0]:
-        raise SystemExit(f"{config.env}: its observation has {obs_space.shape[0]} entries, no {max(entries)}")
+        raise SystemExit(
+            f"{config.env}: --entries {max(entries)} is out of range for {obs_space.shape[0]} entries"
+        )
     network = RecurrentActorCritic(int(action_space.n), config.num_units)
     return Agent(config, entries, Categorical(action_space), network, ppo.make_optimizer(config))
 
 
 class State(NamedTuple):
-    """What training carries from update to update."""
+    """State of training between two updates."""
 
     params: Any
     opt_state: Any
@@ -101,25 +101,24 @@ class State(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is kept of steps; `collect` stacks them to `[num_steps, num_envs, ...]`."""
+    """Data of one step of all envs. `collect` stacks them to `[num_steps, num_envs, ...]`."""
 
     obs: jax.Array  # [num_envs, obs_size] float32, normalised
     action: jax.Array  # [num_envs] int32
     log_prob: jax.Array  # [num_envs] float32
     value: jax.Array  # [num_envs] float32
-    next_value: jax.Array  # [num_envs] float32, within the episode
+    next_value: jax.Array  # [num_envs] float32, of the same episode
     reward: jax.Array  # [num_envs] float32
     terminated: jax.Array  # [num_envs] bool
     done: jax.Array  # [num_envs] bool
 
 
 def empty(memory: jax.Array, done: jax.Array) -> jax.Array:
-    """Empties the memories, `[n, num_units]`, of those whose episode is over, `[n]`."""
+    """Clears the memories, `[n, num_units]`, of envs with `done`, `[n]`."""
     return jnp.where(done[:, None], 0, memory)
 
 
 def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-    """Plays `num_steps` steps in every env."""
     normalize = state.obs_stats.normalize
 
     def play(carry: Any, key: jax.Array) -> tuple[Any, tuple[Steps, jax.Array, jax.Array]]:
@@ -130,7 +129,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
         log_prob, _ = agent.policy.evaluate(logits, action)
         handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
         next_raw, done = agent.encode(timestep.obs), timestep.terminated | timestep.truncated
-        # Where an episode ended, timestep.obs is already the first of the next one.
+        # At the end of an episode, timestep.obs is already the first one of the next episode.
         within = jnp.where(done[:, None], agent.encode(timestep.info["final_obs"]), next_raw)
         _, _, next_value = agent.network.apply(state.params, memory, normalize(within))
         ends = timestep.terminated, done
@@ -151,7 +150,7 @@ def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
 
 
 def loss(agent: Agent, params: Any, memory: jax.Array, done: jax.Array, batch: Batch) -> jax.Array:
-    """Returns PPO's loss of whole sequences, `[]` float32; `memory` is that before their first steps."""
+    """Returns PPO's loss of whole sequences, `[]` float32. `memory` is the memory before the first steps."""
 
     def remember(memory: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
         obs, done = now
@@ -163,12 +162,12 @@ def loss(agent: Agent, params: Any, memory: jax.Array, done: jax.Array, batch: B
 
 
 def update(agent: Agent, state: State, key: jax.Array) -> State:
-    """Plays and learns once; a minibatch has all steps of some envs, so that memories can be followed."""
+    """Collects and learns once. A minibatch contains all steps of some envs, to recompute their memories."""
     config = agent.config
     play_key, learn_key = jax.random.split(key)
     before = state.memory
     state, steps = collect(agent, state, play_key)
-    reward = (1 - config.gamma) * steps.reward  # so that values are of the order of a reward
+    reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
     ends = steps.terminated, steps.done
     advantage = ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
     target = advantage + steps.value
@@ -191,7 +190,7 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
 def train(
     agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
 ) -> Trained[State]:
-    """Trains from a reset's `handle` and `timestep` on; see `repeat`."""
+    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
     init_key, train_key = jax.random.split(key)
     obs = agent.encode(timestep.obs)
     memory = jnp.zeros((len(obs), agent.config.num_units))
@@ -209,14 +208,12 @@ def train(
 
 
 def run(config: Config) -> Result:
-    """Starts the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    about = "Trains PPO with a GRU on a Gymnasium env of which the agent sees a part."
+    about = "Train PPO with a GRU on a partially observed Gymnasium env."
     config = parse(Config, "ppo_recurrent", about, argv)
     return finish(config, "PPO with a GRU", "ppo_recurrent", run(config))
 

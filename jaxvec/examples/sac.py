@@ -1,9 +1,9 @@
-"""SAC on Gymnasium envs, the replay buffer and the whole of training under one `jax.jit`.
+"""SAC on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`.
 
     python -m jaxvec.examples.sac
 
-Two critics, a policy that is squashed to the bounds of the actions, and a temperature that is learned. How
-envs, buffer and gradient steps take turns is in `_replay.py`.
+The program has two critics, a policy that is squashed to the action bounds, and a learned temperature.
+`_replay.py` contains the loop of env steps, buffer and gradient steps.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from jaxvec.examples._training import Result, finish, option, parse
 
 @dataclass(frozen=True)
 class Config(ReplayOptions):
-    """Holds the command line's options."""
-
-    env: str = option("Pendulum-v1", "Gymnasium id; observations and actions Box")
-    num_envs: int = option(4, "envs stepped together")
+    env: str = option("Pendulum-v1", "Gymnasium id of an env with Box observations and actions")
+    num_envs: int = option(4, "number of envs")
     num_steps: int = option(200, "steps of each env between two reports")
     total_steps: int = option(24_000, "env steps, rounded up to whole reports")
     lr: float = option(1e-3, "learning rate")
-    follow: float = option(0.01, "tau: step size of the target critics' update, in each gradient step")
+    tau: float = option(0.01, "step size of the target critics' update after each gradient step")
 
 
 class Mlp(nn.Module):
-    """Two hidden layers."""
+    """A network with two hidden layers."""
 
     num_outputs: int
 
@@ -52,15 +50,15 @@ class Mlp(nn.Module):
 
 
 class Weights(NamedTuple):
-    """What gradient steps change by Adam."""
+    """Parameters that Adam updates."""
 
     policy: Any
-    critics: Any  # of two networks, on a first axis
-    log_alpha: jax.Array  # [] float32, of the temperature, which weighs entropy
+    critics: Any  # parameters of two networks, stacked on a first axis
+    log_alpha: jax.Array  # [] float32, log of the temperature, the weight of the entropy
 
 
 class Learned(NamedTuple):
-    """All that gradient steps change."""
+    """Parameters, target parameters and optimiser state."""
 
     weights: Weights
     target_critics: Any
@@ -69,16 +67,15 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True)
 class Sac:
-    """The algorithm; see `_replay.Algorithm`. Its actions are float32 between -1 and 1, the bounds."""
+    """The algorithm; see `_replay.Algorithm`. Its actions are float32; -1 and 1 are the bounds."""
 
     config: Config
-    space: spaces.Box  # of actions
-    policy: Any  # an Mlp, whose `apply` flax leaves without a result type
+    space: spaces.Box  # the action space
+    policy: Any  # an Mlp; Any because flax annotates no result type for `apply`
     critic: Any
     optimizer: optax.GradientTransformation
 
     def init(self, obs: jax.Array, key: jax.Array) -> Learned:
-        """Makes the networks."""
         policy_key, critic_key = jax.random.split(key)
         size = int(np.prod(self.space.shape))
         inputs = jnp.concatenate([obs, jnp.zeros((len(obs), size))], axis=-1)
@@ -87,22 +84,22 @@ class Sac:
         return Learned(weights, critics, self.optimizer.init(weights))
 
     def sample(self, policy: Any, obs: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Draws actions, `[..., size]`, and returns them with their log-densities, `[...]` in nats."""
+        """Samples actions, `[..., size]`, and returns them with their log-densities, `[...]` in nats."""
         mean, log_std = jnp.split(self.policy.apply(policy, obs), 2, axis=-1)
         log_std = jnp.clip(log_std, -5, 2)
         drawn = mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
         density = jax.scipy.stats.norm.logpdf(drawn, mean, jnp.exp(log_std))
-        # The log of tanh's derivative, which is 1 - tanh(x)^2, without its loss of digits.
+        # Log of tanh's derivative, 1 - tanh(x)^2, in a form without cancellation.
         slope = 2 * (np.log(2) - drawn - jax.nn.softplus(-2 * drawn))
         return jnp.tanh(drawn), (density - slope).sum(-1)
 
     def values(self, critics: Any, obs: jax.Array, action: jax.Array) -> jax.Array:
-        """Returns what both critics say, `[2, ...]`."""
+        """Returns the values of both critics, `[2, ...]`."""
         inputs = jnp.concatenate([obs, action], axis=-1)
         return jax.vmap(self.critic.apply, (0, None))(critics, inputs)[..., 0]
 
     def act(self, learned: Learned, obs: jax.Array, progress: jax.Array, key: jax.Array) -> jax.Array:
-        """Draws actions; at first, of all alike."""
+        """Samples actions of the policy, or uniform ones before learning starts."""
         random_key, policy_key = jax.random.split(key)
         action, _ = self.sample(learned.weights.policy, obs, policy_key)
         random = jax.random.uniform(random_key, action.shape, minval=-1, maxval=1)
@@ -112,17 +109,17 @@ class Sac:
         """Returns `[num_envs, ...]` in the env's units."""
         low, high = jnp.asarray(self.space.low), jnp.asarray(self.space.high)
         action = (low + high) / 2 + (high - low) / 2 * action.reshape(-1, *self.space.shape)
-        return jnp.clip(action, low, high)  # rounding may lead beyond
+        return jnp.clip(action, low, high)  # rounding errors may exceed the bounds
 
     def loss(self, weights: Weights, target_critics: Any, batch: Transition, key: jax.Array) -> jax.Array:
-        """Returns the losses of critics, policy and temperature of `[batch_size]` transitions, added up."""
+        """Returns the summed losses of critics, policy and temperature, for `[batch_size]` transitions."""
         next_key, policy_key = jax.random.split(key)
         fixed = jax.lax.stop_gradient(weights)
         alpha = jnp.exp(fixed.log_alpha)
 
         next_action, next_log_prob = self.sample(fixed.policy, batch.next_obs, next_key)
         next_value = self.values(target_critics, batch.next_obs, next_action).min(0) - alpha * next_log_prob
-        # Only a terminated episode has no future: what a time limit truncates would have gone on.
+        # Bootstrap unless the episode terminated: a truncated episode could have continued.
         target = batch.reward + self.config.gamma * jnp.where(batch.terminated, 0, next_value)
         error = self.values(weights.critics, batch.obs, batch.action) - target
         critic_loss = 0.5 * jnp.square(error).mean(1).sum()
@@ -131,21 +128,20 @@ class Sac:
         value = self.values(fixed.critics, batch.obs, action).min(0)
         policy_loss = jnp.mean(alpha * log_prob - value)
 
-        size = int(np.prod(self.space.shape))  # the entropy that is aimed at is minus as many nats
+        size = int(np.prod(self.space.shape))  # the target entropy is -size nats
         alpha_loss = -weights.log_alpha * jnp.mean(jax.lax.stop_gradient(log_prob) - size)
         return critic_loss + policy_loss + alpha_loss
 
     def descend(self, learned: Learned, batch: Transition, key: jax.Array) -> Learned:
-        """Takes a gradient step of everything, and lets the target critics follow."""
+        """Takes a gradient step, and moves the target critics towards the critics."""
         gradient = jax.grad(self.loss)(learned.weights, learned.target_critics, batch, key)
         change, opt_state = self.optimizer.update(gradient, learned.opt_state, learned.weights)
         weights: Any = optax.apply_updates(learned.weights, change)
-        target = optax.incremental_update(weights.critics, learned.target_critics, self.config.follow)
+        target = optax.incremental_update(weights.critics, learned.target_critics, self.config.tau)
         return Learned(weights, target, opt_state)
 
 
 def make_sac(config: Config, envs: jaxvec.VectorEnv) -> Sac:
-    """Fits the algorithm to the spaces of the envs."""
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(obs_space, spaces.Box) or not isinstance(action_space, spaces.Box):
         raise SystemExit(f"{config.env}: this SAC takes Box spaces, not {obs_space} and {action_space}")
@@ -156,14 +152,12 @@ def make_sac(config: Config, envs: jaxvec.VectorEnv) -> Sac:
 
 
 def run(config: Config) -> Result:
-    """Starts the envs, trains, and closes them."""
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
         return _training.run(config, envs, partial(_replay.train, make_sac(config, envs), config))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Trains as `argv` or the command line says, prints the outcome, plots the learning curve."""
-    about = "Trains SAC on a Gymnasium env, whose observations and actions are Box."
+    about = "Train SAC on a Gymnasium env with Box observations and actions."
     config = parse(Config, "sac", about, argv)
     return finish(config, "SAC", "sac", run(config))
 

@@ -5,15 +5,15 @@ r"""Gumbel MuZero search that plans with the envs themselves: no learned model, 
         --num-simulations 128
 
 The tree search is mctx's. Its model is `jaxvec.simulate`, which steps copies of the envs from the states in
-the tree. The policy that is searched with takes all actions equally often, and the value of a state is the
-return of a few steps with that policy. So all that is better than chance comes from the search.
+the tree. The prior policy is uniform, and the value of a state is the return of a few random steps. So any
+result better than chance comes from the search.
 
-The state of an env has its random numbers in it, so the search foresees what they bring. That is fair where
-an env is deterministic after its reset, as CartPole and this lake are.
+The state of an env includes its random generator, so the search foresees random events. That makes no
+difference for envs that are deterministic after their reset, such as CartPole and this lake.
 
-Mean returns of 8 episodes that these commands printed, with as many simulations a step:
+Mean returns of 8 episodes, printed by these commands with different numbers of simulations per step:
 
-| env | simulations | the policy alone | with search |
+| env | simulations | policy alone | with search |
 | --- | --- | --- | --- |
 | CartPole-v1 | 16 | 18.9 | 108.3 |
 | FrozenLake-v1, not slippery | 32 | 0 | 0.63 |
@@ -21,7 +21,7 @@ Mean returns of 8 episodes that these commands printed, with as many simulations
 | FrozenLake-v1, not slippery | 128 | 0 | 1 |
 """
 
-# mctx's records are chex's dataclasses, whose fields pyright does not see.
+# mctx's records are chex dataclasses; pyright does not see their fields.
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 import jaxvec
 from jaxvec import EnvState, Handle, TimeStep, _util
-from jaxvec.examples._training import make_parser, option
+from jaxvec.examples._training import check_env_id, make_parser, option
 
 try:
     import mctx
@@ -51,28 +51,26 @@ except ImportError as _error:
 
 @dataclass(frozen=True)
 class Config:
-    """Holds the command line's options."""
-
-    env: str = option("CartPole-v1", "Gymnasium id; actions Discrete, observations of any kind")
-    env_options: str = option("{}", "JSON object: further arguments of gymnasium.make")
-    num_envs: int = option(8, "envs stepped together, each for one episode")
+    env: str = option("CartPole-v1", "Gymnasium id of an env with Discrete actions")
+    env_options: str = option("{}", "JSON object with further arguments of gymnasium.make")
+    num_envs: int = option(8, "number of envs, each for one episode")
     num_workers: int | None = option(
-        None, "worker processes; None for as many as there are usable cores", int
+        None, "number of worker processes; by default, one for each usable core", int
     )
-    num_simulations: int = option(16, "nodes that a search adds to its tree, before each step of an env")
-    rollout_steps: int = option(10, "random steps from each node, which estimate its value; 0: it is 0")
-    gamma: float = option(0.99, "discount per step, in the search")
-    seed: int = option(0, "of envs, actions and search")
+    num_simulations: int = option(16, "nodes that a search adds to its tree before each env step")
+    rollout_steps: int = option(10, "random steps that estimate the value of a node; 0 disables rollouts")
+    gamma: float = option(0.99, "discount per step in the search")
+    seed: int = option(0, "random seed")
 
     @property
     def num_states(self) -> int:
-        """Counts the states of a search: of the nodes, the root among them, and of their rollouts."""
+        """Number of states of a search: the nodes, including the root, and their rollouts."""
         return self.num_envs * (1 + self.num_simulations) * (1 + self.rollout_steps)
 
 
 def parse(argv: Sequence[str] | None) -> tuple[Config, dict[str, Any]]:
-    """Reads the options from `argv`, or from the command line; and the env's own among them."""
-    about = "Plans with copies of Gymnasium envs: Gumbel MuZero search, under jax.jit."
+    """Returns the options from `argv` or the command line, and the parsed `--env-options`."""
+    about = "Plan with copies of Gymnasium envs: Gumbel MuZero search inside jax.jit."
     parser = make_parser(Config, "search", about)
     config = Config(**vars(parser.parse_args(argv)))
     if min(config.num_envs, config.num_simulations) < 1 or config.rollout_steps < 0:
@@ -83,28 +81,29 @@ def parse(argv: Sequence[str] | None) -> tuple[Config, dict[str, Any]]:
         parser.error(f"--env-options is not JSON: {error}")
     if not isinstance(env_options, dict):
         parser.error('--env-options must be a JSON object, such as {"is_slippery": false}')
+    check_env_id(parser, config.env)
     return config, env_options
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses actions, as numbers from 0, for envs whose actions are Discrete."""
+    """Chooses actions, numbered from 0, for envs with Discrete actions."""
 
     config: Config
     envs: jaxvec.VectorEnv
     num_actions: int
-    start: int  # the first action as the env counts
+    start: int  # the start of the action space
 
     def prior(self, num_envs: int) -> jax.Array:
-        """Returns the policy's logits, `[num_envs, num_actions]` float32: here, all actions are as likely."""
+        """Returns the logits of the uniform policy, `[num_envs, num_actions]` float32."""
         return jnp.zeros((num_envs, self.num_actions))
 
     def guess(self, handle: Handle, key: jax.Array) -> tuple[Handle, jax.Array]:
-        """Returns actions of the policy alone, `[num_envs]` int32."""
+        """Samples actions of the policy, without search, `[num_envs]` int32."""
         return handle, jax.random.categorical(key, self.prior(handle.num_envs))
 
     def search(self, handle: Handle, key: jax.Array) -> tuple[Handle, jax.Array]:
-        """Returns the actions that a search from the envs' states has found best, `[num_envs]` int32."""
+        """Returns the best actions that a search from the envs' states found, `[num_envs]` int32."""
         root_key, search_key = jax.random.split(key)
         handle, state = jaxvec.save(handle)
         root = mctx.RootFnOutput(
@@ -122,12 +121,12 @@ class Planner:
         return handle, jnp.asarray(found.action)
 
     def expand(self, _: Any, key: jax.Array, action: Any, state: Any) -> tuple[mctx.RecurrentFnOutput, Any]:
-        """Steps copies of the envs: mctx's `recurrent_fn`, whose embeddings are states of envs.
+        """Expands one node per tree by a step of copies of the envs. This is mctx's `recurrent_fn`.
 
         Args:
-            key: for the rollouts.
-            action: `[num_envs]` int32.
-            state: `[num_envs]` `EnvState`, each of one node of the env's tree.
+            key: key of the rollouts.
+            action: actions, `[num_envs]` int32.
+            state: `EnvState` of the nodes, `[num_envs]`.
 
         Returns:
             Reward, discount, prior logits and value, and the states of the new nodes, `[num_envs]`.
@@ -142,7 +141,7 @@ class Planner:
         return output, state
 
     def value(self, state: EnvState, key: jax.Array) -> jax.Array:
-        """Returns the discounted return of a few steps of the policy from states on, `[num_envs]` float32."""
+        """Returns the discounted return of a few steps of the policy, `[num_envs]` float32."""
 
         def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
             state, value, discount = carry
@@ -156,11 +155,11 @@ class Planner:
         return value
 
     def simulate(self, state: EnvState, action: jax.Array) -> tuple[EnvState, TimeStep]:
-        """Steps copies of envs; those whose episode is over stay as they are, with reward 0."""
+        """Steps copies of envs. Finished ones do not change, and return reward 0."""
         return jaxvec.simulate(self.envs, state, action + self.start)
 
     def discount(self, timestep: TimeStep) -> jax.Array:
-        """Returns how much what follows a step counts, `[num_envs]` float32: 0 at an episode's end."""
+        """Returns the discount after a step, `[num_envs]` float32: 0 at the end of an episode."""
         return jnp.where(timestep.terminated | timestep.truncated, 0.0, self.config.gamma)
 
 
@@ -171,40 +170,40 @@ def play(
     timestep: TimeStep,
     key: jax.Array,
 ) -> tuple[Handle, jax.Array]:
-    """Plays one episode in each env; returns the handle and the episodes' returns, `[num_envs]` float32.
+    """Plays one episode in each env. Returns the handle and the episode returns, `[num_envs]` float32.
 
-    `choose` takes the handle and a key, and gives the handle back and actions from 0, `[num_envs]` int32.
+    `choose` takes a handle and a key, and returns a handle and actions from 0, `[num_envs]` int32.
     """
 
-    def goes_on(carry: tuple[Handle, TimeStep, jax.Array]) -> jax.Array:
+    def unfinished(carry: tuple[Handle, TimeStep, jax.Array]) -> jax.Array:
         return ~(carry[1].terminated | carry[1].truncated).all()
 
-    def go_on(carry: tuple[Handle, TimeStep, jax.Array]) -> tuple[Handle, TimeStep, jax.Array]:
+    def body(carry: tuple[Handle, TimeStep, jax.Array]) -> tuple[Handle, TimeStep, jax.Array]:
         handle, _, key = carry
         key, choose_key = jax.random.split(key)
         handle, action = choose(handle, choose_key)
         handle, timestep = jaxvec.step(handle, action + start)
         return handle, timestep, key
 
-    handle, timestep, _ = jax.lax.while_loop(goes_on, go_on, (handle, timestep, key))
+    handle, timestep, _ = jax.lax.while_loop(unfinished, body, (handle, timestep, key))
     return handle, timestep.info["episode_return"]
 
 
 class Result(NamedTuple):
-    """What a run came to."""
+    """Result of a run."""
 
-    alone: NDArray[np.float32]  # [num_envs], return of each env's episode with the policy alone
-    searched: NDArray[np.float32]  # [num_envs], the same with search
-    seconds: float  # that the episodes with search took, compilation included
+    alone: NDArray[np.float32]  # [num_envs], episode returns of the policy alone
+    searched: NDArray[np.float32]  # [num_envs], episode returns with search
+    seconds: float  # duration of the episodes with search, including compilation
 
 
 def run(config: Config, env_options: dict[str, Any]) -> Result:
-    """Starts the envs, plays an episode in each without search and one with it, from equal seeds."""
+    """Makes the envs, and plays one episode in each without and one with search, from equal seeds."""
     with jaxvec.make(
         config.env,
         config.num_envs,
         num_workers=config.num_workers,
-        autoreset_mode="EPISODIC",  # envs that are done idle, in the tree, too
+        autoreset_mode="EPISODIC",  # finished envs stay idle, also in the tree
         states=config.num_states,
         **env_options,
     ) as envs:
@@ -225,13 +224,12 @@ def run(config: Config, env_options: dict[str, Any]) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Plays as `argv` or the command line says, and prints the mean returns."""
     config, env_options = parse(argv)
     result = run(config, env_options)
     for name, returns in ("with the policy alone", result.alone), ("with search", result.searched):
         spread = f"from {returns.min():.6g} to {returns.max():.6g}"
         print(f"mean return {returns.mean():.6g} {name}, {spread}, of {config.num_envs} episodes")
-    print(f"{config.num_simulations} simulations a step; {result.seconds:.1f} s with compilation")
+    print(f"{config.num_simulations} simulations per step; {result.seconds:.1f} s including compilation")
     return result
 
 

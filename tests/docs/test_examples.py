@@ -411,7 +411,7 @@ def test_what_a_memory_is_trained_on_is_what_it_did():
         (dqn, ["--env", "Pendulum-v1"], "Pendulum-v1: this DQN takes .* Discrete actions, not Box"),
         (impala, ["--env", "Pendulum-v1"], "Pendulum-v1: this IMPALA takes .* Discrete actions, not Box"),
         (sac, ["--env", "CartPole-v1"], "CartPole-v1: this SAC takes Box spaces, not .*Discrete"),
-        (ppo_recurrent, ["--entries", "0,9"], "its observation has 4 entries, no 9"),
+        (ppo_recurrent, ["--entries", "0,9"], "--entries 9 is out of range for 4 entries"),
         (ppo_recurrent, ["--env", "Pendulum-v1"], "takes Discrete actions, not Box"),
     ],
 )
@@ -425,7 +425,7 @@ def test_other_programs_say_what_they_take(program, options, message):
     [
         (dqn, "--batch-size 300 --learn-after 200", "--batch-size must be at most --learn-after"),
         (ppo_recurrent, "--num-envs 12", "--num-envs must be a multiple of --num-minibatches"),
-        (ppo_recurrent, "--entries x", "--entries must be numbers with commas between, not 'x'"),
+        (ppo_recurrent, "--entries x", "--entries must be comma-separated numbers, not 'x'"),
     ],
 )
 def test_other_programs_refuse_options_that_do_not_fit(program, options, message, capsys):

@@ -282,7 +282,7 @@ def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):  # noqa: F8
     result = impala_ray.main(size.split())
     assert (result.env_steps, result.curve.shape) == (600, (3,))
     assert 8 < result.mean_return < 100
-    assert "actors restarted 0 times" in capsys.readouterr().out
+    assert "actor restarts: 0;" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
