@@ -1,9 +1,8 @@
 """The `io_callback` transport: unordered calls into Python, on every platform.
 
-Inside the callbacks there is nothing but NumPy: a jax call there can deadlock. `io_callback` puts
-its inputs on a device, about 15 µs each, so everything goes in as one array of bytes, and comes out as few
-arrays (_packing.py). From 100 KiB on, reading such an input deadlocks up to jax 0.10 if its value was not
-ready at dispatch and other threads dispatch work; so larger inputs go in pieces.
+Callbacks use NumPy only, because calling jax inside a callback can deadlock. `io_callback` transfers each
+input separately, about 15 µs each. So all inputs travel as one array of bytes, and the results as few arrays
+(`_packing.py`).
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from jaxvec._tracing import span
 from jaxvec.callbacks._call import PURE, Call, annotate, answer, pool_id_of
 from jaxvec.callbacks._packing import Packing
 
-_PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
+# Up to jax 0.10, reading an input of 100 KiB or more deadlocks if its value was not ready at dispatch and
+# other threads dispatch work. So larger inputs are split.
+_PIECE = 64 * 1024  # bytes
 
 
 def call(call: Call, *operands: jax.Array, platform: str | None) -> list[jax.Array]:
-    """Puts a call into the program that is being traced; see `Call` for operands and results.
-
-    Returns:
-        The results that the program reads.
-    """
+    """Adds a call to the program that is being traced; returns the results that the program reads."""
     packing = Packing.of(call.read(call.results(len(operands[0]))))
     answer = _Answer(call, len(operands[0]), len(operands[-1]), packing, platform != "cpu")
     if call.verb in PURE:
@@ -44,12 +41,12 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> list[jax.Arr
 
 @dataclass(frozen=True)
 class _Answer:
-    """JAX caches a callback by its hash and equality, hence a record and not a closure."""
+    """The host callback of a call; not a closure, as JAX caches callbacks by hash and equality."""
 
     call: Call
     rows: int
     sent: int
-    packing: Packing  # of the results that the program reads
+    packing: Packing  # only of results that the program reads
     on_device: bool
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
@@ -66,7 +63,7 @@ class _Answer:
 
 
 def _pack(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the bytes of `arrays`, one after the other, in pieces of `[n]` uint8."""
+    """Returns the bytes of all arrays, concatenated, in pieces of `[n]` uint8."""
     packed = jnp.concatenate([_as_bytes(array) for array in arrays])
     return [packed[start : start + _PIECE] for start in range(0, packed.size, _PIECE)]
 
@@ -78,7 +75,7 @@ def _as_bytes(array: jax.Array) -> jax.Array:
 
 
 def _unpack(pieces: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct]) -> list[NDArray[Any]]:
-    """Undoes `_pack`."""
+    """Returns arrays of the given types from the pieces of `_pack`."""
     arrays = [np.asarray(piece) for piece in pieces]
     packed = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     unpacked: list[NDArray[Any]] = []
