@@ -122,9 +122,7 @@ class VectorEnv:
             `device`. With `batch_size`, they hold the envs that are ready first, as from `recv`.
 
         Raises:
-            PendingEnvError: A masked env is pending, or fewer than `batch_size` envs would be.
-            ValueError, TypeError: An argument is invalid. Nothing was reset.
-            JaxvecError: Any error of `step`.
+            JaxvecError, ValueError, TypeError: The errors of `jaxvec.reset`.
 
         Example:
             ```python
@@ -155,9 +153,7 @@ class VectorEnv:
             Arrays, as of `reset`.
 
         Raises:
-            ActionError, ResetNeededError: Nothing was stepped.
-            EnvError, WorkerDiedError, EnvTimeoutError: An env failed; this breaks the pool.
-            PoolBrokenError, PoolClosedError: The pool is broken or closed.
+            JaxvecError: The errors of `jaxvec.step`.
 
         Example:
             ```python
@@ -179,8 +175,7 @@ class VectorEnv:
             env_id: Indices `[k]` of the envs; `None` for all.
 
         Raises:
-            ActionError, EnvIdError, PendingEnvError: Nothing was sent.
-            PoolBrokenError, PoolClosedError: The pool is broken or closed.
+            JaxvecError: The errors of `jaxvec.send`.
 
         Example:
             ```python

@@ -9,7 +9,7 @@ This file has `Handle`, the effect that orders calls, `Call` and `answer`, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from jaxvec._arguments import NO_SEED, castable, check_mask, check_seeds, expand
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._memory.rows import InvalidValue, conform
-from jaxvec._memory.segment import Copies, into
+from jaxvec._memory.segment import Copies, Deliver, Rows, into
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, Leaf, PoolSpec
@@ -115,15 +115,7 @@ _WHILE = (
 )
 
 
-def _batch_cond(
-    rule: Callable[..., Any],
-    axis_data: Any,
-    args: Sequence[Any],
-    dims: Sequence[int | None],
-    *,
-    branches: Sequence[Any],
-    **params: Any,
-) -> Any:
+def _batch_cond(rule: Any, axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
     # The index of `platform_dependent` may be batched, but is equal for all vmapped instances.
     differs = dims[0] is not None and "branches_platforms" not in params
     if differs and any(EFFECT in branch.effects for branch in branches):
@@ -131,9 +123,7 @@ def _batch_cond(
     return rule(axis_data, args, dims, branches=branches, **params)
 
 
-def _batch_while(
-    rule: Callable[..., Any], *args: Any, cond_jaxpr: Any, body_jaxpr: Any, **params: Any
-) -> Any:
+def _batch_while(rule: Any, *args: Any, cond_jaxpr: Any, body_jaxpr: Any, **params: Any) -> Any:
     if EFFECT not in {*cond_jaxpr.effects, *body_jaxpr.effects}:
         return rule(*args, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **params)
     # Only the rule knows whether the predicate is batched: if so, it rejects JAX's own effect.
@@ -270,43 +260,37 @@ class Call:
             )
 
 
-def answer(
-    call: Call, pool: Pool, operands: Sequence[Array], out: Sequence[Array] | None = None
-) -> list[Array]:
-    """Runs a call on its pool.
+def answer(call: Call, pool: Pool, operands: Rows, out: Rows | None = None) -> list[Array]:
+    """Runs a call on its pool, given arrays of the types `call.operands`.
 
-    Args:
-        call: Static part of the call.
-        pool: Pool that the token refers to.
-        operands: Arrays of the types `call.operands`.
-        out: Arrays for the results, or `None` to allocate them.
-
-    Returns:
-        The results, of the types `call.results`; `out` if given.
+    Returns arrays of the types `call.results`, newly allocated or, if given, those of `out`.
     """
     token, *rest = operands
     call.check_rows(len(token), pool.spec.num_envs)
+    results = _run(call, pool, token, rest, call.copies if out is None else into(out[1:]))
+    if out is None:
+        return results
+    for target, result in zip(out, results, strict=True):
+        if target is not result:  # the leaves of a time step were delivered into `out`
+            target[...] = result
+    return [*out]
+
+
+def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> list[Array]:
     if call.verb is Verb.SIMULATE:
-        ids, *actions = rest
-        ids, rows = pool.simulate(ids, actions, deliver=call.copies if out is None else into(out[1:]))
-        if out is None:
-            return [ids, *rows]
-        out[0][:] = ids
-        return list(out)
+        ids, rows = pool.simulate(rest[0], rest[1:], deliver=deliver)
+        return [ids, *rows]
     move = move_of(call, pool, token)
-    if call.verb is Verb.GET_ATTR:
-        given = call_envs(call, pool, move, [])
-        return given if out is None else [*into(out)(given, slice(None))]
-    deliver = call.copies if out is None else into(out[1:])
     match call.verb:
+        case Verb.GET_ATTR:
+            return call_envs(call, pool, move, [])
         case Verb.RESET:
             words, mask = rest
             seeds = np.ascontiguousarray(words).view(np.int64).reshape(len(words))
             check_seeds(seeds)
             options, masked = cloudpickle.loads(call.extra)
-            given = pool.reset(
-                move, seeds=seeds, mask=mask if masked else None, options=options, deliver=deliver
-            )
+            mask = mask if masked else None
+            given = pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=deliver)
         case Verb.STEP:
             given = pool.step(move, rest, deliver=deliver)
         case Verb.SEND:
@@ -317,19 +301,11 @@ def answer(
             given = pool.recv(move, deliver=deliver)
         case Verb.SAVE:
             given = [pool.save(move)]
-            if out is not None:
-                out[1][:] = given[0]
         case Verb.RESTORE:
             given = registry.restore(pool, move, rest[0], deliver=deliver)
         case _:
             given = call_envs(call, pool, move, rest)
-            if out is not None:
-                deliver(given, slice(None))
-    next_token = token_of(pool, move)
-    if out is None:
-        return [next_token, *given]
-    out[0][:] = next_token
-    return list(out)
+    return [token_of(pool, move), *given]
 
 
 def move_of(call: Call, pool: Pool, token: Array) -> Move:
@@ -346,7 +322,7 @@ class Operand:
     index: int
 
 
-def call_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> list[Array]:
+def call_envs(call: Call, pool: Pool, move: Move, operands: Rows) -> list[Array]:
     """Calls a method or reads an attribute of each env; returns an array `[n, ...]` per result leaf."""
     name, args, skeleton = cloudpickle.loads(call.extra)
     structure = jax.tree.structure(skeleton)
@@ -356,10 +332,10 @@ def call_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> 
 
     each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(move.slots))]
     values = pool.env_calls.call(move, name, each, {})
+    if not call.answers:
+        return []
     columns: list[list[Array]] = [[] for _ in call.answers]
     for slot, value in zip(move.slots.tolist(), values, strict=True):
-        if not columns:
-            continue
         leaves, got = jax.tree.flatten(value)
         if got != structure:
             raise _wrong_answer(slot, name, f"expected the structure {structure}, got {got}")
@@ -408,18 +384,13 @@ def _struct(shape: tuple[int, ...], dtype: Any, rows: int) -> Struct:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def check_is_handle(handle: Any, verb: str) -> PoolSpec:
+def check_handle(handle: Any, verb: str) -> PoolSpec:
     """Returns the handle's spec; raises `TypeError` for other objects and for pools that JAX can't use."""
     if not isinstance(handle, Handle):
         raise TypeError(
             f"{verb} takes the handle that jaxvec.reset or jaxvec.step returned, got {type(handle).__name__}"
         )
-    _check_same_precision(handle.spec)
-    return handle.spec
-
-
-def _check_same_precision(spec: PoolSpec) -> None:
-    for leaf in (*spec.action_leaves, *spec.timestep_leaves):
+    for leaf in (*handle.spec.action_leaves, *handle.spec.timestep_leaves):
         if leaf.is_object:
             raise TypeError(
                 f"{leaf}: its space has no fixed shape, so the pool stores Python objects, which compiled "
@@ -430,6 +401,7 @@ def _check_same_precision(spec: PoolSpec) -> None:
                 f"{leaf}: the pool stores {leaf.stored}, but jax_enable_x64 is off; turn it on, or make the "
                 "pool with jaxvec.make while it is off"
             )
+    return handle.spec
 
 
 def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
@@ -449,9 +421,8 @@ def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
                 "shard_map, split the handle like the action"
             ) from None
         if not castable(array.dtype, leaf):
-            raise ActionError(
-                f"{leaf}: expected {leaf.stored}, got {array.dtype}; cast it with .astype(jnp.{leaf.stored})"
-            )
+            hint = f"cast it with .astype(jnp.{leaf.stored})"
+            raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")
         return array.astype(leaf.stored)
 
     return flatten(spec.action, action, check)
@@ -460,10 +431,7 @@ def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
 def seed_words(seed: Any, num_envs: int) -> jax.Array:
     """Returns the low and high word of each env's seed, `[num_envs, 2]` uint32.
 
-    Args:
-        seed: Seed as for `expand_seeds`, which may be traced, or a JAX key from which each env's seed is
-            drawn.
-        num_envs: Number of envs.
+    Takes the seeds of `expand_seeds`, which may be traced, or a JAX key from which each env's seed is drawn.
     """
     if _is_key(seed, num_envs):
         # 31 bits: some simulators take their seed as a C int.

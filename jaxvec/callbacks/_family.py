@@ -55,17 +55,9 @@ class EnvFamily:
         workers: Workers = Workers(),  # noqa: B008 - it can't be changed
         **kwargs: Any,
     ) -> None:
-        """Starts the first pool.
+        """Starts the first pool. The arguments are those of `jaxvec.make`, except the options in `_OURS`.
 
-        Args:
-            env: Env as for `jaxvec.make`, but not a list.
-            num_workers, workers: Options of each pool; a pool has at most one worker per env.
-            **kwargs: Other options of `jaxvec.make`, except `num_envs`, `batch_size`, `recv_order` and
-                `autoreset_mode`.
-
-        Raises:
-            TypeError: `env` is a list, or an option is not supported here.
-            JaxvecError: Any error of `jaxvec.make`.
+        `env` must not be a list. Each pool has at most one worker per env.
         """
         for name in kwargs.keys() & _OURS:
             raise TypeError(f"{name} can't be set here: {_OURS[name]}")
@@ -93,12 +85,8 @@ class EnvFamily:
     def pool(self, num_envs: int) -> Pool:
         """Returns the pool of `num_envs` envs, and starts it if necessary.
 
-        Programs call this at run time, so it must not use JAX.
-
-        Raises:
-            PoolClosedError: The family is closed.
-            SpaceMismatchError: The spaces differ from those of the first env.
-            JaxvecError: Any error of `jaxvec.make`.
+        Programs call this at run time, so it must not use JAX. Raises `PoolClosedError`,
+        `SpaceMismatchError`, and the errors of `jaxvec.make`.
         """
         with self._starting:
             if num_envs not in self._pools:
@@ -116,18 +104,14 @@ class EnvFamily:
         return self._pools[num_envs].pool
 
     def reset(self, seed: Any, *, options: dict[str, Any] | None = None) -> tuple[Handle, TimeStep]:
-        """Resets one env, or under nested or single `vmap` one env per instance, with a single dispatch.
+        """Resets one env, or under `vmap`, however nested, one env per instance with a single dispatch.
 
-        Args:
-            seed: Seed of the env: an integer, a JAX key, or `None`.
-            options: Options of the env's `reset`, fixed at trace time.
-
-        Returns:
-            The handle for the next step, with a token `[1, 3]`, and the time step without an env axis.
+        `seed` is an integer, a JAX key, or `None`; `options` are fixed at trace time. Returns a handle with a
+        token `[1, 3]`, and the time step without an env axis.
         """
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
-        spec = _call.check_is_handle(handle, "reset")
+        spec = _call.check_handle(handle, "reset")
         extra = _util.dumps((options, False))  # without a mask
         call = Call(Verb.RESET, spec, handle.transport, fresh=True, extra=extra, elastic=True)
         words, mask = _call.seed_words(seed, 1), _call.mask_array(None, 1)

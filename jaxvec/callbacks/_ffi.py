@@ -61,15 +61,9 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
 
 
 def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies: int) -> None:
-    """Page-locks, at lowering, the memory that a call of a program needs on GPUs.
+    """Page-locks, at lowering, the memory that a call needs on GPUs; `copies` devices run the whole program.
 
     Doing it during the call could wait for a GPU that waits for this one at a collective.
-
-    Args:
-        call: Call of the program.
-        operands: Types of the operands.
-        platform: Platform of the program.
-        copies: Number of devices that each run the whole program.
     """
     if platform not in _PACKED or reason_unavailable() is not None:
         return
@@ -157,9 +151,7 @@ def _serve(
 ) -> None:
     """Runs a call of a compiled program; see `Call` in call.h. C++ passes exceptions to `_fail`."""
     if not operands or not operands[0].ndim:
-        raise TypeError(
-            "the first operand of an FFI call must be the token of a handle; recompile the program"
-        )
+        raise TypeError("the operands of an FFI call must start with a handle's token; recompile the program")
     token = operands[0]
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
@@ -192,9 +184,7 @@ def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtype
     got = [(buffer.dtype, buffer.shape) for buffer in buffers]
     expected = [(each.dtype, each.shape) for each in types]
     if got != expected:
-        raise TypeError(
-            f"FFI buffers {got} do not match the pool's buffers {expected}; recompile the program"
-        )
+        raise TypeError(f"FFI buffers {got} do not match the pool's {expected}; recompile the program")
 
 
 def _runtime_version() -> int:

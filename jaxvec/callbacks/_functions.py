@@ -18,15 +18,7 @@ from jaxvec._spec import EnvState, TimeStep, check_states_type, state_ids
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _primitive
-from jaxvec.callbacks._call import (
-    Call,
-    Handle,
-    Operand,
-    check_action,
-    check_is_handle,
-    mask_array,
-    seed_words,
-)
+from jaxvec.callbacks._call import Call, Handle, Operand, check_action, check_handle, mask_array, seed_words
 
 # ----------------------------------------------------------------------------------------------------------
 # Reset and step
@@ -93,7 +85,7 @@ def reset(
         token = np.zeros((envs.num_envs if num_envs is None else num_envs, 3), np.uint32)
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
         handle, fresh = Handle(token, envs.spec, _primitive.choose_transport(envs.transport)), True  # pyright: ignore[reportArgumentType]
-    spec = check_is_handle(handle, "reset")
+    spec = check_handle(handle, "reset")
     extra = dumps((options, mask is not None))
     token, *rows = _primitive.bind(
         Call(Verb.RESET, spec, handle.transport, fresh=fresh, extra=extra),
@@ -145,7 +137,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
             print(trajectory.obs.shape)  # (10, 2, 4)
         ```
     """
-    spec = check_is_handle(handle, "step")
+    spec = check_handle(handle, "step")
     actions = check_action(spec, action, handle.num_envs)
     token, *rows = _primitive.bind(Call(Verb.STEP, spec, handle.transport), handle.token, *actions)
     return handle.next(token), spec.build_timestep(rows)
@@ -182,7 +174,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
             print(timestep.obs.shape)  # (2, 4)
         ```
     """
-    spec = check_is_handle(handle, "send")
+    spec = check_handle(handle, "send")
     ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
     check_ids(ids.dtype, ids.shape)
     actions = check_action(spec, action, ids.size)
@@ -223,7 +215,7 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
             print(timestep.info["env_id"])  # [1 3]
         ```
     """
-    spec = check_is_handle(handle, "recv")
+    spec = check_handle(handle, "recv")
     if at_least is not None:
         raise TypeError(
             f"recv got at_least={at_least!r}, but the number of ready envs varies, and programs have "
@@ -265,7 +257,7 @@ def get_attr(handle: Handle, name: str, result_shape_dtypes: Any) -> Any:
             print(jaxvec.get_attr(handle, "g", float))  # [10. 10.]
         ```
     """
-    spec = check_is_handle(handle, "get_attr")
+    spec = check_handle(handle, "get_attr")
     leaves, tree = _structs(result_shape_dtypes)
     answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
     call = Call(Verb.GET_ATTR, spec, handle.transport, extra=_extra(name, (), tree), answers=answers)
@@ -305,7 +297,7 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
             print(jaxvec.get_attr(handle, "size", int))  # [5 9]
         ```
     """
-    spec = check_is_handle(handle, "call")
+    spec = check_handle(handle, "call")
     leaves, tree = _structs(result_shape_dtypes)
     operands: list[jax.Array] = []
 
@@ -388,7 +380,7 @@ def save(handle: Handle) -> tuple[Handle, EnvState]:
             print((before.obs == after.obs).all())  # True
         ```
     """
-    spec = check_is_handle(handle, "save")
+    spec = check_handle(handle, "save")
     token, ids = _primitive.bind(Call(Verb.SAVE, spec, handle.transport), handle.token)
     return handle.next(token), EnvState(ids)
 
@@ -422,7 +414,7 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
             print((timestep.obs[0] == timestep.obs[1]).all())  # True
         ```
     """
-    spec = check_is_handle(handle, "restore")
+    spec = check_handle(handle, "restore")
     ids = _ids(state, handle.num_envs)
     token, *rows = _primitive.bind(Call(Verb.RESTORE, spec, handle.transport), handle.token, ids)
     return handle.next(token), spec.build_timestep(rows)
@@ -465,11 +457,11 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
     # Only the pool's id in this token is read: the states name their envs.
     token: Any = np.zeros((count, 3), np.uint32)
     if isinstance(envs, Handle):
-        spec, transport = check_is_handle(envs, "simulate"), envs.transport
+        spec, transport = check_handle(envs, "simulate"), envs.transport
         token = jnp.asarray(token).at[:, 0].set(jax.lax.stop_gradient(envs.token)[0, 0])
     elif isinstance(envs, VectorEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
         handle = Handle(token, envs.spec, _primitive.choose_transport(envs.transport))
-        spec, transport = check_is_handle(handle, "simulate"), handle.transport
+        spec, transport = check_handle(handle, "simulate"), handle.transport
         token[:, 0] = envs.pool.id
     else:
         raise _not_a_pool("simulate", envs)

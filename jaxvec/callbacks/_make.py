@@ -23,10 +23,6 @@ from jaxvec._start import start
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _primitive
 
-# ----------------------------------------------------------------------------------------------------------
-# Results on devices, for Python loops: `jaxvec.make(device=...)`
-# ----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -39,9 +35,7 @@ class Placement:
         if device is None:
             return None
         if not isinstance(device, jax.Device | Sharding):
-            raise TypeError(
-                f"device must be one of jax.devices(), or a jax.sharding.Sharding, not {device!r}"
-            )
+            raise TypeError(f"device must be one of jax.devices() or a jax.sharding.Sharding, not {device!r}")
         sharding = SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
         if not sharding.is_fully_addressable:
             raise NotImplementedError(
@@ -81,10 +75,6 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
     copy[...] = array
     return copy
 
-
-# ----------------------------------------------------------------------------------------------------------
-# `make`, and keywords that it does not have
-# ----------------------------------------------------------------------------------------------------------
 
 # Keywords of other libraries' functions that make vector envs, with advice.
 _PROCESSES = 'Remove it: envs always run in worker processes; use backend="serial" to run them in this one'
@@ -270,7 +260,5 @@ def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
         if name not in elsewhere and meant[0] in elsewhere:
             advice += f" {elsewhere[meant[0]]}"
         # `taken` is None for a function with **kwargs, which might accept the keyword.
-        also = (
-            "the env does not accept it either" if taken is False else "for an env argument, use env_configs"
-        )
+        also = "the env does not accept it either" if taken is False else "env arguments go in env_configs"
         raise TypeError(f"make() got an unexpected option {name!r} ({also}). {advice}")

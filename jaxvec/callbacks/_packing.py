@@ -63,9 +63,7 @@ class Packing:
     def pack(self, results: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Returns the arrays to transfer. Only packed results are copied."""
         packed = [np.empty(self.num_words, np.uint32)] if self.num_words else []
-        alone = [
-            result.reshape(-1) for result, place in zip(results, self.places, strict=True) if place is None
-        ]
+        alone = [x.reshape(-1) for x, place in zip(results, self.places, strict=True) if place is None]
         for target, result, place in zip(self.views([*packed, *alone]), results, self.places, strict=True):
             if place is not None:
                 target[...] = result
@@ -73,8 +71,8 @@ class Packing:
 
     def views(self, transferred: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Returns the results as views into the transferred arrays, on the host."""
-        memory = transferred[0].view(np.uint8) if self.num_words else np.empty(0, np.uint8)
-        others = iter(transferred[1:] if self.num_words else transferred)
+        others = iter(transferred)
+        memory = next(others).view(np.uint8) if self.num_words else np.empty(0, np.uint8)
         views: list[NDArray[Any]] = []
         for each, place in zip(self.types, self.places, strict=True):
             if place is None:
@@ -87,8 +85,8 @@ class Packing:
 
     def split(self, transferred: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the results from the received arrays, inside a program."""
-        words = transferred[0] if self.num_words else None
-        others = iter(transferred[1:] if self.num_words else transferred)
+        others = iter(transferred)
+        words = next(others) if self.num_words else None
         results: list[jax.Array] = []
         for each, place in zip(self.types, self.places, strict=True):
             if place is None:

@@ -27,19 +27,11 @@ from jaxvec._pool import registry
 from jaxvec.callbacks import _ffi, _io_callback
 from jaxvec.callbacks._call import EFFECT, PURE, Call, annotate, answer, pool_id_of
 
-# ----------------------------------------------------------------------------------------------------------
-# The transport of compiled programs
-# ----------------------------------------------------------------------------------------------------------
-
 _logger = logging.getLogger("jaxvec")
 
 
 def choose_transport(name: str) -> str:
-    """Returns the transport for handles: `"auto"` is kept only if FFI is available.
-
-    Raises:
-        NativeUnavailableError: `"ffi"` is not available here. The message gives the reason.
-    """
+    """Returns the transport for handles, where `"auto"` becomes `"io_callback"` if FFI is not available."""
     if name == "io_callback":
         return name
     reason = _ffi.reason_unavailable()
@@ -51,18 +43,13 @@ def choose_transport(name: str) -> str:
     return "io_callback"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The primitive
-#
-# All operands and results have the env axis first, so batching a call makes it one call for more envs.
-# The results of envs are constants to a derivative: `bind` stops the gradients of the operands.
-# ----------------------------------------------------------------------------------------------------------
-
 _FFI_PLATFORMS = ("cpu", "cuda")  # the native library has handlers for these
 
 # The verbs that return time steps.
 _TIMESTEPS = (Verb.RESET, Verb.STEP, Verb.RECV, Verb.RESTORE, Verb.SIMULATE)
 
+# All operands and results have the env axis first, so batching turns a call into one call for more envs.
+# The results of envs are constants to a derivative: `bind` stops the gradients of the operands.
 _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
 
