@@ -26,8 +26,7 @@ NO_SEED = -(2**63)  # marks an env that gets no seed
 def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
     """Returns int64 seeds, `[num_envs]`, with `NO_SEED` for envs without a seed; `None` if `seed` is `None`.
 
-    An int gives env *i* the seed `seed + i`; a sequence has an int or `None` per env. Raises `ValueError` or
-    `TypeError` for anything else.
+    An int gives env *i* the seed `seed + i`; a sequence has an int or `None` per env.
     """
     if seed is None:
         return None

@@ -43,11 +43,9 @@ class Restart:
             autoreset, and each save then sends states to this process.
         max_restarts: Maximum number of faults of each worker and its envs over the pool's lifetime; `None`
             for no limit. The next fault is raised.
-        rate: Maximum number of faults within a number of seconds: `(3, 60.0)` allows three per minute; `None`
-            for no limit.
+        rate: Maximum number of faults within a number of seconds: `(3, 60.0)` allows three per minute.
         keep_options: Whether a rebuilt env inherits the options of the last `reset` of its predecessor, for
-            its first reset, and the attributes set by `set_attr`. Changes made by `call` and `map` are lost,
-            which is logged.
+            its first reset, and the attributes set by `set_attr`. Changes by `call` and `map` are lost.
 
     Example:
         ```python
@@ -161,8 +159,7 @@ class Ray:
         placement_strategy: Strategy of the actors' placement group: `"PACK"`, `"SPREAD"`, `"STRICT_PACK"` or
             `"STRICT_SPREAD"`. `None` for no group, so that Ray places each actor independently.
         runtime_env: Runtime environment of the actors, as for Ray: `pip`, `working_dir`, … Ray uploads local
-            directories when the process connects to the cluster, so they are rejected if it is already
-            connected.
+            directories when the process connects to the cluster, so they are rejected after that.
         data: Transport of actions and results: `"tcp"`, a connection to each actor at a free port of its
             node; `"ray"`, calls of Ray, at several times the cost; `"auto"`, the first one that is possible.
 
@@ -254,8 +251,8 @@ class Workers:
             libraries use one thread, accelerators are hidden, and MPI variables (`OMPI_*`, `PMI_*`, `PMIX_*`)
             are removed, because workers are not ranks of the MPI job.
         init: Function that each worker, also a replacement, runs before it builds its envs, for example to
-            register envs or set global options. A parameter `worker_id` gets the worker's index. It counts
-            towards `Timeouts(start=...)`.
+            register envs or set global options. A parameter `worker_id` gets its index. `Timeouts(start=...)`
+            includes it.
         preload: Modules that the helper process imports before it forks, such as `("ale_py",)`. Use it for
             modules that are slow to import and that every env needs.
         pin: Whether to bind each worker, with the threads of its envs, to its own core. Needs Linux.
@@ -337,11 +334,8 @@ class States:
         functions: Any = self.functions
         if functions is None:
             return
-        if (
-            not isinstance(functions, (tuple, list))
-            or len(functions) != 2
-            or not all(map(callable, functions))
-        ):  # pyright: ignore[reportUnknownArgumentType]
+        is_pair = isinstance(functions, (tuple, list)) and len(functions) == 2  # pyright: ignore[reportUnknownArgumentType]
+        if not is_pair or not all(map(callable, functions)):
             raise TypeError(
                 "States(functions=...) must be two functions, get_state(env) and set_state(env, state), not "
                 f"{functions!r}"

@@ -47,8 +47,7 @@ class TimeStep(NamedTuple):
             the running one. Same-step autoreset adds `final_obs`, zero except where an episode ended, and its
             mask `_final_obs`. Each declared key has a mask; with same-step autoreset, `final_info` has both
             again, for the steps that ended an episode. `fault` (bool, with `on_fault="restart"`) marks steps
-            cut short by a fault. `idle` (bool, with `autoreset_mode="EPISODIC"`) marks envs that were not
-            stepped.
+            cut short by a fault. `idle` (bool, with `autoreset_mode="EPISODIC"`) marks idle envs.
 
     Example:
         ```python
@@ -80,8 +79,8 @@ class EnvState:
     state is valid until newer states replace it (`jaxvec.make(states=...)`).
 
     Attributes:
-        ids: Array `[num_envs, 3]` of uint32: the pool id, and the low and high word of the state's number.
-            Zeros stand for no state.
+        ids: Array `[num_envs, 3]` of uint32: the pool id, and the low and high word of the state's number; or
+            zeros.
 
     Example:
         ```python
@@ -142,7 +141,7 @@ class Leaf:
         shape: Shape of one env's value.
         dtype: The env's own dtype.
         stored: Dtype in the segment and in JAX. `object` for a value without fixed shape, which is sent as a
-            pickle and is not in the segment.
+            pickle.
     """
 
     path: KeyPath
@@ -479,8 +478,8 @@ class PoolSpec:
     def fingerprint(self) -> int:
         """A 63-bit hash of the specification that is equal in every process.
 
-        It ignores `num_envs`, except with `batch_size`: a handle may refer to any number of a pool's envs,
-        which are checked at run time.
+        It ignores `num_envs`, except with `batch_size`: a handle may refer to some envs, as checked at run
+        time.
         """
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
         values = tuple(getattr(spec, field.name) for field in fields(spec))

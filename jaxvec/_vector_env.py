@@ -133,21 +133,18 @@ class VectorEnv:
                 print(timestep.info["episode_length"])  # [0 1]
             ```
         """
-        rows = self._pool.reset(
-            self._pool.move_all(Verb.RESET, Caller.HOST),
-            seeds=_arguments.expand_seeds(seed, self.num_envs),
-            mask=_arguments.check_mask(mask, self.num_envs),
-            options=options,
-            deliver=self._deliver,
-        )
+        seeds = _arguments.expand_seeds(seed, self.num_envs)
+        mask = _arguments.check_mask(mask, self.num_envs)
+        move = self._pool.move_all(Verb.RESET, Caller.HOST)
+        rows = self._pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
     def step(self, action: Any) -> TimeStep:
         """Steps every env once; see `jaxvec.step`.
 
         Args:
-            action: Pytree of the action space with leaves `[num_envs, ...]`. A tuple or list with a dict for
-                each env may replace a dict.
+            action: Pytree of the action space with leaves `[num_envs, ...]`. Or, for a dict, a list of one
+                dict per env.
 
         Returns:
             Arrays, as of `reset`.
@@ -200,12 +197,10 @@ class VectorEnv:
                 print(envs.recv().obs.shape)  # (2, 4)
             ```
         """
-        self._pool.reset_async(
-            self._pool.move_all(Verb.RESET, Caller.HOST),
-            seeds=_arguments.expand_seeds(seed, self.num_envs),
-            mask=_arguments.check_mask(mask, self.num_envs),
-            options=options,
-        )
+        seeds = _arguments.expand_seeds(seed, self.num_envs)
+        mask = _arguments.check_mask(mask, self.num_envs)
+        move = self._pool.move_all(Verb.RESET, Caller.HOST)
+        self._pool.reset_async(move, seeds=seeds, mask=mask, options=options)
 
     def recv(
         self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
@@ -216,9 +211,8 @@ class VectorEnv:
             timeout: Seconds after which `NotReadyError` is raised, or `None`. The envs stay pending.
             copy: `False` returns read-only views into shared memory if the envs are evenly spaced, such as
                 all envs. The views are valid until their envs are sent. JAX arrays are always copies.
-            at_least: Number of envs to wait for in place of `batch_size`. All envs that are ready then are
-                returned, in the order in which they finished or, with `recv_order="sent"`, were sent. Batched
-                envs are returned whole.
+            at_least: Number of envs to wait for in place of `batch_size`. Then all ready envs are returned,
+                in the order of `recv_order`. Batched envs are returned whole.
 
         Returns:
             Arrays `[batch_size, ...]`, as of `reset`; with `at_least` `[k, ...]`, where `k` varies.
@@ -239,6 +233,7 @@ class VectorEnv:
         """
         if at_least is not None:
             at_least = _check_at_least(at_least, self.num_envs)
+        # With `device`, results are copied there in any case.
         deliver = self._deliver if copy else self._placed or views
         move = self._pool.move_all(Verb.RECV, Caller.HOST)
         rows = self._pool.recv(move, deliver=deliver, timeout=timeout, at_least=at_least)
@@ -413,8 +408,7 @@ class VectorEnv:
         """Calls a method of every env or its wrappers, or reads an attribute.
 
         Args:
-            name: Name of the method. A dotted name, such as `"simulator.pause"`, refers to a method of an
-                attribute.
+            name: Name of the method. A dotted name, such as `"simulator.pause"`, also works.
             *args: Positional arguments of each call.
             indices: Envs to call, as in `infos`.
             **kwargs: Keyword arguments of each call.
@@ -441,8 +435,7 @@ class VectorEnv:
     ) -> Future[tuple[Any, ...]]:
         """Starts a `call` without waiting for it. Takes the arguments of `call`.
 
-        Later calls and steps of the same workers wait until this call is done. Other workers are not
-        affected.
+        Later calls and steps of the same workers wait until this call is done.
 
         Returns:
             A future of the result of `call`.
@@ -461,8 +454,8 @@ class VectorEnv:
 
         The function is sent to the workers by cloudpickle, so lambdas and closures work; with
         `backend="serial"` it runs in this process. It may read and change the env, but must not step or reset
-        it. A batched env is passed once, as a `gymnasium.vector.VectorEnv`. If the result has one entry per
-        env, each env gets its own entry.
+        it. A batched env is passed once, as a `gymnasium.vector.VectorEnv`; a result with one entry per env
+        is split.
 
         Args:
             fn: Function of an env.
@@ -569,17 +562,15 @@ class VectorEnv:
     def trace(self, path: str | Path, *, max_events: int = 100_000) -> AbstractContextManager[Path]:
         """Records a timeline of the pool during a `with` block. Open the file at https://ui.perfetto.dev.
 
-        It has one track per worker, with the steps and resets of its envs, other requests, and the time it
-        waits for the program. It also has one track per thread of the program, with its calls of the pool,
-        including those of compiled programs. Wait for programs before the block ends:
-        `jax.block_until_ready`. An event costs about 1 µs. For JAX's own events, run the block inside
-        `jax.profiler.trace(log_dir)`.
+        It has one track per worker, with steps, resets, other requests, and waits for the program. It also
+        has one track per thread of the program, with its calls of the pool, including those of compiled
+        programs. Wait for programs before the block ends: `jax.block_until_ready`. An event costs about 1 µs.
+        For JAX's own events, run the block inside `jax.profiler.trace(log_dir)`.
 
         Args:
             path: Path of the file, which is written at the end of the block, even if the block raises. It has
                 Chrome's JSON format, with times in µs since the start of the block. `otherData` has the start
-                in ns, by the wall clock and by the monotonic clock. The file is compressed if its name ends
-                in `.gz`.
+                in ns, by the wall clock and the monotonic clock. A name in `.gz` compresses it.
             max_events: Number of events to keep for each worker, and for each transport of programs. The
                 latest events are kept; the file has the number of dropped ones.
 
@@ -590,8 +581,8 @@ class VectorEnv:
             FileNotFoundError, IsADirectoryError: The path can't be written to. The block was not run.
             RuntimeError: The pool is already being traced.
             ValueError: `max_events` is less than 1.
-            PoolBrokenError, PoolClosedError: The pool is broken or closed. If it breaks within the block, the
-                file has the events up to then.
+            PoolBrokenError, PoolClosedError: The pool is broken or closed. The file then has the earlier
+                events.
 
         Example:
             ```python
@@ -602,14 +593,9 @@ class VectorEnv:
                 print(path)  # envs.json
             ```
         """
-        return _tracing.tracing(
-            self._pool.start_trace,
-            self._pool.stop_trace,
-            path,
-            self._slices,
-            pool_id=self._pool.id,
-            max_events=max_events,
-        )
+        pool = self._pool
+        start, stop = pool.start_trace, pool.stop_trace
+        return _tracing.tracing(start, stop, path, self._slices, pool_id=pool.id, max_events=max_events)
 
     def raise_if_failed(self) -> None:
         """Raises the typed error of the last failed program, once, or the error that broke the pool.
@@ -690,13 +676,7 @@ class VectorEnv:
         return EnvState(self._pool.import_states(packed))
 
     def _call(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        indices: Any,
-        begun: Callable[[], None] | None = None,
-        verb: Verb = Verb.CALL,
+        self, name: str, args: Any, kwargs: Any, indices: Any, begun: Any = None, verb: Verb = Verb.CALL
     ) -> tuple[Any, ...]:
         slots = _arguments.check_indices(indices, self.num_envs)
         each = [args] * len(slots)

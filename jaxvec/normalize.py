@@ -44,8 +44,7 @@ class RunningMeanStd:
 
         Args:
             like: One env's value: a pytree of arrays or `jax.ShapeDtypeStruct`s `[...]`.
-            count: Number of values that the initial mean and variance count for; 1e-4 as in Gymnasium and
-                Stable-Baselines3.
+            count: Weight of the initial mean and variance, as a number of values; Gymnasium also has 1e-4.
 
         Example:
             ```python
@@ -60,8 +59,7 @@ class RunningMeanStd:
         """Returns the statistics updated with a batch of values.
 
         Args:
-            batch: Pytree of values with leading batch axes, such as `[num_envs, ...]` or, from a scan,
-                `[num_steps, num_envs, ...]`.
+            batch: Pytree of values with leading batch axes, such as `[num_steps, num_envs, ...]`.
 
         Raises:
             ValueError: The structure or a shape does not match.

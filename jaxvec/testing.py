@@ -79,8 +79,7 @@ class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
 class NestedEnv(gymnasium.Env[Any, Any]):
     """An env with nested observations and actions of many kinds, which returns the action in its observation.
 
-    The reward is the sum over the action. The keys are deliberately unsorted, because Gymnasium keeps a
-    `Dict`'s order while JAX sorts it.
+    The reward is the sum over the action. The keys are unsorted on purpose, because JAX sorts them.
 
     Args:
         episode_length: Number of steps until `terminated`.

@@ -154,5 +154,5 @@ def test_a_batch_of_another_shape_is_an_error(batch, text):
     with pytest.raises(ValueError, match=text):
         RunningMeanStd.create(np.zeros(2)).update(batch)
     pair = RunningMeanStd.create((np.zeros(2), 0.0))
-    with pytest.raises(ValueError, match="all leaves of a batch need the same axes"):
+    with pytest.raises(ValueError, match="all leaves of a batch need the same leading axes"):
         pair.update((np.zeros((4, 2)), np.zeros(3)))

@@ -47,11 +47,9 @@ class Handle:
     """The right to make the next move of some envs of a pool, once.
 
     A pytree with one array, so it works with `jit`, `scan`, `cond` and donation. Its first axis is the env
-    axis: split it as you split observations, by indexing, reshaping, sharding or `vmap`. Each part is a
-    handle to its envs.
+    axis: split it like observations, by indexing, reshaping, sharding or `vmap`. Each part is a handle.
 
-    Each reset and step returns a new handle and makes the old one stale. This data dependence orders the
-    steps of a program.
+    Each reset and step returns a new handle and makes the old one stale. This orders the steps of a program.
 
     Attributes:
         token: Array `[num_envs, 3]` of uint32. For each env it stores the pool id, the env id, and a counter
@@ -351,11 +349,6 @@ def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
     return EnvDataError(
         f"env {slot} returned wrong data from {name}: {why}", env_id=slot, worker=None, operation=name
     )
-
-
-def annotate(verb: str, by: str) -> jax.profiler.TraceAnnotation:
-    """Marks a block as an event in the trace of `jax.profiler`."""
-    return jax.profiler.TraceAnnotation(f"{verb} ({by})")
 
 
 def pool_id_of(token: Array) -> int:

@@ -29,7 +29,7 @@ from jaxvec._native.interrupts import raise_since
 from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks import _call
-from jaxvec.callbacks._call import PURE, Call, annotate
+from jaxvec.callbacks._call import PURE, Call
 from jaxvec.callbacks._packing import WORD, Packing
 
 _MIN_VERSION = 1  # oldest FFI version that runtimes accept: 1000 * major + minor
@@ -156,7 +156,7 @@ def _serve(
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
     with (
-        annotate(VERBS[verb].function, "FFI by Python"),
+        jax.profiler.TraceAnnotation(f"{VERBS[verb].function} (FFI by Python)"),
         registry.serving(pool_id, fingerprint, rows) as pool,
         span(pool.state.recorder, "FFI by Python"),
     ):

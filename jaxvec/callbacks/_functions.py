@@ -38,18 +38,15 @@ def reset(
     Without a mask, it waits for pending envs and discards their results.
 
     Works inside `jit`, `scan`, `vmap` and similar transformations, and eagerly. If the program has stepped
-    the pool before, pass the latest handle and not the `VectorEnv`: the handle orders the reset after that
-    step.
+    the pool before, pass the latest handle, not the `VectorEnv`, to order the reset after that step.
 
     Args:
         envs: The pool, or the latest handle to some of its envs.
-        num_envs: Number of envs of each vmapped instance, for a `VectorEnv` under `vmap`: the pool's number
-            of envs divided by the number of instances. Pass one seed (or mask) per instance; an unbatched
-            reset would run only once.
+        num_envs: Number of envs of each instance, for a `VectorEnv` under `vmap`: the pool's envs divided by
+            the instances. Pass one seed (or mask) per instance; an unbatched reset would run only once.
         seed: `None`, an int (env *i* gets `seed + i`), an integer array `[num_envs]`, or a JAX key from which
             a seed for each env is drawn. Arrays and keys may be traced.
-        mask: Bool array `[num_envs]` of the envs to reset, none of which may be pending; `None` for all. May
-            be traced.
+        mask: Bool array `[num_envs]` of envs to reset, none of them pending; may be traced. `None` for all.
         options: A dict for every env's `reset`, or a list with one dict per env. Fixed at trace time.
 
     Returns:
@@ -87,12 +84,8 @@ def reset(
         handle, fresh = Handle(token, envs.spec, _primitive.choose_transport(envs.transport)), True  # pyright: ignore[reportArgumentType]
     spec = check_handle(handle, "reset")
     extra = dumps((options, mask is not None))
-    token, *rows = _primitive.bind(
-        Call(Verb.RESET, spec, handle.transport, fresh=fresh, extra=extra),
-        handle.token,
-        seed_words(seed, handle.num_envs),
-        mask_array(mask, handle.num_envs),
-    )
+    words, mask = seed_words(seed, handle.num_envs), mask_array(mask, handle.num_envs)
+    token, *rows = _bind(Verb.RESET, handle, words, mask, fresh=fresh, extra=extra)
     return handle.next(token), spec.build_timestep(rows)
 
 
@@ -104,8 +97,8 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
 
     Args:
         handle: The handle returned by the latest reset or step.
-        action: Pytree of the action space with leaves `[num_envs, ...]`. Dtypes are widened (bool to integer
-            to float), but never narrowed.
+        action: Pytree of the action space with leaves `[num_envs, ...]`. Dtypes are widened (bool, integer,
+            float), never narrowed.
 
     Returns:
         The handle for the next step, and the time step.
@@ -139,7 +132,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
     """
     spec = check_handle(handle, "step")
     actions = check_action(spec, action, handle.num_envs)
-    token, *rows = _primitive.bind(Call(Verb.STEP, spec, handle.transport), handle.token, *actions)
+    token, *rows = _bind(Verb.STEP, handle, *actions)
     return handle.next(token), spec.build_timestep(rows)
 
 
@@ -178,24 +171,21 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
     ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
     check_ids(ids.dtype, ids.shape)
     actions = check_action(spec, action, ids.size)
-    (token,) = _primitive.bind(
-        Call(Verb.SEND, spec, handle.transport), handle.token, *actions, ids.astype(np.int32)
-    )
+    (token,) = _bind(Verb.SEND, handle, *actions, ids.astype(np.int32))
     return handle.next(token)
 
 
 def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeStep]:
     """Waits for `batch_size` of the pending envs and returns their time step.
 
-    `timestep.info["env_id"]` identifies them. They are the envs that finished first, in that order. With
-    `recv_order="sent"` they are the envs that were sent first, in that order. Without `batch_size`, all envs
-    are returned in env order. After a reset with k batches, batch i holds envs i, i+k, …, so every batch
-    contains envs of every worker.
+    `timestep.info["env_id"]` identifies them. They are the envs that finished first or, with
+    `recv_order="sent"`, that were sent first, in that order. Without `batch_size`, all envs are returned in
+    env order. After a reset with k batches, batch i holds envs i, i+k, …, so each batch has envs of every
+    worker.
 
     Args:
         handle: The handle returned by the latest call, to all envs of the pool.
-        at_least: Only for `VectorEnv.recv`, which can return any number of envs. Arrays in JAX programs have
-            fixed shapes.
+        at_least: Only for `VectorEnv.recv`, as arrays in JAX programs have fixed shapes.
 
     Returns:
         The handle for the next call, and the time step with leaves `[batch_size, ...]`.
@@ -222,7 +212,7 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
             "arrays of fixed shapes. Make the pool with the batch_size that recv should wait for, such as 1, "
             "or use VectorEnv.recv in a Python loop"
         )
-    token, *rows = _primitive.bind(Call(Verb.RECV, spec, handle.transport), handle.token)
+    token, *rows = _bind(Verb.RECV, handle)
     return handle.next(token), spec.build_timestep(rows)
 
 
@@ -257,11 +247,11 @@ def get_attr(handle: Handle, name: str, result_shape_dtypes: Any) -> Any:
             print(jaxvec.get_attr(handle, "g", float))  # [10. 10.]
         ```
     """
-    spec = check_handle(handle, "get_attr")
+    check_handle(handle, "get_attr")
     leaves, tree = _structs(result_shape_dtypes)
     answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
-    call = Call(Verb.GET_ATTR, spec, handle.transport, extra=_extra(name, (), tree), answers=answers)
-    return jax.tree.unflatten(tree, _primitive.bind(call, handle.token))
+    values = _bind(Verb.GET_ATTR, handle, extra=_extra(name, (), tree), answers=answers)
+    return jax.tree.unflatten(tree, values)
 
 
 def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = None) -> tuple[Handle, Any]:
@@ -270,8 +260,8 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
     Args:
         handle: The handle returned by the latest call.
         method: Name of the method, which may be one of a wrapper.
-        *args: Pytrees. Arrays have one entry per env, `[num_envs, ...]`. Scalars and other objects are passed
-            to every env.
+        *args: Pytrees. Arrays have one entry per env, `[num_envs, ...]`. Each env gets any scalars and other
+            objects.
         result_shape_dtypes: Type of one env's result: a pytree of dtypes, arrays or `jax.ShapeDtypeStruct`s.
             `None` discards the result.
 
@@ -279,8 +269,7 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
         The handle for the next call, and a pytree like `result_shape_dtypes` with leaves `[num_envs, ...]`.
 
     Raises:
-        EnvError, EnvAttributeError: An env raised, or has no such method. The pool and the handle stay
-            usable.
+        EnvError, EnvAttributeError: An env raised, or has no such method. The handle stays valid.
         EnvDataError: A result does not match `result_shape_dtypes`.
         ValueError: The first axis of an array is not `num_envs`.
         JaxvecError: Any error of `step`.
@@ -297,7 +286,7 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
             print(jaxvec.get_attr(handle, "size", int))  # [5 9]
         ```
     """
-    spec = check_handle(handle, "call")
+    check_handle(handle, "call")
     leaves, tree = _structs(result_shape_dtypes)
     operands: list[jax.Array] = []
 
@@ -316,15 +305,10 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
         return Operand(len(operands) - 1)
 
     placed = jax.tree.map(operand, args)
-    request = Call(
-        Verb.CALL,
-        spec,
-        handle.transport,
-        extra=_extra(method, placed, tree),
-        arguments=tuple((array.shape[1:], np.dtype(array.dtype)) for array in operands),
-        answers=tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves),
-    )
-    token, *values = _primitive.bind(request, handle.token, *operands)
+    extra = _extra(method, placed, tree)
+    arguments = tuple((array.shape[1:], np.dtype(array.dtype)) for array in operands)
+    answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+    token, *values = _bind(Verb.CALL, handle, *operands, extra=extra, arguments=arguments, answers=answers)
     return handle.next(token), jax.tree.unflatten(tree, values)
 
 
@@ -380,8 +364,8 @@ def save(handle: Handle) -> tuple[Handle, EnvState]:
             print((before.obs == after.obs).all())  # True
         ```
     """
-    spec = check_handle(handle, "save")
-    token, ids = _primitive.bind(Call(Verb.SAVE, spec, handle.transport), handle.token)
+    check_handle(handle, "save")
+    token, ids = _bind(Verb.SAVE, handle)
     return handle.next(token), EnvState(ids)
 
 
@@ -389,16 +373,16 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
     """Restores every env of the handle to a saved state: env *i* to `state[i]`.
 
     The same actions then give the same data, bit for bit, as after the save. A state may come from another
-    env that was made by the same function, even in another pool of equal specification. It is then sent from
-    one worker to the other.
+    env that was made by the same function, even in another pool of equal specification. It is then sent to
+    that worker.
 
     Args:
         handle: The handle returned by the latest call.
         state: States `[num_envs]`.
 
     Returns:
-        The handle for the next call, and the time step that was current at the save, except `info["env_id"]`,
-        which is the restored env.
+        The handle for the next call, and the time step of the save, except `info["env_id"]`, which is the
+        restored env.
 
     Raises:
         StaleStateError: A state was evicted by newer ones. Nothing was restored.
@@ -416,7 +400,7 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
     """
     spec = check_handle(handle, "restore")
     ids = _ids(state, handle.num_envs)
-    token, *rows = _primitive.bind(Call(Verb.RESTORE, spec, handle.transport), handle.token, ids)
+    token, *rows = _bind(Verb.RESTORE, handle, ids)
     return handle.next(token), spec.build_timestep(rows)
 
 
@@ -424,8 +408,7 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
     """Steps copies of envs from saved states; the envs themselves stay unchanged.
 
     This is a pure function of state and action, so calls may run in any order, and JAX may drop or repeat
-    them. Works inside all transformations of JAX, including a vmapped `cond` or `while_loop` with different
-    predicates.
+    them. Works inside all transformations of JAX, even a vmapped `cond` with different predicates.
 
     Args:
         envs: The pool of the states, or a handle to some of its envs, which stays valid.
@@ -433,8 +416,7 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
         action: Pytree of the action space with leaves `[n, ...]`.
 
     Returns:
-        The states after the step, `[n]`, and the time step. Its `info["env_id"]` is the env that was saved
-        originally.
+        The states after the step, `[n]`, and the time step. Its `info["env_id"]` is the saved env.
 
     Raises:
         StaleStateError: A state was evicted by newer ones.
@@ -469,6 +451,11 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
     actions = check_action(spec, action, count)
     ids, *rows = _primitive.bind(Call(Verb.SIMULATE, spec, transport), token, ids, *actions)
     return EnvState(ids), spec.build_timestep(rows)
+
+
+def _bind(verb: Verb, handle: Handle, *operands: Any, **fields: Any) -> list[jax.Array]:
+    call = Call(verb, handle.spec, handle.transport, **fields)
+    return _primitive.bind(call, handle.token, *operands)
 
 
 def _not_a_pool(function: str, envs: Any) -> TypeError:

@@ -1,8 +1,8 @@
 """The `io_callback` transport: unordered calls into Python, on every platform.
 
 Callbacks use NumPy only, because calling jax inside a callback can deadlock. `io_callback` transfers each
-input separately, about 15 µs each. So all inputs travel as one array of bytes, and the results as few arrays
-(`_packing.py`).
+input separately, about 15 µs each. So all inputs travel as one array of bytes, and `_packing.py` packs the
+results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from jaxvec._pool import registry
 from jaxvec._tracing import span
-from jaxvec.callbacks._call import PURE, Call, annotate, answer, pool_id_of
+from jaxvec.callbacks._call import PURE, Call, answer, pool_id_of
 from jaxvec.callbacks._packing import Packing
 
 # Up to jax 0.10, reading an input of 100 KiB or more deadlocks if its value was not ready at dispatch and
@@ -53,7 +53,7 @@ class _Answer:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
         pool_id, fresh = pool_id_of(operands[0]), self.rows if self.call.fresh else None
         with (
-            annotate(self.call.verb.function, "io_callback"),
+            jax.profiler.TraceAnnotation(f"{self.call.verb.function} (io_callback)"),
             registry.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
             span(pool.state.recorder, "io_callback"),
         ):

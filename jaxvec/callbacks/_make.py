@@ -145,8 +145,7 @@ def make(
             the worker's index to a parameter `worker_id`. It does not fill a parameter that is annotated
             `str`, has a string default, or is already bound by `functools.partial`. Lambdas, closures and
             classes of `__main__` or a notebook work, and no main guard is needed. A
-            `gymnasium.vector.VectorEnv` is also accepted: its envs are stepped in this process, and it is
-            closed with the pool.
+            `gymnasium.vector.VectorEnv` is stepped in this process, and closed with the pool.
         num_envs: Number of envs. Optional for a list or a `VectorEnv`.
         env_configs: Keyword arguments for individual envs, one dict per env, in addition to `env_kwargs`.
         envs_per_instance: Number of envs that each call of `env` makes, if it returns a `VectorEnv`, such as
@@ -187,8 +186,8 @@ def make(
             the error and breaks the pool. `"restart"`, or a `jaxvec.Restart` with your own limits, resets the
             env or replaces the worker, and the program continues. The step's results then have `truncated`
             and `info["fault"]` set, and repeat the last observation.
-        timeouts: A `jaxvec.Timeouts` with limits for the start of the workers, a reset and a step; 60 s each
-            by default.
+        timeouts: A `jaxvec.Timeouts` with limits for the start of the workers, a reset and a step; by default
+            60 s.
 
     Args: Env states
         states: Number of saved states that the pool keeps for `jaxvec.save`, `restore` and `simulate`, or a
@@ -198,8 +197,7 @@ def make(
         device: A `jax.Device`, or a `jax.sharding.Sharding` of the env axis such as
             `NamedSharding(mesh, PartitionSpec("envs"))`. The pool's own `reset`, `step` and `recv` then
             return JAX arrays there, not NumPy arrays. A GPU copies them directly from the memory that the
-            envs write to. In JAX programs, results are on the program's device. Pass an env argument named
-            `device` in `env_configs`.
+            envs write to. An env argument named `device` goes in `env_configs`.
 
     Returns:
         The pool. Keep a reference to it while its handles are in use.

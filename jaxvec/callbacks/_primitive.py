@@ -1,7 +1,6 @@
 """The JAX primitive behind all calls: tracing, batching, dead code elimination, lowering and eager execution.
 
-`_functions.py` binds the primitive with a `Call`; lowering picks the transport, `_ffi.py` or
-`_io_callback.py`.
+`_functions.py` binds the primitive with a `Call`; `_ffi.py` and `_io_callback.py` are the transports.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jaxvec._errors import EnvIdError
 from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
 from jaxvec.callbacks import _ffi, _io_callback
-from jaxvec.callbacks._call import EFFECT, PURE, Call, annotate, answer, pool_id_of
+from jaxvec.callbacks._call import EFFECT, PURE, Call, answer, pool_id_of
 
 _logger = logging.getLogger("jaxvec")
 
@@ -65,7 +64,7 @@ def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     fresh = len(arrays[0]) if call.fresh else None
     pool = registry.find(pool_id_of(arrays[0]), call.spec.fingerprint, fresh)
     # The results are copies without another reference, so jax may alias them.
-    with annotate(call.verb.function, "eager"):
+    with jax.profiler.TraceAnnotation(f"{call.verb.function} (eager)"):
         results = jax.device_put(call.read(answer(call, pool, arrays)))
     if call.verb is Verb.RESET and _on_gpu(results[0]):
         # Programs on the GPU will follow. Page-locking inside a program can deadlock with another GPU that
