@@ -15,10 +15,6 @@ from numpy.typing import NDArray
 from jaxvec._errors import ActionError, EnvIdError
 from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, format_path
 
-# ----------------------------------------------------------------------------------------------------------
-# Seeds and masks
-# ----------------------------------------------------------------------------------------------------------
-
 _MAX_SEED = 2**63 - 1
 NO_SEED = -(2**63)  # marks an env that gets no seed
 
@@ -75,11 +71,7 @@ def _index(seed: Any) -> int:
         raise TypeError(f"a seed must be an integer, got {seed!r}") from error
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The `options` of resets
-# ----------------------------------------------------------------------------------------------------------
-
-# One entry per env of the pool; None if no env has options.
+# Reset options, with one entry per env of the pool; None if no env has any.
 Options: TypeAlias = tuple[dict[str, Any] | None, ...] | None
 
 
@@ -128,10 +120,6 @@ def options_changed(before: Options, after: Options, first: int, stop: int) -> b
 def select_options(options: Options, first: int, stop: int) -> Options:
     return None if options is None else options[first:stop]
 
-
-# ----------------------------------------------------------------------------------------------------------
-# Actions and env ids
-# ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -193,7 +181,7 @@ def _take_apart(node: Node, number: int, sample: Any) -> list[Any]:
     try:
         return flatten(node, sample, lambda leaf, value: value)
     except ActionError as error:
-        raise ActionError(f"action of env {number} in the list: {error}") from None
+        raise ActionError(f"item {number} of the list: {error}") from None
 
 
 def _unexpected(leaf: Leaf, shape: tuple[int, ...], got: str) -> ActionError:

@@ -320,9 +320,7 @@ class States:
         states = jaxvec.States(max=10, functions=(get_state, set_state))
         with jaxvec.make(jaxvec.testing.CountingEnv, 2, states=states) as envs:
             envs.reset(seed=0)
-            saved = envs.save()
-            envs.step([1, 1])
-            envs.restore(saved)
+            envs.restore(envs.save())
         ```
     """
 
@@ -474,11 +472,6 @@ def _from_environ() -> Config:
 
 
 config: Config = _from_environ()
-
-
-# ----------------------------------------------------------------------------------------------------------
-# All options of a pool
-# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,10 +26,6 @@ from numpy.typing import NDArray
 
 from jaxvec._errors import UnsupportedSpaceError
 
-# ----------------------------------------------------------------------------------------------------------
-# Results of a reset or a step
-# ----------------------------------------------------------------------------------------------------------
-
 
 class TimeStep(NamedTuple):
     """The batched result of a reset or a step, in Gymnasium's order.
@@ -63,11 +59,6 @@ class TimeStep(NamedTuple):
     terminated: Any
     truncated: Any
     info: dict[str, Any]
-
-
-# ----------------------------------------------------------------------------------------------------------
-# References to saved states
-# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,17 +212,14 @@ def fold_space(
     `leaf(space, path)` converts all spaces except `Dict` and `Tuple`. `make_dict(children, path)` and
     `make_tuple(children, path)` get the converted children, in order. `root` is the path of `space`.
     """
-
-    def fold(space: Space[Any], path: KeyPath) -> Any:
-        match space:
-            case spaces.Dict():
-                return make_dict({key: fold(one, (*path, key)) for key, one in space.spaces.items()}, path)
-            case spaces.Tuple():
-                return make_tuple([fold(child, (*path, i)) for i, child in enumerate(space.spaces)], path)
-            case _:
-                return leaf(space, path)
-
-    return fold(space, root)
+    fold = partial(fold_space, leaf=leaf, make_dict=make_dict, make_tuple=make_tuple)
+    match space:
+        case spaces.Dict():
+            return make_dict({key: fold(one, root=(*root, key)) for key, one in space.spaces.items()}, root)
+        case spaces.Tuple():
+            return make_tuple([fold(one, root=(*root, i)) for i, one in enumerate(space.spaces)], root)
+        case _:
+            return leaf(space, root)
 
 
 def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, objects: bool = False) -> Node:

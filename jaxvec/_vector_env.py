@@ -433,12 +433,9 @@ class VectorEnv:
     def call_async(
         self, name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> Future[tuple[Any, ...]]:
-        """Starts a `call` without waiting for it. Takes the arguments of `call`.
+        """Starts a `call` without waiting for it, and returns a future of its result.
 
         Later calls and steps of the same workers wait until this call is done.
-
-        Returns:
-            A future of the result of `call`.
 
         Example:
             ```python
@@ -460,10 +457,7 @@ class VectorEnv:
         Args:
             fn: Function of an env.
             *args: Further arguments of each call.
-            indices: Envs, as in `infos`.
-
-        Returns:
-            One result per env, in the order of `indices`.
+            indices: Envs, as in `infos`. They also determine the order of the results.
 
         Raises:
             EnvError: The function raised; `env_id` is the index of the env. The pool stays usable.
@@ -481,16 +475,13 @@ class VectorEnv:
         return tuple(self._pool.env_calls.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
     def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
-        """Returns an attribute of each env. Raises the errors of `call`.
+        """Returns an attribute of each env, in the order of `indices`. Raises the errors of `call`.
 
         Args:
             name: Name of the attribute.
             indices: Envs, as in `infos`.
             call: Whether to call a callable attribute and return its result, as Gymnasium's vector envs do.
                 Batched envs with their own `get_attr` ignore it.
-
-        Returns:
-            One value per env, in the order of `indices`.
 
         Example:
             ```python

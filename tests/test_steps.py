@@ -748,10 +748,10 @@ def test_a_wrong_sample_names_its_place(make):
     envs.reset()
     good = envs.single_action_space.sample()
     for action, match in (
-        ([good], "a dict for each of 2 envs, not 1"),
-        ([good, {**good, "leg": 1}], "number 1: action: expected a dict with keys"),
+        ([good], "a list of 2 dicts, one per env, got 1"),
+        ([good, {**good, "leg": 1}], "item 1 of the list: action: expected a dict with keys"),
         ([good, {**good, "turn": np.ones(3)}], r"action\['turn'\]: expected int32 of shape \(2,\).*ragged"),
-        ([good, 3], "number 1: action: expected a dict"),
+        ([good, 3], "item 1 of the list: action: expected a dict"),
     ):
         with pytest.raises(jaxvec.ActionError, match=f"(?s){match}"):
             envs.step(action)

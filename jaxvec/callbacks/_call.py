@@ -200,10 +200,6 @@ class Call:
         """True if the call is for all envs of the pool and cannot be split."""
         return self.verb in (Verb.SEND, Verb.RECV) or (self.verb is Verb.RESET and self.spec.first_ready)
 
-    @property
-    def copies(self) -> Copies:
-        return Copies(frozenset(place - 1 for place in self.unread))  # the token comes before them
-
     def operands(self, rows: int, sent: int) -> list[Struct]:
         """Returns the type of each operand, for a token of `rows` envs; SEND has `sent` actions and ids."""
         token = _struct((3,), np.uint32, rows)
@@ -265,7 +261,9 @@ def answer(call: Call, pool: Pool, operands: Rows, out: Rows | None = None) -> l
     """
     token, *rest = operands
     call.check_rows(len(token), pool.spec.num_envs)
-    results = _run(call, pool, token, rest, call.copies if out is None else into(out[1:]))
+    # The token is result 0, and the leaves of the time step follow.
+    deliver = Copies(frozenset(place - 1 for place in call.unread)) if out is None else into(out[1:])
+    results = _run(call, pool, token, rest, deliver)
     if out is None:
         return results
     for target, result in zip(out, results, strict=True):

@@ -20,10 +20,6 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _primitive
 from jaxvec.callbacks._call import Call, Handle, Operand, check_action, check_handle, mask_array, seed_words
 
-# ----------------------------------------------------------------------------------------------------------
-# Reset and step
-# ----------------------------------------------------------------------------------------------------------
-
 
 def reset(
     envs: VectorEnv | Handle,
@@ -248,8 +244,7 @@ def get_attr(handle: Handle, name: str, result_shape_dtypes: Any) -> Any:
         ```
     """
     check_handle(handle, "get_attr")
-    leaves, tree = _structs(result_shape_dtypes)
-    answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+    answers, tree = _answers(result_shape_dtypes)
     values = _bind(Verb.GET_ATTR, handle, extra=_extra(name, (), tree), answers=answers)
     return jax.tree.unflatten(tree, values)
 
@@ -287,7 +282,7 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
         ```
     """
     check_handle(handle, "call")
-    leaves, tree = _structs(result_shape_dtypes)
+    answers, tree = _answers(result_shape_dtypes)
     operands: list[jax.Array] = []
 
     def operand(leaf: Any) -> Any:
@@ -307,7 +302,6 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
     placed = jax.tree.map(operand, args)
     extra = _extra(method, placed, tree)
     arguments = tuple((array.shape[1:], np.dtype(array.dtype)) for array in operands)
-    answers = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
     token, *values = _bind(Verb.CALL, handle, *operands, extra=extra, arguments=arguments, answers=answers)
     return handle.next(token), jax.tree.unflatten(tree, values)
 
@@ -318,18 +312,16 @@ def _extra(name: str, args: Any, tree: Any) -> bytes:
     return dumps((name, args, skeleton))
 
 
-def _structs(struct: Any) -> tuple[list[jax.ShapeDtypeStruct], Any]:
-    """Returns the leaves of `result_shape_dtypes` in the dtypes that JAX uses, and the tree structure."""
+def _answers(struct: Any) -> tuple[tuple[tuple[tuple[int, ...], np.dtype[Any]], ...], Any]:
+    """Returns `Call.answers` for `result_shape_dtypes`, with JAX's canonical dtypes, and the tree."""
 
-    def leaf(value: Any) -> jax.ShapeDtypeStruct:
+    def answer(value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
         if isinstance(value, (type, str, np.dtype)):
-            shape, dtype = (), np.dtype(value)
-        else:
-            shape, dtype = value.shape, np.dtype(value.dtype)
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+            return (), np.dtype(jax.dtypes.canonicalize_dtype(np.dtype(value)))
+        return tuple(value.shape), np.dtype(jax.dtypes.canonicalize_dtype(np.dtype(value.dtype)))
 
     leaves, tree = jax.tree.flatten(struct)
-    return [leaf(value) for value in leaves], tree
+    return tuple(map(answer, leaves)), tree
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -399,7 +391,8 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
         ```
     """
     spec = check_handle(handle, "restore")
-    ids = _ids(state, handle.num_envs)
+    ids = jnp.asarray(state_ids(state))
+    check_states_type(ids.shape, ids.dtype, handle.num_envs)
     token, *rows = _bind(Verb.RESTORE, handle, ids)
     return handle.next(token), spec.build_timestep(rows)
 
@@ -434,8 +427,9 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
             print(left.obs[:, 1] < right.obs[:, 1])  # [ True  True]
         ```
     """
-    ids = state_ids(state)
-    count = np.shape(ids)[0] if np.ndim(ids) else 0
+    ids = jnp.asarray(state_ids(state))
+    count = len(ids) if ids.ndim else 0
+    check_states_type(ids.shape, ids.dtype, count)
     # Only the pool's id in this token is read: the states name their envs.
     token: Any = np.zeros((count, 3), np.uint32)
     if isinstance(envs, Handle):
@@ -447,7 +441,6 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
         token[:, 0] = envs.pool.id
     else:
         raise _not_a_pool("simulate", envs)
-    ids = _ids(state, count)
     actions = check_action(spec, action, count)
     ids, *rows = _primitive.bind(Call(Verb.SIMULATE, spec, transport), token, ids, *actions)
     return EnvState(ids), spec.build_timestep(rows)
@@ -464,9 +457,3 @@ def _not_a_pool(function: str, envs: Any) -> TypeError:
         f"{function} takes the pool that jaxvec.make returned, or a handle to its envs, not "
         f"{type(envs).__name__}{hint}"
     )
-
-
-def _ids(state: EnvState, num_envs: int) -> jax.Array:
-    ids = jnp.asarray(state_ids(state))
-    check_states_type(ids.shape, ids.dtype, num_envs)
-    return ids

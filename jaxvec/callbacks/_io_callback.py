@@ -64,14 +64,9 @@ class _Answer:
 
 def _pack(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns the bytes of all arrays, concatenated, in pieces of `[n]` uint8."""
-    packed = jnp.concatenate([_as_bytes(array) for array in arrays])
+    numbers = [array.astype(np.uint8) if array.dtype == np.bool_ else array for array in arrays]
+    packed = jnp.concatenate([jax.lax.bitcast_convert_type(x, np.uint8).reshape(-1) for x in numbers])
     return [packed[start : start + _PIECE] for start in range(0, packed.size, _PIECE)]
-
-
-def _as_bytes(array: jax.Array) -> jax.Array:
-    if array.dtype == np.bool_:
-        array = array.astype(np.uint8)
-    return jax.lax.bitcast_convert_type(array, np.uint8).reshape(-1)
 
 
 def _unpack(pieces: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct]) -> list[NDArray[Any]]:
