@@ -70,8 +70,8 @@ class EnvState:
     state is valid until newer states replace it (`jaxvec.make(states=...)`).
 
     Attributes:
-        ids: Array `[num_envs, 3]` of uint32: the pool id, and the low and high word of the state's number; or
-            zeros.
+        ids: Array `[num_envs, 3]` of uint32: the pool id, and the low and high word of the state's number.
+            All zero for no state.
 
     Example:
         ```python
@@ -399,9 +399,8 @@ class EnvSpaces:
 class PoolSpec:
     """The shapes and dtypes of a pool's data, and its autoreset mode. Hashable, compared by value.
 
-    Pools with equal specifications can use the same compiled program.
-
-    `declared` is the part of `info` that the env itself fills in.
+    Pools with equal specifications can use the same compiled program. `declared` is the part of `info` that
+    the env itself fills in.
     """
 
     num_envs: int
@@ -466,8 +465,7 @@ class PoolSpec:
     def fingerprint(self) -> int:
         """A 63-bit hash of the specification that is equal in every process.
 
-        It ignores `num_envs`, except with `batch_size`: a handle may refer to some envs, as checked at run
-        time.
+        It ignores `num_envs`, except with `batch_size`, because a handle may refer to any of the envs.
         """
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
         values = tuple(getattr(spec, field.name) for field in fields(spec))

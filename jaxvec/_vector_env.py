@@ -118,8 +118,9 @@ class VectorEnv:
         all envs (an int seeds env *i* with `seed + i`) or a list with an entry for each env.
 
         Returns:
-            Arrays that later calls don't overwrite: NumPy arrays, or JAX arrays if the pool was made with a
-            `device`. With `batch_size`, they hold the envs that are ready first, as from `recv`.
+            The time step, which later calls don't overwrite. Its arrays are NumPy arrays, or JAX arrays if
+            the pool was made with a `device`. With `batch_size`, it has the envs that are ready first, as
+            from `recv`.
 
         Raises:
             JaxvecError, ValueError, TypeError: The errors of `jaxvec.reset`.
@@ -143,11 +144,11 @@ class VectorEnv:
         """Steps every env once; see `jaxvec.step`.
 
         Args:
-            action: Pytree of the action space with leaves `[num_envs, ...]`. Or, for a dict, a list of one
-                dict per env.
+            action: Pytree of the action space with leaves `[num_envs, ...]`. A list with one dict per env may
+                replace a dict.
 
         Returns:
-            Arrays, as of `reset`.
+            The time step, as in `reset`.
 
         Raises:
             JaxvecError: The errors of `jaxvec.step`.
@@ -215,13 +216,13 @@ class VectorEnv:
                 in the order of `recv_order`. Batched envs are returned whole.
 
         Returns:
-            Arrays `[batch_size, ...]`, as of `reset`; with `at_least` `[k, ...]`, where `k` varies.
+            The time step, with arrays `[batch_size, ...]`, or `[k, ...]` with `at_least`, where `k` varies.
             `info["env_id"]` identifies the envs.
 
         Raises:
             ValueError: `at_least` is not from 1 to `num_envs`.
-            PendingEnvError: Fewer envs are pending than that.
-            NotReadyError: They did not finish in time.
+            PendingEnvError: Fewer envs are pending.
+            NotReadyError: The envs did not finish within `timeout`.
             JaxvecError: Any error of `step`.
 
         Example:
@@ -240,7 +241,7 @@ class VectorEnv:
         return self.spec.build_timestep(rows)
 
     def save(self, *, indices: Any = None) -> EnvState:
-        """Saves the states of all envs, or of those of `indices`, and returns them, `[k]`; see `jaxvec.save`.
+        """Saves and returns the states `[k]` of all envs, or of those of `indices`; see `jaxvec.save`.
 
         Example:
             ```python
@@ -258,7 +259,7 @@ class VectorEnv:
         """Restores all envs, or those of `indices`, to the states `[k]`; see `jaxvec.restore`.
 
         Returns:
-            Arrays `[k, ...]`, as of `reset`.
+            The time step, with arrays `[k, ...]`.
 
         Example:
             ```python
@@ -278,7 +279,7 @@ class VectorEnv:
         """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.
 
         Returns:
-            The states after the step, `[n]`, and arrays `[n, ...]`, as of `reset`.
+            The states after the step, `[n]`, and the time step, with arrays `[n, ...]`.
 
         Example:
             ```python
@@ -561,7 +562,8 @@ class VectorEnv:
         Args:
             path: Path of the file, which is written at the end of the block, even if the block raises. It has
                 Chrome's JSON format, with times in µs since the start of the block. `otherData` has the start
-                in ns, by the wall clock and the monotonic clock. A name in `.gz` compresses it.
+                in ns, by the wall clock and the monotonic clock. A name that ends in `.gz` compresses the
+                file.
             max_events: Number of events to keep for each worker, and for each transport of programs. The
                 latest events are kept; the file has the number of dropped ones.
 

@@ -44,7 +44,7 @@ class RunningMeanStd:
 
         Args:
             like: One env's value: a pytree of arrays or `jax.ShapeDtypeStruct`s `[...]`.
-            count: Weight of the initial mean and variance, as a number of values; Gymnasium also has 1e-4.
+            count: Weight of the initial mean and variance, as a number of values; 1e-4 as in Gymnasium.
 
         Example:
             ```python

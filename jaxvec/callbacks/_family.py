@@ -72,7 +72,7 @@ class EnvFamily:
 
         self._start: Callable[[int], VectorEnv] = start
         self.first: VectorEnv = start(1)
-        self._pools = {1: self.first}
+        self._pools = {1: self.first}  # grows under `_starting`; other threads read copies
         self._starting = threading.Lock()  # held while a pool starts; `close` does not take it
         self.closed: bool = False
         registry.publish_family(self.first.pool.id, self.pool)

@@ -38,8 +38,9 @@ def reset(
 
     Args:
         envs: The pool, or the latest handle to some of its envs.
-        num_envs: Number of envs of each instance, for a `VectorEnv` under `vmap`: the pool's envs divided by
-            the instances. Pass one seed (or mask) per instance; an unbatched reset would run only once.
+        num_envs: Number of envs per instance, for a `VectorEnv` under `vmap`: the pool's number divided by
+            the number of instances. Pass one seed (or mask) per instance; an unbatched reset would run only
+            once.
         seed: `None`, an int (env *i* gets `seed + i`), an integer array `[num_envs]`, or a JAX key from which
             a seed for each env is drawn. Arrays and keys may be traced.
         mask: Bool array `[num_envs]` of envs to reset, none of them pending; may be traced. `None` for all.
@@ -218,7 +219,7 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
 
 
 def get_attr(handle: Handle, name: str, result_shape_dtypes: Any) -> Any:
-    """Returns an attribute of every env of the handle or its wrappers; a method is called first.
+    """Returns an attribute of every env or its wrappers; for a method, returns its result.
 
     This is a pure read, which JAX may drop, repeat or reorder. Use `call` for methods that change the env, or
     that must run before a step that does not use their result.
@@ -255,8 +256,8 @@ def call(handle: Handle, method: str, *args: Any, result_shape_dtypes: Any = Non
     Args:
         handle: The handle returned by the latest call.
         method: Name of the method, which may be one of a wrapper.
-        *args: Pytrees. Arrays have one entry per env, `[num_envs, ...]`. Each env gets any scalars and other
-            objects.
+        *args: Pytrees. Arrays have one entry per env, `[num_envs, ...]`. Scalars and other objects go to
+            every env.
         result_shape_dtypes: Type of one env's result: a pytree of dtypes, arrays or `jax.ShapeDtypeStruct`s.
             `None` discards the result.
 
