@@ -43,7 +43,7 @@ class Restart:
             autoreset, and each save then sends states to this process.
         max_restarts: Maximum number of faults of each worker and its envs over the pool's lifetime; `None`
             for no limit. The next fault is raised.
-        rate: Maximum number of faults within a number of seconds: `(3, 60.0)` allows three per minute.
+        rate: Maximum faults in a number of seconds: `(3, 60.0)` is three per minute; `None` for no limit.
         keep_options: Whether a rebuilt env inherits the options of the last `reset` of its predecessor, for
             its first reset, and the attributes set by `set_attr`. Changes by `call` and `map` are lost.
 
@@ -257,8 +257,8 @@ class Workers:
             modules that are slow to import and that every env needs.
         pin: Whether to bind each worker, with the threads of its envs, to its own core. Needs Linux.
         max_running: Maximum number of workers that run envs at the same time; the others wait. Use it for
-            simulators that need a process each, but for which cores or memory do not suffice at once. The
-            waiting time counts towards `Timeouts(step=..., reset=...)`. Needs Linux.
+            simulators that need one process each, if there are not enough cores or memory for all at once.
+            The waiting time counts towards `Timeouts(step=..., reset=...)`. Needs Linux.
 
     Example:
         ```python
