@@ -1,4 +1,4 @@
-"""jaxvec steps any Python RL environment from inside `jax.jit`."""
+"""Run any Gymnasium (Python) environment inside `jax.jit`: a vectorised env pool for JAX agents."""
 
 from __future__ import annotations
 
@@ -93,22 +93,15 @@ __all__ = [
     "step",
 ]
 
-# Loaded on first use: workers import this package too, and must never import jax.
+# Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
-    "Handle": "jaxvec.callbacks._call",
-    "Rollout": "jaxvec._rollouts",
-    "Rollouts": "jaxvec._rollouts",
-    "VectorEnv": "jaxvec._vector_env",
-    "call": "jaxvec.callbacks._functions",
-    "get_attr": "jaxvec.callbacks._functions",
-    "make": "jaxvec.callbacks._make",
-    "recv": "jaxvec.callbacks._functions",
-    "reset": "jaxvec.callbacks._functions",
-    "restore": "jaxvec.callbacks._functions",
-    "save": "jaxvec.callbacks._functions",
-    "send": "jaxvec.callbacks._functions",
-    "simulate": "jaxvec.callbacks._functions",
-    "step": "jaxvec.callbacks._functions",
+    "Handle": "callbacks._call",
+    "Rollout": "_rollouts",
+    "Rollouts": "_rollouts",
+    "VectorEnv": "_vector_env",
+    "make": "callbacks._make",
+    **dict.fromkeys(("call", "get_attr", "recv", "reset", "restore"), "callbacks._functions"),
+    **dict.fromkeys(("save", "send", "simulate", "step"), "callbacks._functions"),
 }
 
 
@@ -117,7 +110,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(importlib.import_module(f"jaxvec.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

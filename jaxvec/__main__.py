@@ -1,4 +1,4 @@
-"""`python -m jaxvec`: see `jaxvec.cli`."""
+"""Runs the command line of `jaxvec.cli` for `python -m jaxvec`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from jaxvec.cli._main import main  # which imports jax, and takes its time
+        from jaxvec.cli._main import main  # slow, as it imports jax, so Ctrl-C must work here
 
         code: int = main()
         sys.stdout.flush()
         sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # who reads our output has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes at its end
+    except BrokenPipeError:  # the reader of the output has exited, as `head` does
+        # Python flushes stdout at exit, which would raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

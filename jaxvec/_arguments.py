@@ -1,4 +1,7 @@
-"""Checks of the arguments of calls: seeds, masks, reset options, env ids and actions."""
+"""Checks and conversions of arguments given on the host: seeds, masks, reset options, env ids and actions.
+
+`VectorEnv` and the compatibility APIs use all of them, `callbacks/_call.py` those that work at trace time.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import ActionError, EnvIdError
-from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, TupleNode, format_path
-
-# ----------------------------------------------------------------------------------------------------------
-# Checks seeds and masks, and expands a seed over the envs.
-# ----------------------------------------------------------------------------------------------------------
+from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, format_path
 
 _MAX_SEED = 2**63 - 1
-NO_SEED = -(2**63)  # in place of a seed: no seed
+NO_SEED = -(2**63)  # marks an env that gets no seed
 
 
 def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
-    """Returns `[num_envs]` int64 seeds, `NONE` where an env gets none.
+    """Returns int64 seeds, `[num_envs]`, with `NO_SEED` for envs without a seed; `None` if `seed` is `None`.
 
-    Args:
-        seed: `None`, an int (env *i* gets `seed + i`), or one seed, perhaps `None`, for each env.
-
-    Raises:
-        ValueError: a seed is negative or too large, or their number is not `num_envs`.
-        TypeError: a seed is no integer.
+    An int gives env *i* the seed `seed + i`; a sequence has an int or `None` per env.
     """
     if seed is None:
         return None
@@ -38,9 +32,7 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
     else:
         seeds = [None if one is None else _index(one) for one in seed]
         if len(seeds) != num_envs:
-            raise ValueError(
-                f"seed: got {len(seeds)} seeds for {num_envs} envs; pass one integer, or one for each env"
-            )
+            raise ValueError(f"seed: got {len(seeds)} seeds for {num_envs} envs; pass one, or one per env")
     for env_id, one in enumerate(seeds):
         if one is not None and not 0 <= one <= _MAX_SEED:
             raise ValueError(_out_of_range(one, env_id))
@@ -48,31 +40,28 @@ def expand_seeds(seed: Any, num_envs: int) -> NDArray[np.int64] | None:
 
 
 def derive_seeds(seed: int, *numbers: int) -> int:
-    """Returns another seed, made from `seed` and what tells it from others made from the same."""
+    """Returns a seed derived from `seed`, different for each combination of `numbers`."""
     return int(np.random.SeedSequence([seed, *numbers]).generate_state(1)[0])
 
 
 def check_seeds(seeds: NDArray[np.int64]) -> None:
-    """Raises `ValueError` if one of `[num_envs]` expanded seeds is out of range."""
+    """Raises `ValueError` if one of the expanded seeds is out of range."""
     wrong = np.flatnonzero((seeds < 0) & (seeds != NO_SEED))
     if wrong.size:
         raise ValueError(_out_of_range(int(seeds[wrong[0]]), int(wrong[0])))
 
 
 def check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_] | None:
-    """Returns `mask` as `[num_envs]` bool; raises `ValueError` if it is anything else."""
     if mask is None:
         return None
-    array = np.asarray(mask)
-    if array.dtype != np.bool_ or array.shape != (num_envs,):
-        raise ValueError(
-            f"mask must be bool of shape ({num_envs},), got {array.dtype} of shape {array.shape}"
-        )
-    return array
+    mask = np.asarray(mask)
+    if mask.dtype != np.bool_ or mask.shape != (num_envs,):
+        raise ValueError(f"mask must be bool of shape ({num_envs},), got {mask.dtype} of shape {mask.shape}")
+    return mask
 
 
 def _out_of_range(seed: int, env_id: int) -> str:
-    return f"seed {seed} of env {env_id} is not between 0 and 2**63 - 1"
+    return f"seed {seed} of env {env_id} is out of range (0 to 2**63 - 1)"
 
 
 def _index(seed: Any) -> int:
@@ -82,26 +71,14 @@ def _index(seed: Any) -> int:
         raise TypeError(f"a seed must be an integer, got {seed!r}") from error
 
 
-# ----------------------------------------------------------------------------------------------------------
-# What a reset passes to each env: the `options` of Gymnasium's `reset`.
-# ----------------------------------------------------------------------------------------------------------
-
-Options: TypeAlias = (
-    tuple[dict[str, Any] | None, ...] | None
-)  # one for each env of the pool; None for none at all
+# Reset options, with one entry per env of the pool; None if no env has any.
+Options: TypeAlias = tuple[dict[str, Any] | None, ...] | None
 
 
 def expand_options(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
-    """Returns the options of each env of the pool.
+    """Returns the options of each env, given a dict for all of `slots` or a sequence with one per slot.
 
-    Args:
-        options: a dict for all of `slots`, or one dict or `None` for each; `None` for none.
-        slots: `[n]`, the envs to be reset.
-        num_envs: of the pool.
-
-    Raises:
-        ValueError: there is not one for each of `slots`.
-        TypeError: one is no dict.
+    Raises `ValueError` for a wrong number of dicts, and `TypeError` for other types.
     """
     if options is None:
         return None
@@ -112,9 +89,7 @@ def expand_options(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
     else:
         raise TypeError(f"options must be a dict, or one for each env, not {type(options).__name__}")
     if len(given) != len(slots):
-        raise ValueError(
-            f"options: got {len(given)} dicts for {len(slots)} envs; pass one dict, or one for each env"
-        )
+        raise ValueError(f"options: got {len(given)} dicts for {len(slots)} envs; pass one, or one per env")
     each: list[dict[str, Any] | None] = [None] * num_envs
     for slot, one in zip(slots.tolist(), given, strict=True):
         if one is not None and not isinstance(one, Mapping):
@@ -124,9 +99,9 @@ def expand_options(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
 
 
 def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs: int) -> Options:
-    """Returns what the envs of the pool hold once `slots` are given theirs of `options`.
+    """Returns `held` with the options of `slots` replaced by those in `options`.
 
-    Others keep what they hold, since a reset that they were sent may have yet to begin.
+    The other envs keep their options, because an earlier reset of them may not have started yet.
     """
     nothing = (None,) * num_envs
     given, after = options or nothing, list(held or nothing)
@@ -136,62 +111,41 @@ def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs
 
 
 def options_changed(before: Options, after: Options, first: int, stop: int) -> bool:
-    """Says whether one of the envs `first` to `stop - 1` is given other options."""
+    """Returns True if an env from `first` to `stop - 1` has other options in `after` than in `before`."""
     nothing = (None,) * stop
     pairs = zip((before or nothing)[first:stop], (after or nothing)[first:stop], strict=True)
     return any(one is not other for one, other in pairs)
 
 
 def select_options(options: Options, first: int, stop: int) -> Options:
-    """Returns the options of the envs `first` to `stop - 1`."""
     return None if options is None else options[first:stop]
 
-
-# ----------------------------------------------------------------------------------------------------------
-# Takes a batch of actions apart, and checks actions given on the host.
-# ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]:
-    """Returns `check(leaf, value)` for each leaf of `node`, in its order.
-
-    Raises:
-        ActionError: `action` has another structure; names the place.
-    """
-    match node:
-        case Leaf():
-            return [check(node, action)]
-        case DictNode():
-            if not isinstance(action, Mapping) or set(action) != set(node.keys):
-                got = list(action) if isinstance(action, Mapping) else type(action).__name__
-                raise ActionError(
-                    f"{format_path(node.path)}: expected a dict with keys {list(node.keys)}, got {got}"
-                )
-            parts = [action[key] for key in node.keys]
-        case TupleNode():
-            if not isinstance(action, (tuple, list)) or len(action) != len(node.children):
-                got = len(action) if isinstance(action, (tuple, list)) else type(action).__name__
-                raise ActionError(
-                    f"{format_path(node.path)}: expected a tuple of {len(node.children)}, got {got}"
-                )
-            parts = list(action)
-    pairs = zip(node.children, parts, strict=True)
+    """Returns `check(leaf, value)` for each leaf, in order; raises `ActionError` if the structure differs."""
+    if isinstance(node, Leaf):
+        return [check(node, action)]
+    if isinstance(node, DictNode):
+        if not isinstance(action, Mapping) or set(action) != set(node.keys):
+            got = list(action) if isinstance(action, Mapping) else type(action).__name__
+            raise ActionError(
+                f"{format_path(node.path)}: expected a dict with keys {[*node.keys]}, got {got}"
+            )
+    elif not isinstance(action, (tuple, list)) or len(action) != len(node.children):
+        got = len(action) if isinstance(action, (tuple, list)) else type(action).__name__
+        raise ActionError(f"{format_path(node.path)}: expected a tuple of {len(node.children)}, got {got}")
+    pairs = zip(node.children, node.split(action), strict=True)
     return [found for child, part in pairs for found in flatten(child, part, check)]
 
 
 def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = False) -> list[NDArray[Any]]:
     """Returns the leaves of a batch of actions, each `[num_envs, ...]`, in the order of the spec.
 
-    Args:
-        spec: of the pool.
-        action: of `num_envs` envs; where it is a dict, also a tuple or list of a dict for each.
-        num_envs: how many.
-        exact: whether values have to be what the envs get, and not be rounded on their way.
-
-    Raises:
-        ActionError: wrong structure, shape or dtype; names the leaf.
+    A tuple or list with a dict per env may replace a dict. With `exact`, values must not be rounded by the
+    conversion to the stored dtype. Raises `ActionError`, which names the leaf.
     """
 
     def check(leaf: Leaf, value: Any) -> NDArray[Any]:
@@ -213,10 +167,10 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
         return stored
 
     if isinstance(spec.action, DictNode) and isinstance(action, (tuple, list)):
-        # A sample for each env. Of a tuple's space only the batch is taken: there the two may look alike.
+        # One sample per env. Not supported for a `Tuple` space, where samples and a batch can look alike.
         if len(action) != num_envs:
             raise ActionError(
-                f"action: expected a dict, or a dict for each of {num_envs} envs, not {len(action)}"
+                f"action: expected a dict, or a list of {num_envs} dicts, one per env, got {len(action)}"
             )
         samples = [_take_apart(spec.action, number, sample) for number, sample in enumerate(action)]
         return [check(leaf, [each[i] for each in samples]) for i, leaf in enumerate(spec.action_leaves)]
@@ -224,11 +178,10 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
 
 
 def _take_apart(node: Node, number: int, sample: Any) -> list[Any]:
-    """Returns the leaves of one env's action."""
     try:
         return flatten(node, sample, lambda leaf, value: value)
     except ActionError as error:
-        raise ActionError(f"of the actions given one by one, number {number}: {error}") from None
+        raise ActionError(f"item {number} of the list: {error}") from None
 
 
 def _unexpected(leaf: Leaf, shape: tuple[int, ...], got: str) -> ActionError:
@@ -238,9 +191,7 @@ def _unexpected(leaf: Leaf, shape: tuple[int, ...], got: str) -> ActionError:
 def _objects(leaf: Leaf, value: Any, num_envs: int) -> NDArray[Any]:
     if not isinstance(value, (tuple, list, np.ndarray)) or len(value) != num_envs:
         got = type(value).__name__
-        raise ActionError(
-            f"{leaf}: expected a tuple or list of {num_envs} values, one for each env, got {got}"
-        )
+        raise ActionError(f"{leaf}: expected a tuple or list of {num_envs} values, one per env, got {got}")
     array = np.empty(num_envs, object)
     for row, one in enumerate(value):
         array[row] = one
@@ -248,7 +199,7 @@ def _objects(leaf: Leaf, value: Any, num_envs: int) -> NDArray[Any]:
 
 
 def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:
-    """Returns `[k]` env ids, all for `None`; raises `EnvIdError` if they are no integers."""
+    """Returns env ids `[k]`, those of all envs for `None`; raises `EnvIdError` unless they are integers."""
     if env_id is None:
         return np.arange(num_envs)
     array = np.asarray(env_id)
@@ -257,11 +208,9 @@ def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:
 
 
 def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
-    """Returns `[k]` distinct env ids, all for `None`; raises `EnvIdError` for what is not some.
+    """Returns distinct env ids `[k]` for an index, a list of indices, or `None` for all envs.
 
-    Args:
-        indices: an integer or some, negative ones counted from the end.
-        num_envs: of the pool.
+    Negative indices count from the end. Raises `EnvIdError` for anything else.
     """
     if indices is None:
         return np.arange(num_envs)
@@ -278,7 +227,7 @@ def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
     wrong = array[(array < -num_envs) | (array >= num_envs)]
     if wrong.size:
         raise EnvIdError(
-            f"indices: {wrong[0]} is out of range for {num_envs} envs: {-num_envs} to {num_envs - 1}"
+            f"indices: {wrong[0]} is out of range for {num_envs} envs ({-num_envs} to {num_envs - 1})"
         )
     slots = array.astype(np.intp) % num_envs
     counts = np.bincount(slots)
@@ -288,12 +237,12 @@ def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
 
 
 def check_ids(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Raises `EnvIdError` if an array of this dtype and shape can't hold env ids."""
+    """Raises `EnvIdError` if an array of this dtype and shape cannot contain env ids."""
     if len(shape) != 1 or dtype.kind not in "iu":
         raise EnvIdError(f"env_id must be integers of shape [k], got {dtype} of shape {shape}")
 
 
 def castable(given: np.dtype[Any], leaf: Leaf) -> bool:
-    """Says whether an action of dtype `given` may stand for the leaf's: bool < integer < float."""
-    ranks = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2}  # V: bfloat16 and its like
+    """Returns True if an action of this dtype can be widened to the leaf's: bool, integer, float."""
+    ranks = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2}  # V: bfloat16 and other custom floats
     return given.kind in ranks and ranks[given.kind] <= ranks[leaf.dtype.kind]

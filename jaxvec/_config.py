@@ -1,4 +1,8 @@
-"""The options of a pool, checked."""
+"""The options of a pool, as validated records.
+
+`PoolConfig` has all options of `jaxvec.make` that do not need JAX; `Restart`, `Ray`, `Workers`, `States` and
+`Timeouts` group some of them. `config` has the settings of this process.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from jaxvec._errors import JaxvecError
 from jaxvec._spec import Autoreset, parse_autoreset, undeclared
 
 # ----------------------------------------------------------------------------------------------------------
-# Which failures end a pool, and which are gone on from: the policy, and what is left of it.
+# Recovery from faults
 # ----------------------------------------------------------------------------------------------------------
 
 RETRIES = ("reset", "rebuild", "restore")
@@ -29,22 +33,19 @@ _logger = logging.getLogger("jaxvec")
 
 @dataclass(frozen=True)
 class Restart:
-    """How a pool goes on after a fault, for `make(on_fault=...)`; `"restart"` stands for `Restart()`.
+    """The reaction of a pool to faults, for `make(on_fault=...)`; `"restart"` is short for `Restart()`.
 
     Attributes:
-        retry: what happens to an env that raised or returned wrong data: `"reset"` resets it,
-            `"rebuild"` closes it and builds another. A worker that died or hangs is replaced, and
-            all its envs are built anew. With `"restore"` all that are built anew go on, after the result of
-            the fault, from the state in which `jaxvec.save` saved them last, and are reset only if there
-            is none. It needs `make(states=n)` and autoreset; each save then sends states to this process.
-        max_restarts: how many faults each worker and its envs may have in the pool's
-            lifetime; `None` for any number. The next one is raised.
-        rate: how many of these, and within how many seconds: `(3, 60.0)` are three in any minute; `None`
-            for any rate.
-        keep_options: whether an env that is built anew is told what the one before it was: its first reset
-            gets the options of the last `reset` of that env, and attributes that `set_attr` has set are
-            set again before. What `call` and `map` have changed is lost, as only the env's code knows what
-            that is; the log then says so.
+        retry: Recovery of an env that raised or returned wrong data: `"reset"` resets it, `"rebuild"` closes
+            it and builds a new one. A worker that died or hangs is always replaced, and all its envs are
+            rebuilt. `"restore"` also restores rebuilt envs to the state that `jaxvec.save` saved last, after
+            the result of the fault; envs without a saved state are reset. It needs `make(states=n)` and
+            autoreset, and each save then sends states to this process.
+        max_restarts: Maximum number of faults of each worker and its envs over the pool's lifetime; `None`
+            for no limit. The next fault is raised.
+        rate: Maximum faults in a number of seconds: `(3, 60.0)` is three per minute; `None` for no limit.
+        keep_options: Whether a rebuilt env inherits the options of the last `reset` of its predecessor, for
+            its first reset, and the attributes set by `set_attr`. Changes by `call` and `map` are lost.
 
     Example:
         ```python
@@ -66,8 +67,7 @@ class Restart:
     keep_options: bool = True
 
     def __post_init__(self) -> None:
-        if self.retry not in RETRIES:
-            raise ValueError(f"retry must be one of {', '.join(RETRIES)}, not {self.retry!r}")
+        _check_choice("retry", self.retry, RETRIES)
         if self.max_restarts is not None and not self.max_restarts >= 0:
             raise ValueError(f"max_restarts must be at least 0, or None, not {self.max_restarts!r}")
         if self.rate is not None:
@@ -82,12 +82,12 @@ def _check_rate(rate: tuple[int, float]) -> tuple[int, float]:
     except (TypeError, ValueError):
         pass
     raise ValueError(
-        f"rate must be (n, seconds), at most n restarts, 1 or more, within that time, or None, not {rate!r}"
+        f"rate must be (n, seconds), for at most n restarts (1 or more) in that time, or None, not {rate!r}"
     )
 
 
 def parse_restart(on_fault: str | Restart) -> Restart | None:
-    """Returns the policy, `None` for `"raise"`; raises `ValueError` for anything else."""
+    """Returns the policy of `on_fault`, or `None` for `"raise"`."""
     if isinstance(on_fault, Restart):
         return on_fault
     if on_fault not in ("raise", "restart"):
@@ -96,34 +96,35 @@ def parse_restart(on_fault: str | Restart) -> Restart | None:
 
 
 class Budget:
-    """Counts the faults of each worker, or of whoever else is restarted.
+    """Counts the faults of workers or Ray actors against the limits of a `Restart`.
 
     Attributes:
-        restarts: `[num_workers]` faults that the pool recovered from.
+        restarts: Number of recovered faults, per worker.
     """
 
     def __init__(self, policy: Restart | None, num_workers: int, *, who: str = "worker") -> None:
         self.policy = policy
         self._who = who
         self.restarts = [0] * num_workers
-        most = policy.rate[0] if policy and policy.rate else 0
-        self._latest = [deque[float](maxlen=most) for _ in range(num_workers)]  # when; the latest last
+        count = policy.rate[0] if policy and policy.rate else 0
+        # Times of the latest restarts of each worker, oldest first, by the monotonic clock in seconds.
+        self._latest = [deque[float](maxlen=count) for _ in range(num_workers)]
 
     @property
     def rebuilds(self) -> bool:
-        """Whether an env that raised is built anew."""
+        """True if an env that raised is rebuilt."""
         return self.policy is not None and self.policy.retry != "reset"
 
     def spend(self, worker: int, error: JaxvecError, lost: str = "") -> None:
-        """Counts and logs a fault that the pool recovers from, and what is lost by it; or raises `error`."""
+        """Counts and logs a fault, with a note on what is lost; raises `error` if the limits are exceeded."""
         if self.policy is None:
             raise error
         now = time.monotonic()
-        count, most = self.restarts[worker], self.policy.max_restarts
+        count, limit = self.restarts[worker], self.policy.max_restarts
         latest, rate = self._latest[worker], self.policy.rate
         why = ""
-        if most is not None and count >= most:
-            why = f"it was restarted {count} times, and max_restarts is {most}"
+        if limit is not None and count >= limit:
+            why = f"it was restarted {count} times, and max_restarts is {limit}"
         elif rate is not None and len(latest) == rate[0] and now - latest[0] < rate[1]:
             why = f"restarts in the last {now - latest[0]:.1f} s: {len(latest)}, and rate is {rate}"
         if why:
@@ -135,10 +136,10 @@ class Budget:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# How a pool's workers become actors of a Ray cluster: the record that `make(backend=...)` takes.
+# Workers on a Ray cluster
 # ----------------------------------------------------------------------------------------------------------
 
-_STEP = 0.0001
+_RESOURCE_STEP = 0.0001  # Ray stores amounts of resources in multiples of this
 DATA = ("auto", "tcp", "ray")
 START_METHODS = ("auto", "forkserver", "spawn")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -146,22 +147,21 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 @dataclass(frozen=True)
 class Ray:
-    """Hosts a pool's workers on a Ray cluster, for `make(backend=...)`; `"ray"` stands for `Ray()`.
+    """Options for workers on a Ray cluster, for `make(backend=...)`; `"ray"` is short for `Ray()`.
 
     Attributes:
-        address: of the cluster, as `ray.init` takes it. `None` for the one that this process is
-            connected to, or else that `ray.init()` finds or starts on this machine.
-        workers_per_actor: how many worker processes each actor has on its node. What they do travels
-            together, so few actors with many workers each spare the driver work, up to one a node.
-        resources_per_worker: that its actor holds for each worker, such as
+        address: Address of the cluster, as for `ray.init`. `None` uses the cluster that this process is
+            connected to, or else the one that `ray.init()` finds or starts.
+        workers_per_actor: Number of worker processes per actor. Each step needs one message per actor, so use
+            few actors with many workers each, down to one per node.
+        resources_per_worker: Resources that an actor reserves per worker, such as
             `{"CPU": 2, "GPU": 0.5, "memory": 4e9}`; one CPU by default.
-        placement_strategy: of the placement group that the actors are started in: `"PACK"`, `"SPREAD"`,
-            `"STRICT_PACK"` or `"STRICT_SPREAD"`. `None` for no group: Ray places each by itself.
-        runtime_env: what the actors' nodes have to provide, as Ray takes it: `pip`, `working_dir`, …
-            Directories of this machine are shipped when the process connects to the cluster, so they are
-            refused if it is connected by then.
-        data: how actions and results travel: `"tcp"`, by a connection to each actor, at a free port of its
-            node; `"ray"`, by Ray's calls, at several times the work; `"auto"`, by the first that is possible.
+        placement_strategy: Strategy of the actors' placement group: `"PACK"`, `"SPREAD"`, `"STRICT_PACK"` or
+            `"STRICT_SPREAD"`. `None` for no group, so that Ray places each actor independently.
+        runtime_env: Runtime environment of the actors, as for Ray: `pip`, `working_dir`, … Ray uploads local
+            directories when the process connects to the cluster, so they are rejected after that.
+        data: Transport of actions and results: `"tcp"`, a connection to each actor at a free port of its
+            node; `"ray"`, calls of Ray, at several times the cost; `"auto"`, the first one that is possible.
 
     Example:
         ```python
@@ -178,37 +178,30 @@ class Ray:
     data: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.placement_strategy not in (None, *STRATEGIES):
-            raise ValueError(
-                f"placement_strategy must be one of {', '.join(STRATEGIES)}, or None, not "
-                f"{self.placement_strategy!r}"
-            )
-        if self.data not in DATA:
-            raise ValueError(f"data must be one of {', '.join(DATA)}, not {self.data!r}")
+        _check_choice("placement_strategy", self.placement_strategy, (*STRATEGIES, None))
+        _check_choice("data", self.data, DATA)
         _check_count("workers_per_actor", self.workers_per_actor, 1)
         for name, amount in self._of_worker.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(
-                    f"resources_per_worker[{name!r}] must be a number of at least 0, not {amount!r}"
-                )
+                raise ValueError(f"resources_per_worker[{name!r}] must be a number >= 0, not {amount!r}")
         self.check(self.workers_per_actor)
 
     def check(self, num_workers: int) -> None:
-        """Checks that Ray can count what an actor of so many workers holds; raises `ValueError`."""
+        """Raises `ValueError` if Ray cannot reserve the resources of an actor with `num_workers` workers."""
         for name, amount in self.of_actor(num_workers).items():
             why = ""
-            if 0 < amount < _STEP:
-                why = f"Ray counts in steps of {_STEP}"
+            if 0 < amount < _RESOURCE_STEP:
+                why = f"Ray counts in steps of {_RESOURCE_STEP}"
             elif name == "GPU" and amount > 1 and amount % 1:
-                why = "Ray gives out parts of one GPU, or whole ones"
+                why = "Ray can reserve a part of one GPU or whole GPUs"
             if why:
                 raise ValueError(
-                    f"resources_per_worker[{name!r}] is {self._of_worker[name]!r}, so an actor of "
-                    f"{num_workers} workers holds {amount}, but {why}"
+                    f"resources_per_worker[{name!r}] is {self._of_worker[name]!r}, so an actor with "
+                    f"{num_workers} workers reserves {amount}, but {why}"
                 )
 
     def of_actor(self, num_workers: int | None = None) -> dict[str, float]:
-        """Returns what an actor holds that has so many workers; as many as one can have, by default."""
+        """Returns the resources of an actor with `num_workers` workers, by default `workers_per_actor`."""
         count = self.workers_per_actor if num_workers is None else num_workers
         return {name: round(amount * count, 8) for name, amount in self._of_worker.items()}
 
@@ -218,7 +211,7 @@ class Ray:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The other parts of a pool's options: worker processes, saved states, time limits.
+# Worker processes, saved states, time limits
 # ----------------------------------------------------------------------------------------------------------
 
 
@@ -227,24 +220,20 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
 
 
-def _modules(preload: Iterable[str]) -> tuple[str, ...]:
-    modules = (preload,) if isinstance(preload, str) else tuple(preload)
-    for module in modules:
-        if not isinstance(module, str) or not module:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Workers(preload=...) must be names of modules, as texts, not {module!r}")
-    return modules
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {value!r}")
 
 
 def _variables(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """Returns changes to environment variables; raises on what no system takes."""
     variables = dict(env or {})
     for name, value in variables.items():
         if not isinstance(name, str) or not isinstance(value, (str, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Workers(env=...): {name!r} is {value!r}; names are texts, values texts or None")
-        if not name or "=" in name or "\0" in name + (value or ""):
-            raise ValueError(
-                f"Workers(env=...): {name!r} can't be an environment variable with the value {value!r}"
+            raise TypeError(
+                f"Workers(env=...): {name!r} is {value!r}; names must be strings, and values strings or None"
             )
+        if not name or "=" in name or "\0" in name + (value or ""):
+            raise ValueError(f"Workers(env=...): {name!r}={value!r} is not a valid environment variable")
     return variables
 
 
@@ -253,25 +242,23 @@ class Workers:
     """Options of the worker processes, for `make(workers=...)`.
 
     Attributes:
-        num: number of worker processes; by default as many as there are usable cores, or as a Ray cluster
-            has free CPUs for. `make(num_workers=n)` is short for `Workers(num=n)`.
+        num: Number of worker processes; by default the number of usable cores, or of free CPUs of a Ray
+            cluster. `make(num_workers=n)` is short for `Workers(num=n)`.
         start_method: `"forkserver"` forks workers from a helper process that has imported NumPy and
-            Gymnasium, but neither JAX nor your code; `"spawn"` starts each as a Python interpreter of its
-            own, which takes longer; `"auto"` is the first where it works.
-        env: environment variables of the workers; `None` as a value unsets one. By default workers
-            run numerical libraries on one thread, keep off the accelerator, and lack the variables by which
-            MPI knows its processes (`OMPI_*`, `PMI_*`, `PMIX_*`).
-        init: a function that each worker runs before it builds its envs, as do workers that replace
-            others. It prepares the process: registers envs, sets global options, opens what the envs
-            share. It gets the index of its worker if it has a parameter `worker_id`. `Timeouts(start=...)`
+            Gymnasium, but neither JAX nor your code. `"spawn"` starts a new Python interpreter per worker,
+            which takes longer. `"auto"` uses the first one that works here.
+        env: Environment variables of the workers; the value `None` unsets a variable. By default, numerical
+            libraries use one thread, accelerators are hidden, and MPI variables (`OMPI_*`, `PMI_*`, `PMIX_*`)
+            are removed, because workers are not ranks of the MPI job.
+        init: Function that each worker, also a replacement, runs before it builds its envs, for example to
+            register envs or set global options. A parameter `worker_id` gets its index. `Timeouts(start=...)`
             includes it.
-        preload: modules that the helper process imports before it forks, such as `("ale_py",)`: those that
-            are slow to import and that every env needs.
-        pin: bind each worker to a core of its own, one after the other, of those that this process
-            may use; needs Linux. Threads that an env starts are then on that core, too.
-        max_running: maximum number of workers that run envs at the same time; the others wait for their turn.
-            For simulators that need a process each and more of a core or of memory than there is for all at
-            once. The time that a worker waits counts for `Timeouts(step=..., reset=...)`. Needs Linux.
+        preload: Modules that the helper process imports before it forks, such as `("ale_py",)`. Use it for
+            modules that are slow to import and that every env needs.
+        pin: Whether to bind each worker, with the threads of its envs, to its own core. Needs Linux.
+        max_running: Maximum number of workers that run envs at the same time; the others wait. Use it for
+            simulators that need one process each, if there are not enough cores or memory for all at once.
+            The waiting time counts towards `Timeouts(step=..., reset=...)`. Needs Linux.
 
     Example:
         ```python
@@ -290,16 +277,15 @@ class Workers:
     max_running: int | None = None
 
     def __post_init__(self) -> None:
-        # Kept as read, since an iterator can be read only once.
-        object.__setattr__(self, "preload", _modules(self.preload))
+        modules = (self.preload,) if isinstance(self.preload, str) else tuple(self.preload)
+        for module in modules:
+            if not isinstance(module, str) or not module:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"Workers(preload=...) must be names of modules, as strings, not {module!r}")
+        object.__setattr__(self, "preload", modules)  # not an iterator, which could be read only once
         object.__setattr__(self, "env", _variables(self.env))
         if self.num is not None:
             _check_count("Workers(num=...)", self.num, 1)
-        if self.start_method not in START_METHODS:
-            raise ValueError(
-                f"Workers(start_method=...) must be one of {', '.join(START_METHODS)}, not "
-                f"{self.start_method!r}"
-            )
+        _check_choice("Workers(start_method=...)", self.start_method, START_METHODS)
         if self.init is not None and not callable(self.init):
             raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
         if self.preload and self.start_method == "spawn":
@@ -307,11 +293,9 @@ class Workers:
         if self.max_running is not None:
             _check_count("Workers(max_running=...)", self.max_running, 1)
             if sys.platform != "linux":
-                raise ValueError(
-                    "Workers(max_running=...) needs Linux, which can lock parts of shared memory"
-                )
+                raise ValueError("Workers(max_running=...) needs Linux, for locks on parts of shared memory")
         if self.pin and not hasattr(os, "sched_setaffinity"):
-            raise ValueError("Workers(pin=True) needs a system that binds processes to cores, as Linux does")
+            raise ValueError("Workers(pin=True) needs Linux, to bind processes to cores")
 
 
 @dataclass(frozen=True)
@@ -319,11 +303,11 @@ class States:
     """Options of saved env states, for `make(states=...)`; a number `n` is short for `States(max=n)`.
 
     Attributes:
-        max: number of states that the pool keeps for `jaxvec.save`, `restore` and `simulate`; a newer one
-            takes the place of the oldest. Not with `spare_envs` or batched envs.
-        functions: `(get_state, set_state)` for envs whose state jaxvec can't take by itself:
-            `get_state(env)` returns all of the state of an env and its wrappers, `set_state(env, state)` has
-            an env that was made by the same function continue from it.
+        max: Number of states that the pool keeps for `jaxvec.save`, `restore` and `simulate`. New states
+            replace the oldest ones. Cannot be combined with `spare_envs` or batched envs.
+        functions: `(get_state, set_state)`, for envs with a state that jaxvec cannot save itself.
+            `get_state(env)` returns the whole state of an env and its wrappers. `set_state(env, state)`
+            restores it in an env that was made by the same function.
 
     Example:
         ```python
@@ -336,9 +320,7 @@ class States:
         states = jaxvec.States(max=10, functions=(get_state, set_state))
         with jaxvec.make(jaxvec.testing.CountingEnv, 2, states=states) as envs:
             envs.reset(seed=0)
-            saved = envs.save()
-            envs.step([1, 1])
-            envs.restore(saved)
+            envs.restore(envs.save())
         ```
     """
 
@@ -350,11 +332,8 @@ class States:
         functions: Any = self.functions
         if functions is None:
             return
-        if (
-            not isinstance(functions, (tuple, list))
-            or len(functions) != 2
-            or not all(map(callable, functions))
-        ):  # pyright: ignore[reportUnknownArgumentType]
+        is_pair = isinstance(functions, (tuple, list)) and len(functions) == 2  # pyright: ignore[reportUnknownArgumentType]
+        if not is_pair or not all(map(callable, functions)):
             raise TypeError(
                 "States(functions=...) must be two functions, get_state(env) and set_state(env, state), not "
                 f"{functions!r}"
@@ -363,13 +342,12 @@ class States:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits in seconds, for `make(timeouts=...)`; `None` waits without limit.
+    """Time limits in seconds, for `make(timeouts=...)`; `None` is no limit. The serial backend has none.
 
     Attributes:
-        start: for workers to build their envs; also for each worker that replaces another later. Timeouts
-            need processes; the serial backend has none.
-        reset: for a reset.
-        step: for a step.
+        start: Limit for the start of the workers and their envs, and for each later replacement of a worker.
+        reset: Limit for a reset.
+        step: Limit for a step.
 
     Example:
         ```python
@@ -389,7 +367,7 @@ class Timeouts:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# `jaxvec.config`: settings of the process, for tests and bug reports.
+# `jaxvec.config`, the settings of the process
 # ----------------------------------------------------------------------------------------------------------
 
 TRANSPORTS = ("auto", "ffi", "io_callback")
@@ -402,7 +380,7 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What `jaxvec.config` said when a pool was made."""
+    """A snapshot of `jaxvec.config`, which each pool takes when it is made."""
 
     transport: str = "auto"
     dispatch: str = "auto"
@@ -410,30 +388,28 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value not in _SETTINGS[name]:
-                allowed = ", ".join(map(str, _SETTINGS[name]))
-                raise ValueError(f"jaxvec.config.{name} must be one of {allowed}, not {value!r}")
+            _check_choice(f"jaxvec.config.{name}", value, _SETTINGS[name])
 
 
-# Of the thread or asyncio task, as JAX's own: two threads that make pools don't see each other's.
+# Overrides of the current thread or asyncio task, like JAX's own: other threads don't see them.
 _overrides: ContextVar[Mapping[str, Any]] = ContextVar("jaxvec.config.override", default={})  # noqa: B039
 
 
 class Config:
-    """Settings for tests and bug reports; `jaxvec.config` holds those of this process.
+    """Settings for tests and bug reports. `jaxvec.config` holds those of this process.
 
-    A pool reads them when it is made. Their first values are those of the environment variables
+    A pool reads them when it is made. The initial values come from the environment variables
     `JAXVEC_TRANSPORT`, `JAXVEC_DISPATCH` and `JAXVEC_WRAPPER_BYPASS` (`true` or `false`).
 
     Attributes:
-        transport: path of compiled programs to the pool: `"ffi"`, on the CPU and on NVIDIA's GPUs,
-            without Python; `"io_callback"`, on every platform; or `"auto"` for the first that works
-            where the program runs. `VectorEnv.transport` says which one a pool uses.
-        dispatch: synchronisation between this process and the workers: `"native"` by futexes,
-            `"portable"` over sockets, or `"auto"` for the first that works here.
-        wrapper_bypass: step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and
-            `PassiveEnvChecker` as soon as a step through them gives the same, and count the limit's steps.
-            Data, errors and the wrappers' attributes are as without; `False` calls every wrapper.
+        transport: Transport of compiled programs to the pool: `"ffi"` on the CPU and on NVIDIA GPUs, without
+            Python; `"io_callback"` on every platform; `"auto"` for the first that works.
+            `VectorEnv.transport` shows which one a pool uses.
+        dispatch: Synchronisation between this process and the workers: `"native"` by futexes, `"portable"`
+            over sockets, `"auto"` for the first that works here.
+        wrapper_bypass: Whether to step the env inside Gymnasium's `TimeLimit`, `OrderEnforcing` and
+            `PassiveEnvChecker` directly once this makes no difference. Data, errors and the wrappers'
+            attributes are the same. `False` calls every wrapper.
 
     Example:
         ```python
@@ -452,7 +428,7 @@ class Config:
         vars(self)["_settings"] = settings
 
     def current(self) -> Settings:
-        """Returns the settings of a pool that this thread makes now."""
+        """Returns the settings for a pool made now by this thread."""
         return replace(vars(self)["_settings"], **_overrides.get())
 
     def __getattr__(self, name: str) -> Any:
@@ -473,7 +449,7 @@ class Config:
 
     @contextmanager
     def override(self, **settings: Any) -> Generator[None]:
-        """Changes settings of this thread within a `with` block; other threads and tasks don't see it."""
+        """Changes settings within a `with` block, only for this thread or asyncio task."""
         for name in settings:
             getattr(self, name)  # raises for a setting that doesn't exist
         Settings(**settings)  # raises for a value that isn't allowed
@@ -488,35 +464,27 @@ def _from_environ() -> Config:
     given: dict[str, Any] = {}
     for name, allowed in _SETTINGS.items():
         variable = f"JAXVEC_{name.upper()}"
-        text = os.environ.get(variable)
-        if not text:
-            continue
-        values = {str(value).lower(): value for value in allowed}
-        if text.lower() not in values:
-            raise ValueError(f"{variable} must be one of {', '.join(values)}, not {text!r}")
-        given[name] = values[text.lower()]
+        if text := os.environ.get(variable, "").lower():
+            values = {str(value).lower(): value for value in allowed}
+            _check_choice(variable, text, tuple(values))
+            given[name] = values[text]
     return Config(Settings(**given))
 
 
 config: Config = _from_environ()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `PoolConfig`: all options of a pool in one record; the APIs make it, with or without JAX.
-# ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolConfig:
-    """The options of `jaxvec.make`, which documents them, without JAX's own.
+    """The options of `jaxvec.make`, which documents them, except those that need JAX.
 
-    Mistakes that show whatever the env and the machine are raise `ValueError` or `TypeError` here. The record
-    travels whole to where its options are used, workers included.
+    It rejects invalid options and combinations, as far as they do not depend on the env or the machine. The
+    whole record is passed to the code that uses the options, including workers.
 
     Attributes:
-        workers: options of the workers; `num_workers` is in `workers.num`, too.
-        states: options of the saved states, as a record.
-        settings: `jaxvec.config` as it was when the pool was made.
+        workers: Options of the workers. Its `num` is set to `num_workers`, if given.
+        states: Options of saved states; a number is converted to `States`.
+        settings: Snapshot of `jaxvec.config`.
     """
 
     num_workers: int | None = None
@@ -540,17 +508,15 @@ class PoolConfig:
         for name, part in (("workers", Workers), ("timeouts", Timeouts)):
             if not isinstance(getattr(self, name), part):
                 raise TypeError(f"{name} must be a jaxvec.{part.__name__}, not {getattr(self, name)!r}")
-        # Kept as read, since an iterator can be read only once.
+        # `info` may be an iterator, which can be read only once, so its content is stored.
         declared, learnt = undeclared(self.info)
         object.__setattr__(self, "info", declared | dict.fromkeys(learnt))
         object.__setattr__(self, "workers", self._merge_workers())
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
             _check_count("states", self.states, 0)
             object.__setattr__(self, "states", States(self.states))
-        if self.recv_order not in ("ready", "sent"):
-            raise ValueError(f'recv_order must be "ready" or "sent", not {self.recv_order!r}')
-        if self.check not in ("structure", "strict"):
-            raise ValueError(f'check must be "structure" or "strict", not {self.check!r}')
+        _check_choice("recv_order", self.recv_order, ("ready", "sent"))
+        _check_choice("check", self.check, ("structure", "strict"))
         if not isinstance(self.backend, Ray) and self.backend not in ("process", "serial", "ray"):
             raise ValueError(
                 f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {self.backend!r}'
@@ -559,66 +525,60 @@ class PoolConfig:
             _check_count("envs_per_instance", self.envs_per_instance, 1)
         _check_count("spare_envs", self.spare_envs, 0)
         autoreset, restart = self.autoreset, self.restart
-        if self.spare_envs and autoreset is not None and not autoreset.resets:
+        manual_reset = autoreset is not None and not autoreset.resets
+        if self.spare_envs and manual_reset:
             raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")
         if self.states.max and self.spare_envs:
             raise ValueError(
-                "states don't go with spare_envs: which of these plays an env's next episode depends on when "
-                "the other envs' episodes end, so no state of one env can say it; leave out spare_envs"
+                "states and spare_envs cannot be combined: with spare envs, the next episode depends on the "
+                "other envs, so it cannot be restored from one env's state. Remove one of them"
             )
         if restart is not None and restart.retry == "restore":
-            self._check_restores(autoreset)
+            if not self.states.max:
+                raise ValueError('Restart(retry="restore") needs saved states: pass make(states=n)')
+            if manual_reset:
+                raise ValueError(
+                    'Restart(retry="restore") needs autoreset: without it, the program itself resets or '
+                    "restores an env after a fault"
+                )
         if self.workers.max_running is not None and (isinstance(self.backend, Ray) or self.backend == "ray"):
             raise ValueError(
-                "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs for "
-                "each"
+                "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs per "
+                "worker"
             )
         if self.envs_per_instance is not None:
-            _refuse(
-                "does not go with a batched env",
-                {
-                    "on_fault": restart,
-                    "check": self.strict,
-                    "spare_envs": self.spare_envs,
-                    "states": self.states.max or self.states.functions,
-                },
-            )
+            rejected: dict[str, Any] = {"on_fault": restart, "check": self.strict}
+            rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
+            _reject("does not go with a batched env", rejected)
         if self.backend == "serial":
             if self.workers.num not in (None, 1):
                 raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
-            _refuse(
-                'needs worker processes; backend="serial" has none',
-                {
-                    **{
-                        f"Workers({name}=...)": getattr(self.workers, name)
-                        for name in ("env", "init", "preload", "pin", "max_running")
-                    },
-                    "spare_envs": self.spare_envs,
-                },
-            )
+            options = ("env", "init", "preload", "pin", "max_running")
+            rejected = {f"Workers({name}=...)": getattr(self.workers, name) for name in options}
+            rejected["spare_envs"] = self.spare_envs
+            _reject('needs worker processes; backend="serial" has none', rejected)
 
     @property
     def autoreset(self) -> Autoreset | None:
-        """Mode of the autoreset; `None` for batched envs, which have their own."""
+        """Autoreset mode; `None` for batched envs, which have their own."""
         if self.autoreset_mode is None:
             return None if self.envs_per_instance is not None else Autoreset.SAME_STEP
         known = parse_autoreset(self.autoreset_mode)
         if self.envs_per_instance is not None:
-            raise ValueError("autoreset_mode: a batched env resets its envs itself; leave it out")
+            raise ValueError("autoreset_mode does not go with a batched env, which resets its envs itself")
         return known
 
     @property
     def restart(self) -> Restart | None:
-        """Policy after a fault; `None` if the pool ends with it."""
+        """Policy for faults; `None` if a fault breaks the pool."""
         return parse_restart(self.on_fault)
 
     @property
     def strict(self) -> bool:
-        """True if observations have to be members of their space."""
         return self.check == "strict"
 
     def for_workers(self) -> PoolConfig:
-        """Returns the record without the user's objects, which workers are sent apart or don't need."""
+        """Returns the record without the user's objects, which workers get separately or do not need."""
         return replace(
             self,
             workers=replace(self.workers, init=None),
@@ -630,7 +590,6 @@ class PoolConfig:
         )
 
     def _merge_workers(self) -> Workers:
-        """Returns `workers` with `num_workers` in it."""
         if self.num_workers is None:
             return self.workers
         _check_count("num_workers", self.num_workers, 1)
@@ -640,19 +599,8 @@ class PoolConfig:
             )
         return replace(self.workers, num=self.num_workers)
 
-    def _check_restores(self, autoreset: Autoreset | None) -> None:
-        if not self.states.max:
-            raise ValueError(
-                'Restart(retry="restore") needs saved states: make(states=n) says how many are kept'
-            )
-        if autoreset is not None and not autoreset.resets:
-            raise ValueError(
-                'Restart(retry="restore") needs autoreset: without it, the program itself resets an env '
-                "after a fault, or restores it"
-            )
 
-
-def _refuse(why: str, values: Mapping[str, Any]) -> None:
+def _reject(why: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if value:
             raise ValueError(f"{name} {why}")

@@ -1,4 +1,12 @@
-"""Spaces as leaves, and the specification of a pool: what all parts of the package agree on."""
+"""The leaves of spaces, and the specification of a pool's data.
+
+    Gymnasium spaces --walk--> trees of `Leaf` --make_spec--> `PoolSpec`
+
+    PoolSpec --> layout of the shared memory (_memory/), conversions in the workers (_envs/),
+                 shapes and dtypes for JAX (callbacks/)
+
+Every other part of the package derives shapes, dtypes and order of the data from these leaves.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +26,24 @@ from numpy.typing import NDArray
 
 from jaxvec._errors import UnsupportedSpaceError
 
-# ----------------------------------------------------------------------------------------------------------
-# What a reset or a step returns.
-# ----------------------------------------------------------------------------------------------------------
-
 
 class TimeStep(NamedTuple):
     """The batched result of a reset or a step, in Gymnasium's order.
 
-    Arrays are NumPy's from `VectorEnv`'s methods and JAX's from `jaxvec.reset` and `jaxvec.step`.
-    dtypes are the spaces', as JAX canonicalises them (float64 becomes float32 unless x64 is on).
+    Methods of `VectorEnv` return NumPy arrays, functions such as `jaxvec.step` JAX arrays. The dtypes are
+    those of the spaces, as JAX canonicalises them (float64 becomes float32 unless x64 is enabled).
 
     Attributes:
-        obs: pytree in the structure of the observation space, leaves `[num_envs, ...]`.
-        reward: `[num_envs]` float, or `[num_envs, ...]` where the env has a `reward_space`.
-        terminated: `[num_envs]` bool.
-        truncated: `[num_envs]` bool.
-        info: dict of fixed keys and shapes: `env_id` `[num_envs]` int32; `episode_return` (as
-            reward) and `episode_length` `[num_envs]` int32 of the episode that just ended, else
-            of the one that runs; under same-step autoreset `final_obs` (as obs, zero where no
-            episode ended) and its mask `_final_obs`; and each declared key with its mask, under same-step
-            autoreset once more in `final_info`, of the steps that ended an episode. `fault` `[num_envs]` bool
-            with `on_fault="restart"`: which steps were cut short; `idle` `[num_envs]` bool with
-            `autoreset_mode="EPISODIC"`: which were not taken.
+        obs: Pytree of the observation space with leaves `[num_envs, ...]`.
+        reward: Float array `[num_envs]`, or `[num_envs, ...]` for envs with a `reward_space`.
+        terminated: Bool array `[num_envs]`.
+        truncated: Bool array `[num_envs]`.
+        info: Dict with fixed keys and shapes. `env_id` is int32 `[num_envs]`. `episode_return` (with the
+            dtype of reward) and `episode_length` (int32) belong to the episode that just ended, or else to
+            the running one. Same-step autoreset adds `final_obs`, zero except where an episode ended, and its
+            mask `_final_obs`. Each declared key has a mask; with same-step autoreset, `final_info` has both
+            again, for the steps that ended an episode. `fault` (bool, with `on_fault="restart"`) marks steps
+            cut short by a fault. `idle` (bool, with `autoreset_mode="EPISODIC"`) marks idle envs.
 
     Example:
         ```python
@@ -58,29 +61,24 @@ class TimeStep(NamedTuple):
     info: dict[str, Any]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `EnvState`: what stands for the states of envs, in programs and out.
-# ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class EnvState:
-    """Saved states of envs: a pytree of one small array, whose first axes are those of the envs.
+    """Saved states of envs: a pytree of one small array with the axes of the envs first.
 
-    It names the states, which stay in the workers. So it is indexed, reshaped, gathered, stacked and chosen
-    from like an observation, also by `jax.tree.map`; `state[i]` indexes the axes before the last. It stays
-    good until newer states have taken its place (`jaxvec.make(states=...)`).
+    It only identifies the states, which are kept in the workers. So you can index, reshape, gather, stack and
+    select states like observations, also with `jax.tree.map`. `state[i]` indexes all axes except the last. A
+    state is valid until newer states replace it (`jaxvec.make(states=...)`).
 
     Attributes:
-        ids: `[num_envs, 3]` uint32: the pool, and the low and high word of the state's number in it. Zeros
-            name no state.
+        ids: Array `[num_envs, 3]` of uint32: the pool id, and the low and high word of the state's number.
+            All zero for no state.
 
     Example:
         ```python
         with jaxvec.make("CartPole-v1", 4, states=10) as envs:
             envs.reset(seed=0)
             state = envs.save()
-            timestep = envs.restore(state[[0, 0, 2, 2]])  # env 1 goes on as env 0, and env 3 as env 2
+            timestep = envs.restore(state[[0, 0, 2, 2]])  # env 1 from env 0's state, and env 3 from env 2's
             print((timestep.obs[0] == timestep.obs[1]).all())  # True
         ```
     """
@@ -88,42 +86,37 @@ class EnvState:
     ids: Any
 
     def __getitem__(self, index: Any) -> EnvState:
-        """Returns some of the states, or each with more axes, as NumPy and JAX index arrays."""
+        """Selects or reshapes states, as NumPy and JAX index arrays."""
         return EnvState(self.ids[index])
 
 
 def check_states(state: Any, num_envs: int | None) -> NDArray[np.uint32]:
-    """Returns the `[num_envs, 3]` ids of a state on the host; raises if it is something else.
-
-    `None` stands for any number.
-    """
+    """Returns the ids of states on the host, `[num_envs, 3]`; `num_envs` may be `None` for any number."""
     ids = np.asarray(state_ids(state))
     check_states_type(ids.shape, ids.dtype, num_envs if num_envs is not None else len(ids) if ids.ndim else 0)
     return ids
 
 
 def state_ids(state: Any) -> Any:
-    """Returns the ids of a state, which may be traced; raises `TypeError` if it is something else."""
     if not isinstance(state, EnvState):
-        raise TypeError(f"state must be what save or simulate returned, not {type(state).__name__}")
+        raise TypeError(f"state must be an EnvState from save or simulate, not {type(state).__name__}")
     return state.ids
 
 
 def check_states_type(shape: tuple[int, ...], dtype: Any, num_envs: int) -> None:
-    """Raises `ValueError` unless ids of this type name a state for each env."""
+    """Raises `ValueError` unless an array of this shape and dtype has one state id per env."""
     if shape != (num_envs, 3) or dtype != np.uint32:
         raise ValueError(
-            f"state: expected one for each of {num_envs} envs, uint32 ids of shape ({num_envs}, 3); got "
+            f"state: expected one for each of {num_envs} envs, as uint32 ids of shape ({num_envs}, 3); got "
             f"{dtype} of shape {shape}"
         )
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Walks a space once into a tree of leaves; the only file that names space classes.
+# Trees of leaves
 #
-# A `Node` mirrors a space with fixed-shape arrays at its leaves. Everything else in jaxvec is a loop over
-# `leaves(node)`, addressed by path, because Gymnasium keeps a `Dict`'s insertion order and JAX sorts its
-# keys.
+# A `Node` mirrors a space, with arrays of fixed shape as leaves. Leaves are identified by path and not by
+# position, because Gymnasium keeps a `Dict`'s insertion order while JAX sorts the keys.
 # ----------------------------------------------------------------------------------------------------------
 
 KeyPath: TypeAlias = tuple[Any, ...]
@@ -132,14 +125,14 @@ DtypePolicy: TypeAlias = Callable[[np.dtype[Any]], np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a space, as one env sees it.
+    """One array of a space, for one env.
 
     Attributes:
-        path: keys and indices from the root, `("camera", 0)`.
-        shape: of one env's value, without the batch axis.
-        dtype: what the env speaks; actions reach it in this dtype.
-        stored: what the segment holds and JAX sees; `object` for a value without fixed shape, which
-            travels beside the segment, pickled.
+        path: Keys and indices from the root, for example `("camera", 0)`.
+        shape: Shape of one env's value.
+        dtype: The env's own dtype.
+        stored: Dtype in the segment and in JAX. `object` for a value without fixed shape, which is sent as a
+            pickle.
     """
 
     path: KeyPath
@@ -149,7 +142,7 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Of one env's value, as the env speaks it."""
+        """Size of one env's value in the env's own dtype."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -162,35 +155,47 @@ class Leaf:
 
 @dataclass(frozen=True)
 class DictNode:
-    """A `Dict` space: keys in the space's own order, and a child each."""
+    """A `Dict` space: its keys in the space's order, and one child per key."""
 
     path: KeyPath
     keys: tuple[Any, ...]
     children: tuple[Node, ...]
 
     def child(self, key: Any) -> Any:
-        """Returns the child at `key`."""
         return self.children[self.keys.index(key)]
+
+    def split(self, value: Any) -> list[Any]:
+        """Returns the children's parts of a dict, in the space's order."""
+        return [value[key] for key in self.keys]
+
+    def join(self, parts: list[Any]) -> dict[Any, Any]:
+        return dict(zip(self.keys, parts, strict=True))
 
 
 @dataclass(frozen=True)
 class TupleNode:
-    """A `Tuple` space: a child for each element."""
+    """A `Tuple` space, with one child per element."""
 
     path: KeyPath
     children: tuple[Node, ...]
+
+    def split(self, value: Any) -> Any:
+        return value
+
+    def join(self, parts: list[Any]) -> tuple[Any, ...]:
+        return tuple(parts)
 
 
 Node: TypeAlias = Leaf | DictNode | TupleNode
 
 
 def as_jax(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the dtype JAX gives to `dtype` while x64 is off: 64-bit types become 32-bit."""
+    """Returns JAX's dtype for `dtype` without x64: 64-bit types become 32-bit."""
     return np.dtype(f"{dtype.kind}4") if dtype.kind in "iuf" and dtype.itemsize == 8 else dtype
 
 
 def as_is(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns `dtype` itself: the policy under x64, and of faces that never meet JAX."""
+    """The dtype policy with x64 enabled, and for APIs without JAX."""
     return dtype
 
 
@@ -202,48 +207,37 @@ def fold_space(
     make_dict: Callable[[dict[Any, Any], KeyPath], Any],
     make_tuple: Callable[[list[Any], KeyPath], Any],
 ) -> Any:
-    """Converts a space from its leaves up: `Dict` and `Tuple` spaces after the spaces in them.
+    """Converts a space bottom-up, with one function per type of space.
 
-    Args:
-        space: Space to convert.
-        leaf: Converts a space that is neither a `Dict` nor a `Tuple`, given its path.
-        root: Path of `space`.
-        make_dict: Converts a `Dict`, given what its spaces became, in their order, and its path.
-        make_tuple: The same for a `Tuple`.
+    `leaf(space, path)` converts all spaces except `Dict` and `Tuple`. `make_dict(children, path)` and
+    `make_tuple(children, path)` get the converted children, in order. `root` is the path of `space`.
     """
-
-    def fold(space: Space[Any], path: KeyPath) -> Any:
-        match space:
-            case spaces.Dict():
-                return make_dict(
-                    {key: fold(child, (*path, key)) for key, child in space.spaces.items()}, path
-                )
-            case spaces.Tuple():
-                return make_tuple([fold(child, (*path, i)) for i, child in enumerate(space.spaces)], path)
-            case _:
-                return leaf(space, path)
-
-    return fold(space, root)
+    fold = partial(fold_space, leaf=leaf, make_dict=make_dict, make_tuple=make_tuple)
+    match space:
+        case spaces.Dict():
+            return make_dict({key: fold(one, root=(*root, key)) for key, one in space.spaces.items()}, root)
+        case spaces.Tuple():
+            return make_tuple([fold(one, root=(*root, i)) for i, one in enumerate(space.spaces)], root)
+        case _:
+            return leaf(space, root)
 
 
 def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, objects: bool = False) -> Node:
-    """Walks `space` into a tree of leaves.
+    """Converts the space of one env to a tree of leaves, or raises `UnsupportedSpaceError`.
 
-    Args:
-        space: the space of one env.
-        root: what the leaves' paths begin with; names the space in errors.
-        policy: from an env's dtype to the stored one.
-        objects: whether what JAX can't hold becomes leaves of Python objects.
-
-    Raises:
-        UnsupportedSpaceError: a leaf has no fixed shape, or no dtype that JAX can hold.
+    All paths start with `root`, and `policy` maps an env's dtype to the stored one. With `objects`, spaces
+    that JAX cannot represent become leaves of Python objects.
     """
 
     def leaf(space: spaces.Space[Any], path: KeyPath) -> Node:
         match space:
             case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
                 dtype = np.dtype(space.dtype).newbyteorder("=")
-                _check_known_dtype(dtype, path)
+                if dtype.kind not in "biuf" or dtype.itemsize > 8:
+                    raise UnsupportedSpaceError(
+                        f"{format_path(path)}: dtype {dtype} has no JAX equivalent; use bool, an integer of "
+                        "up to 64 bits, or float16, float32 or float64"
+                    )
                 stored = policy(dtype)
                 _check_bounds_fit(space, stored, path)
                 return Leaf(path, tuple(space.shape or ()), dtype, stored)
@@ -253,18 +247,22 @@ def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, object
                 raise UnsupportedSpaceError(_unsupported(space, path))
 
     def dict_node(children: dict[Any, Node], path: KeyPath) -> Node:
-        if not objects:
-            _check_sortable(children, path)
+        try:
+            if not objects:
+                sorted(children)  # as JAX will, to flatten the dict
+        except TypeError as error:
+            raise UnsupportedSpaceError(
+                f"{format_path(path)}: keys {[*children]!r} of this Dict space can't be sorted, "
+                "so JAX can't make a pytree of it; use keys of one type"
+            ) from error
         return DictNode(path, tuple(children), tuple(children.values()))
 
-    def tuple_node(children: list[Node], path: KeyPath) -> Node:
-        return TupleNode(path, tuple(children))
-
-    return fold_space(space, leaf, root=root, make_dict=dict_node, make_tuple=tuple_node)
+    make_tuple = lambda children, path: TupleNode(path, tuple(children))  # noqa: E731
+    return fold_space(space, leaf, root=root, make_dict=dict_node, make_tuple=make_tuple)
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
-    """Yields the leaves of `node`, depth first, in the space's own order."""
+    """Yields the leaves of `node`, depth first, in the space's order."""
     if isinstance(node, Leaf):
         yield node
     else:
@@ -273,97 +271,51 @@ def leaves(node: Node) -> Iterator[Leaf]:
 
 
 def build(node: Node, value: Callable[[Leaf], Any]) -> Any:
-    """Builds the nested dicts and tuples of `node`, with `value(leaf)` at each leaf."""
-    match node:
-        case Leaf():
-            return value(node)
-        case DictNode():
-            return {key: build(child, value) for key, child in zip(node.keys, node.children, strict=True)}
-        case TupleNode():
-            return tuple(build(child, value) for child in node.children)
+    """Builds nested dicts and tuples in the structure of `node`, with `value(leaf)` at each leaf."""
+    if isinstance(node, Leaf):
+        return value(node)
+    return node.join([build(child, value) for child in node.children])
 
 
 def builder(node: Node, places: Mapping[KeyPath, int]) -> Callable[[Sequence[Any]], Any]:
-    """Returns what builds the nested dicts and tuples of `node` of a sequence of values.
-
-    Args:
-        node: whose leaves' values are in the sequence.
-        places: where, by the leaves' paths.
-    """
-    match node:
-        case Leaf():
-            return itemgetter(places[node.path])
-        case DictNode():
-            return partial(_build_dict, node.keys, [builder(child, places) for child in node.children])
-        case TupleNode():
-            return partial(_build_tuple, [builder(child, places) for child in node.children])
+    """Returns a faster `build`, which takes the values as a sequence; `places` has the index of each leaf."""
+    if isinstance(node, Leaf):
+        return itemgetter(places[node.path])
+    # A partial and not a closure, as a specification can be pickled.
+    return partial(_build_and_join, node.join, [builder(child, places) for child in node.children])
 
 
-def _build_dict(
-    keys: Sequence[Any], builders: Sequence[Callable[[Sequence[Any]], Any]], values: Sequence[Any]
-) -> dict[Any, Any]:
-    return {key: build(values) for key, build in zip(keys, builders, strict=True)}
-
-
-def _build_tuple(
-    builders: Sequence[Callable[[Sequence[Any]], Any]], values: Sequence[Any]
-) -> tuple[Any, ...]:
-    return tuple([build(values) for build in builders])
+def _build_and_join(
+    join: Callable[[list[Any]], Any], builders: list[Callable[[Sequence[Any]], Any]], values: Sequence[Any]
+) -> Any:
+    return join([build(values) for build in builders])
 
 
 def map_leaves(node: Node, value: Any, function: Callable[[Leaf, Any], Any]) -> Any:
-    """Returns `value`, of the structure of `node`, with `function(leaf, part)` in place of each part."""
-    match node:
-        case Leaf():
-            return function(node, value)
-        case DictNode():
-            pairs = zip(node.keys, node.children, strict=True)
-            return {key: map_leaves(child, value[key], function) for key, child in pairs}
-        case TupleNode():
-            pairs = zip(node.children, value, strict=True)
-            return tuple(map_leaves(child, part, function) for child, part in pairs)
+    """Returns `value` with each part replaced by `function(leaf, part)`."""
+    if isinstance(node, Leaf):
+        return function(node, value)
+    parts = zip(node.children, node.split(value), strict=True)
+    return node.join([map_leaves(child, part, function) for child, part in parts])
 
 
 def move(node: Node, root: KeyPath) -> Node:
-    """Returns `node` with its own path replaced by `root`, all the way down."""
-    match node:
-        case Leaf():
-            return replace(node, path=root)
-        case DictNode():
-            keyed = zip(node.keys, node.children, strict=True)
-            return DictNode(root, node.keys, tuple(move(c, (*root, k)) for k, c in keyed))
-        case TupleNode():
-            moved = (move(child, (*root, i)) for i, child in enumerate(node.children))
-            return TupleNode(root, tuple(moved))
+    """Returns `node` with the root of all paths replaced by `root`."""
+    if isinstance(node, Leaf):
+        return replace(node, path=root)
+    keys = node.keys if isinstance(node, DictNode) else range(len(node.children))
+    pairs = zip(keys, node.children, strict=True)
+    return replace(node, path=root, children=tuple(move(child, (*root, key)) for key, child in pairs))
 
 
 def format_path(path: KeyPath) -> str:
-    """Formats a path as Python would write it: `obs['camera'][0]`."""
+    """Formats a path as a Python expression: `obs['camera'][0]`."""
     head, *tail = path
     return str(head) + "".join(f"[{key!r}]" for key in tail)
 
 
-def _check_sortable(keys: Iterable[Any], root: KeyPath) -> None:
-    """Refuses keys that don't compare: JAX flattens a dict by sorted keys."""
-    try:
-        sorted(keys)
-    except TypeError as error:
-        raise UnsupportedSpaceError(
-            f"{format_path(root)}: keys {list(keys)!r} of this Dict space can't be sorted, "
-            "so JAX can't make a pytree of it; use keys of one type"
-        ) from error
-
-
-def _check_known_dtype(dtype: np.dtype[Any], root: KeyPath) -> None:
-    if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise UnsupportedSpaceError(
-            f"{format_path(root)}: dtype {dtype} has no JAX equivalent; use bool, an integer of up to "
-            "64 bits, or float16, float32 or float64"
-        )
-
-
 def _check_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: KeyPath) -> None:
-    """Refuses counted spaces whose largest or smallest element would wrap when stored."""
+    """Rejects integer spaces with elements that would overflow the stored dtype."""
     match space:
         case spaces.Discrete():
             low, high = int(space.start), int(space.start) + int(space.n) - 1
@@ -398,41 +350,34 @@ def _unsupported(space: object, root: KeyPath) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The specification of a pool: what goes into a step and what comes out, hashable by value.
-#
-# Two pools of equal specification can serve the same compiled program. The memory layout and the
-# `jax.ShapeDtypeStruct`s are both made from the leaves listed here.
+# The specification of a pool
 # ----------------------------------------------------------------------------------------------------------
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
-_OURS = ("final_obs", "_final_obs", "final_info", "fault", "idle")
+_RESERVED = ("final_obs", "_final_obs", "final_info", "fault", "idle")
 
 
 class Autoreset(Enum):
-    """What happens when an episode ends: one of Gymnasium's modes, or one of ours."""
+    """The behaviour at the end of an episode: one of Gymnasium's modes, or jaxvec's `EPISODIC`."""
 
     SAME_STEP = AutoresetMode.SAME_STEP
     NEXT_STEP = AutoresetMode.NEXT_STEP
     DISABLED = AutoresetMode.DISABLED
-    EPISODIC = "Episodic"  # the env takes no steps until it is reset; to Gymnasium that is DISABLED
+    EPISODIC = "Episodic"  # the env is idle until it is reset; reported to Gymnasium as DISABLED
 
     @property
     def as_gymnasium(self) -> AutoresetMode:
-        """Gymnasium's mode, which is what users see."""
+        """Gymnasium's mode, which users see."""
         return self.value if isinstance(self.value, AutoresetMode) else AutoresetMode.DISABLED
 
     @property
     def resets(self) -> bool:
-        """Whether envs begin their next episode by themselves."""
+        """True if envs reset themselves."""
         return self in (Autoreset.SAME_STEP, Autoreset.NEXT_STEP)
 
 
 def parse_autoreset(mode: Any) -> Autoreset:
-    """Returns the mode for Gymnasium's, for a name (`"SAME_STEP"`) or for a value (`"SameStep"`).
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Returns the mode for a member of `AutoresetMode`, a name (`"SAME_STEP"`) or a value (`"SameStep"`)."""
     for known in Autoreset:
         value = known.value.value if isinstance(known.value, AutoresetMode) else known.value
         if mode in (known.value, known.name, value):
@@ -443,7 +388,7 @@ def parse_autoreset(mode: Any) -> Autoreset:
 
 @dataclass(frozen=True)
 class EnvSpaces:
-    """What an env says of itself; `reward` is `None` for a scalar reward."""
+    """The spaces of an env; `reward` is `None` for a scalar reward."""
 
     observation: Space[Any]
     action: Space[Any]
@@ -452,15 +397,10 @@ class EnvSpaces:
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """The shapes and dtypes of a pool's data, and when its envs begin their next episode.
+    """The shapes and dtypes of a pool's data, and its autoreset mode. Hashable, compared by value.
 
-    Attributes:
-        num_envs: how many envs.
-        batch_size: how many of them `recv` returns.
-        autoreset: what happens when an episode ends.
-        action: leaves that a step takes.
-        obs, reward, terminated, truncated, info: leaves that a step returns.
-        declared: the part of `info` that the env itself fills in.
+    Pools with equal specifications can use the same compiled program. `declared` is the part of `info` that
+    the env itself fills in.
     """
 
     num_envs: int
@@ -475,12 +415,12 @@ class PoolSpec:
     declared: DictNode
 
     def __repr__(self) -> str:
-        """Names it in a line: JAX repeats it in errors of its own, and all leaves would be pages."""
+        """Short, because JAX includes it in its own error messages."""
         return f"<PoolSpec of {self.num_envs} envs, {self.fingerprint:016x}>"
 
     @property
     def first_ready(self) -> bool:
-        """Whether `recv` returns some envs while others are in flight."""
+        """True if `recv` returns a part of the envs while others are pending."""
         return self.batch_size < self.num_envs
 
     @property
@@ -497,12 +437,12 @@ class PoolSpec:
 
     @property
     def timestep(self) -> tuple[Node, ...]:
-        """The nodes of a `TimeStep`, in its order."""
+        """Nodes of a `TimeStep`, in its order."""
         return (self.obs, self.reward, self.terminated, self.truncated, self.info)
 
     @cached_property
     def object_leaves(self) -> tuple[Leaf, ...]:
-        """Those of Python objects, which compiled programs can't have."""
+        """Leaves of Python objects, which compiled programs cannot use."""
         return tuple(leaf for leaf in (*self.action_leaves, *self.timestep_leaves) if leaf.is_object)
 
     @cached_property
@@ -511,7 +451,7 @@ class PoolSpec:
 
     @cached_property
     def kept_leaves(self) -> tuple[Leaf, ...]:
-        """Those that the row of a fault repeats, so that they are kept while an env steps."""
+        """Leaves that the result of a fault repeats; the worker keeps a copy of them while an env steps."""
         if not self.has_fault:
             return ()
         statistics = (self.info.child(name) for name in ("episode_return", "episode_length"))
@@ -523,17 +463,15 @@ class PoolSpec:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number, of 63 bits and the same in every process, that stands for equality.
+        """A 63-bit hash of the specification that is equal in every process.
 
-        Of specs that differ in nothing but `num_envs` it is the same, unless they are first-ready: a handle
-        may be to any number of a pool's envs, and which they are is checked when it is used.
+        It ignores `num_envs`, except with `batch_size`, because a handle may refer to any of the envs.
         """
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
         values = tuple(getattr(spec, field.name) for field in fields(spec))
         return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest()) >> 1
 
     def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Returns `(num_envs, *leaf.shape)`."""
         return (self.num_envs, *leaf.shape)
 
     @cached_property
@@ -542,7 +480,7 @@ class PoolSpec:
         return tuple(builder(node, places) for node in self.timestep)
 
     def build_timestep(self, rows: Sequence[Any]) -> TimeStep:
-        """Builds a `TimeStep` of one array for each of `timestep_leaves`, in their order."""
+        """Builds a `TimeStep` from one array per leaf of `timestep_leaves`, in their order."""
         return TimeStep(*[build(rows) for build in self._builders])
 
 
@@ -558,22 +496,11 @@ def make_spec(
     policy: DtypePolicy,
     objects: bool = False,
 ) -> PoolSpec:
-    """Makes the specification of a pool of `num_envs` envs.
+    """Makes the specification of a pool of envs with equal `spaces`, or raises `UnsupportedSpaceError`.
 
-    Args:
-        spaces: of every env.
-        num_envs: how many envs.
-        batch_size: how many of them `recv` returns; `None` for all.
-        autoreset: under `SAME_STEP` info has `final_obs`, and `final_info` if keys are declared; under
-            `EPISODIC` it says in `idle` which envs took no step.
-        final_obs: whether to keep the last observation of an episode under `SAME_STEP`.
-        fault: whether info says which steps were cut short by a fault.
-        declared: info keys with a declaration each, see `declared_leaves`.
-        policy: from an env's dtypes to the stored ones.
-        objects: whether observations and actions may have leaves of Python objects.
-
-    Raises:
-        UnsupportedSpaceError: a leaf has no fixed shape or no dtype that JAX can hold.
+    `batch_size` is `None` for all envs. `policy` maps an env's dtype to the stored one. With `fault`, info
+    has the key `fault`. `declared` has the declarations of `declared_leaves`. With `objects`, observations
+    and actions may have leaves of Python objects.
     """
 
     def scalar(dtype: Any, *path: Any) -> Leaf:
@@ -621,17 +548,15 @@ def make_spec(
 def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNode:
     """Returns the node of the declared info keys, each followed by its mask `_key`.
 
-    Args:
-        declared: key to a Gymnasium space, a NumPy dtype (`int`, `"f4"`, `(np.float32, (3,))`), or
-            anything with `shape` and `dtype` (an array, a `jax.ShapeDtypeStruct`); or to a dict of such.
-        policy: from the declared dtypes to the stored ones.
+    A declaration is a Gymnasium space, a NumPy dtype (`int`, `"f4"`, `(np.float32, (3,))`), an object with
+    `shape` and `dtype` (an array, a `jax.ShapeDtypeStruct`), or a dict of such.
     """
     keys: list[str] = []
     children: list[Node] = []
     for key, declaration in declared.items():
         mask = f"_{key}"
-        if {key, mask} & {*STATISTICS, *_OURS, *keys}:
-            raise ValueError(f"info: the key {key!r} is taken by jaxvec or declared twice; rename it")
+        if {key, mask} & {*STATISTICS, *_RESERVED, *keys}:
+            raise ValueError(f"info: the key {key!r} is reserved by jaxvec or duplicated; rename it")
         keys += [key, mask]
         children += [
             _declared_node(("info", key), declaration, policy),
@@ -641,7 +566,7 @@ def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNod
 
 
 def undeclared(info: Mapping[str, Any] | Iterable[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """Splits the user's `info=` into declarations and keys to be learnt from a first reset."""
+    """Splits `make`'s `info` into declarations, and keys to infer from a first reset."""
     if info is None:
         return {}, []
     if isinstance(info, str):
@@ -657,12 +582,13 @@ def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy) -> Node
         nested = cast("Mapping[Any, Any]", declaration)
         if not nested or not all(isinstance(key, str) for key in nested):
             raise UnsupportedSpaceError(
-                f"{format_path(path)}: a dict needs keys that are texts, not {[*nested]}"
+                f"{format_path(path)}: a dict needs strings as keys, and at least one, not {[*nested]}"
             )
         children = tuple(_declared_node((*path, key), each, policy) for key, each in nested.items())
         return DictNode(path, tuple(nested), children)
     shape, dtype = getattr(declaration, "shape", None), getattr(declaration, "dtype", None)
-    if isinstance(declaration, type) or shape is None or dtype is None:  # NumPy's scalar types have both
+    # NumPy's scalar types have `shape` and `dtype` as descriptors, so types are always parsed.
+    if isinstance(declaration, type) or shape is None or dtype is None:
         try:
             parsed = np.dtype(declaration)
         except TypeError as error:

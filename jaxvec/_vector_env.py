@@ -1,4 +1,7 @@
-"""`VectorEnv`: what `jaxvec.make` returns, and the verbs for Python loops on NumPy."""
+"""`VectorEnv`, the pool that `jaxvec.make` returns, with methods for Python loops.
+
+Each method checks its arguments, and calls the `Pool` of `_pool/pool.py`, which JAX programs use, too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 import numpy as np
@@ -49,7 +51,7 @@ class VectorEnv:
         metadata: Metadata of env 0.
         render_mode: Render mode of env 0.
         spec: Shapes and dtypes of the pool's data.
-        transport: The way in which compiled programs reach the pool.
+        transport: Transport of compiled programs to the pool.
 
     Example:
         ```python
@@ -88,17 +90,17 @@ class VectorEnv:
         self.metadata: dict[str, Any] = {**description.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode: str | None = description.render_mode
         self.transport = transport
-        # At garbage collection or at the interpreter's exit, if not before.
+        # Closes the pool at garbage collection or at the interpreter's exit. Must not refer to `self`.
         weakref.finalize(self, pool.finalizer.close)
 
     @property
     def pool(self) -> Pool:
-        """The pool itself, for jaxvec's own compatibility APIs."""
+        """The underlying pool, for jaxvec's own compatibility APIs."""
         return self._pool
 
     @property
     def closed(self) -> bool:
-        """Whether the pool was closed.
+        """True after `close`.
 
         Example:
             ```python
@@ -116,13 +118,12 @@ class VectorEnv:
         all envs (an int seeds env *i* with `seed + i`) or a list with an entry for each env.
 
         Returns:
-            Arrays that later calls don't overwrite: NumPy's, or JAX's if the pool was made with a `device` or
-            `sharding`. With `batch_size`, the envs that are ready first, as from `recv`.
+            The time step, which later calls don't overwrite. Its arrays are NumPy arrays, or JAX arrays if
+            the pool was made with a `device`. With `batch_size`, it has the envs that are ready first, as
+            from `recv`.
 
         Raises:
-            PendingEnvError: A masked env is pending, or fewer than `batch_size` envs would be.
-            ValueError, TypeError: A bad argument. Nothing was reset.
-            JaxvecError: Any error of `step`.
+            JaxvecError, ValueError, TypeError: The errors of `jaxvec.reset`.
 
         Example:
             ```python
@@ -133,29 +134,24 @@ class VectorEnv:
                 print(timestep.info["episode_length"])  # [0 1]
             ```
         """
-        rows = self._pool.reset(
-            self._pool.move_all(Verb.RESET, Caller.HOST),
-            seeds=_arguments.expand_seeds(seed, self.num_envs),
-            mask=_arguments.check_mask(mask, self.num_envs),
-            options=options,
-            deliver=self._deliver,
-        )
+        seeds = _arguments.expand_seeds(seed, self.num_envs)
+        mask = _arguments.check_mask(mask, self.num_envs)
+        move = self._pool.move_all(Verb.RESET, Caller.HOST)
+        rows = self._pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
     def step(self, action: Any) -> TimeStep:
         """Steps every env once; see `jaxvec.step`.
 
         Args:
-            action: Pytree of the action space with leaves `[num_envs, ...]`. A tuple or list with a dict for
-                each env may replace a dict.
+            action: Pytree of the action space with leaves `[num_envs, ...]`. A list with one dict per env may
+                replace a dict.
 
         Returns:
-            Arrays, as of `reset`.
+            The time step, as in `reset`.
 
         Raises:
-            ActionError, ResetNeededError: Nothing was stepped.
-            EnvError, WorkerDiedError, EnvTimeoutError: An env failed; this breaks the pool.
-            PoolBrokenError, PoolClosedError: The pool was broken, or closed, before.
+            JaxvecError: The errors of `jaxvec.step`.
 
         Example:
             ```python
@@ -177,13 +173,12 @@ class VectorEnv:
             env_id: Indices `[k]` of the envs; `None` for all.
 
         Raises:
-            ActionError, EnvIdError, PendingEnvError: Nothing was sent.
-            PoolBrokenError, PoolClosedError: The pool is broken, or closed.
+            JaxvecError: The errors of `jaxvec.send`.
 
         Example:
             ```python
             with jaxvec.make("CartPole-v1", 4, batch_size=2) as envs:
-                timestep = envs.reset(seed=0)  # of the two envs that are ready first
+                timestep = envs.reset(seed=0)  # the two envs that are ready first
                 envs.send([0, 1], timestep.info["env_id"])
                 print(envs.recv().obs.shape)  # (2, 4)
             ```
@@ -193,24 +188,20 @@ class VectorEnv:
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
     def reset_async(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:
-        """Starts a reset of all envs, or of those of `mask`, without waiting for it; `recv` does.
-
-        The arguments and errors are those of `reset`. Errors of the envs are raised by `recv`.
+        """Starts a `reset` without waiting for it; `recv` returns the results and raises the envs' errors.
 
         Example:
             ```python
             with jaxvec.make("CartPole-v1", 2) as envs:
                 envs.reset_async(seed=0)
-                # … what else there is to do, while the envs reset
+                # … other work, while the envs reset
                 print(envs.recv().obs.shape)  # (2, 4)
             ```
         """
-        self._pool.reset_async(
-            self._pool.move_all(Verb.RESET, Caller.HOST),
-            seeds=_arguments.expand_seeds(seed, self.num_envs),
-            mask=_arguments.check_mask(mask, self.num_envs),
-            options=options,
-        )
+        seeds = _arguments.expand_seeds(seed, self.num_envs)
+        mask = _arguments.check_mask(mask, self.num_envs)
+        move = self._pool.move_all(Verb.RESET, Caller.HOST)
+        self._pool.reset_async(move, seeds=seeds, mask=mask, options=options)
 
     def recv(
         self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
@@ -219,20 +210,19 @@ class VectorEnv:
 
         Args:
             timeout: Seconds after which `NotReadyError` is raised, or `None`. The envs stay pending.
-            copy: `False` returns read-only views into the segment if the results are evenly spaced, as
-                those of all envs are. They are valid until their envs are sent. JAX arrays are always copies.
-            at_least: Number of envs to wait for in place of `batch_size`. All envs that are ready then are
-                returned, in the order in which they finished or, with `recv_order="sent"`, were sent.
-                Batched envs are returned whole.
+            copy: `False` returns read-only views into shared memory if the envs are evenly spaced, such as
+                all envs. The views are valid until their envs are sent. JAX arrays are always copies.
+            at_least: Number of envs to wait for in place of `batch_size`. Then all ready envs are returned,
+                in the order of `recv_order`. Batched envs are returned whole.
 
         Returns:
-            Arrays `[batch_size, ...]`, as of `reset`; with `at_least` `[k, ...]`, where `k` varies.
+            The time step, with arrays `[batch_size, ...]`, or `[k, ...]` with `at_least`, where `k` varies.
             `info["env_id"]` identifies the envs.
 
         Raises:
             ValueError: `at_least` is not from 1 to `num_envs`.
-            PendingEnvError: Fewer envs are pending than that.
-            NotReadyError: They did not finish in time.
+            PendingEnvError: Fewer envs are pending.
+            NotReadyError: The envs did not finish within `timeout`.
             JaxvecError: Any error of `step`.
 
         Example:
@@ -244,16 +234,14 @@ class VectorEnv:
         """
         if at_least is not None:
             at_least = _check_at_least(at_least, self.num_envs)
+        # With `device`, results are copied there in any case.
         deliver = self._deliver if copy else self._placed or views
         move = self._pool.move_all(Verb.RECV, Caller.HOST)
         rows = self._pool.recv(move, deliver=deliver, timeout=timeout, at_least=at_least)
         return self.spec.build_timestep(rows)
 
     def save(self, *, indices: Any = None) -> EnvState:
-        """Saves the states of all envs, or of those of `indices`; see `jaxvec.save`. Handles stay fresh.
-
-        Returns:
-            The states, `[k]`.
+        """Saves and returns the states `[k]` of all envs, or of those of `indices`; see `jaxvec.save`.
 
         Example:
             ```python
@@ -271,18 +259,14 @@ class VectorEnv:
         """Restores all envs, or those of `indices`, to the states `[k]`; see `jaxvec.restore`.
 
         Returns:
-            Arrays `[k, ...]`, as of `reset`.
-
-        Raises:
-            StaleStateError: A state is gone. Nothing was restored.
-            EnvStateError: A state can't be restored; this breaks the pool.
+            The time step, with arrays `[k, ...]`.
 
         Example:
             ```python
             with jaxvec.make("CartPole-v1", 2, states=10) as envs:
                 envs.reset(seed=0)
                 state = envs.save(indices=[0])
-                timestep = envs.restore(state, indices=[1])  # env 1 goes on as env 0
+                timestep = envs.restore(state, indices=[1])  # env 1 continues from env 0's state
                 print(timestep.obs.shape, timestep.info["env_id"])  # (1, 4) [1]
             ```
         """
@@ -295,11 +279,7 @@ class VectorEnv:
         """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.
 
         Returns:
-            The states after the step, `[n]`, and arrays, `[n, ...]`, as of `reset`.
-
-        Raises:
-            StaleStateError, ResetNeededError, ActionError: Nothing was stepped.
-            EnvError: An env raised an exception. The pool stays usable.
+            The states after the step, `[n]`, and the time step, with arrays `[n, ...]`.
 
         Example:
             ```python
@@ -316,9 +296,9 @@ class VectorEnv:
         return EnvState(ids), self.spec.build_timestep(rows)
 
     def save_states(self, path: str | Path, state: EnvState | None = None) -> None:
-        """Writes the states `[n]`, or those of all envs now, into a file for `load_states`.
+        """Writes the states `[n]`, by default the current ones of all envs, to a file for `load_states`.
 
-        The file is replaced as a whole or not at all, even if the process is killed.
+        The file is replaced atomically, even if the process is killed.
 
         Raises:
             EnvStateError: A state can't be saved or pickled.
@@ -338,13 +318,13 @@ class VectorEnv:
         pool_states.write_states(Path(path), self.pack_states(state).tobytes())
 
     def load_states(self, path: str | Path) -> EnvState:
-        """Returns the states of a file of `save_states`, for envs of this pool.
+        """Reads the states in a file of `save_states`, for envs of this pool.
 
         The pool must have the same kind of envs; the numbers of envs and workers may differ. Load only files
-        that you trust: they hold pickles, which run code when they are read.
+        that you trust: they contain pickles, which can run any code when loaded.
 
         Raises:
-            StateFileError: The file holds something else, is damaged, or has states of other envs.
+            StateFileError: The file is damaged, is not a file of `save_states`, or has states of other envs.
             ValueError: The pool keeps fewer states than the file has.
             OSError: The file can't be read.
 
@@ -390,10 +370,7 @@ class VectorEnv:
         return self._unpack_states(np.asarray(data, np.uint8).tobytes(), "the array")
 
     def stats(self) -> Stats:
-        """Returns what each worker has done and how long it took, and the totals; also of a broken pool.
-
-        Raises:
-            PoolClosedError: the pool is closed.
+        """Returns counters and times of each worker, and their totals, unless the pool is closed.
 
         Example:
             ```python
@@ -406,16 +383,16 @@ class VectorEnv:
         return self._pool.stats()
 
     def infos(self, indices: Any = None) -> tuple[dict[str, Any], ...]:
-        """Returns the raw info of the last reset or step of each env, or of those of `indices`.
+        """Returns the raw info dict of each env's last reset or step.
 
-        Where same-step autoreset began a new episode, it is the info of the reset, with the last step's
-        under `final_info`, as in Gymnasium. Workers are asked only for infos that are not empty.
+        If same-step autoreset has started a new episode, it is the info of the reset, with the last step's
+        info under `final_info`, as in Gymnasium. Only infos that are not empty are fetched from the workers.
 
         Args:
-            indices: the index of an env, or `[k]` of them, negative ones from the end; `None` for all.
+            indices: Index of an env or a list of indices; negative ones count from the end; `None` for all.
 
         Raises:
-            EnvIdError: an index is duplicated or out of range.
+            EnvIdError: An index is duplicated or out of range.
 
         Example:
             ```python
@@ -429,22 +406,22 @@ class VectorEnv:
         return tuple(self._pool.env_calls.infos(slots))
 
     def call(self, name: str, *args: Any, indices: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-        """Calls a method of every env, or reads an attribute; wrappers are looked through.
+        """Calls a method of every env or its wrappers, or reads an attribute.
 
         Args:
-            name: of the method; a dotted name, such as `"simulator.pause"`, goes on from an attribute.
-            *args: for each call.
-            indices: which envs: an index or a list of them, negative ones from the end; `None` for all.
-            **kwargs: for each call.
+            name: Name of the method. A dotted name, such as `"simulator.pause"`, also works.
+            *args: Positional arguments of each call.
+            indices: Envs to call, as in `infos`.
+            **kwargs: Keyword arguments of each call.
 
         Returns:
-            One result for each env, in the order of `indices`.
+            One result per env, in the order of `indices`.
 
         Raises:
-            EnvAttributeError: an env has no such attribute; the pool stays usable.
-            EnvError: an env raised; the pool stays usable.
-            EnvIdError: an index comes twice, or is none of the pool's.
-            NotPicklableError: an argument can't be sent to the workers; nothing was called.
+            EnvAttributeError: An env has no such attribute. The pool stays usable.
+            EnvError: An env raised an exception. The pool stays usable.
+            EnvIdError: An index is duplicated or out of range.
+            NotPicklableError: An argument can't be sent to the workers. Nothing was called.
 
         Example:
             ```python
@@ -457,13 +434,9 @@ class VectorEnv:
     def call_async(
         self, name: str, *args: Any, indices: Any = None, **kwargs: Any
     ) -> Future[tuple[Any, ...]]:
-        """Starts a `call` without waiting for it. The arguments are those of `call`.
+        """Starts a `call` without waiting for it, and returns a future of its result.
 
-        Later calls and steps of workers that have some of these envs wait until this call is done. Calls of
-        other workers run at the same time.
-
-        Returns:
-            A future whose `result(timeout)` returns or raises what `call` would.
+        Later calls and steps of the same workers wait until this call is done.
 
         Example:
             ```python
@@ -475,25 +448,21 @@ class VectorEnv:
         return run_in_thread(lambda begun: self._call(name, args, kwargs, indices, begun))
 
     def map(self, fn: Callable[..., Any], *args: Any, indices: Any = None) -> tuple[Any, ...]:
-        """Runs a function on each env, where it lives: `fn(env, *args)`, with all its wrappers around it.
+        """Runs `fn(env, *args)` on each env with its wrappers, inside its worker.
 
-        The function is sent to the workers by cloudpickle, so lambdas and closures are fine; with
-        `backend="serial"` it runs in this process. It may look at the env and change it, but must not step
-        or reset it, of which the pool would not know. Batched envs are passed as what they are, a
-        `gymnasium.vector.VectorEnv`, once each: where its result has an entry for each of its envs, each gets
-        its own.
+        The function is sent to the workers by cloudpickle, so lambdas and closures work; with
+        `backend="serial"` it runs in this process. It may read and change the env, but must not step or reset
+        it. A batched env is passed once, as a `gymnasium.vector.VectorEnv`; a result with one entry per env
+        is split.
 
         Args:
-            fn: what to run.
-            *args: for each call.
-            indices: which envs, as of `call`.
-
-        Returns:
-            What it returned of each env, in the order of `indices`.
+            fn: Function of an env.
+            *args: Further arguments of each call.
+            indices: Envs, as in `infos`. They also determine the order of the results.
 
         Raises:
-            EnvError: it raised; the pool stays usable. An env's index is in `env_id`.
-            EnvIdError, NotPicklableError: as of `call`.
+            EnvError: The function raised; `env_id` is the index of the env. The pool stays usable.
+            EnvIdError, NotPicklableError: As in `call`.
 
         Example:
             ```python
@@ -503,20 +472,17 @@ class VectorEnv:
             ```
         """
         if not callable(fn):
-            raise TypeError(f"fn must be a function of an env, not {fn!r}")
+            raise TypeError(f"fn must be a function that takes an env, not {fn!r}")
         return tuple(self._pool.env_calls.map(_arguments.check_indices(indices, self.num_envs), fn, args))
 
     def get_attr(self, name: str, *, indices: Any = None, call: bool = True) -> tuple[Any, ...]:
-        """Returns an attribute of envs. Raises as `call`.
+        """Returns an attribute of each env, in the order of `indices`. Raises the errors of `call`.
 
         Args:
-            name: of the attribute.
-            indices: which envs, as of `call`.
-            call: whether to call what can be called, as Gymnasium's vector envs do, and return its result.
-                Of a batched env that has a `get_attr` of its own, that decides.
-
-        Returns:
-            One value for each env, in the order of `indices`.
+            name: Name of the attribute.
+            indices: Envs, as in `infos`.
+            call: Whether to call a callable attribute and return its result, as Gymnasium's vector envs do.
+                Batched envs with their own `get_attr` ignore it.
 
         Example:
             ```python
@@ -529,21 +495,21 @@ class VectorEnv:
         return tuple(self._pool.env_calls.get_attr(_arguments.check_indices(indices, self.num_envs), name))
 
     def set_attr(self, name: str, values: Any, *, indices: Any = None) -> None:
-        """Sets an attribute of every env, or of those of `indices`; raises as `call`.
+        """Sets an attribute of each env, in the outermost wrapper that has it or in the env.
 
-        It is set where it is found, in the outermost wrapper that has it or in the env; an attribute that
-        is new becomes one of the outermost wrapper (Gymnasium's `set_wrapper_attr`). To set it elsewhere,
-        `envs.map(lambda env: setattr(env.unwrapped, name, value))`.
+        A new attribute is set on the outermost wrapper, as by Gymnasium's `set_wrapper_attr`. To set it
+        elsewhere, use `envs.map(lambda env: setattr(env.unwrapped, name, value))`.
 
         Args:
-            name: of the attribute.
-            values: one value for all envs; or a list or tuple with a value for each of them. So to set a
-                list as one value, put it in a list: `[[1, 2]] * envs.num_envs`.
-            indices: which envs, as of `call`.
+            name: Name of the attribute.
+            values: One value for all envs, or a list or tuple with one value per env. To set a list as the
+                value, pass `[[1, 2]] * envs.num_envs`.
+            indices: Envs, as in `infos`.
 
         Raises:
-            EnvAttributeError: the attribute can't be set.
-            ValueError: a list has not a value for each env.
+            EnvAttributeError: The attribute can't be set.
+            ValueError: The list does not have one value per env.
+            JaxvecError: Any error of `call`.
 
         Example:
             ```python
@@ -556,16 +522,17 @@ class VectorEnv:
         each: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values] * len(slots)
         if len(each) != len(slots):
             raise ValueError(
-                f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one for each "
-                f"env; a list as one value is put in a list: [{values!r}] * {len(slots)}"
+                f"set_attr: got {len(each)} values for {len(slots)} envs; pass one value, or one per env. To "
+                f"set the list itself as the value, pass [{values!r}] * {len(slots)}"
             )
         self._pool.env_calls.set_attr(slots, name, each)
 
     def render(self) -> Any:
-        """Returns each env's `render()`: frames of one shape as an array `[num_envs, H, W, 3]`, else a tuple.
+        """Returns each env's frame: an array `[num_envs, H, W, 3]` if all have the same shape, else a tuple.
 
         Raises:
-            EnvError: an env raised; the pool stays usable.
+            ValueError: The envs were made without `render_mode`.
+            EnvError: An env raised an exception. The pool stays usable.
 
         Example:
             ```python
@@ -575,38 +542,40 @@ class VectorEnv:
             ```
         """
         frames = self.call("render")
+        # Not checked before the call: an env without a render_mode may still return frames.
+        if self.render_mode is None and all(frame is None for frame in frames):
+            raise ValueError(
+                "render needs envs with a render_mode; pass one to jaxvec.make, for example "
+                'render_mode="rgb_array"'
+            )
         alike = len({frame.shape if isinstance(frame, np.ndarray) else None for frame in frames}) == 1
         return np.stack(frames) if alike and isinstance(frames[0], np.ndarray) else frames
 
     def trace(self, path: str | Path, *, max_events: int = 100_000) -> AbstractContextManager[Path]:
-        """Writes a timeline of what the pool does within a `with` block, which opens in Perfetto.
+        """Records a timeline of the pool during a `with` block. Open the file at https://ui.perfetto.dev.
 
-        That is https://ui.perfetto.dev, or chrome://tracing. A track for each worker has its envs' steps and
-        resets, its waits for the program, and what else it is asked. A track for each thread of the
-        program has its calls of the pool, split into what they do; those of compiled programs, too, whichever
-        way they reach the pool. Programs have to be done by the end of the block: `jax.block_until_ready`.
-        An event costs about 1 µs.
-
-        To see JAX's own events, run the block inside `jax.profiler.trace(log_dir)`, and open its trace in a
-        second tab.
+        It has one track per worker, with steps, resets, other requests, and waits for the program. It also
+        has one track per thread of the program, with its calls of the pool, including those of compiled
+        programs. Wait for programs before the block ends: `jax.block_until_ready`. An event costs about 1 µs.
+        For JAX's own events, run the block inside `jax.profiler.trace(log_dir)`.
 
         Args:
-            path: of the file, written at the end of the block, also if that raises. Events in Chrome's JSON
-                format, times in µs since the beginning of the block, which `otherData` has in ns of the
-                epoch and of the monotonic clock. Compressed if the name ends in `.gz`.
-            max_events: how many are kept of each worker, and of programs by each way to the pool. The
-                latest are; the file says how many earlier ones were dropped, and whose are lost, as those of
-                a worker that died.
+            path: Path of the file, which is written at the end of the block, even if the block raises. It has
+                Chrome's JSON format, with times in µs since the start of the block. `otherData` has the start
+                in ns, by the wall clock and the monotonic clock. A name that ends in `.gz` compresses the
+                file.
+            max_events: Number of events to keep for each worker, and for each transport of programs. The
+                latest events are kept; the file has the number of dropped ones.
 
         Returns:
-            A context manager, whose value is the path.
+            A context manager with the path as its value.
 
         Raises:
-            FileNotFoundError, IsADirectoryError: the path can't be a file's; nothing was run.
-            RuntimeError: the pool is being traced already.
-            ValueError: `max_events` is not at least 1.
-            PoolBrokenError, PoolClosedError: the pool is broken, or closed. If that happens within the
-                block, the file has what was recorded before.
+            FileNotFoundError, IsADirectoryError: The path can't be written to. The block was not run.
+            RuntimeError: The pool is already being traced.
+            ValueError: `max_events` is less than 1.
+            PoolBrokenError, PoolClosedError: The pool is broken or closed. The file then has the earlier
+                events.
 
         Example:
             ```python
@@ -617,26 +586,18 @@ class VectorEnv:
                 print(path)  # envs.json
             ```
         """
-        return _tracing.tracing(
-            self._pool.start_trace,
-            self._pool.stop_trace,
-            path,
-            self._slices,
-            pool_id=self._pool.id,
-            max_events=max_events,
-        )
+        pool = self._pool
+        start, stop = pool.start_trace, pool.stop_trace
+        return _tracing.tracing(start, stop, path, self._slices, pool_id=pool.id, max_events=max_events)
 
     def raise_if_failed(self) -> None:
-        """Raises the typed error behind the last failure of a compiled program, if there was one.
-
-        Raises:
-            JaxvecError: what failed; of a broken pool, what broke it. A program's error is raised once.
+        """Raises the typed error of the last failed program, once, or the error that broke the pool.
 
         Example:
             ```python
             with jaxvec.make("CartPole-v1", 2) as envs:
                 handle, timestep = jaxvec.reset(envs, seed=0)
-                envs.step([0, 1])  # on the host, so the handle is stale
+                envs.step([0, 1])  # makes the handle stale
                 try:
                     jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.array([0, 1])))
                 except jax.errors.JaxRuntimeError:
@@ -651,17 +612,17 @@ class VectorEnv:
             raise error
 
     def close(self, timeout: float | None = 5) -> None:
-        """Closes the envs and ends the workers. Twice is fine.
+        """Closes the envs and ends the workers. May be called more than once.
 
-        A step that another thread waits for is ended by force, as is the `close` of envs that takes longer
-        than `timeout`: a warning in the log names these envs.
+        A step that another thread waits for is interrupted. So is the `close` of an env that exceeds
+        `timeout`; the log names these envs.
 
         Args:
-            timeout: seconds that the envs have for their `close`, `None` for any time; those of a broken pool
-                have a second at most. With `backend="serial"` nothing is cut off.
+            timeout: Seconds for the envs' `close`, or `None` for no limit. In a broken pool at most one
+                second is allowed. With `backend="serial"` there is no limit.
 
         Raises:
-            ValueError: `timeout` is below 0; nothing was closed.
+            ValueError: `timeout` is negative. Nothing was closed.
 
         Example:
             ```python
@@ -679,20 +640,13 @@ class VectorEnv:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes; where a program failed because of the pool, raises the pool's own, typed error.
-
-        Also where nothing else is raised, if the program's device may not have said so yet.
-        """
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Closes the pool. If a program failed because of the pool, raises the typed error, not JAX's."""
         cause = self._pool.state.take_error()
         self.close()
         if cause is None:
             return
+        # On a device, JAX may report a failed program only after this block.
         if kind is None and self._pool.state.errors_late:
             raise cause
         if kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
@@ -715,13 +669,7 @@ class VectorEnv:
         return EnvState(self._pool.import_states(packed))
 
     def _call(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        indices: Any,
-        begun: Callable[[], None] | None = None,
-        verb: Verb = Verb.CALL,
+        self, name: str, args: Any, kwargs: Any, indices: Any, begun: Any = None, verb: Verb = Verb.CALL
     ) -> tuple[Any, ...]:
         slots = _arguments.check_indices(indices, self.num_envs)
         each = [args] * len(slots)

@@ -1,7 +1,7 @@
-"""Running statistics, by which programs normalise observations and rewards inside `jit`.
+"""Running statistics to normalise observations and rewards inside `jit`.
 
-They are what Gymnasium's `NormalizeObservation` and Stable-Baselines3's `VecNormalize` keep, as values, which
-a program carries through `scan` beside its parameters, and saves with these.
+They are equal to those of Gymnasium's `NormalizeObservation` and Stable-Baselines3's `VecNormalize`. As a
+pytree, they can be carried through `scan` and saved together with the parameters.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["RunningMeanStd"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunningMeanStd:
-    """The mean and variance of all values so far, for each element of a pytree of arrays. A pytree itself.
+    """The running mean and variance of each element of a pytree of arrays; itself a pytree.
 
     Attributes:
-        mean: pytree, leaves `[...]` float32.
-        var: pytree, leaves `[...]` float32; divided by the number of values, as NumPy's.
-        count: `[]` float32, how many values went in.
+        mean: Pytree with float32 leaves `[...]`.
+        var: Pytree with float32 leaves `[...]`, the population variance, as in NumPy.
+        count: Number of values, float32 `[]`.
 
     Example:
         ```python
@@ -40,11 +40,11 @@ class RunningMeanStd:
 
     @classmethod
     def create(cls, like: Any, *, count: float = 1e-4) -> Self:
-        """Returns the statistics of no values: mean 0 and variance 1.
+        """Returns initial statistics, with mean 0 and variance 1.
 
         Args:
-            like: one env's value: a pytree of arrays or of `jax.ShapeDtypeStruct`s, `[...]`.
-            count: how many values this mean and variance count for; 1e-4 in Gymnasium and Stable-Baselines3.
+            like: One env's value: a pytree of arrays or `jax.ShapeDtypeStruct`s `[...]`.
+            count: Weight of the initial mean and variance, as a number of values; 1e-4 as in Gymnasium.
 
         Example:
             ```python
@@ -56,26 +56,25 @@ class RunningMeanStd:
         return cls(mean, jax.tree.map(jnp.ones_like, mean), jnp.float32(count))
 
     def update(self, batch: Any) -> Self:
-        """Returns the statistics with more values.
+        """Returns the statistics updated with a batch of values.
 
         Args:
-            batch: pytree of values with axes before their own, such as `[num_envs, ...]`, or
-                `[num_steps, num_envs, ...]` of a scan.
+            batch: Pytree of values with leading batch axes, such as `[num_steps, num_envs, ...]`.
 
         Raises:
-            ValueError: the structure or a shape is another.
+            ValueError: The structure or a shape does not match.
 
         Example:
             ```python
             stats = jaxvec.normalize.RunningMeanStd.create(0.0)
-            stats = stats.update(jnp.ones((10, 4)))  # [num_steps, num_envs] of a scan
+            stats = stats.update(jnp.ones((10, 4)))  # [num_steps, num_envs] from a scan
             print(stats.count.round(), stats.mean.round())  # 40.0 1.0
             ```
         """
         means, structure = jax.tree.flatten(self.mean)
         shapes = set(map(_axes_before, means, structure.flatten_up_to(batch)))
         if len(shapes) != 1:
-            raise ValueError(f"all leaves of a batch need the same axes before a value's own, not {shapes}")
+            raise ValueError(f"all leaves of a batch need the same leading axes, not {shapes}")
         (shape,) = shapes
         axes = tuple(range(len(shape)))
         number = jnp.prod(jnp.array(shape, jnp.float32))
@@ -94,15 +93,12 @@ class RunningMeanStd:
         return type(self)(mean, var, self.count + number)
 
     def normalize(self, values: Any, *, epsilon: float = 1e-8, clip: float = 10.0) -> Any:
-        """Brings values to mean 0 and variance 1.
+        """Scales values to mean 0 and variance 1. Returns float32.
 
         Args:
-            values: pytree, leaves `[..., *shape]`; the axes before a value's own may be any or none.
-            epsilon: added to the variance.
-            clip: how many standard deviations remain of more; `jnp.inf` leaves all.
-
-        Returns:
-            The same, in float32.
+            values: Pytree with leaves `[..., *shape]`, with any number of leading axes.
+            epsilon: Constant added to the variance.
+            clip: Maximum magnitude of the result, in standard deviations; `jnp.inf` for no limit.
 
         Example:
             ```python
@@ -110,22 +106,16 @@ class RunningMeanStd:
             print(stats.normalize(jnp.array([5.0, 7.0, 99.0])).round())  # [ 0.  1. 10.]
             ```
         """
-
-        def convert(mean: jax.Array, var: jax.Array, values: Any) -> jax.Array:
-            return jnp.clip((values - mean) * jax.lax.rsqrt(var + epsilon), -clip, clip)
-
-        return jax.tree.map(convert, self.mean, self.var, values)
+        centred = jax.tree.map(lambda mean, leaf: leaf - mean, self.mean, values)
+        return self.scale(centred, epsilon=epsilon, clip=clip)
 
     def scale(self, values: Any, *, epsilon: float = 1e-8, clip: float = 10.0) -> Any:
-        """Brings values to variance 1, and leaves where their zero is, as rewards want it.
+        """Scales values to variance 1 without shifting them, as needed for rewards. Returns float32.
 
         Args:
-            values: pytree, leaves `[..., *shape]`.
-            epsilon: added to the variance.
-            clip: the largest magnitude that remains; `jnp.inf` leaves all.
-
-        Returns:
-            The same, in float32.
+            values: Pytree with leaves `[..., *shape]`.
+            epsilon: Constant added to the variance.
+            clip: Maximum magnitude of the result; `jnp.inf` for no limit.
 
         Example:
             ```python
@@ -144,5 +134,5 @@ def _axes_before(mean: jax.Array, values: Any) -> tuple[int, ...]:
     shape = jnp.shape(values)
     number = len(shape) - mean.ndim
     if number < 1 or shape[number:] != mean.shape:
-        raise ValueError(f"a batch of values of shape {mean.shape} has axes before these, not shape {shape}")
+        raise ValueError(f"batch: expected leading axes followed by {mean.shape}, got shape {shape}")
     return shape[:number]

@@ -1,6 +1,6 @@
-"""For users' tests: toy envs whose every answer can be foretold, and `check_env`, our contract.
+"""Tools for users' tests: deterministic toy envs, and `check_env`.
 
-Importing this module doesn't import jax.
+This module does not import jax.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ __all__ = ["CountingEnv", "NestedEnv", "check_env"]
 
 
 class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
-    """Counts its own steps: what was really done to it can be read from its observation.
+    """An env that counts its own steps, so that tests can verify exactly which steps were executed.
 
-    The observation is `[resets, steps, steps in this episode, last action]`, int32; the reward is
-    the number of steps in this episode.
+    The observation is `[resets, steps, steps in this episode, last action]`, int32, with action -1 after a
+    reset. The reward is the number of steps in this episode. The info of a reset has `seed` (-1 for none) and
+    `options`, the info of a step `steps`.
 
     Args:
-        episode_length: steps until `terminated`; `None` for never.
-        truncate: end episodes by `truncated` instead.
+        episode_length: Number of steps until an episode ends; `None` for no end.
+        truncate: Whether episodes end with `truncated` in place of `terminated`.
 
     Example:
         ```python
@@ -56,47 +57,32 @@ class CountingEnv(gymnasium.Env[NDArray[np.int32], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[NDArray[np.int32], dict[str, Any]]:
-        """Starts an episode.
-
-        Returns:
-            The observation, whose last action is -1, and info: `seed`, -1 for none, and `options`.
-        """
+        """Starts an episode."""
         super().reset(seed=seed)
         self.resets += 1
         self._episode_steps = 0
         return self._observe(-1), {"seed": -1 if seed is None else seed, "options": options}
 
     def step(self, action: Any) -> tuple[NDArray[np.int32], float, bool, bool, dict[str, Any]]:
-        """Counts.
-
-        Args:
-            action: is only repeated in the observation.
-
-        Returns:
-            The observation, the reward, the flags, and info: `steps` since the env was made.
-        """
+        """Counts a step, and repeats the action in the observation."""
         self.steps += 1
         self._episode_steps += 1
         over = self._length is not None and self._episode_steps >= self._length
-        return (
-            self._observe(int(action)),
-            float(self._episode_steps),
-            over and not self._truncate,
-            over and self._truncate,
-            {"steps": self.steps},
-        )
+        terminated, truncated = over and not self._truncate, over and self._truncate
+        reward = float(self._episode_steps)
+        return self._observe(int(action)), reward, terminated, truncated, {"steps": self.steps}
 
     def _observe(self, action: int) -> NDArray[np.int32]:
         return np.array([self.resets, self.steps, self._episode_steps, action], np.int32)
 
 
 class NestedEnv(gymnasium.Env[Any, Any]):
-    """Has nested observations and actions of many kinds; echoes the action in its observation.
+    """An env with nested observations and actions of many kinds, which returns the action in its observation.
 
-    Keys are deliberately not in sorted order, as Gymnasium keeps a `Dict`'s order and JAX sorts it.
+    The reward is the sum over the action. The keys are unsorted on purpose, because JAX sorts them.
 
     Args:
-        episode_length: steps until `terminated`.
+        episode_length: Number of steps until `terminated`.
 
     Example:
         ```python
@@ -107,15 +93,11 @@ class NestedEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(self, episode_length: int = 7) -> None:
+        matrix = spaces.Box(-1, 1, (2, 3), np.float64)
+        arm = (matrix, spaces.MultiBinary(4), spaces.Box(-1, 1, (), np.float32))
         echoed: dict[str, Any] = {
             "turn": spaces.Discrete(5, start=-2),
-            "arm": spaces.Tuple(
-                (
-                    spaces.Box(-1, 1, (2, 3), np.float64),
-                    spaces.MultiBinary(4),
-                    spaces.Box(-1, 1, (), np.float32),
-                )
-            ),
+            "arm": spaces.Tuple(arm),
             "keys": spaces.MultiDiscrete([3, 4], start=[1, -1]),
         }
         self.action_space: gymnasium.Space[Any] = spaces.Dict(echoed)
@@ -135,29 +117,13 @@ class NestedEnv(gymnasium.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Starts an episode.
-
-        Args:
-            seed: of the noise in the observations, and of the action that the first one echoes.
-            options: are ignored.
-
-        Returns:
-            The observation, and an empty info.
-        """
+        """Starts an episode. `seed` also determines the action in the first observation."""
         super().reset(seed=seed)
         self._steps = 0
         return self._observe(self._random_action()), {}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Echoes the action.
-
-        Args:
-            action: of the action space.
-
-        Returns:
-            The observation, with the action under `last`; the sum over the action as the reward; the flags;
-            an empty info.
-        """
+        """Returns the action as `last` in the observation."""
         self._steps += 1
         arm = action["arm"]
         reward = float(action["turn"] + arm[0].sum() + arm[1].sum() + arm[2] + action["keys"].sum())
@@ -176,37 +142,30 @@ class NestedEnv(gymnasium.Env[Any, Any]):
 
     def _random_action(self) -> dict[str, Any]:
         rng = self.np_random
-        return {
-            "turn": int(rng.integers(-2, 3)),
-            "arm": (
-                rng.uniform(-1, 1, (2, 3)),
-                rng.integers(0, 2, 4, np.int8),
-                np.float32(rng.uniform(-1, 1)),
-            ),
-            "keys": rng.integers([1, -1], [4, 3]),
-        }
+        turn = int(rng.integers(-2, 3))
+        arm = (rng.uniform(-1, 1, (2, 3)), rng.integers(0, 2, 4, np.int8), np.float32(rng.uniform(-1, 1)))
+        return {"turn": turn, "arm": arm, "keys": rng.integers([1, -1], [4, 3])}
 
 
 def check_env(
     env_fn: Callable[[], Any], *, num_steps: int = 100, seed: int = 0, check: str = "strict"
 ) -> None:
-    """Steps an env as a worker would and raises the first breach of the contract.
+    """Steps an env as a worker would, and raises at the first violation of the requirements for envs.
 
-    The contract: a `gymnasium.Env` whose spaces have fixed shapes; `reset` and `step` return observations
-    that are members of their space, and a number as reward; the same seed and actions give the same data.
+    The env must be a `gymnasium.Env` with spaces of fixed shapes. `reset` and `step` must return observations
+    in their space, and a number as reward. The same seed and actions must give the same data.
 
     Args:
-        env_fn: makes the env; called twice.
-        num_steps: to take, with random actions.
-        seed: of the env and of the actions.
-        check: as of `jaxvec.make`: `"structure"` takes observations of the right structure, shape and kind
-            of dtype, also those outside of their space.
+        env_fn: Function that makes the env; called twice.
+        num_steps: Number of steps, with random actions.
+        seed: Seed of the env and of the actions.
+        check: Validation of observations, as in `jaxvec.make`.
 
     Raises:
-        EnvError: the env raised.
-        EnvDataError: it returned other data than its spaces say; names the leaf.
-        UnsupportedSpaceError: a space has a leaf without fixed shape and dtype.
-        AssertionError: the same seed and actions gave different data.
+        EnvError: The env raised an exception.
+        EnvDataError: A value does not match its space. The message names the leaf.
+        UnsupportedSpaceError: A space has a leaf without fixed shape and dtype.
+        AssertionError: The same seed and actions gave different data.
 
     Example:
         ```python

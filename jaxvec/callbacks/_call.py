@@ -1,8 +1,15 @@
-"""Calls of compiled programs: handles, effects, programs' answers and arguments."""
+"""Handles, and the calls of JAX programs into a pool.
+
+    jaxvec.step(handle, action)     _functions.py   checks the arguments, makes a `Call` and its operands
+    Call -> primitive               _primitive.py   traces, batches and lowers it to a transport
+    transport -> answer(call, ...)  _ffi.py, _io_callback.py; runs the call on the pool, with NumPy arrays
+
+This file has `Handle`, the effect that orders calls, `Call` and `answer`, and the checks of arguments.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +29,13 @@ from jaxvec._arguments import NO_SEED, castable, check_mask, check_seeds, expand
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._memory.rows import InvalidValue, conform
-from jaxvec._memory.segment import Copies, into
+from jaxvec._memory.segment import Copies, Deliver, Rows, into
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, Leaf, PoolSpec
 
 # ----------------------------------------------------------------------------------------------------------
-# The handle: what a program carries from step to step in place of the pool.
+# Handles
 # ----------------------------------------------------------------------------------------------------------
 
 jax.tree_util.register_dataclass(EnvState, data_fields=["ids"], meta_fields=[])
@@ -37,21 +44,19 @@ jax.tree_util.register_dataclass(EnvState, data_fields=["ids"], meta_fields=[])
 @partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["spec", "transport"])
 @dataclass(frozen=True)
 class Handle:
-    """Envs of a pool, and the right to move them next, once.
+    """The right to make the next move of some envs of a pool, once.
 
-    A pytree with one array, so it goes through `jit`, `scan`, `cond` and donation like any other, and
-    its first axis is that of the envs: split it as you split observations, by indexing, reshaping,
-    sharding or `vmap`, and each part is a handle to its envs.
+    A pytree with one array, so it works with `jit`, `scan`, `cond` and donation. Its first axis is the env
+    axis: split it like observations, by indexing, reshaping, sharding or `vmap`. Each part is a handle.
 
-    Each reset and step returns a new handle; the old one is stale. The data dependence from handle
-    to handle is what orders the steps of a program.
+    Each reset and step returns a new handle and makes the old one stale. This orders the steps of a program.
 
     Attributes:
-        token: `[num_envs, 3]` uint32: for each env the pool's id, its own, and how often it was moved.
-            The pool is looked up when the program runs, so a compiled program serves every pool of
-            an equal `spec`.
-        spec: the shapes and dtypes of the pool's data; static, compared by value.
-        transport: how a compiled program reaches the pool; static.
+        token: Array `[num_envs, 3]` of uint32. For each env it stores the pool id, the env id, and a counter
+            that increases with every reset or step. The pool is looked up at run time, so a compiled program
+            works with every pool that has an equal `spec`.
+        spec: Shapes and dtypes of the pool's data. Static, compared by value.
+        transport: Transport of compiled programs to the pool. Static.
 
     Example:
         ```python
@@ -69,68 +74,57 @@ class Handle:
 
     @property
     def num_envs(self) -> int:
-        """How many envs this is a handle to."""
+        """Number of envs of this handle."""
         return self.token.shape[0]
 
     def next(self, token: jax.Array) -> Handle:
-        """Returns the handle to the same envs that a call returned."""
+        """Returns a handle to the same envs with a new token."""
         return Handle(token, self.spec, self.transport)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# The effect of a call: what JAX may do to the program around it.
+# The effect of a call
 #
-# It is a kind of `io_callback`'s: JAX neither drops, repeats nor reorders a call, and refuses `checkpoint`.
-# Under `vmap`, a `cond` whose predicate is the same for all lanes stays one, so calls may stand in it,
-# though JAX refuses an `io_callback` there, too. Where the predicate differs, JAX would run all branches
-# and select from the results, and a `while_loop` would step all lanes until the last is done. So the
-# batching rules of both are asked here first.
+# A subclass of `io_callback`'s effect: JAX neither drops, repeats nor reorders a call, and `checkpoint`
+# rejects it. Under `vmap`, a `cond` with an unbatched predicate may contain calls, unlike `io_callback`. With
+# a batched predicate, JAX would run all branches and select from the results, and a `while_loop` would step
+# every instance until the last is done. The wrapped batching rules below reject both.
 # ----------------------------------------------------------------------------------------------------------
 
-# The class is not public, but what a callback does is written into every jaxpr. JAX's registries of effects
-# go by class, and the rules of `cond` and `while_loop` by instance.
+# The effect class is private in JAX, but every jaxpr with a callback contains an instance. JAX registers
+# effects by class, while the batching rules of `cond` and `while_loop` compare instances.
 (_IO,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
 
 EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: "jaxvec"})()
 
-# Calls that have no effect: JAX may drop or repeat them.
+# Calls without an effect, which JAX may drop or repeat.
 PURE = (Verb.GET_ATTR, Verb.SIMULATE)
 
 _COND = (
     "vmap of jax.lax.cond or switch, with a jaxvec call in a branch, and a predicate that differs between "
-    "the vmapped instances: JAX would run all branches for all instances, and step envs that are not to be "
-    "stepped. Step all envs, and choose between the results with jnp.where; reset some by mask=; or let one "
-    "predicate serve all instances"
+    "the vmapped instances: JAX would run all branches for all instances, and so step the wrong envs. Step "
+    "all envs and choose between the results with jnp.where, reset some envs with mask=, or use one "
+    "predicate for all instances"
 )
 _WHILE = (
     "vmap of jax.lax.while_loop, with a jaxvec call in it, and a predicate that differs between the vmapped "
-    "instances: JAX would step the envs of all instances until the last is done. Let one predicate serve all "
-    'instances, such as .all() of theirs; envs that are done idle in a pool with autoreset_mode="EPISODIC"'
+    "instances: JAX would step the envs of all instances until the last is done. Use one predicate for all "
+    'instances, such as .all() of theirs; with autoreset_mode="EPISODIC", envs that are done stay idle'
 )
 
 
-def _batch_cond(
-    rule: Callable[..., Any],
-    axis_data: Any,
-    args: Sequence[Any],
-    dims: Sequence[int | None],
-    *,
-    branches: Sequence[Any],
-    **params: Any,
-) -> Any:
-    # The index of `platform_dependent` is the same for all lanes, even where it is batched.
+def _batch_cond(rule: Any, axis_data: Any, args: Any, dims: Any, *, branches: Any, **params: Any) -> Any:
+    # The index of `platform_dependent` may be batched, but is equal for all vmapped instances.
     differs = dims[0] is not None and "branches_platforms" not in params
     if differs and any(EFFECT in branch.effects for branch in branches):
         raise NotImplementedError(_COND)
     return rule(axis_data, args, dims, branches=branches, **params)
 
 
-def _batch_while(
-    rule: Callable[..., Any], *args: Any, cond_jaxpr: Any, body_jaxpr: Any, **params: Any
-) -> Any:
+def _batch_while(rule: Any, *args: Any, cond_jaxpr: Any, body_jaxpr: Any, **params: Any) -> Any:
     if EFFECT not in {*cond_jaxpr.effects, *body_jaxpr.effects}:
         return rule(*args, cond_jaxpr=cond_jaxpr, body_jaxpr=body_jaxpr, **params)
-    # Whether the predicate differs, the rule finds out, and then refuses JAX's own effect.
+    # Only the rule knows whether the predicate is batched: if so, it rejects JAX's own effect.
     try:
         return rule(*args, cond_jaxpr=_with_jax_effect(cond_jaxpr), body_jaxpr=body_jaxpr, **params)
     except Exception as error:
@@ -143,7 +137,7 @@ def _with_jax_effect(jaxpr: Any) -> Any:
     effects = {*jaxpr.effects, _IO}
     if isinstance(jaxpr, Jaxpr):
         return jaxpr.replace(effects=effects)
-    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(effects=effects))  # up to jax 0.11 a closed one is another
+    return jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(effects=effects))  # a ClosedJaxpr, up to jax 0.11
 
 
 for _primitive, _batch in ((jax.lax.cond_p, _batch_cond), (jax.lax.while_p, _batch_while)):
@@ -152,10 +146,10 @@ for _primitive, _batch in ((jax.lax.cond_p, _batch_cond), (jax.lax.while_p, _bat
 
 
 # ----------------------------------------------------------------------------------------------------------
-# A compiled program's call into a pool: what it takes and gives, and how it is answered on NumPy.
+# Calls: operands, results, and their execution with NumPy arrays
 # ----------------------------------------------------------------------------------------------------------
 
-_ID = ((3,), np.dtype(np.uint32))  # of a state
+_ID = ((3,), np.dtype(np.uint32))  # shape and dtype of a state's id
 
 Array = NDArray[Any]
 Struct = jax.ShapeDtypeStruct
@@ -163,27 +157,32 @@ Struct = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class Call:
-    """All of a call that is fixed when its program is traced; equal calls compile to the same.
+    """The static part of a call, fixed at trace time. Equal calls share a compiled program.
 
-    The first operand and the first result are the token, `[n, 3]` uint32. More operands, by verb:
-    reset `[n, 2]` uint32 seeds (low and high word, as `expand_seeds`) and an `[n]` bool mask; step the
-    leaves of the action, `[n, ...]`; send those, `[k, ...]`, and `[k]` int32 env ids; call the leaves of
-    its arguments, `[n, ...]`; restore `[n, 3]` uint32 ids of states; simulate those and the leaves of the
-    action. More results: of reset, step, recv, restore and simulate the leaves of the time step, of save
-    `[n, 3]` ids, of call `answers`. A read, which moves nothing, has those and no token. Nor does simulate
-    move anything: of its token only the pool counts, and the ids of the states after it take its place.
+    The first operand and the first result are the token, `[n, 3]` uint32. The others depend on the verb:
+
+        verb      other operands                                  other results
+        RESET     seeds [n, 2] uint32 (low word, high word),      time step [n, ...]
+                  mask [n] bool
+        STEP      action [n, ...]                                 time step [n, ...]
+        SEND      action [k, ...], env ids [k] int32              none
+        RECV      none                                            time step [batch_size, ...]
+        CALL      arguments [n, ...]                              answers [n, ...]
+        GET_ATTR  none                                            answers [n, ...], but no token
+        SAVE      none                                            state ids [n, 3] uint32
+        RESTORE   state ids [n, 3] uint32                         time step [n, ...]
+        SIMULATE  state ids [n, 3] uint32, action [n, ...]        time step; new state ids replace the token
 
     Attributes:
-        verb: what is asked for.
-        spec: of the pool.
-        transport: as `choose_transport` returned it.
-        fresh: of a reset, whether it starts from the pool, with all envs, and not from a handle.
-        extra: of a reset its options, and whether it has a mask; of a call what to call; pickled.
-        arguments, answers: of each argument and result of a call the shape, without the env axis, and
-            the dtype.
-        elastic: of a fresh reset, whether it starts from the pool's family, with as many envs as the
-            token has rows; see `registry.publish_family`.
-        unread: the numbers of the results that the program does not read, and which are not copied for it.
+        verb: Operation that the pool performs.
+        spec: Specification of the pool.
+        transport: Transport, as returned by `choose_transport`.
+        fresh: True for a reset of the whole pool, without a handle.
+        extra: Pickled options and mask flag of a reset, or name, arguments and result structure of a call.
+        arguments, answers: Shape, without the env axis, and dtype of each argument and result of a call.
+        elastic: True for a fresh reset of a pool family, which starts the pool with as many envs as the token
+            has rows; see `registry.publish_family`.
+        unread: Indices of the results that the program does not read. They are not copied.
     """
 
     verb: Verb
@@ -198,16 +197,11 @@ class Call:
 
     @property
     def whole(self) -> bool:
-        """Whether the call is for all envs of the pool, and can't be split."""
+        """True if the call is for all envs of the pool and cannot be split."""
         return self.verb in (Verb.SEND, Verb.RECV) or (self.verb is Verb.RESET and self.spec.first_ready)
 
-    @property
-    def copies(self) -> Copies:
-        """Delivers the leaves of the time step that the program reads."""
-        return Copies(frozenset(place - 1 for place in self.unread))  # the token comes before them
-
     def operands(self, rows: int, sent: int) -> list[Struct]:
-        """Returns the type of each operand; `rows` are the token's, `sent` those of what is sent."""
+        """Returns the type of each operand, for a token of `rows` envs; SEND has `sent` actions and ids."""
         token = _struct((3,), np.uint32, rows)
         match self.verb:
             case Verb.RESET:
@@ -224,7 +218,7 @@ class Call:
         return [token, *(_struct(*each, sent if self.verb is Verb.SEND else rows) for each in types)]
 
     def results(self, rows: int) -> list[Struct]:
-        """Returns the type of each result, without rows if it is unread; `rows` are the token's."""
+        """Returns the type of each result, for a token of `rows` envs. Unread results have no rows."""
         token = _struct((3,), np.uint32, rows)
         match self.verb:
             case Verb.SEND:
@@ -236,28 +230,22 @@ class Call:
             case Verb.CALL:
                 return [token, *(_struct(*each, rows) for each in self.answers)]
             case _:
-                batch = self.spec.batch_size if self.whole else rows
-                leaves = enumerate(self.spec.timestep_leaves, 1)
-                return [
-                    token,
-                    *(
-                        _struct(leaf.shape, leaf.stored, 0 if i in self.unread else batch)
-                        for i, leaf in leaves
-                    ),
-                ]
+                rows = self.spec.batch_size if self.whole else rows
+                leaves = enumerate(self.spec.timestep_leaves, 1)  # the token is result 0
+                types = (_struct(x.shape, x.stored, 0 if i in self.unread else rows) for i, x in leaves)
+                return [token, *types]
 
     def read(self, results: Sequence[Any]) -> list[Any]:
-        """Returns those of the results that the program reads."""
+        """Returns the results that the program reads."""
         return [result for i, result in enumerate(results) if i not in self.unread]
 
     def check_rows(self, rows: int, num_envs: int) -> None:
-        """Raises `EnvIdError` if a call whose token has so many rows can't be for a pool of `num_envs`."""
+        """Raises `EnvIdError` if a token of `rows` envs does not fit a pool of `num_envs` envs."""
         if self.fresh and rows != num_envs:
             raise EnvIdError(
-                f"reset of {rows} envs, but the pool has {num_envs}. Under vmap pass num_envs=, the pool's "
-                "envs divided by the number of vmapped instances, and one seed for each instance: a reset "
-                "that is the same for all instances runs once. To reset some envs, or under shard_map, pass "
-                "a handle to them"
+                f"reset of {rows} envs, but the pool has {num_envs}. Under vmap, pass num_envs=, the pool's "
+                "envs divided by the number of vmapped instances, and one seed per instance: an unbatched "
+                "reset runs only once. To reset some envs, or under shard_map, pass a handle to them"
             )
         if self.whole and rows != num_envs:
             raise EnvIdError(
@@ -266,43 +254,39 @@ class Call:
             )
 
 
-def answer(
-    call: Call, pool: Pool, operands: Sequence[Array], out: Sequence[Array] | None = None
-) -> list[Array]:
-    """Answers a call.
+def answer(call: Call, pool: Pool, operands: Rows, out: Rows | None = None) -> list[Array]:
+    """Runs a call on its pool, given arrays of the types `call.operands`.
 
-    Args:
-        call: as it was traced.
-        pool: that the token names.
-        operands: arrays of `call.operands`.
-        out: where to put the results.
-
-    Returns:
-        The results, arrays of `call.results`; `out` if that was given.
+    Returns arrays of the types `call.results`, newly allocated or, if given, those of `out`.
     """
     token, *rest = operands
     call.check_rows(len(token), pool.spec.num_envs)
+    # The token is result 0, and the leaves of the time step follow.
+    deliver = Copies(frozenset(place - 1 for place in call.unread)) if out is None else into(out[1:])
+    results = _run(call, pool, token, rest, deliver)
+    if out is None:
+        return results
+    for target, result in zip(out, results, strict=True):
+        if target is not result:  # the leaves of a time step were delivered into `out`
+            target[...] = result
+    return [*out]
+
+
+def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> list[Array]:
     if call.verb is Verb.SIMULATE:
-        ids, *actions = rest
-        ids, rows = pool.simulate(ids, actions, deliver=call.copies if out is None else into(out[1:]))
-        if out is None:
-            return [ids, *rows]
-        out[0][:] = ids
-        return list(out)
+        ids, rows = pool.simulate(rest[0], rest[1:], deliver=deliver)
+        return [ids, *rows]
     move = move_of(call, pool, token)
-    if call.verb is Verb.GET_ATTR:
-        given = ask_envs(call, pool, move, [])
-        return given if out is None else [*into(out)(given, slice(None))]
-    deliver = call.copies if out is None else into(out[1:])
     match call.verb:
+        case Verb.GET_ATTR:
+            return call_envs(call, pool, move, [])
         case Verb.RESET:
             words, mask = rest
             seeds = np.ascontiguousarray(words).view(np.int64).reshape(len(words))
             check_seeds(seeds)
             options, masked = cloudpickle.loads(call.extra)
-            given = pool.reset(
-                move, seeds=seeds, mask=mask if masked else None, options=options, deliver=deliver
-            )
+            mask = mask if masked else None
+            given = pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=deliver)
         case Verb.STEP:
             given = pool.step(move, rest, deliver=deliver)
         case Verb.SEND:
@@ -313,23 +297,14 @@ def answer(
             given = pool.recv(move, deliver=deliver)
         case Verb.SAVE:
             given = [pool.save(move)]
-            if out is not None:
-                out[1][:] = given[0]
         case Verb.RESTORE:
             given = registry.restore(pool, move, rest[0], deliver=deliver)
         case _:
-            given = ask_envs(call, pool, move, rest)
-            if out is not None:
-                deliver(given, slice(None))
-    next_token = token_of(pool, move)
-    if out is None:
-        return [next_token, *given]
-    out[0][:] = next_token
-    return list(out)
+            given = call_envs(call, pool, move, rest)
+    return [token_of(pool, move), *given]
 
 
 def move_of(call: Call, pool: Pool, token: Array) -> Move:
-    """Returns what the call asks of the pool."""
     if call.fresh:
         return pool.move_all(call.verb, Caller.PROGRAM)
     caller = None if call.verb is Verb.GET_ATTR else Caller.PROGRAM
@@ -338,23 +313,13 @@ def move_of(call: Call, pool: Pool, token: Array) -> Move:
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands for an operand in the arguments of a call that `Call.extra` holds."""
+    """Placeholder in the arguments of a call, replaced at run time by an env's entry of an operand."""
 
     index: int
 
 
-def ask_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> list[Array]:
-    """Calls a method of each env of the move, or reads an attribute.
-
-    Args:
-        call: whose `extra` holds the name, the arguments, and the structure of the result.
-        pool: that the handle names.
-        move: that the call is.
-        operands: `[n, ...]` arrays to put into the arguments.
-
-    Returns:
-        An `[n, ...]` array for each leaf of the result.
-    """
+def call_envs(call: Call, pool: Pool, move: Move, operands: Rows) -> list[Array]:
+    """Calls a method or reads an attribute of each env; returns an array `[n, ...]` per result leaf."""
     name, args, skeleton = cloudpickle.loads(call.extra)
     structure = jax.tree.structure(skeleton)
 
@@ -363,13 +328,13 @@ def ask_envs(call: Call, pool: Pool, move: Move, operands: Sequence[Array]) -> l
 
     each = [jax.tree.map(partial(argument, row=row), args) for row in range(len(move.slots))]
     values = pool.env_calls.call(move, name, each, {})
+    if not call.answers:
+        return []
     columns: list[list[Array]] = [[] for _ in call.answers]
     for slot, value in zip(move.slots.tolist(), values, strict=True):
-        if not columns:
-            continue
         leaves, got = jax.tree.flatten(value)
         if got != structure:
-            raise _wrong_answer(slot, name, f"{structure} was expected, but it is {got}")
+            raise _wrong_answer(slot, name, f"expected the structure {structure}, got {got}")
         for column, leaf, (shape, dtype) in zip(columns, leaves, call.answers, strict=True):
             try:
                 column.append(conform(Leaf((name,), shape, dtype, dtype), leaf).astype(dtype))
@@ -384,23 +349,17 @@ def _wrong_answer(slot: int, name: str, why: str) -> EnvDataError:
     )
 
 
-def annotate(verb: str, by: str) -> jax.profiler.TraceAnnotation:
-    """Makes the block an event of `jax.profiler`'s trace, if it makes one."""
-    return jax.profiler.TraceAnnotation(f"{verb} ({by})")
-
-
 def pool_id_of(token: Array) -> int:
-    """Returns the id of the pool to whose envs this is a handle."""
     pools = token[:, 0]
     if not len(pools) or (pools != pools[0]).any():
         raise StaleHandleError(
-            f"a handle to envs of several pools ({np.unique(pools).tolist()}); use one handle for each pool"
+            f"the handle refers to several pools ({np.unique(pools).tolist()}); use one handle per pool"
         )
     return int(pools[0])
 
 
 def token_of(pool: Pool, move: Move) -> Array:
-    """Returns the token of a fresh handle to the envs that were moved."""
+    """Returns the token that makes the handle to the moved envs valid again."""
     token = np.empty((len(move.slots), 3), np.uint32)
     token[:, 0], token[:, 1] = pool.id, move.slots
     token[:, 2] = pool.generation(move.slots) if move.generation is None else move.generation + np.uint32(1)
@@ -412,33 +371,28 @@ def _struct(shape: tuple[int, ...], dtype: Any, rows: int) -> Struct:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Checks what users pass to the verbs, traced or not, and makes operands of it.
+# Checks of the functions' arguments, traced or not
 # ----------------------------------------------------------------------------------------------------------
 
 
-def check_is_handle(handle: Any, verb: str) -> PoolSpec:
-    """Returns the handle's spec; raises `TypeError` if it is no handle, or can't be used now."""
+def check_handle(handle: Any, verb: str) -> PoolSpec:
+    """Returns the handle's spec; raises `TypeError` for other objects and for pools that JAX can't use."""
     if not isinstance(handle, Handle):
         raise TypeError(
             f"{verb} takes the handle that jaxvec.reset or jaxvec.step returned, got {type(handle).__name__}"
         )
-    _check_same_precision(handle.spec)
-    return handle.spec
-
-
-def _check_same_precision(spec: PoolSpec) -> None:
-    for leaf in (*spec.action_leaves, *spec.timestep_leaves):
+    for leaf in (*handle.spec.action_leaves, *handle.spec.timestep_leaves):
         if leaf.is_object:
             raise TypeError(
-                f"{leaf}: its space has no fixed shape, so the pool keeps it as Python objects, which a "
-                "compiled program can't take; wrap the env so that this leaf is an array, or step the pool "
-                "from Python"
+                f"{leaf}: its space has no fixed shape, so the pool stores Python objects, which compiled "
+                "programs can't use; wrap the env so that this leaf is an array, or step the pool in Python"
             )
         if jax.dtypes.canonicalize_dtype(leaf.stored) != leaf.stored:
             raise TypeError(
                 f"{leaf}: the pool stores {leaf.stored}, but jax_enable_x64 is off; turn it on, or make the "
                 "pool with jaxvec.make while it is off"
             )
+    return handle.spec
 
 
 def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
@@ -458,18 +412,17 @@ def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
                 "shard_map, split the handle like the action"
             ) from None
         if not castable(array.dtype, leaf):
-            raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}")
+            hint = f"cast it with .astype(jnp.{leaf.stored})"
+            raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")
         return array.astype(leaf.stored)
 
     return flatten(spec.action, action, check)
 
 
 def seed_words(seed: Any, num_envs: int) -> jax.Array:
-    """Returns `[num_envs, 2]` uint32: low and high word of each seed, as `expand_seeds`.
+    """Returns the low and high word of each env's seed, `[num_envs, 2]` uint32.
 
-    Args:
-        seed: what `expand_seeds` takes, also traced; or a JAX key, for a seed of each env's own.
-        num_envs: how many.
+    Takes the seeds of `expand_seeds`, which may be traced, or a JAX key from which each env's seed is drawn.
     """
     if _is_key(seed, num_envs):
         # 31 bits: some simulators take their seed as a C int.
@@ -485,16 +438,15 @@ def seed_words(seed: Any, num_envs: int) -> jax.Array:
     low = seed.astype(np.uint32)
     if seed.dtype.itemsize == 8:
         high = (seed >> 32).astype(np.uint32)
-    else:  # sign-extended, so that a negative seed is refused by its own name
+    else:  # sign-extended, so that the error for a negative seed shows its value
         high = jnp.where(seed < 0, ~np.uint32(0), np.uint32(0))
     if seed.ndim == 0:
         first, low = low, low + jnp.arange(num_envs, dtype=np.uint32)
-        high = high + (low < first)  # the carry
+        high = high + (low < first)  # the carry of the addition
     return jnp.stack([low, high], axis=-1)
 
 
 def mask_array(mask: Any, num_envs: int) -> jax.Array:
-    """Returns `mask` as `[num_envs]` bool; raises `ValueError` if it is anything else."""
     if mask is None:
         return jnp.ones(num_envs, np.bool_)
     if not isinstance(mask, Tracer):
@@ -512,7 +464,7 @@ def _is_key(seed: Any, num_envs: int) -> bool:
     raw = seed.dtype == np.uint32 and seed.shape == (2,)
     if raw and num_envs == 2:
         raise TypeError(
-            "seed: a uint32 array of shape (2,) is either an old-style key or two seeds; pass "
+            "seed: a uint32 array of shape (2,) can be an old-style key or two seeds; pass "
             "jax.random.key(...) or int32 seeds"
         )
     return raw

@@ -1,7 +1,7 @@
-"""One env at a time, as libraries of JAX envs have it: `vmap` says how many envs there are.
+"""The functional interface to a single env, for `compat.gymnax` and `compat.brax`.
 
-That is known only when a program has been put together, so the pool of so many envs is started when a
-reset of so many runs, and kept for the next.
+`vmap` determines the number of envs, which is known only after tracing. So a pool of *n* envs starts when a
+reset of *n* envs runs for the first time, and is kept for later resets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, final
 
 import jax
@@ -30,9 +30,9 @@ from jaxvec.callbacks import _call, _functions, _primitive
 from jaxvec.callbacks._call import Call, Handle
 from jaxvec.callbacks._make import make
 
-# What a family decides by itself.
+# Options that users cannot set.
 _OURS = {
-    "num_envs": "vmap says how many envs there are",
+    "num_envs": "vmap determines the number of envs",
     "batch_size": "asynchronous batches can't be split over vmapped instances",
     "recv_order": "asynchronous batches can't be split over vmapped instances",
     "autoreset_mode": "these envs reset themselves in the same step",
@@ -41,10 +41,10 @@ _OURS = {
 
 @final
 class EnvFamily:
-    """Pools of the same env, one for each number of envs that was asked for.
+    """Pools of the same env, one per number of envs that a program has reset.
 
-    The first has one env, tells the spaces, and serves whoever steps a single env. Handles of a reset of
-    *n* envs are stale as soon as *n* envs of the family are reset again.
+    The first pool has one env; it provides the spaces and serves programs without `vmap`. A reset of *n* envs
+    makes the handles of earlier resets of *n* envs stale.
     """
 
     def __init__(
@@ -55,21 +55,14 @@ class EnvFamily:
         workers: Workers = Workers(),  # noqa: B008 - it can't be changed
         **kwargs: Any,
     ) -> None:
-        """Starts the first pool.
+        """Starts the first pool. The arguments are those of `jaxvec.make`, except the options in `_OURS`.
 
-        Args:
-            env: of `jaxvec.make`, but no list.
-            num_workers, workers: of each pool, as far as it has envs.
-            **kwargs: of `jaxvec.make`, but for `num_envs` and what goes with it.
-
-        Raises:
-            TypeError: `env` is a list, or an argument can't be given here.
-            JaxvecError: as `jaxvec.make`.
+        `env` must not be a list. Each pool has at most one worker per env.
         """
         for name in kwargs.keys() & _OURS:
             raise TypeError(f"{name} can't be set here: {_OURS[name]}")
         if not isinstance(env, str) and hasattr(env, "__len__"):
-            raise TypeError("env must be one env, not a list of them: vmap says how many envs there are")
+            raise TypeError("env must be one env, not a list: vmap determines the number of envs")
 
         options = PoolConfig(num_workers=num_workers, workers=workers).workers
 
@@ -79,25 +72,21 @@ class EnvFamily:
 
         self._start: Callable[[int], VectorEnv] = start
         self.first: VectorEnv = start(1)
-        self._pools = {1: self.first}
-        self._starting = threading.Lock()  # one thread at a time; `close` does not wait for it
+        self._pools = {1: self.first}  # grows under `_starting`; other threads read copies
+        self._starting = threading.Lock()  # held while a pool starts; `close` does not take it
         self.closed: bool = False
         registry.publish_family(self.first.pool.id, self.pool)
 
     @property
     def pools(self) -> Mapping[int, VectorEnv]:
-        """The pools so far, by their number of envs."""
+        """The started pools, by number of envs."""
         return MappingProxyType(self._pools)
 
     def pool(self, num_envs: int) -> Pool:
-        """Returns the pool of so many envs; starts it if there is none.
+        """Returns the pool of `num_envs` envs, and starts it if necessary.
 
-        Programs call this while they run, so there is no JAX in it.
-
-        Raises:
-            PoolClosedError: the family is closed.
-            SpaceMismatchError: the envs have other spaces than the first one.
-            JaxvecError: as `jaxvec.make`.
+        Programs call this at run time, so it must not use JAX. Raises `PoolClosedError`,
+        `SpaceMismatchError`, and the errors of `jaxvec.make`.
         """
         with self._starting:
             if num_envs not in self._pools:
@@ -106,27 +95,23 @@ class EnvFamily:
                 if envs.spec.fingerprint != self.first.spec.fingerprint:
                     envs.close()
                     raise SpaceMismatchError(
-                        f"{num_envs} envs have other spaces, or other info, than the first env"
+                        f"the spaces or info of {num_envs} envs differ from those of the first env"
                     )
                 self._pools[num_envs] = envs
-                if self.closed:  # in the meantime
+                if self.closed:  # by another thread, while the pool started
                     envs.close()
                     self._check_open()
         return self._pools[num_envs].pool
 
     def reset(self, seed: Any, *, options: dict[str, Any] | None = None) -> tuple[Handle, TimeStep]:
-        """Resets one env, or under `vmap` one for each lane, however nested, in one hand-off.
+        """Resets one env, or under `vmap`, however nested, one env per instance with a single dispatch.
 
-        Args:
-            seed: of the env: an integer, a JAX key, or `None`.
-            options: passed to the env's `reset`; fixed when the program is traced.
-
-        Returns:
-            The handle for the next step, `[1, 3]`, and the time step, without an env axis.
+        `seed` is an integer, a JAX key, or `None`; `options` are fixed at trace time. Returns a handle with a
+        token `[1, 3]`, and the time step without an env axis.
         """
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
-        spec = _call.check_is_handle(handle, "reset")
+        spec = _call.check_handle(handle, "reset")
         extra = _util.dumps((options, False))  # without a mask
         call = Call(Verb.RESET, spec, handle.transport, fresh=True, extra=extra, elastic=True)
         words, mask = _call.seed_words(seed, 1), _call.mask_array(None, 1)
@@ -134,18 +119,16 @@ class EnvFamily:
         return handle.next(token), _first(spec.build_timestep(rows))
 
     def step(self, handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
-        """Steps one env, or under `vmap` those of all lanes, in one hand-off; see `jaxvec.step`."""
+        """Steps one env, or under `vmap` one env per instance, with a single dispatch; see `jaxvec.step`."""
         batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], action)
         handle, timestep = _functions.step(handle, batch)
         return handle, _first(timestep)
 
     def raise_if_failed(self) -> None:
-        """Raises the typed error behind a failure of a compiled program, if there was one."""
         for envs in [*self._pools.values()]:
             envs.raise_if_failed()
 
     def close(self) -> None:
-        """Closes all pools. Twice is fine."""
         self.closed = True
         for envs in [*self._pools.values()]:
             envs.close()
@@ -153,13 +136,8 @@ class EnvFamily:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Closes; where a program failed because of a pool, raises the pool's own, typed error."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Closes all pools. If a program failed because of a pool, raises the pool's typed error."""
         self.closed = True
         stack = ExitStack()
         for envs in [*self._pools.values()]:
@@ -170,11 +148,10 @@ class EnvFamily:
         process = self.first.pool.finalizer.process
         if os.getpid() != process:
             raise PoolClosedError(
-                f"the env belongs to process {process}; this process is a fork of it and can't use it. Make "
-                "another one here"
+                f"the env belongs to process {process}, and this process is a fork of it; make a new env"
             )
         if self.closed:
-            raise PoolClosedError("the env is closed, and with it all of its pools")
+            raise PoolClosedError("the env is closed")
 
 
 def _first(tree: Any) -> Any:

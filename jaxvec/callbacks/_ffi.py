@@ -1,7 +1,7 @@
-"""The FFI transport: compiled programs call into C++, on the CPU and on CUDA. Twin of `_native/ffi.cc`.
+"""The FFI transport: compiled programs call into C++ on the CPU and on CUDA; see `_native/ffi.cc`.
 
-A step, send or recv that meets with nothing unusual never comes to Python. Everything else does:
-`_serve` answers other verbs, the pools without the native hand-off, and every call that ends in an error.
+C++ handles ordinary steps, sends and receives without Python. `_serve` handles the other verbs, pools with
+the portable dispatch, and every call that ends in an error.
 """
 
 from __future__ import annotations
@@ -29,20 +29,16 @@ from jaxvec._native.interrupts import raise_since
 from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks import _call
-from jaxvec.callbacks._call import PURE, Call, annotate
+from jaxvec.callbacks._call import PURE, Call
 from jaxvec.callbacks._packing import WORD, Packing
 
-_OLDEST = 1  # version of the FFI that runtimes still take: 1000 * major + minor
+_MIN_VERSION = 1  # oldest FFI version that runtimes accept: 1000 * major + minor
 _TARGET = "jaxvec_call"
-_PACKED = ("cuda",)  # platforms whose handler has results packed
+_PACKED = ("cuda",)  # platforms where the handler returns packed results
 
 
 def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax.Array]:
-    """Puts a call into the program that is being traced; see `Call` for operands and results.
-
-    Returns:
-        The results that the program reads.
-    """
+    """Adds a call to the program that is being traced; returns the results that the program reads."""
     reason = reason_unavailable()
     if reason is not None:
         raise _native.NativeUnavailableError(reason)
@@ -55,52 +51,38 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
         "extra": np.frombuffer(pickle.dumps((call.extra, call.arguments, call.answers)), np.uint8),
     }
     types = call.results(operands[0].shape[0])
+    has_side_effect = call.verb not in PURE
     if platform not in _PACKED:
-        return call.read(_bind(call, types, operands, attributes))
+        bound = jax.ffi.ffi_call(_TARGET, types, has_side_effect=has_side_effect)
+        return call.read(bound(*operands, **attributes))
     packing = Packing.of(types)
-    arrays = _bind(call, packing.transfers, operands, {**attributes, "layout": _layout(packing)})
-    return call.read(packing.split(arrays))
+    bound = jax.ffi.ffi_call(_TARGET, packing.transfers, has_side_effect=has_side_effect)
+    return call.read(packing.split(bound(*operands, **attributes, layout=_layout(packing))))
 
 
 def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies: int) -> None:
-    """Page-locks what a call of a program takes on GPUs, when the program is lowered.
+    """Page-locks, at lowering, the memory that a call needs on GPUs; `copies` devices run the whole program.
 
-    Within the call, that could wait for a GPU that waits for this one, at a collective.
-
-    Args:
-        call: that the program makes.
-        operands: their types.
-        platform: that the program is for.
-        copies: how many devices run it, each for itself.
+    Doing it during the call could wait for a GPU that waits for this one at a collective.
     """
     if platform not in _PACKED or reason_unavailable() is not None:
         return
     try:
         devices = len(jax.local_devices(backend=platform))
     except RuntimeError:
-        return  # it will run elsewhere
+        return  # no such device here: the program will run elsewhere
     for pool in registry.of_spec(call.spec.fingerprint):
         pool.pin()
     arrays = [*operands, *Packing.of(call.results(operands[0].shape[0])).transfers]
     sizes = np.array([math.prod(each.shape) * np.dtype(each.dtype).itemsize for each in arrays], np.uint64)
-    # On each device, one call begins while the copies of the one before are still under way.
+    # On each device, one call may start while the copies of the previous one are still running.
     calls = 2 * min(copies, devices)
     with suppress(pinned.PinningError), pinned.context():
         _native.load().prepare_cuda(calls, sizes)
 
 
-def _bind(
-    call: Call,
-    types: Sequence[jax.ShapeDtypeStruct],
-    operands: Sequence[jax.Array],
-    attributes: dict[str, Any],
-) -> Sequence[jax.Array]:
-    has_side_effect = call.verb not in PURE
-    return jax.ffi.ffi_call(_TARGET, types, has_side_effect=has_side_effect)(*operands, **attributes)
-
-
 def _layout(packing: Packing) -> NDArray[np.int64]:
-    """Tells C++, for each result: where it begins in the packed array or -1, dtype, rank, and dimensions."""
+    """Returns each result's offset in the packed array, or -1, and its dtype, rank and shape, for C++."""
     layout: list[int] = []
     for each, place in zip(packing.types, packing.places, strict=True):
         dtype = np.dtype(each.dtype)
@@ -111,39 +93,36 @@ def _layout(packing: Packing) -> NDArray[np.int64]:
 
 @cache
 def reason_unavailable() -> str | None:
-    """Registers the handlers with XLA, once; says why they can't be used, or `None`.
-
-    A handler made for a newer FFI than the runtime's may take the whole CPU backend down, so the
-    version is compared before anything is registered.
-    """
+    """Registers the handlers with XLA, once. Returns the reason if they are unavailable, else `None`."""
     native = _native.ext
     if native is None:
         return _native.reason_unavailable()
-    ours, theirs = native.FFI_VERSION, _runtime_version()
-    if not _OLDEST <= ours <= theirs:
+    # A handler built for a newer FFI than the runtime's can take down the whole CPU backend.
+    built_for, runtime = native.FFI_VERSION, _runtime_version()
+    if not _MIN_VERSION <= built_for <= runtime:
         return (
-            f"the native library was built for XLA FFI {_format(ours)}, but this jaxlib speaks "
-            f"{_format(_OLDEST)} to {_format(theirs)}; reinstall jaxvec"
+            f"the native library was built for XLA FFI {_format(built_for)}, but this jaxlib supports "
+            f"{_format(_MIN_VERSION)} to {_format(runtime)}; reinstall jaxvec"
         )
     try:
-        # JAX keeps those of a platform that is not there, so it does not matter when it comes.
+        # JAX keeps the handlers of a platform that is not initialised yet.
         for platform, handler in (("cpu", native.FFI_CALL), ("CUDA", native.FFI_CUDA_CALL)):
             jax.ffi.register_ffi_target(_TARGET, handler, platform=platform)
     except Exception as error:
-        return f"jax refused the FFI handlers: {type(error).__name__}: {error}"
+        return f"jax rejected the FFI handlers: {type(error).__name__}: {error}"
     native.set_python(_serve, _fail)
-    atexit.register(native.set_python, None, None)  # no Python for a program that runs on
+    atexit.register(native.set_python, None, None)  # a program may outlive Python
     return None
 
 
 def _make_synchronous(token: jax.Array) -> None:
-    """Puts a host callback into the program, in a branch that is never taken.
+    """Adds a host callback to the program, in a branch that is never taken.
 
-    On the CPU, JAX returns from a program with host callbacks when it is done, but may dispatch any
-    other to a thread of its own. There Ctrl-C would not reach the wait for a hanging env, an error
-    would come up at some later line, and closing a pool after the call would cut off its steps.
+    On the CPU, JAX blocks until a program with host callbacks is done, but may run any other program on one
+    of its own threads. Then Ctrl-C could not interrupt the wait for a hanging env, an error would surface on
+    some later line, and closing a pool after the call would cut off its steps.
     """
-    never = token[0, 0] == 0  # pools are counted from 1
+    never = token[0, 0] == 0  # pool ids start at 1
     jax.lax.cond(never, lambda: io_callback(_nothing, None), lambda: None)
 
 
@@ -152,10 +131,7 @@ def _nothing() -> None:
 
 
 def _fail(error: BaseException, pool_id: int, under_way: bool) -> bytes:
-    """Notes why a call ends, be it Ctrl-C or `sys.exit` of a signal's handler, and returns what XLA is told.
-
-    It may be called twice for one call.
-    """
+    """Records the exception that ends a call, and returns XLA's message. May run twice for one call."""
     registry.keep(pool_id, error, under_way=under_way)
     return f"{type(error).__name__}: {error}".encode(errors="replace")
 
@@ -173,14 +149,14 @@ def _serve(
     interrupts: int,
     on_device: bool,
 ) -> None:
-    """Answers a call of a compiled program; see `Call` of call.h. What it raises comes to `_fail`."""
+    """Runs a call of a compiled program; see `Call` in call.h. C++ passes exceptions to `_fail`."""
     if not operands or not operands[0].ndim:
-        raise TypeError("a call without operands, or whose first is no token")
+        raise TypeError("the operands of an FFI call must start with a handle's token; recompile the program")
     token = operands[0]
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
     with (
-        annotate(VERBS[verb].function, "FFI by Python"),
+        jax.profiler.TraceAnnotation(f"{VERBS[verb].function} (FFI by Python)"),
         registry.serving(pool_id, fingerprint, rows) as pool,
         span(pool.state.recorder, "FFI by Python"),
     ):
@@ -192,7 +168,7 @@ def _serve(
         _check_types(operands, call.operands(len(token), operands[-1].shape[0] if operands[-1].ndim else 0))
         _check_types(results, call.results(len(token)))
         interrupt = partial(raise_since, interrupts)
-        if status == Status.DONE:  # asked because of a signal only; the pool is not broken by it
+        if status == Status.DONE:  # C++ stopped only for a signal, which does not break the pool
             interrupt()
         elif status == Status.UNDER_WAY:
             move = _call.move_of(call, pool, token)
@@ -204,15 +180,15 @@ def _serve(
 
 
 def _check_types(buffers: Sequence[NDArray[Any]], types: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Checks what `Pool::step` has checked of the calls that it took on itself."""
-    theirs = [(buffer.dtype, buffer.shape) for buffer in buffers]
-    ours = [(each.dtype, each.shape) for each in types]
-    if theirs != ours:
-        raise TypeError(f"a call with buffers of {theirs} can't be right for the pool, whose are {ours}")
+    """Checks the buffers, as `Pool::step` in C++ does for the calls that it handles."""
+    got = [(buffer.dtype, buffer.shape) for buffer in buffers]
+    expected = [(each.dtype, each.shape) for each in types]
+    if got != expected:
+        raise TypeError(f"FFI buffers {got} do not match the pool's {expected}; recompile the program")
 
 
 def _runtime_version() -> int:
-    """Returns the version of the FFI that the jaxlib in use speaks."""
+    """Returns the FFI version of the installed jaxlib."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
     return 1000 * int(found["MAJOR"]) + int(found["MINOR"])

@@ -1,9 +1,8 @@
 """The `io_callback` transport: unordered calls into Python, on every platform.
 
-Inside the callbacks there is nothing but NumPy: a jax call there can deadlock. `io_callback` puts
-its inputs on a device, about 15 µs each, so everything goes in as one array of bytes, and comes out as few
-arrays (_packing.py). From 100 KiB on, reading such an input deadlocks up to jax 0.10 if its value was not
-ready at dispatch and other threads dispatch work; so larger inputs go in pieces.
+Callbacks use NumPy only, because calling jax inside a callback can deadlock. `io_callback` transfers each
+input separately, about 15 µs each. So all inputs travel as one array of bytes, and `_packing.py` packs the
+results.
 """
 
 from __future__ import annotations
@@ -21,18 +20,16 @@ from numpy.typing import NDArray
 
 from jaxvec._pool import registry
 from jaxvec._tracing import span
-from jaxvec.callbacks._call import PURE, Call, annotate, answer, pool_id_of
+from jaxvec.callbacks._call import PURE, Call, answer, pool_id_of
 from jaxvec.callbacks._packing import Packing
 
-_PIECE = 64 * 1024  # bytes; well below the 100 KiB at which reading an input can deadlock
+# Up to jax 0.10, reading an input of 100 KiB or more deadlocks if its value was not ready at dispatch and
+# other threads dispatch work. So larger inputs are split.
+_PIECE = 64 * 1024  # bytes
 
 
 def call(call: Call, *operands: jax.Array, platform: str | None) -> list[jax.Array]:
-    """Puts a call into the program that is being traced; see `Call` for operands and results.
-
-    Returns:
-        The results that the program reads.
-    """
+    """Adds a call to the program that is being traced; returns the results that the program reads."""
     packing = Packing.of(call.read(call.results(len(operands[0]))))
     answer = _Answer(call, len(operands[0]), len(operands[-1]), packing, platform != "cpu")
     if call.verb in PURE:
@@ -44,19 +41,19 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> list[jax.Arr
 
 @dataclass(frozen=True)
 class _Answer:
-    """JAX caches a callback by its hash and equality, hence a record and not a closure."""
+    """The host callback of a call; not a closure, as JAX caches callbacks by hash and equality."""
 
     call: Call
     rows: int
     sent: int
-    packing: Packing  # of the results that the program reads
+    packing: Packing  # only of results that the program reads
     on_device: bool
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
         pool_id, fresh = pool_id_of(operands[0]), self.rows if self.call.fresh else None
         with (
-            annotate(self.call.verb.function, "io_callback"),
+            jax.profiler.TraceAnnotation(f"{self.call.verb.function} (io_callback)"),
             registry.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
             span(pool.state.recorder, "io_callback"),
         ):
@@ -66,19 +63,14 @@ class _Answer:
 
 
 def _pack(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the bytes of `arrays`, one after the other, in pieces of `[n]` uint8."""
-    packed = jnp.concatenate([_as_bytes(array) for array in arrays])
+    """Returns the bytes of all arrays, concatenated, in pieces of `[n]` uint8."""
+    numbers = [array.astype(np.uint8) if array.dtype == np.bool_ else array for array in arrays]
+    packed = jnp.concatenate([jax.lax.bitcast_convert_type(x, np.uint8).reshape(-1) for x in numbers])
     return [packed[start : start + _PIECE] for start in range(0, packed.size, _PIECE)]
 
 
-def _as_bytes(array: jax.Array) -> jax.Array:
-    if array.dtype == np.bool_:
-        array = array.astype(np.uint8)
-    return jax.lax.bitcast_convert_type(array, np.uint8).reshape(-1)
-
-
 def _unpack(pieces: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct]) -> list[NDArray[Any]]:
-    """Undoes `_pack`."""
+    """Returns arrays of the given types from the pieces of `_pack`."""
     arrays = [np.asarray(piece) for piece in pieces]
     packed = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     unpacked: list[NDArray[Any]] = []

@@ -1,4 +1,4 @@
-"""`jaxvec.make`, and where the arrays that it returns are placed."""
+"""`jaxvec.make`, and the placement of results on devices."""
 
 from __future__ import annotations
 
@@ -23,49 +23,41 @@ from jaxvec._start import start
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _primitive
 
-# ----------------------------------------------------------------------------------------------------------
-# Puts time steps on devices, for loops in Python: `jaxvec.make(device=...)`.
-# ----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Placement:
-    """Copies rows of a segment to devices."""
+    """Copies the results of the pool's own methods from the segment to devices."""
 
     sharding: Sharding
 
     @classmethod
     def of(cls, device: Any) -> Placement | None:
-        """Returns the placement for `make`'s `device`, a device or a sharding."""
         if device is None:
             return None
         if not isinstance(device, jax.Device | Sharding):
-            raise TypeError(
-                f"device must be one of jax.devices(), or a jax.sharding.Sharding, not {device!r}"
-            )
+            raise TypeError(f"device must be one of jax.devices() or a jax.sharding.Sharding, not {device!r}")
         sharding = SingleDeviceSharding(device) if isinstance(device, jax.Device) else device
         if not sharding.is_fully_addressable:
             raise NotImplementedError(
-                "sharding over the devices of several processes: each process has envs of its own; leave it "
-                "out, and pass each array to jax.make_array_from_process_local_data(sharding, array)"
+                "device: sharding over the devices of several processes is not supported, as each process "
+                "has its own envs. Leave it out, and pass arrays to "
+                "jax.make_array_from_process_local_data(sharding, array)"
             )
         return cls(sharding)
 
     def prepare(self, envs: VectorEnv) -> None:
-        """Page-locks the pool's memory for GPUs; raises `ValueError` if its rows can't be so sharded."""
+        """Page-locks the segment for GPUs; raises `ValueError` if the sharding does not fit the batch."""
         try:
             self.sharding.shard_shape((envs.batch_size,))
         except ValueError as error:
-            raise ValueError(f"device: time steps of {envs.batch_size} envs: {error}") from error
+            raise ValueError(f"device: cannot shard time steps of {envs.batch_size} envs: {error}") from error
         if self._platform == "gpu":
             envs.pool.pin()
 
     def __call__(self, rows: Rows) -> Sequence[jax.Array]:
-        """Returns the rows where they should be. Whoever has the envs stepped next can't change them.
-
-        On the CPU JAX aliases the memory that it is given, where it can, so it is given copies; to devices
-        it copies from where the envs wrote them, and until it has we may not return.
-        """
+        """Returns copies of the arrays on the devices, which later steps do not change."""
+        # On the CPU, JAX aliases aligned host memory, so it gets a copy. On other devices it copies from
+        # the segment, which must stay unchanged until all copies are done.
         if self._platform == "cpu":
             rows = [_copy(array) for array in rows]
         return jax.block_until_ready(jax.device_put(list(rows), self.sharding))
@@ -76,7 +68,7 @@ class Placement:
 
 
 def _copy(array: NDArray[Any]) -> NDArray[Any]:
-    """Returns a copy that is aligned as JAX wants what it aliases."""
+    """Returns a copy with the alignment that JAX needs to alias it."""
     memory = np.empty(array.nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -84,14 +76,10 @@ def _copy(array: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `make`: starts a pool that stores what JAX will see.
-# ----------------------------------------------------------------------------------------------------------
-
-# Keywords of other libraries' functions that make vector envs, and what takes their place.
-_PROCESSES = 'leave it out: envs are in worker processes, or with backend="serial" in this one'
-_WRAPPERS = "pass a function that wraps each env: make(lambda: Wrapper(gymnasium.make(env)), num_envs)"
-_SPACES = "leave it out: make asks the envs for their spaces"
+# Keywords of other libraries' functions that make vector envs, with advice.
+_PROCESSES = 'Remove it: envs always run in worker processes; use backend="serial" to run them in this one'
+_WRAPPERS = "Pass a function that wraps each env: make(lambda: Wrapper(gymnasium.make(env)), num_envs)"
+_SPACES = "Remove it: make reads the spaces from the envs"
 _ELSEWHERE = {
     "asynchronous": _PROCESSES,
     "vectorization_mode": _PROCESSES,
@@ -100,30 +88,30 @@ _ELSEWHERE = {
     "wrapper_class": _WRAPPERS,
     "observation_space": _SPACES,
     "action_space": _SPACES,
-    "shared_memory": "leave it out: observations are always in shared memory",
-    "context": "Workers(start_method=...) says how workers are started",
-    "num_threads": "num_workers says how many processes share the envs",
-    "env_kwargs": "pass its entries to make itself; those of each env's own in env_configs",
-    "seed": "pass it to reset(seed=)",
+    "shared_memory": "Remove it: observations are always in shared memory",
+    "context": "Pass the start method in workers=jaxvec.Workers(start_method=...)",
+    "num_threads": "Pass the number of worker processes as num_workers",
+    "env_kwargs": "Pass its entries directly to make, or per env in env_configs",
+    "seed": "Pass it to reset(seed=...)",
 }
 
 # Options that have moved into a record or a setting.
 _MOVED = {
-    "worker_env": "pass workers=jaxvec.Workers(env=...)",
-    "worker_init": "pass workers=jaxvec.Workers(init=...)",
-    "start_method": "pass workers=jaxvec.Workers(start_method=...)",
-    "preload": "pass workers=jaxvec.Workers(preload=...)",
-    "pin_workers": "pass workers=jaxvec.Workers(pin=True)",
-    "max_running": "pass workers=jaxvec.Workers(max_running=...)",
-    "state_functions": "pass states=jaxvec.States(max=..., functions=...)",
-    "start_timeout": "pass timeouts=jaxvec.Timeouts(start=...)",
-    "reset_timeout": "pass timeouts=jaxvec.Timeouts(reset=...)",
-    "step_timeout": "pass timeouts=jaxvec.Timeouts(step=...)",
-    "episodic": 'pass autoreset_mode="EPISODIC"',
-    "sharding": "pass it as device",
-    "transport": "set jaxvec.config.transport",
-    "handoff": "set jaxvec.config.dispatch",
-    "see_through": "set jaxvec.config.wrapper_bypass",
+    "worker_env": "Pass workers=jaxvec.Workers(env=...)",
+    "worker_init": "Pass workers=jaxvec.Workers(init=...)",
+    "start_method": "Pass workers=jaxvec.Workers(start_method=...)",
+    "preload": "Pass workers=jaxvec.Workers(preload=...)",
+    "pin_workers": "Pass workers=jaxvec.Workers(pin=True)",
+    "max_running": "Pass workers=jaxvec.Workers(max_running=...)",
+    "state_functions": "Pass states=jaxvec.States(max=..., functions=...)",
+    "start_timeout": "Pass timeouts=jaxvec.Timeouts(start=...)",
+    "reset_timeout": "Pass timeouts=jaxvec.Timeouts(reset=...)",
+    "step_timeout": "Pass timeouts=jaxvec.Timeouts(step=...)",
+    "episodic": 'Pass autoreset_mode="EPISODIC"',
+    "sharding": "Pass it as device",
+    "transport": "Set jaxvec.config.transport",
+    "handoff": "Set jaxvec.config.dispatch",
+    "see_through": "Set jaxvec.config.wrapper_bypass",
 }
 
 
@@ -132,7 +120,7 @@ def make(
     num_envs: int | None = None,
     *,
     num_workers: int | None = None,
-    workers: Workers = Workers(),  # noqa: B008 - it can't be changed
+    workers: Workers = Workers(),  # noqa: B008 - it is immutable
     batch_size: int | None = None,
     recv_order: str = "ready",
     backend: str | Ray = "process",
@@ -145,86 +133,81 @@ def make(
     check: str = "structure",
     spare_envs: int = 0,
     states: States | int = 0,
-    timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
+    timeouts: Timeouts = Timeouts(),  # noqa: B008 - it is immutable
     device: Any = None,
     **env_kwargs: Any,
 ) -> VectorEnv:
     """Starts worker processes, builds the envs in them, and returns the pool.
 
     Args: Envs
-        env: a Gymnasium id, an `EnvSpec`, a callable that makes an env, or a list or other iterable of such
-            callables. A callable with a required positional parameter gets the env's index, and so does one
-            with a parameter `env_id`, unless its default or annotation is a text, such as an id. A callable
-            with a parameter `worker_id` gets the worker's index. Arguments that you have bound stay bound.
-            Lambdas, closures and classes of `__main__` or a notebook work, and no main guard is needed. You
-            can also pass a `gymnasium.vector.VectorEnv`: its envs are stepped in this process, and it is
-            closed with the pool.
-        num_envs: how many envs; may be left out for a list or a `VectorEnv`.
-        env_configs: keyword arguments of each env's own, besides `env_kwargs`.
-        envs_per_instance: how many envs each call of `env` makes, if it makes `VectorEnv`s: simulators that
-            step many envs at once. `num_envs` must be a multiple of it.
-        info: keys of the envs' info to return as arrays: a dict of key to dtype (`int`, `"f4"`,
-            `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of
-            keys. dtype and shape of a key without a declaration are those of env 0's first info, for
-            which env 0 is reset once. Each key comes with a mask `_key`; a missing one reads as 0.
-        check: of what envs return: `"structure"` looks at structure, shapes and dtypes; `"strict"` also
-            refuses observations outside of their space, NaN among them, and costs time.
-        **env_kwargs: for `gymnasium.make`, or the callables.
+        env: A Gymnasium id, an `EnvSpec`, a function that makes an env, or an iterable of such functions.
+            jaxvec passes the env's index to a required positional parameter and to a parameter `env_id`, and
+            the worker's index to a parameter `worker_id`. It does not fill a parameter that is annotated
+            `str`, has a string default, or is already bound by `functools.partial`. Lambdas, closures and
+            classes of `__main__` or a notebook work, and no main guard is needed. A
+            `gymnasium.vector.VectorEnv` is stepped in this process, and closed with the pool.
+        num_envs: Number of envs. Optional for a list or a `VectorEnv`.
+        env_configs: Keyword arguments for individual envs, one dict per env, in addition to `env_kwargs`.
+        envs_per_instance: Number of envs that each call of `env` makes, if it returns a `VectorEnv`, such as
+            a simulator that steps many envs at once. `num_envs` must be a multiple of it.
+        info: Keys of the envs' info to return as arrays: a dict from key to dtype (`int`, `"f4"`,
+            `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of keys. For a
+            key without a declaration, jaxvec resets env 0 once and uses the shape and dtype in its info. Each
+            key has a mask `_key`; a missing value reads as 0.
+        check: Validation of observations, rewards and flags: `"structure"` checks structure, shapes and
+            dtypes; `"strict"` also rejects observations outside their space, such as NaN, at some cost.
+        **env_kwargs: Keyword arguments for `gymnasium.make` or the functions.
 
     Args: Episodes
-        autoreset_mode: `gymnasium.vector.AutoresetMode`, or its name; `SAME_STEP` by default. With
-            `"EPISODIC"`, envs whose episode has ended idle until they are reset: a step leaves their
-            observation and flags as they are, its reward is 0, and `info["idle"]` is set. All are done when
-            `terminated | truncated` is true of all. Batched envs have their own mode.
-        final_obs: under `SAME_STEP`, return the last observation of episodes in `info`.
-        spare_envs: for envs that are slow to reset: how many more of them each worker builds, and
-            resets in advance when it has nothing else to do. When an episode ends, the next spare env
-            takes over the slot, so envs have to be alike. Which env that is, and its seed, depend on
-            the pool's seed and on the order in which the worker's episodes end, not on time. `call`
-            and `set_attr` reach the envs that are in the slots then.
+        autoreset_mode: A `gymnasium.vector.AutoresetMode` or its name; `SAME_STEP` by default. With
+            `"EPISODIC"`, an env is idle from the end of its episode until it is reset: steps leave its
+            observation and flags unchanged, give reward 0, and set `info["idle"]`. All episodes are over when
+            `(terminated | truncated).all()`. Batched envs have their own mode.
+        final_obs: Whether `info` contains the last observation of an episode, with `SAME_STEP`.
+        spare_envs: Number of spare envs per worker, for envs that are slow to reset. A worker resets spare
+            envs whenever it has nothing else to do. When an episode ends, the next spare env takes its slot,
+            so all envs must be alike. Which spare env comes next, and its seed, depend on the pool's seed and
+            on the order in which the worker's episodes end, not on timing. `call` and `set_attr` reach the
+            envs that currently occupy the slots.
 
     Args: Workers
-        num_workers: how many processes share them; by default as many as there are usable cores, or
-            as a Ray cluster has free CPUs for.
-        backend: `"process"`; `"serial"` to step all envs in this process, for debugging; `"ray"`, or a
-            `jaxvec.Ray` that says more, for workers on the nodes of a Ray cluster.
-        workers: a `jaxvec.Workers`: how workers are started, their environment variables, what they run
-            first, how many run at the same time.
+        num_workers: Number of worker processes; by default the usable cores, or a Ray cluster's free CPUs.
+        backend: `"process"`; `"serial"`, which steps all envs in this process, for debugging; `"ray"`, or a
+            `jaxvec.Ray` with options, for workers on the nodes of a Ray cluster.
+        workers: A `jaxvec.Workers`, such as the start method and environment variables of the workers.
 
     Args: Asynchronous mode
-        batch_size: how many envs `recv` returns at a time, while the others are pending; all by
-            default.
-        recv_order: which: `"ready"`, those that are done first, or `"sent"`, those that were sent
-            first, so that a program's batches are the same in every run.
+        batch_size: Number of envs that `recv` returns at a time, the others are pending; by default all.
+        recv_order: Order in which `recv` returns pending envs: `"ready"` returns the envs that finish first;
+            `"sent"` returns those that were sent first, so every run of a program has the same batches.
 
     Args: Faults
-        on_fault: what happens if an env raises, or a worker dies or takes longer than the timeouts:
-            `"raise"` raises the error and breaks the pool; `"restart"`, or a `jaxvec.Restart` with limits
-            of your own, resets the env or replaces the worker, and the program continues. The step's results
-            then have `truncated` and `info["fault"]` set, and repeat the last observation.
-        timeouts: a `jaxvec.Timeouts`: how long the start of the workers, a reset and a step may take; 60 s
-            each by default.
+        on_fault: Reaction to an env that raises, or a worker that dies or exceeds a timeout. `"raise"` raises
+            the error and breaks the pool. `"restart"`, or a `jaxvec.Restart` with your own limits, resets the
+            env or replaces the worker, and the program continues. The step's results then have `truncated`
+            and `info["fault"]` set, and repeat the last observation.
+        timeouts: A `jaxvec.Timeouts` with limits for the start of the workers, a reset and a step; by default
+            60 s.
 
     Args: Env states
-        states: how many states of envs the pool keeps for `jaxvec.save`, `restore` and `simulate`, or a
-            `jaxvec.States`, which also takes functions for envs whose state jaxvec can't take by itself.
+        states: Number of saved states that the pool keeps for `jaxvec.save`, `restore` and `simulate`, or a
+            `jaxvec.States`, which also has functions for envs with a state that jaxvec cannot save itself.
 
     Args: JAX
-        device: a `jax.Device`, on which the pool's own `reset`, `step` and `recv` put their time steps,
-            as JAX arrays, or a `jax.sharding.Sharding` of the env axis, such as
-            `NamedSharding(mesh, PartitionSpec("envs"))`; by default they are NumPy's. A GPU copies them
-            straight from the memory that the envs write to. Programs have theirs where they run. An env
-            argument of this name goes in `env_configs`.
+        device: A `jax.Device`, or a `jax.sharding.Sharding` of the env axis such as
+            `NamedSharding(mesh, PartitionSpec("envs"))`. The pool's own `reset`, `step` and `recv` then
+            return JAX arrays there, not NumPy arrays. A GPU copies them directly from the memory that the
+            envs write to. An env argument named `device` goes in `env_configs`.
 
     Returns:
-        The pool. Keep it for as long as its handles are used.
+        The pool. Keep a reference to it while its handles are in use.
 
     Raises:
-        UnsupportedSpaceError: a space has a leaf without fixed shape and dtype; names the leaf.
-        SpaceMismatchError: the envs' spaces differ.
-        EnvError: a constructor, or `Workers(init=...)`, raised; names the env or worker, with its traceback.
-        WorkerDiedError, EnvTimeoutError: a worker died, or was not ready in time.
-        ValueError, TypeError: a bad argument.
+        UnsupportedSpaceError: A space has a leaf without fixed shape and dtype. The message names the leaf.
+        SpaceMismatchError: The envs' spaces differ.
+        EnvError: A constructor or `Workers(init=...)` raised. The message names the env or worker.
+        WorkerDiedError, EnvTimeoutError: A worker died, or was not ready in time.
+        ValueError, TypeError: An argument is invalid.
 
     Example:
         ```python
@@ -237,7 +220,7 @@ def make(
             print(envs.single_observation_space.shape)  # (3,)
         ```
     """
-    given = locals()  # the record's fields among them, by the same names
+    given = locals()  # has the fields of PoolConfig under equal names
     env = constructors.listed(env)
     _refuse_unknown(env, env_kwargs)
     config = PoolConfig(**{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given})
@@ -261,7 +244,7 @@ def make(
 
 
 def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
-    """Refuses keywords that are not for the env: misspelt options, moved ones, and other libraries'."""
+    """Rejects misspelt options, moved options, and options of other libraries, unless the env takes them."""
     elsewhere = _ELSEWHERE | _MOVED
     known = {*inspect.signature(make).parameters, *elsewhere} - {"env_kwargs"}
     for name in env_kwargs:
@@ -271,8 +254,9 @@ def _refuse_unknown(env: Any, env_kwargs: Mapping[str, Any]) -> None:
         taken = constructors.takes(env, name)
         if taken or (taken is None and name in _ELSEWHERE):
             continue
-        instead = elsewhere.get(name) or f"did you mean {meant[0]!r}?"
+        advice = elsewhere.get(name) or f"Did you mean {meant[0]!r}?"
         if name not in elsewhere and meant[0] in elsewhere:
-            instead += f" Then {elsewhere[meant[0]]}"
-        own = "the env no such argument" if taken is False else "an argument of the env goes in env_configs"
-        raise TypeError(f"make has no option {name!r}, and {own}: {instead}")
+            advice += f" {elsewhere[meant[0]]}"
+        # `taken` is None for a function with **kwargs, which might accept the keyword.
+        also = "the env does not accept it either" if taken is False else "env arguments go in env_configs"
+        raise TypeError(f"make() got an unexpected option {name!r} ({also}). {advice}")

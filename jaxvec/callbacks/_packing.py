@@ -1,7 +1,7 @@
-"""Packs the small results of a call into one array, as each array is a transfer of its own to a device.
+"""Packs the small results of a call into one array, because each array costs one transfer to the device.
 
-To begin a copy to a GPU takes about as long as to copy 16 KiB, and a TPU receives each array through a
-channel of its own. The program splits the packed array again, on the device.
+Starting a copy to a GPU takes about as long as copying 16 KiB, and a TPU receives each array over its own
+channel. The program splits the packed array again on the device.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 
 Struct = jax.ShapeDtypeStruct
 
-_LARGE = 16 * 1024  # bytes, from which on a result goes by itself, without another copy
-WORD = 4  # bytes: what is as wide as most results needs no conversion
+_LARGE = 16 * 1024  # bytes; a result of this size or more is transferred separately, without a copy
+WORD = 4  # bytes; most results are 32-bit and need no conversion
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each result of a call is among the arrays that are transferred.
+    """The position of each result of a call in the transferred arrays.
 
-    The first of these, if any result is in it, is `[num_words]` uint32. The others are a result each. All
-    have one axis: JAX lowers a callback for several TPUs only if its results have as many axes as the first.
+    The first array holds the packed results, `[num_words]` uint32, if there are any. Each other array is one
+    result, flattened: JAX lowers a callback for several TPUs only if all results have equally many axes.
 
     Attributes:
-        types: of the results.
-        places: for each the number of its first word, or `None` if it goes by itself.
-        num_words: of the packed array.
+        types: Types of the results.
+        places: Index of each result's first word in the packed array, or `None` for a result of its own.
+        num_words: Size of the packed array in words.
     """
 
     types: tuple[Struct, ...]
@@ -41,7 +41,7 @@ class Packing:
 
     @classmethod
     def of(cls, types: Sequence[Struct]) -> Packing:
-        """Packs what is small, and can be made of words on every device."""
+        """Packs the results that are small and that every device can build from words."""
         places: list[int | None] = []
         num_words = 0
         for each in types:
@@ -55,26 +55,24 @@ class Packing:
 
     @property
     def transfers(self) -> list[Struct]:
-        """The type of each array that is transferred."""
+        """Types of the transferred arrays."""
         words = [Struct((self.num_words,), np.uint32)] if self.num_words else []
         alone = zip(self.types, self.places, strict=True)
         return words + [Struct((prod(each.shape),), each.dtype) for each, place in alone if place is None]
 
     def pack(self, results: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Returns the arrays to transfer; copies what is packed, and nothing else."""
+        """Returns the arrays to transfer. Only packed results are copied."""
         packed = [np.empty(self.num_words, np.uint32)] if self.num_words else []
-        alone = [
-            result.reshape(-1) for result, place in zip(results, self.places, strict=True) if place is None
-        ]
+        alone = [x.reshape(-1) for x, place in zip(results, self.places, strict=True) if place is None]
         for target, result, place in zip(self.views([*packed, *alone]), results, self.places, strict=True):
             if place is not None:
                 target[...] = result
         return [*packed, *alone]
 
     def views(self, transferred: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Returns the results in memory of which these are the arrays."""
-        memory = transferred[0].view(np.uint8) if self.num_words else np.empty(0, np.uint8)
-        others = iter(transferred[1:] if self.num_words else transferred)
+        """Returns the results as views into the transferred arrays, on the host."""
+        others = iter(transferred)
+        memory = next(others).view(np.uint8) if self.num_words else np.empty(0, np.uint8)
         views: list[NDArray[Any]] = []
         for each, place in zip(self.types, self.places, strict=True):
             if place is None:
@@ -86,9 +84,9 @@ class Packing:
         return views
 
     def split(self, transferred: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the results, in a program that has received the arrays."""
-        words = transferred[0] if self.num_words else None
-        others = iter(transferred[1:] if self.num_words else transferred)
+        """Returns the results from the received arrays, inside a program."""
+        others = iter(transferred)
+        words = next(others) if self.num_words else None
         results: list[jax.Array] = []
         for each, place in zip(self.types, self.places, strict=True):
             if place is None:

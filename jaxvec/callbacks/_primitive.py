@@ -1,4 +1,7 @@
-"""The JAX primitive of all calls, and the choice of its transport."""
+"""The JAX primitive behind all calls: tracing, batching, dead code elimination, lowering and eager execution.
+
+`_functions.py` binds the primitive with a `Call`; `_ffi.py` and `_io_callback.py` are the transports.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,13 @@ from jaxvec._errors import EnvIdError
 from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
 from jaxvec.callbacks import _ffi, _io_callback
-from jaxvec.callbacks._call import EFFECT, PURE, Call, annotate, answer, pool_id_of
-
-# ----------------------------------------------------------------------------------------------------------
-# Chooses, by name, how compiled programs reach their pool.
-# ----------------------------------------------------------------------------------------------------------
+from jaxvec.callbacks._call import EFFECT, PURE, Call, answer, pool_id_of
 
 _logger = logging.getLogger("jaxvec")
 
 
 def choose_transport(name: str) -> str:
-    """Returns what a handle should say: `"auto"` only where there is something to choose.
-
-    Raises:
-        NativeUnavailableError: `"ffi"` was asked for and can't be had; says why.
-    """
+    """Returns the transport for handles, where `"auto"` becomes `"io_callback"` if FFI is not available."""
     if name == "io_callback":
         return name
     reason = _ffi.reason_unavailable()
@@ -47,24 +42,19 @@ def choose_transport(name: str) -> str:
     return "io_callback"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The JAX primitive that every verb is: how a call is traced, transformed, lowered, or made at once.
-#
-# All operands and results have the env axis first, so to batch a call is to make one for more envs. To a
-# derivative, what an env returns is a constant, so the tangents of what goes in end here.
-# ----------------------------------------------------------------------------------------------------------
+_FFI_PLATFORMS = ("cpu", "cuda")  # the native library has handlers for these
 
-_FFI_PLATFORMS = ("cpu", "cuda")  # that the native library has handlers for
-
-# That return time steps.
+# The verbs that return time steps.
 _TIMESTEPS = (Verb.RESET, Verb.STEP, Verb.RECV, Verb.RESTORE, Verb.SIMULATE)
 
+# All operands and results have the env axis first, so batching turns a call into one call for more envs.
+# The results of envs are constants to a derivative: `bind` stops the gradients of the operands.
 _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
 
 
 def bind(call: Call, *operands: Any) -> list[jax.Array]:
-    """Makes a call, or puts it into the program that is being traced; see `Call`."""
+    """Runs a call, or adds it to the program that is being traced; see `Call` for the operands."""
     return _call_p.bind(*(jax.lax.stop_gradient(jnp.asarray(operand)) for operand in operands), call=call)
 
 
@@ -73,11 +63,12 @@ def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
     arrays = [np.asarray(operand) for operand in operands]
     fresh = len(arrays[0]) if call.fresh else None
     pool = registry.find(pool_id_of(arrays[0]), call.spec.fingerprint, fresh)
-    # The results are copies that nobody else holds, so jax may alias them.
-    with annotate(call.verb.function, "eager"):
+    # The results are copies without another reference, so jax may alias them.
+    with jax.profiler.TraceAnnotation(f"{call.verb.function} (eager)"):
         results = jax.device_put(call.read(answer(call, pool, arrays)))
     if call.verb is Verb.RESET and _on_gpu(results[0]):
-        # Programs there will come next. Page-locking within one can wait for another GPU, which waits for it.
+        # Programs on the GPU will follow. Page-locking inside a program can deadlock with another GPU that
+        # waits for this one at a collective, so it is done now.
         pool.pin()
     return results
 
@@ -89,7 +80,7 @@ def _on_gpu(array: jax.Array) -> bool:
 @_call_p.def_effectful_abstract_eval
 def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
     token = operands[0]
-    # Under shard_map each device has a handle of its own, and what it returns varies as that does.
+    # Under shard_map each device has its own handle, and the results vary over the same mesh axes.
     varying = {name: getattr(token, name) for name in ("vma", "manual_axis_type") if hasattr(token, name)}
 
     def result(struct: jax.ShapeDtypeStruct) -> Any:
@@ -106,35 +97,35 @@ def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -
             f"vmap of {call.verb.function}: a pool with batch_size can't be split over vmapped instances; "
             "make the pool without batch_size"
         )
-    lanes = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    instances = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
     def flatten(operand: Any, axis: int | None) -> Any:
         if axis is None:
-            operand = jnp.broadcast_to(operand, (lanes, *operand.shape))
+            operand = jnp.broadcast_to(operand, (instances, *operand.shape))
         else:
             operand = jnp.moveaxis(operand, axis, 0)
-        return operand.reshape(lanes * operand.shape[1], *operand.shape[2:])
+        return operand.reshape(instances * operand.shape[1], *operand.shape[2:])
 
     token, *rest = (flatten(operand, axis) for operand, axis in zip(operands, axes, strict=True))
-    if call.fresh:  # the lanes share the pool's envs out
+    if call.fresh:  # distribute the pool's envs over the instances
         token = token.at[:, 1].set(jnp.arange(token.shape[0], dtype=token.dtype))
     results = _call_p.bind(token, *rest, call=call)
-    rows = token.shape[0] // lanes
-    return [result.reshape(lanes, rows, *result.shape[1:]) for result in results], [0] * len(results)
+    rows = token.shape[0] // instances
+    return [result.reshape(instances, rows, *result.shape[1:]) for result in results], [0] * len(results)
 
 
 batching.primitive_batchers[_call_p] = _batch
 
 
 def _drop_unread(used: list[bool], *liveness_and_eqn: Any) -> tuple[list[bool], Any]:
-    """Leaves out the results that nobody reads, such as images of `final_obs`: these are then not copied.
+    """Removes unread results, such as images of `final_obs`, so that they are not copied.
 
-    JAX asks when it compiles, also for the bodies of `scan` and the branches of `cond`; not for `while_loop`.
-    From 0.12 on it also says which operands live on.
+    JAX applies this rule at compile time, also to the bodies of `scan` and the branches of `cond`, but not to
+    `while_loop`. Since 0.12 it passes the liveness of the inputs, too.
     """
     eqn = liveness_and_eqn[-1]
     call: Call = eqn.params["call"]
-    if call.verb in PURE and not any(used):  # it has no effect
+    if call.verb in PURE and not any(used):
         return [False] * len(eqn.invars), None
     if all(used) or call.verb not in _TIMESTEPS:
         return [True] * len(eqn.invars), eqn
@@ -151,26 +142,26 @@ partial_eval.dce_rules[_call_p] = _drop_unread
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
     programs_for = ctx.module_context.platforms
     if platform == "cpu" and "cpu" not in programs_for:
-        # The program's XLA does not know what JAX registers for the CPU, and CUDA's ends the process at that.
+        # XLA of another platform does not know handlers registered for the CPU; CUDA's aborts the process.
         raise NotImplementedError(
-            f"compute_on around {call.verb.function} in a program for {programs_for[0]}: XLA can't reach the "
-            f"pool from its host computations. Call {call.verb.function} outside of compute_on, or in a "
-            "program that runs on the CPU, to which you jax.device_put its inputs"
+            f"compute_on around {call.verb.function} in a program for {programs_for[0]}: XLA's host "
+            f"computations can't reach the pool. Call {call.verb.function} outside of compute_on, or move "
+            "the inputs with jax.device_put and run a program on the CPU"
         )
     rows = ctx.avals_in[0].shape[0]
     call.check_rows(rows, rows if call.elastic else call.spec.num_envs)
     devices = ctx.module_context.axis_context
     if call.fresh and _copies(devices) > 1:
         raise EnvIdError(
-            "jaxvec.reset(envs) in a program that several devices run would reset all envs on each of them. "
+            "jaxvec.reset(envs) in a program that several devices run would reset all envs on each device. "
             "Reset outside, and pass each device a handle to its own envs: jaxvec.reset(handle)"
         )
-    # Of a program that XLA shards by itself, a callback runs once, for all; an FFI call would crash XLA.
+    # In a program that XLA shards by itself, a callback runs once for all shards; an FFI call crashes XLA.
     shards = getattr(devices, "num_devices", None) or 1
     if shards > 1 and jax.process_count() > 1:
         raise NotImplementedError(
             "XLA shards this program over the devices of several processes, but each process has its own "
-            "pools; use jax.shard_map, in which each device steps its own envs"
+            "pools; use jax.shard_map, where each device steps its own envs"
         )
     transport = call.transport
     if transport == "auto":
@@ -179,8 +170,8 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
         raise NativeUnavailableError('transport="ffi" is for programs on the CPU or on CUDA; use "auto"')
     if transport == "ffi" and shards > 1:
         raise NotImplementedError(
-            f'transport="ffi" can\'t serve a program over {shards} devices; use jax.shard_map, in which each '
-            'device steps its own envs, or transport="auto", which lets one device step them all'
+            f'transport="ffi" can\'t serve a program over {shards} devices; use jax.shard_map, where each '
+            'device steps its own envs, or transport="auto", where one device steps all envs'
         )
     if transport == "ffi":
         _ffi.prepare(call, ctx.avals_in, platform=platform, copies=_copies(devices))
@@ -189,13 +180,13 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
 
 
 def _copies(devices: Any) -> int:
-    """Returns how many devices run the program each for itself, as under shard_map and pmap."""
+    """Returns the number of devices that each run the whole program, as under shard_map and pmap."""
     if hasattr(devices, "num_devices"):
         return 1
     return devices.mesh.size if hasattr(devices, "mesh") else devices.axis_env.nreps
 
 
-# Not cacheable: a TPU wants channels of its own for each callback of a program, also where two are equal.
+# Not cacheable: a TPU needs separate channels for each callback of a program, even for equal ones.
 _register = partial(mlir.register_lowering, _call_p, cacheable=False)
 for _platform in _FFI_PLATFORMS:
     _register(partial(_lower, platform=_platform), platform=_platform)

@@ -246,8 +246,8 @@ def test_indices_are_one_or_some_and_may_count_from_the_end(shared, ask):
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        (3, "indices: 3 is out of range for 3 envs: -3 to 2"),
-        ([0, -4], "indices: -4 is out of range for 3 envs: -3 to 2"),
+        (3, r"indices: 3 is out of range for 3 envs \(-3 to 2\)"),
+        ([0, -4], r"indices: -4 is out of range for 3 envs \(-3 to 2\)"),
         ([0, 1, 0], "indices: env 0 is named twice"),
         ([2, -1], "indices: env 2 is named twice"),
         ([0.5], "indices: expected an integer or a list of them, got float64"),

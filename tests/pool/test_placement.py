@@ -115,7 +115,7 @@ def test_programs_are_not_concerned(make):
     [
         ("gpu", TypeError, "device must be one of jax.devices"),
         (PartitionSpec("envs"), TypeError, "or a jax.sharding.Sharding"),
-        (mesh(HOST[:2]), ValueError, "device: time steps of 3 envs"),
+        (mesh(HOST[:2]), ValueError, "device: cannot shard time steps of 3 envs"),
     ],
 )
 def test_what_can_not_be_is_refused(make, where, error, message):

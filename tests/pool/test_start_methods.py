@@ -663,11 +663,15 @@ BAD = [
         ValueError,
         r"\(start_method=...\) must be one of auto, forkserver, spawn, not 'fork'",
     ),
-    ({"preload": [3]}, TypeError, r"\(preload=...\) must be names of modules, as texts, not 3"),
+    ({"preload": [3]}, TypeError, r"\(preload=...\) must be names of modules, as strings, not 3"),
     ({"preload": ["math"], "start_method": "spawn"}, ValueError, r"\(preload=...\) needs the fork server"),
     ({"preload": ["math"]}, ValueError, r"\(preload=...\) needs worker processes"),
-    ({"env": {"A": 1}}, TypeError, r"\(env=...\): 'A' is 1; names are texts, values texts or None"),
-    ({"env": {"A=B": "1"}}, ValueError, r"\(env=...\): 'A=B' can't be an environment variable"),
+    (
+        {"env": {"A": 1}},
+        TypeError,
+        r"\(env=...\): 'A' is 1; names must be strings, and values strings or None",
+    ),
+    ({"env": {"A=B": "1"}}, ValueError, r"\(env=...\): 'A=B'='1' is not a valid environment variable"),
 ]
 
 

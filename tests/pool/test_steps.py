@@ -455,7 +455,7 @@ def test_of_seeds_out_of_range_the_first_is_named_with_its_env(envs, jit):
     def program(seeds):
         return jaxvec.reset(envs, seed=seeds)
 
-    with pool_moves(envs), raises(envs, ValueError, "seed -2 of env 1 is not between"):
+    with pool_moves(envs), raises(envs, ValueError, "seed -2 of env 1 is out of range"):
         jax.block_until_ready((jax.jit(program) if jit else program)(jnp.array([1, -2, -3])))
 
 
@@ -748,10 +748,10 @@ def test_a_wrong_sample_names_its_place(make):
     envs.reset()
     good = envs.single_action_space.sample()
     for action, match in (
-        ([good], "a dict for each of 2 envs, not 1"),
-        ([good, {**good, "leg": 1}], "number 1: action: expected a dict with keys"),
+        ([good], "a list of 2 dicts, one per env, got 1"),
+        ([good, {**good, "leg": 1}], "item 1 of the list: action: expected a dict with keys"),
         ([good, {**good, "turn": np.ones(3)}], r"action\['turn'\]: expected int32 of shape \(2,\).*ragged"),
-        ([good, 3], "number 1: action: expected a dict"),
+        ([good, 3], "item 1 of the list: action: expected a dict"),
     ):
         with pytest.raises(jaxvec.ActionError, match=f"(?s){match}"):
             envs.step(action)

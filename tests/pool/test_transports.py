@@ -93,7 +93,7 @@ NEWER = pytest.param(
 )
 REFUSED = pytest.param(
     lambda patch: patch(jax.ffi, "register_ffi_target", lambda *_, **__: 1 / 0),
-    "jax refused the FFI handlers: ZeroDivisionError",
+    "jax rejected the FFI handlers: ZeroDivisionError",
     id="refused",
 )
 

@@ -1052,10 +1052,10 @@ def test_trials_of_tune_have_pools_of_their_own(cluster, tmp_path):
         ({"workers_per_actor": 0}, "workers_per_actor must be an integer of at least 1, not 0"),
         ({"resources_per_worker": {"CPU": -1}}, r"resources_per_worker\['CPU'\] must be a number"),
         ({"resources_per_worker": {"GPU": "one"}}, r"resources_per_worker\['GPU'\] must be a number"),
-        ({"resources_per_worker": {"CPU": 1e-5}}, "holds 1e-05, but Ray counts in steps of 0.0001"),
+        ({"resources_per_worker": {"CPU": 1e-5}}, "reserves 1e-05, but Ray counts in steps of 0.0001"),
         (
             {"resources_per_worker": {"GPU": 0.75}, "workers_per_actor": 2},
-            r"\['GPU'\] is 0.75, so an actor of 2 workers holds 1.5, but Ray gives",
+            r"\['GPU'\] is 0.75, so an actor with 2 workers reserves 1.5, but Ray can",
         ),
     ],
 )
@@ -1066,7 +1066,7 @@ def test_bad_options_are_refused(options, said):
 
 def test_an_actor_of_fewer_workers_is_checked_too(make_on_ray):
     backend = jaxvec.Ray(resources_per_worker={"GPU": 0.5}, workers_per_actor=4)
-    with pytest.raises(ValueError, match="an actor of 3 workers holds 1.5, but Ray gives out parts"):
+    with pytest.raises(ValueError, match="an actor with 3 workers reserves 1.5, but Ray can reserve a part"):
         make_on_ray(CountingEnv, 7, num_workers=7, backend=backend)
 
 

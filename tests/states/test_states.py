@@ -320,7 +320,7 @@ def test_a_pool_without_states_says_what_to_write(make):
         ({"states": -1}, ValueError, "at least 0"),
         ({"states": 5, "spare_envs": 1}, ValueError, "spare_envs"),
         ({"states": 5, "envs_per_instance": 2}, ValueError, "batched env"),
-        ({"on_fault": jaxvec.Restart(retry="restore")}, ValueError, "needs saved states: make"),
+        ({"on_fault": jaxvec.Restart(retry="restore")}, ValueError, "needs saved states: pass make"),
         (
             {"on_fault": jaxvec.Restart(retry="restore"), "states": 2, "autoreset_mode": "DISABLED"},
             ValueError,
@@ -337,11 +337,11 @@ def test_what_is_no_state_is_refused(make):
     envs = make("CartPole-v1", 2, states=4, backend="serial")
     handle, _ = jaxvec.reset(envs, seed=0)
     for wrong in (3, np.zeros((2, 3), np.uint32)):
-        with pytest.raises(TypeError, match="what save or simulate returned"):
+        with pytest.raises(TypeError, match="an EnvState from save or simulate"):
             envs.restore(wrong)
-        with pytest.raises(TypeError, match="what save or simulate returned"):
+        with pytest.raises(TypeError, match="an EnvState from save or simulate"):
             jaxvec.restore(handle, wrong)
-        with pytest.raises(TypeError, match="what save or simulate returned"):
+        with pytest.raises(TypeError, match="an EnvState from save or simulate"):
             jaxvec.simulate(envs, wrong, [0, 0])
     one = envs.save()[:1]
     for verb in (envs.restore, lambda state: jaxvec.restore(handle, state)):

@@ -146,13 +146,13 @@ def test_a_seed_each_under_vmap():
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        (np.zeros(2), r"a batch of values of shape \(2,\) has axes before these, not shape \(2,\)"),
-        (np.zeros((5, 3)), r"not shape \(5, 3\)"),
+        (np.zeros(2), r"expected leading axes followed by \(2,\), got shape \(2,\)"),
+        (np.zeros((5, 3)), r"got shape \(5, 3\)"),
     ],
 )
 def test_a_batch_of_another_shape_is_an_error(batch, text):
     with pytest.raises(ValueError, match=text):
         RunningMeanStd.create(np.zeros(2)).update(batch)
     pair = RunningMeanStd.create((np.zeros(2), 0.0))
-    with pytest.raises(ValueError, match="all leaves of a batch need the same axes"):
+    with pytest.raises(ValueError, match="all leaves of a batch need the same leading axes"):
         pair.update((np.zeros((4, 2)), np.zeros(3)))
