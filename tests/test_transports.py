@@ -188,7 +188,7 @@ def test_first_ready_batches_without_trouble_need_no_python(native, monkeypatch,
     if batch_size == 2:  # Python has the same state of what is in flight
         handle, _ = jaxvec.recv(handle)
         jaxvec.recv(handle)
-        with pytest.raises(jaxvec.PendingEnvError, match="0 are in flight"):
+        with pytest.raises(jaxvec.PendingEnvError, match="0 are pending"):
             envs.recv()
 
 
