@@ -90,12 +90,13 @@ class EnvCalls:
     ) -> list[Any]:
         """Calls a method of envs, or reads an attribute.
 
+        `begun` is called once no other call can overtake this one.
+
         Args:
             move: The move, with the envs `[n]`.
             name: Name of the method or attribute. It is looked up through wrappers.
             args: Positional arguments `[n]` of each env's call.
             kwargs: Keyword arguments of all calls.
-            begun: Callback for the moment from which no other call can overtake this one.
 
         Returns:
             The result of each env, `[n]`.
