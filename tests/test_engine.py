@@ -39,7 +39,7 @@ KINDS = ["portable"] if _native.reason_unavailable() else ["portable", "native"]
 class Threads:
     """Workers that are threads: see `Workers`. An env counts its moves, and tells the last action."""
 
-    restarts, told = (0,), None
+    restarts, env_settings = (0,), None
 
     def __init__(self, kind, slices):
         self._kind, self._slices = kind, slices

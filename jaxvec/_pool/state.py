@@ -143,8 +143,8 @@ class PoolState:
             raise PoolClosedError(f"pool {self._pool_id} is closed; make a new one")
         if self.broken_by is not None:
             raise PoolBrokenError(
-                f"pool {self._pool_id} is broken since an earlier failure; close it and make a new one. The "
-                f"failure was {type(self.broken_by).__name__}: {self.broken_by}"
+                f"pool {self._pool_id} is broken since an earlier failure; close it and make a new one. It "
+                f"failed with {type(self.broken_by).__name__}: {self.broken_by}"
             ) from self.broken_by
 
     def break_by(self, error: BaseException) -> None:
