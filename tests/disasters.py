@@ -293,7 +293,7 @@ def wait_until_dead(worker: psutil.Process) -> None:
 
 def unfinished(envs: jaxvec.VectorEnv) -> list[int]:
     """Returns the envs that owe the parent a row."""
-    return envs.pool._workers._handoff.unfinished().tolist()
+    return envs.pool._workers._dispatch.unfinished().tolist()
 
 
 # --- Exceptions -------------------------------------------------------------------------------

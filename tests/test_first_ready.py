@@ -139,7 +139,7 @@ def test_those_that_are_done_first_come_first(make, transport, tmp_path):
     handle = jaxvec.send(handle, jnp.array([7]), jnp.array([1]))
     for other in (3, 0, 2):  # one after the other: each is done before the next is sent
         handle = jaxvec.send(handle, jnp.array([0]), jnp.array([other]))
-        while envs.pool._workers._handoff.unfinished().tolist() != [1]:
+        while envs.pool._workers._dispatch.unfinished().tolist() != [1]:
             threading.Event().wait(0.001)
     order = []
     for _ in range(3):
