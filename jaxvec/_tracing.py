@@ -90,12 +90,10 @@ def span(recorder: Recorder | None, what: str) -> AbstractContextManager[None]:
 
 
 class RecordedEnv:
-    """Wraps an env of a slice while it is traced, so that the stepping loop needs no check for tracing.
-
-    It looks the env up by its place in `envs` at each call, because a fault may replace the env.
-    """
+    """Wraps an env of a slice while it is traced, so that the stepping loop needs no check for tracing."""
 
     def __init__(self, envs: Sequence[Any], place: int, name: str, recorder: Recorder) -> None:
+        # A fault may replace the env, so each call looks it up in `envs`.
         self._envs, self._place, self._add = envs, place, recorder.add
         self._step, self._reset = f"step {name}", f"reset {name}"
 
@@ -126,13 +124,8 @@ def tracing(
 ) -> Generator[Path]:
     """Traces the block, see `VectorEnv.trace`.
 
-    Args:
-        start: Function that starts recording, with the number of spans to keep.
-        stop: Function that returns the records of this process, and those of the workers.
-        path: Path of the file.
-        slices: Range of env ids `(first, stop)` of each worker.
-        pool_id: Id of the pool.
-        max_events: Number of spans to keep of each worker, of Python and of C++.
+    `start` starts recording, with the number of spans to keep of each worker, of Python and of C++. `stop`
+    returns the records of this process, and those of the workers.
     """
     path = Path(path)
     # Checked now, because otherwise the error would come after the whole run.
@@ -176,14 +169,8 @@ def build(
 ) -> dict[str, Any]:
     """Returns the timeline of a block in Chrome's trace event format.
 
-    Args:
-        programs: Records of this process.
-        workers: Record of each worker.
-        slices: Range of env ids `(first, stop)` of each worker.
-        pool_id: Id of the pool.
-        epoch_ns: Start of the block, in ns since 1970.
-        began_ns: Start of the block, in ns of the monotonic clock.
-        ended_ns: End of the block, in ns of the monotonic clock.
+    `programs` are the records of this process. `epoch_ns` is the start of the block since 1970; `began_ns`
+    and `ended_ns` are its start and end by the monotonic clock.
     """
     tracks = [*_threads(programs), *map(_worker, range(len(slices)), slices, workers)]
     pid = _FIRST_PID + pool_id

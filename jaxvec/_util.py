@@ -49,13 +49,9 @@ def _packages(extra: str) -> list[str]:
 
 
 def run_in_thread(call: Callable[[Callable[[], None]], T]) -> Future[T]:
-    """Runs a call in a new daemon thread, and returns once no later call can overtake it.
+    """Runs a call in a new daemon thread, and returns its future once no later call can overtake it.
 
-    Args:
-        call: Function of one argument, a callback that it calls once no later call can overtake it.
-
-    Returns:
-        The future result of the call.
+    `call` takes a callback, which it calls at that moment.
     """
     future: Future[T] = Future()
     started = threading.Event()

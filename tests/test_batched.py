@@ -295,5 +295,5 @@ def test_a_batched_env_must_say_how_it_resets(make):
     class Silent(Wrong):
         metadata = {}
 
-    with pytest.raises(ValueError, match=r"set metadata\['autoreset_mode'\]"):
+    with pytest.raises(ValueError, match=r"metadata\['autoreset_mode'\] of the VectorEnv is None; set it"):
         make(Silent())

@@ -303,9 +303,7 @@ def test_all_that_are_ready_are_returned_and_one_at_least(make, dispatch, order,
     envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, dispatch=dispatch)
     envs.reset()
     envs.recv()
-    with pytest.raises(
-        jaxvec.PendingEnvError, match="recv returns at least 1 envs, but only 0 are pending"
-    ):
+    with pytest.raises(jaxvec.PendingEnvError, match="recv returns at least 1 envs, but only 0 are pending"):
         envs.recv(at_least=1)
     envs.send([7], [1])
     for other in (3, 0, 2):  # one after the other: each is done before the next is sent

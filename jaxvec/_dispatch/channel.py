@@ -30,11 +30,7 @@ _HEADER = struct.Struct("!Q")  # length of the frame in bytes
 _CHUNK = 1 << 20
 
 
-class _Wake:
-    """Type of `WAKE`."""
-
-
-WAKE: Final = _Wake()
+WAKE: Final = object()  # the result of `receive` for wake bytes
 
 
 class WorkerChannel(ABC):
@@ -50,11 +46,10 @@ class WorkerChannel(ABC):
 
     @abstractmethod
     def receive(self, deadline: float | None = None) -> Any:
-        """Waits for a message, or for `WAKE`. Only the rest of a message has a deadline.
+        """Waits for a message, or for `WAKE`.
 
         Raises:
-            TimeoutError: A message arrived in part, but not whole by `deadline`, in seconds of the monotonic
-                clock.
+            TimeoutError: A message arrived in part, but not whole by `deadline` (`time.monotonic()` seconds).
             EOFError: The peer is dead, or has closed its end.
         """
 

@@ -111,19 +111,17 @@ class ParentDispatch(Slots, ABC):
 
     @abstractmethod
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        """Waits for `count` of `slots`, for at most `seconds`. Any number of threads may call it.
+        """Waits for `count` of `slots`, for at most `seconds`, in any number of threads.
 
-        Returns:
-            True if they are completed and nothing else needs attention. If False, the caller polls the
-            control sockets, which one thread at a time does, and waits again.
+        Returns True if they are completed and nothing else needs attention. If False, the caller polls the
+        control sockets, which one thread at a time does, and waits again.
         """
 
     @abstractmethod
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
         """Prepares a poll of the control sockets by a thread that waits for `count` of `slots`.
 
-        Returns:
-            The time in seconds that the poll may block, at most `seconds`.
+        Returns the time in seconds that the poll may block, at most `seconds`.
         """
 
     def notify_worker(self, worker: int) -> None:

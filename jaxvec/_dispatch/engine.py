@@ -46,34 +46,26 @@ class Admission:
     Only a thread inside the engine reads or changes it, in Python or in C++. The exception is `needs_reset`:
     an entry belongs to the thread that holds its slot.
 
-    Attributes:
-        all: Ids `[num_envs]` of all envs. A call on all envs passes this very array, so that `is` replaces a
-            comparison, and its rows are whole arrays.
-        queue: Array `[1]` with the pseudo slot `num_envs`, which stands for the queue of pending envs.
-        needs_reset: Envs that must be reset before a step, `[num_envs]` bool: they were never reset or,
-            without autoreset, have ended their episode.
-        in_flight: Pending envs, `[num_envs]` bool: sent by `send`, and not yet returned by `recv`.
-        sent_words: Ids of the pending envs in sending order, `[num_envs]` int64. The first `num_sent` count.
-        num_sent: Number of pending envs, `[1]` uint32.
-        due: Time at which each pending env is late, `[num_envs]` int64 ns of the monotonic clock.
-        together: Number of neighbouring envs that are one batched env, which moves as a whole; 1 for none.
-        batch_size: Number of envs that `recv` returns.
-        spread: Order `[num_envs]` in which a reset sends all envs. Batch i has the envs i, i+k, ... of k
-            batches, so that each has work for all workers; a worker has neighbouring envs. Batched envs stay
-            together.
     """
 
     def __init__(self, num_envs: int, batch_size: int, together: int) -> None:
+        # Ids of all envs. A call on all envs passes this very array, so that `is` replaces a comparison.
         self.all: NDArray[np.int_] = np.arange(num_envs)
         self.all.flags.writeable = False
-        self.queue: NDArray[np.int_] = np.array([num_envs])
+        self.queue: NDArray[np.int_] = np.array([num_envs])  # pseudo slot for the queue of pending envs
+        # Envs that must be reset before a step: never reset or, without autoreset, after their episode.
         self.needs_reset: NDArray[np.bool_] = np.ones(num_envs, np.bool_)
+        # Pending envs: sent by `send`, and not yet returned by `recv`.
         self.in_flight: NDArray[np.bool_] = np.zeros(num_envs, np.bool_)
+        # Ids of the pending envs in sending order, of which the first `num_sent[0]` count.
         self.sent_words: NDArray[np.int64] = np.zeros(num_envs, np.int64)
         self.num_sent: NDArray[np.uint32] = np.zeros(1, np.uint32)
+        # When each pending env is late, in ns of the monotonic clock.
         self.due: NDArray[np.int64] = np.zeros(num_envs, np.int64)
-        self.together: int = together
-        self.batch_size: int = batch_size
+        self.together: int = together  # neighbouring envs that are one batched env; 1 for single envs
+        self.batch_size: int = batch_size  # envs that `recv` returns
+        # The order in which a reset sends all envs. A worker has neighbouring envs, so a batch of neighbours
+        # would give work to few workers. Of k batches, batch i has the (batched) envs i, i+k, ...
         batches = -(-num_envs // batch_size)
         groups = np.arange(num_envs).reshape(-1, together)
         spread = np.concatenate([groups[first::batches] for first in range(batches)])
@@ -83,7 +75,7 @@ class Admission:
     def sent(self) -> NDArray[Any]:
         """Ids `[num_sent]` of the pending envs in sending order. Those of a batched env are adjacent."""
         sent = self.sent_words[: self.num_sent[0]].copy()
-        return sent if self.together == 1 else neighbours(sent, self.together)
+        return sent if self.together == 1 else _group_batched(sent, self.together)
 
     def rows(self, slots: NDArray[Any]) -> slice | NDArray[Any]:
         """Returns the index of the rows of `slots`: a slice, which is faster, if these are all slots."""
@@ -115,7 +107,7 @@ class Admission:
         self.num_sent[0] = len(left)
 
 
-def neighbours(slots: NDArray[Any], together: int, *, last: bool = False) -> NDArray[Any]:
+def _group_batched(slots: NDArray[Any], together: int, *, last: bool = False) -> NDArray[Any]:
     """Sorts `slots` so that those of a batched env are adjacent, at the place of its first (or last) one."""
     envs = (slots // together).tolist()
     places: dict[int, int] = {}
@@ -124,16 +116,13 @@ def neighbours(slots: NDArray[Any], together: int, *, last: bool = False) -> NDA
     return slots[np.argsort([places[env] for env in envs], kind="stable")]
 
 
-def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any]:
-    """Returns the completed slots of batched envs that are completed as a whole.
+def select_whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any]:
+    """Returns those of the completed `slots` for which the whole batched env is completed.
 
-    Args:
-        slots: Completed slots in the order of completion.
-        sent: All pending slots.
-        together: Number of neighbouring envs that are one batched env.
+    `slots` are in order of completion, and `sent` are all pending slots.
     """
     done = ~np.isin(slots // together, np.setdiff1d(sent, slots) // together)
-    return neighbours(slots[done], together, last=True)
+    return _group_batched(slots[done], together, last=True)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -145,8 +134,8 @@ def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any
 # - A move with a handle enters `shared`. It need not wait for another holder of the same envs, because one of
 #   the two handles is stale. It does wait for a call that holds these slots exclusively (`alone`).
 # - A call without a handle enters `exclusive`: it waits until no other thread holds its slots.
-# - A request to workers holds all slots of these workers exclusively until they have answered. Otherwise new
-#   moves could keep a worker from the request for ever. Moves that were dispatched earlier finish first.
+# - A request to workers holds all their slots exclusively until they have answered. Otherwise new moves could
+#   keep a worker from the request for ever. Moves that were dispatched earlier finish first.
 # - A `recv` holds the queue, so one runs at a time; other threads may send meanwhile. It also holds the
 #   received slots until it has read their rows.
 # ----------------------------------------------------------------------------------------------------------
@@ -312,12 +301,10 @@ class Engine(ABC):
         if_busy: Callable[[], None] | None = None,
         patience: float | None = None,
     ) -> Generator[None]:
-        """Waits until no other thread is inside, or holds some of `slots`.
+        """Waits until no other thread is inside, or holds some of `slots` (`None` for all and the queue).
 
-        Args:
-            slots: Slots, with the queue's pseudo slot if needed; `None` for all slots and the queue.
-            if_busy: Function that is called before the wait, if another thread is in the way.
-            patience: Seconds after which the block runs in any case; `None` for never.
+        `if_busy` is called before the wait, if another thread is in the way. After `patience` seconds, the
+        block runs in any case.
         """
         with self._entering() as enter:
             if not enter(slots, True, 0):

@@ -27,9 +27,6 @@ class EnvCalls:
 
     A request waits for earlier moves of all envs of the workers concerned; other workers continue meanwhile.
     An env that raises in a request does not break the pool.
-
-    Attributes:
-        worker_of: Index of each env's worker, `[num_envs]` int.
     """
 
     def __init__(
@@ -50,6 +47,7 @@ class EnvCalls:
         self._timeout = timeout  # seconds for a request; `None` for no limit
         self._all = np.arange(slices[-1][1])
         self._starts: NDArray[np.int_] = np.array([first for first, _ in slices])
+        # Index of each env's worker, `[num_envs]`.
         self.worker_of: NDArray[np.int_] = self._starts.searchsorted(self._all, side="right") - 1
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
@@ -88,18 +86,10 @@ class EnvCalls:
         *,
         begun: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Calls a method of envs, or reads an attribute.
+        """Calls a method of each env, or reads an attribute; both are looked up through wrappers.
 
-        `begun` is called once no other call can overtake this one.
-
-        Args:
-            move: The move, with the envs `[n]`.
-            name: Name of the method or attribute. It is looked up through wrappers.
-            args: Positional arguments `[n]` of each env's call.
-            kwargs: Keyword arguments of all calls.
-
-        Returns:
-            The result of each env, `[n]`.
+        `args`, `[n]`, are the positional arguments of each env's call. `begun` is called once no other call
+        can overtake this one.
         """
         return self._call_envs(move, "call", args, name, kwargs, begun=begun)
 
@@ -127,9 +117,7 @@ class EnvCalls:
     def request(self, name: RequestName, arguments: Arguments) -> list[Any]:
         """Calls a method of the workers' `EnvSlice` objects.
 
-        Args:
-            name: Name of the method.
-            arguments: Function that maps a worker's range of slots to the arguments; `None` skips the worker.
+        `arguments` maps a worker's range of slots to the arguments; `None` skips the worker.
         """
         with self._state.breaking():
             answers = self._workers.request(name, arguments, timeout=self._timeout, check=self._state.check)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options
 from jaxvec._config import Timeouts
-from jaxvec._dispatch.engine import Admission, Made, Rules, Status, whole
+from jaxvec._dispatch.engine import Admission, Made, Rules, Status, select_whole
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
@@ -61,14 +61,6 @@ class Pool:
     - states: Names `[n, 3]` of saved states.
     - deliver: Function that copies the leaves `[n, ...]` of the time step out of the segment. Methods return
       the delivered leaves.
-
-    Attributes:
-        spec: Specification of the envs.
-        all: Ids of all envs, `[num_envs]` int.
-        id: Number of the pool, which its handles contain.
-        state: State of the pool: open, broken or closed.
-        env_calls: Calls of methods and attributes of the envs.
-        finalizer: Closes the pool.
     """
 
     def __init__(
@@ -85,16 +77,10 @@ class Pool:
     ) -> None:
         """Attaches the workers to a new segment.
 
-        Args:
-            workers: Workers with started envs.
-            spec: Specification of the envs.
-            slices: Range of env ids `(first, stop)` of each worker.
-            together: Number of neighbouring envs that are one batched env; 1 if envs are single.
-            in_order: True if `recv` returns envs in the order in which they were sent.
-            timeouts: Timeouts of the operations.
-            resets_required: True if an env must be reset before its first step and, without autoreset, after
-                each episode.
-            states: Number of saved states that the pool keeps.
+        `slices` has the range of env ids `(first, stop)` of each worker. `together` neighbouring envs are one
+        batched env. With `in_order`, `recv` returns envs in sending order. With `resets_required`, an env
+        must be reset before its first step and, without autoreset, after each episode. The pool keeps up to
+        `states` saved states.
         """
         self.spec = spec
         self._workers = workers
@@ -103,44 +89,27 @@ class Pool:
         layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
-        self.all: NDArray[np.int_] = self._admission.all
+        self.all: NDArray[np.int_] = self._admission.all  # ids of all envs
         self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # cache of `move_all`
         self._views = Views(spec, arrays, self._admission.rows)
         self._segment = whole_segment(arrays, layout)
         self._pinning_tried = False
-        self.id: int = next(_ids)
+        self.id: int = next(_ids)  # in the handles and states of this pool
         self._options: Options = None  # the reset options that the workers hold
         if not resets_required:
             self._admission.needs_reset[:] = False
-
+        ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
+        views, step_timeout = self._views, timeouts.step
         self._engine = workers.open_engine(
-            Rules(
-                self.id,
-                self._admission,
-                self._views,
-                workers.send,
-                in_order,
-                resets_required and spec.autoreset is Autoreset.DISABLED,
-                timeouts.step,
-            )
+            Rules(self.id, self._admission, views, workers.send, in_order, ends_need_reset, step_timeout)
         )
         self.finalizer: PoolFinalizer = PoolFinalizer(workers, self._engine)
         self.state: PoolState = PoolState(self.id, self._engine, self._admission, self.finalizer)
         self.env_calls: EnvCalls = EnvCalls(
-            workers,
-            self.state,
-            self._engine,
-            slices=slices,
-            raw_info=self._views.raw_info,
-            timeout=timeouts.step,
+            workers, self.state, self._engine, slices=slices, raw_info=views.raw_info, timeout=step_timeout
         )
         self._saved = SavedStates(
-            spec,
-            workers,
-            self.env_calls,
-            capacity=states,
-            pool_id=self.id,
-            resets_required=resets_required,
+            spec, workers, self.env_calls, capacity=states, pool_id=self.id, resets_required=resets_required
         )
 
     @property
@@ -173,7 +142,7 @@ class Pool:
     def pin(self) -> None:
         """Page-locks the segment for GPUs, and lets programs on a GPU move envs without Python.
 
-        Only the first call does this. If it fails, the reason is logged, and copies are slower.
+        Only the first call does this. A failure is logged; copies are then slower.
         """
         if self._pinning_tried:
             return
@@ -196,16 +165,13 @@ class Pool:
         options: Any,
         deliver: Deliver = copies,
     ) -> Rows:
-        """Resets envs. A reset of all envs without a mask drops the results of pending envs.
+        """Resets envs. In a first-ready pool, it returns the batch of a `recv`.
 
         Args:
             seeds: Seeds `[n]` int64, with `NO_SEED` for an env without one; `None` for no seeds.
-            mask: Array `[n]` bool, True for the envs to reset, none of which may be pending. The rows of the
-                other envs are unchanged. `None` resets all.
+            mask: Array `[n]` bool, True for the envs to reset, which must not be pending. `None` resets all
+                envs, and drops the results of pending ones.
             options: Options for the envs' `reset`, see `expand_options`.
-
-        Returns:
-            The time step of all envs of the move or, in a first-ready pool, of the batch of a `recv`.
         """
         options = expand_options(options, move.slots, self.spec.num_envs)
         first_ready = self.spec.first_ready  # the reset then ends with a recv, one of which runs at a time
@@ -236,28 +202,20 @@ class Pool:
             return self._finish(active, self._start(active, actions, deliver=deliver), deliver)
 
     def end(self, move: Move, *, waited: float, interrupt: Callable[[], None], out: Rows) -> None:
-        """Finishes a step or a `recv` that C++ has started. The caller holds its slots.
+        """Finishes a step or a `recv` that C++ has started, and copies the time step to `out`.
 
-        A compiled program calls this if its wait in C++ takes unusually long, or if a worker has a report.
-
-        Args:
-            move: The started move.
-            waited: Seconds that the program has waited so far.
-            interrupt: Function that raises `KeyboardInterrupt` if Ctrl-C was pressed since the call started.
-            out: Arrays that receive the leaves of the time step.
+        A compiled program calls this if its wait in C++, `waited` seconds so far, is unusually long, or if a
+        worker has a report. `interrupt` raises if Ctrl-C was pressed since the call started. The caller
+        holds the slots.
         """
         started = Made(Status.UNDER_WAY, waited=waited, recorded=True)
         self._finish(ActiveMove(move, interrupt), started, into(out))
 
     def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
-        """Starts a step of envs, which are pending until `recv` returns them.
+        """Starts a step of the envs `env_ids`, `[k]`, which are pending until `recv` returns them.
 
-        Args:
-            move: A move of all envs.
-            env_ids: Ids `[k]` of the envs to step.
-            actions: Actions of these envs.
-            as_they_are: True if `actions` is a sequence of `k` Python objects, which the envs receive
-                unconverted. They travel over the control sockets, which is slower.
+        With `as_they_are`, `actions` are `k` Python objects, which the envs receive unconverted. They travel
+        over the control sockets, which is slower.
         """
         with self.state.track(move) as active:
             if not as_they_are:
@@ -281,14 +239,13 @@ class Pool:
         at_least: int | None = None,
         everything: bool = False,
     ) -> Rows:
-        """Waits until `batch_size` of the pending envs are completed, and receives them.
+        """Waits until `batch_size` of the pending envs are completed, and receives their time steps.
 
         Args:
             move: A move of all envs.
             deliver: See the class. The leaves have the shape `[batch_size, ...]`.
             timeout: Seconds after which `NotReadyError` is raised. The envs are still pending then.
-            at_least: Number of envs to wait for, instead of `batch_size`. All envs that are completed by
-                then are received.
+            at_least: Number of envs to wait for, instead of `batch_size`. All completed envs are received.
             everything: True to wait for all pending envs, and to return the rows of all envs of the pool.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
@@ -317,19 +274,14 @@ class Pool:
         *,
         deliver: Deliver = copies,
     ) -> Rows:
-        """Restores envs to saved states, or to `packed` ones of another pool. A failure breaks the pool.
-
-        Returns:
-            The time steps that were current when the states were saved.
-        """
+        """Restores envs to saved states, or to `packed` ones of another pool. A failure breaks the pool."""
         slots = move.slots
         with self._exclusive_move(move) as active:
             self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
             sources, rows, needs_reset = self._saved.find(slots, states, packed)
             with self.state.breaking():
-                send = partial(self._send_states, active)
-                self._saved.restore(send, slots, sources, rows)
+                self._saved.restore(partial(self._send_states, active), slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
             self._engine.advance(move)
@@ -338,11 +290,7 @@ class Pool:
     def simulate(
         self, states: NDArray[np.uint32], actions: Rows, *, deliver: Deliver = copies
     ) -> tuple[NDArray[np.uint32], Rows]:
-        """Steps copies of envs from saved states. A failure leaves the pool usable.
-
-        Returns:
-            The names `[n, 3]` of the states after the steps, and the time steps.
-        """
+        """Steps copies of envs from saved states. Returns the new states' names, and the time steps."""
         with self.state.track(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
             self.state.check()
             return self._saved.simulate(states, actions, deliver)
@@ -371,12 +319,7 @@ class Pool:
             self._engine.recorder = self.state.recorder = Recorder(capacity)
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
-        """Stops recording, also in a broken or closed pool.
-
-        Returns:
-            The records of this process (of Python, then of C++), and those of the workers. A closed pool has
-            no records of workers.
-        """
+        """Stops recording. Returns the records of Python and C++, and of the workers (none if closed)."""
         assert self.state.recorder is not None
         hurry = self.closed or self.state.broken_by is not None
         with self._engine.exclusive(patience=1.0 if hurry else None):
@@ -393,8 +336,8 @@ class Pool:
     def close(self, timeout: float | None = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds; `None` waits for ever.
 
-        Any thread may call it, at any time and repeatedly. A running step is ended by force and raises
-        `PoolClosedError`. Ctrl-C ends the wait for the envs; their workers are then killed.
+        Any thread may call it, at any time and repeatedly. A running step raises `PoolClosedError`. Ctrl-C
+        ends the wait for the envs; their workers are then killed.
         """
         try:
             self.finalizer.close(timeout)
@@ -419,21 +362,15 @@ class Pool:
         return options is not None or (held is not None and any(held[slot] is not None for slot in slots))
 
     def _envs_to_reset(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
-        """Returns the envs that a reset sends, in sending order.
-
-        Envs in the mask `[n]` must not be pending. A reset of all envs first waits for the pending ones, and
-        drops their results.
-        """
+        """Returns the envs that a reset sends, in sending order. They are not pending any more."""
         slots, sent = active.move.slots, self._admission.sent
         if mask is None and len(slots) == self.spec.num_envs and len(sent):
-            self._wait(active, sent, len(sent), self._verb_of(sent))
+            self._wait(active, sent, len(sent))
             self._admission.note_received(sent)
         chosen = slots if mask is None else slots[mask]
         self.state.check_status(self._engine.check_envs(chosen, stepped=False), chosen)
-        if not self.spec.first_ready:
-            return chosen
         spread = self._admission.spread
-        return spread[np.isin(spread, chosen)]
+        return spread[np.isin(spread, chosen)] if self.spec.first_ready else chosen
 
     def _send_reset(
         self,
@@ -467,11 +404,7 @@ class Pool:
     def _send_states(
         self, active: ActiveMove, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
     ) -> NDArray[np.int_]:
-        """Dispatches a `SAVE` or `RESTORE` of the states with these numbers, and waits for it.
-
-        Returns:
-            Indices in `slots` of the envs that were left out.
-        """
+        """Saves or restores states by a dispatch. Returns the indices of the envs that were left out."""
         self._views.states[slots] = numbers
         self._views.oldest_state[0] = self._saved.table.oldest
         with self.state.breaking():
@@ -484,25 +417,23 @@ class Pool:
         active: ActiveMove,
         slots: NDArray[Any],
         count: int,
-        verb: Verb,
+        verb: Verb | None = None,
         *,
         waited: float = 0,
         give_up: float | None = None,
     ) -> None:
-        """Waits until `count` of `slots` are completed, or raises what ends the wait early."""
+        """Waits until `count` of `slots` are completed. Without `verb`, they are pending steps or resets."""
 
         def check() -> None:
             active.interrupt()
             self.state.check()  # another thread may have closed or broken the pool
 
+        if verb is None:  # the envs share the longer timeout if any of them still resets
+            verb = Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
         with span(self.state.recorder, "wait for workers"), self.state.breaking():
             check()
             self._workers.wait(slots, count, Patience(verb.word, timeout, check, waited, give_up))
-
-    def _verb_of(self, slots: NDArray[Any]) -> Verb:
-        """Returns the operation of pending envs, which selects the timeout: `RESET` if any still resets."""
-        return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
 
     def _start(
         self,
@@ -543,7 +474,7 @@ class Pool:
             active.interrupt()
             return made.rows
         slots = active.move.slots
-        with span(self.state.recorder if made.recorded else None, "go on"):
+        with span(self.state.recorder if made.recorded else None, "finish in Python"):
             if active.move.verb is Verb.RECV:
                 return self._receive(active, deliver, waited=made.waited)
             if not self._engine.done_at_once:
@@ -564,7 +495,7 @@ class Pool:
         overdue = self._admission.overdue()
         if len(overdue):
             # Other envs may be ready first every time. Without this, an env that hangs would never time out.
-            self._wait(active, overdue, len(overdue), self._verb_of(overdue), waited=math.inf)
+            self._wait(active, overdue, len(overdue), waited=math.inf)
         sent = self._admission.sent
         if at_least is not None:
             slots = self._wait_for_some(active, sent, at_least, waited=waited, give_up=give_up)
@@ -574,7 +505,7 @@ class Pool:
         else:
             count = len(sent) if everything else self.spec.batch_size
             sent = sent[: count if self._in_order else None]
-            self._wait(active, sent, count, self._verb_of(sent), waited=waited, give_up=give_up)
+            self._wait(active, sent, count, waited=waited, give_up=give_up)
             slots = sent if self._in_order else self._workers.first_completed(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
         with self._engine.shared():
@@ -591,23 +522,18 @@ class Pool:
         # So it waits for one more slot until enough batched envs are whole. Single envs need one pass.
         for count in range(at_least, len(sent) + 1):
             first = sent[: count if self._in_order else None]
-            self._wait(active, first, count, self._verb_of(first), waited=waited, give_up=give_up)
+            self._wait(active, first, count, waited=waited, give_up=give_up)
             slots = self._workers.first_completed(sent, len(sent))
             if self._in_order:  # no env before one that was sent earlier
                 slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
             if together > 1:
-                slots = whole(slots, sent, together)
+                slots = select_whole(slots, sent, together)
             if len(slots) >= at_least:
                 break
         return slots
 
     def _check_enough(self, at_least: int | None = None, *, resetting: int | None = None) -> None:
-        """Raises `PendingEnvError` if a `recv` would wait for more envs than are pending.
-
-        Args:
-            at_least: Number of envs that it waits for; `None` for `batch_size`.
-            resetting: Number of envs that a reset by mask would send first; `None` for a plain `recv`.
-        """
+        """Raises if a `recv`, after a reset of `resetting` envs by mask, would wait for too many envs."""
         pending = int(self._admission.num_sent[0])
         count = self.spec.batch_size if at_least is None else at_least
         if pending + (resetting or 0) >= count:

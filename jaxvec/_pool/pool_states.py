@@ -43,17 +43,11 @@ _NO_WORKER, _LOST = -1, -2  # values of `StateTable.worker` for a free place, an
 
 @dataclass(frozen=True)
 class PackedStates:
-    """States on their way to another pool or to a file.
+    """States on their way to another pool or to a file."""
 
-    Attributes:
-        data: Env data of the states, `[n]` pickles.
-        rows: Leaves `[n, ...]` of the time steps that were current when the states were saved.
-        needs_reset: Whether each env must be reset before it is stepped, `[n]` bool.
-    """
-
-    data: Sequence[bytes]
-    rows: Rows
-    needs_reset: NDArray[np.bool_]
+    data: Sequence[bytes]  # `[n]` pickles of the env data
+    rows: Rows  # leaves `[n, ...]` of the time steps that were current when the states were saved
+    needs_reset: NDArray[np.bool_]  # `[n]` envs that must be reset before they are stepped
 
 
 class StateTable:
@@ -61,11 +55,6 @@ class StateTable:
 
     A state's number determines its place in the ring. A number is never reused, so the place of a replaced
     state contains another number.
-
-    Attributes:
-        rows: Leaves of the time steps, `[capacity, ...]`.
-        worker: Index of the worker that keeps each state, `[capacity]` int.
-        needs_reset: Whether the env of each state must be reset before it is stepped, `[capacity]` bool.
     """
 
     def __init__(self, spec: PoolSpec, capacity: int, *, pool_id: int) -> None:
@@ -75,9 +64,9 @@ class StateTable:
             np.zeros((capacity, *leaf.shape), object if leaf.is_object else leaf.stored)
             for leaf in spec.timestep_leaves
         ]
-        self.worker: NDArray[np.int_] = np.full(capacity, _NO_WORKER)
-        self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)
-        self._incarnations = np.zeros(capacity, np.int64)  # those of `worker` when the state was saved
+        self.worker: NDArray[np.int_] = np.full(capacity, _NO_WORKER)  # index of the worker that keeps it
+        self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # before a step of its env
+        self._incarnations = np.zeros(capacity, np.int64)  # replacements of the worker before the save
         self._numbers = np.zeros(capacity, np.int64)
         self._next = 1
 
@@ -122,11 +111,7 @@ class StateTable:
     ) -> NDArray[np.int_]:
         """Registers states that workers keep. Returns their places; the caller writes the rows there.
 
-        Args:
-            numbers: Numbers `[n]` from `allocate`.
-            workers: Index of the worker that keeps each state, `[n]`.
-            incarnations: Number of times that each of these workers was replaced, `[n]`.
-            needs_reset: Whether the env of each state must be reset before it is stepped, `[n]`.
+        All arguments are `[n]`. `incarnations` are the numbers of times that each of `workers` was replaced.
         """
         places = self.places(numbers)
         self._numbers[places], self.worker[places], self._incarnations[places] = (
@@ -152,11 +137,9 @@ class StateTable:
         return ids
 
     def find(self, ids: NDArray[np.uint32], incarnations: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the numbers `[n]` of the states with the names `ids`.
+        """Returns the numbers of the states with the names `ids`, `[n, 3]`.
 
-        Args:
-            ids: Names `[n, 3]`.
-            incarnations: Number of times that each worker was replaced, `[num_workers]`.
+        `incarnations` is the number of times that each worker was replaced so far, `[num_workers]`.
 
         Raises:
             StaleStateError: A state is gone, or of another pool.
@@ -216,15 +199,10 @@ def pack_states(states: PackedStates, fingerprint: int) -> bytes:
 
 
 def unpack_states(data: bytes, fingerprint: int, name: str) -> PackedStates:
-    """Returns the states in bytes of `pack_states`.
-
-    Args:
-        data: The bytes.
-        fingerprint: Fingerprint of the specification of the pool that reads them.
-        name: Name of the file or array, for errors.
+    """Returns the states in bytes of `pack_states`, for a pool with this fingerprint.
 
     Raises:
-        StateFileError: The bytes are no states, are damaged, or are states of another specification.
+        StateFileError: The file or array `name` has no states, damaged ones, or ones of another pool.
     """
     start = len(_MAGIC) + _HEAD.size
     if data[: len(_MAGIC)] != _MAGIC:
@@ -279,11 +257,7 @@ Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of sta
 
 
 class SavedStates:
-    """The saved states of a pool's envs.
-
-    Attributes:
-        table: Time steps and locations of the states.
-    """
+    """The saved states of a pool's envs: saves, restores and simulates them in the workers."""
 
     def __init__(
         self,
@@ -308,12 +282,8 @@ class SavedStates:
     ) -> NDArray[np.uint32]:
         """Saves the states of envs, and returns their names `[n, 3]`.
 
-        Args:
-            send: See `Send`. It refers to the pool, so it is an argument and not an attribute: the pool would
-                otherwise be part of a reference cycle.
-            slots: The envs `[n]`.
-            needs_reset: Whether each env must be reset before it is stepped, `[n]`.
-            read: Function that delivers the time steps of slots.
+        `needs_reset`, `[n]`, has the envs that must be reset before they are stepped. `send` refers to the
+        pool, so it is an argument: as an attribute it would be part of a reference cycle.
         """
         table, workers, settings = self.table, self._worker_of[slots], self._workers.env_settings
         packed = settings is not None and settings.keeps_states
@@ -334,12 +304,7 @@ class SavedStates:
     def find(
         self, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
     ) -> tuple[Sources, list[NDArray[Any]], NDArray[np.bool_]]:
-        """Returns the states for a restore: sources for the workers, time steps, and `needs_reset`.
-
-        Args:
-            slots: The envs `[n]` to restore.
-            ids: Names `[n, 3]` of the states.
-            packed: States of another pool, which are used instead of `ids`.
+        """Returns the states to restore `slots` to: sources for the workers, time steps, and `needs_reset`.
 
         Raises:
             StaleStateError: A state is gone.
@@ -495,12 +460,9 @@ class SavedStates:
         workers: NDArray[np.int_],
         arguments: Callable[[NDArray[np.bool_]], tuple[Any, ...]],
     ) -> list[Any]:
-        """Calls a method of `EnvSlice` in the workers that are concerned.
+        """Calls a method of `EnvSlice` in the workers with an entry in `workers`, `[n]`.
 
-        Args:
-            name: Name of the method.
-            workers: Index of the worker that is concerned with each state or env, `[n]`.
-            arguments: Function that maps a worker's part of these, a mask `[n]`, to the arguments.
+        `arguments` maps the mask `[n]` of a worker's entries to the arguments of its call.
 
         Raises:
             StaleStateError: States were lost with a worker.

@@ -40,12 +40,10 @@ def publish_family(pool_id: int, pool_of: PoolOf) -> None:
 
 
 def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
-    """Returns the pool with this id, or the pool of its family with `fresh` envs.
+    """Returns the pool with this id, for a handle to a specification with this fingerprint.
 
-    Args:
-        pool_id: Pool id in a handle.
-        fingerprint: Fingerprint of the specification that the handle was made for.
-        fresh: Number of envs of a reset that starts from a pool; `None` for any other call.
+    A reset that starts from a pool passes the number `fresh` of its envs, and gets the pool of that size from
+    the family of the pool.
 
     Raises:
         PoolClosedError: No such pool exists.
@@ -72,13 +70,10 @@ def of_spec(fingerprint: int) -> list[Pool]:
 
 
 def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deliver) -> Rows:
-    """Restores envs of a pool to states of any pool; see `Pool.restore`.
-
-    Raises:
-        StaleStateError: The pool of a state is gone, or has another specification.
-    """
+    """Restores envs of a pool to states of any pools with the same specification; see `Pool.restore`."""
     if (states[:, 0] == pool.id).all():
         return pool.restore(move, states, deliver=deliver)
+    # Collects the states pool by pool, in the order of `states`.
     data: list[bytes] = [b""] * len(states)
     rows = [np.empty((len(states), *leaf.shape), leaf.stored) for leaf in pool.spec.timestep_leaves]
     needs_reset = np.empty(len(states), np.bool_)

@@ -27,7 +27,6 @@ from jaxvec._dispatch.engine import Admission, Engine, Status
 from jaxvec._dispatch.move import Move, name_caller
 from jaxvec._errors import (
     EnvIdError,
-    JaxvecError,
     NotPicklableError,
     NotReadyError,
     PendingEnvError,
@@ -46,25 +45,17 @@ _RELEASE_TIMEOUT = 1.0  # seconds that close() waits for other threads once the 
 
 
 class PoolFinalizer:
-    """Closes a pool once.
-
-    Attributes:
-        process: Id of the process that made the pool. A fork of it may neither use nor close the pool.
-        closed: True once closing has started.
-        ended: True once the workers and the memory are released.
-        hurry: True if the envs get little time to close, because the pool is broken.
-        pinned: The page lock of the segment, if there is one. It is released before the segment is unmapped.
-    """
+    """Closes a pool once."""
 
     def __init__(self, workers: WorkerGroup, engine: Engine) -> None:
         self._workers = workers
         self._engine = engine
-        self.process: int = os.getpid()
-        self.closed: bool = False
-        self.ended: bool = False
-        self._closing = False  # a thread is in close()
-        self.hurry = False
-        self.pinned: Pinned | None = None
+        self.process: int = os.getpid()  # a fork of this process may neither use nor close the pool
+        self.closed: bool = False  # closing has started
+        self.ended: bool = False  # the workers and the memory are released
+        self._closing = False  # a thread is in `close`
+        self.hurry = False  # the pool is broken, so its envs get little time to close
+        self.pinned: Pinned | None = None  # page lock, released before the segment is unmapped
 
     def close(self, timeout: float | None = 5.0) -> None:
         """Closes the pool, see `Pool.close`.
@@ -96,17 +87,11 @@ class PoolFinalizer:
 
 @dataclass
 class ActiveMove:
-    """A move that a call is making.
-
-    Attributes:
-        move: The move.
-        interrupt: Function that raises `KeyboardInterrupt` if Ctrl-C was pressed since the call started.
-        recorded: True if C++ has recorded the span of the call.
-    """
+    """A move that a call is making."""
 
     move: Move
-    interrupt: Callable[[], None]
-    recorded: bool = False
+    interrupt: Callable[[], None]  # raises `KeyboardInterrupt` if Ctrl-C was pressed since the call started
+    recorded: bool = False  # C++ has recorded the span of the call
 
 
 class PoolState:
@@ -114,11 +99,6 @@ class PoolState:
 
     It checks each call before anything changes, and breaks the pool if a call fails after its envs were sent.
     Closing is the job of `PoolFinalizer`.
-
-    Attributes:
-        broken_by: The error that broke the pool; `None` while the pool is not broken.
-        errors_late: True once a program on an accelerator has called the pool: JAX may raise its errors late.
-        recorder: Recorder of calls; `None` unless the pool is traced.
     """
 
     def __init__(self, pool_id: int, engine: Engine, admission: Admission, finalizer: PoolFinalizer) -> None:
@@ -128,9 +108,10 @@ class PoolState:
         self._finalizer = finalizer
         # The last error of a program, and the value of `engine.num_served` when it was raised.
         self._program_error: tuple[int, BaseException] | None = None
-        self.broken_by: BaseException | None = None
+        self.broken_by: BaseException | None = None  # the error that broke the pool
+        # True once a program on an accelerator has called the pool: JAX may raise its errors late.
         self.errors_late: bool = False
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # of calls, while the pool is traced
 
     def check(self) -> None:
         """Raises unless the pool is OPEN and belongs to this process."""
@@ -158,14 +139,10 @@ class PoolState:
 
     @contextmanager
     def track(self, move: Move, name: str | None = None) -> Generator[ActiveMove]:
-        """Records the call made in the block, and releases its slots when the block ends.
+        """Records a span of the block, `name` or the move's name, and releases its slots when it ends.
 
         Once envs were sent, Ctrl-C breaks the pool wherever it arrives, also between two `breaking` blocks.
-        Otherwise a pending env could be left without a record of it.
-
-        Args:
-            move: The move that the call makes.
-            name: Name of the recorded span; the move's name if `None`.
+        Otherwise an env could be running that no record shows as pending.
         """
         active = ActiveMove(move, interrupts.since_now())  # before an env can hang
         recorder, start_ns = self.recorder, time.monotonic_ns()
@@ -197,27 +174,20 @@ class PoolState:
     ) -> None:
         """Raises the error for a status of the engine, unless it is `DONE`. The caller is inside.
 
-        Args:
-            status: The engine's answer.
-            env_ids: Ids `[n]` that the engine checked.
-            generation: Generations `[n]` in the caller's handle, if the engine checked them.
+        `env_ids` and, for a handle, `generation`, both `[n]`, are the values that the engine checked.
         """
-        if status is not Status.DONE:
-            raise self._status_error(status, env_ids, generation)
-
-    def _status_error(
-        self, status: Status, env_ids: NDArray[Any], generation: NDArray[np.uint32] | None
-    ) -> JaxvecError:
+        if status is Status.DONE:
+            return
         engine, admission, num_envs = self._engine, self._admission, len(self._engine.generation)
         match status:
             case Status.NO_SUCH_ENV:
                 foreign = env_ids[(env_ids < 0) | (env_ids >= num_envs)]
-                return EnvIdError(
+                raise EnvIdError(
                     f"env_id {foreign[0]} is out of range for pool {self._pool_id} of {num_envs} envs "
                     f"(0 to {num_envs - 1}); nothing was stepped"
                 )
             case Status.NAMED_TWICE:
-                return EnvIdError(
+                raise EnvIdError(
                     f"duplicate env_id {np.bincount(env_ids).argmax()}; nothing was stepped. Under vmap, "
                     "give each instance a handle to different envs"
                 )
@@ -225,7 +195,7 @@ class PoolState:
                 now = engine.generation[env_ids]
                 stale = int(np.flatnonzero(now != generation)[0])
                 assert generation is not None
-                return StaleHandleError(
+                raise StaleHandleError(
                     f"stale handle: it is from call {generation[stale]} to env {env_ids[stale]} of pool "
                     f"{self._pool_id}, but the latest is call {now[stale]}, by "
                     f"{name_caller(engine.last_caller)}. A handle can be used once, like a donated buffer: "
@@ -236,12 +206,12 @@ class PoolState:
                 some, together = admission.part(env_ids), admission.together
                 first = int(some[0]) // together * together
                 named = np.sort(some[some // together == first // together]).tolist()
-                return EnvIdError(
+                raise EnvIdError(
                     f"envs {first} to {first + together - 1} are one batched env, which moves as a whole, "
                     f"but the call names only {named}; name all of them or none. Nothing was stepped"
                 )
             case Status.IN_FLIGHT:
-                return PendingEnvError(
+                raise PendingEnvError(
                     f"envs {env_ids[admission.in_flight[env_ids]].tolist()} are pending: they were sent and "
                     "not yet received; call recv first. Nothing was stepped"
                 )
@@ -249,7 +219,7 @@ class PoolState:
                 waiting = env_ids[admission.needs_reset[env_ids]].tolist()
                 fresh = not engine.generation.any()
                 why = "have not been reset" if fresh else "have ended their episode or were never reset"
-                return ResetNeededError(
+                raise ResetNeededError(
                     f"envs {waiting} {why}; reset them first (with autoreset_mode DISABLED: "
                     "reset(..., mask=terminated | truncated)). Nothing was stepped"
                 )
