@@ -99,7 +99,7 @@ def start(
         registry.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.settings.transport, place=place)
     except BaseException:
-        workers.close(timeout=1)
+        workers.close(timeout=1)  # seconds; the envs have not been used
         raise
 
 

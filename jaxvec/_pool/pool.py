@@ -153,7 +153,9 @@ class Pool:
             try:
                 self.finalizer.pinned = pinned.pin(self._segment)
             except pinned.PinningError as error:
-                _logger.info("pool %s: memory is not page-locked, GPU copies are slower: %s", self.id, error)
+                _logger.info(
+                    "pool %s: its memory is not page-locked: %s; GPU copies are slower", self.id, error
+                )
             self._engine.allow_gpu()
 
     def reset(
@@ -183,7 +185,7 @@ class Pool:
                 chosen = self._envs_to_reset(active, mask)
                 if first_ready and mask is not None:
                     self._check_enough(resetting=len(chosen))
-                self._send_reset(active, chosen, seeds, options, in_flight=first_ready)
+                self._send_reset(active, chosen, seeds, options, pending=first_ready)
             if first_ready:
                 return self._receive(active, deliver)
             self._wait(active, chosen, len(chosen), Verb.RESET)
@@ -195,7 +197,7 @@ class Pool:
         """Starts a reset of envs, which are pending until `recv` returns them; see `reset`."""
         options = expand_options(options, move.slots, self.spec.num_envs)
         with self._exclusive_move(move) as active:
-            self._send_reset(active, self._envs_to_reset(active, mask), seeds, options, in_flight=True)
+            self._send_reset(active, self._envs_to_reset(active, mask), seeds, options, pending=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
         with self.state.track(move) as active:
@@ -379,7 +381,7 @@ class Pool:
         seeds: NDArray[Any] | None,
         options: Options,
         *,
-        in_flight: bool,
+        pending: bool,
     ) -> None:
         """Dispatches resets of the envs `chosen`. `seeds` `[n]` are those of all envs of the move."""
         # A batched env also writes rows of envs that the caller's handle does not contain.
@@ -395,9 +397,9 @@ class Pool:
         if self._workers.env_settings is not None:
             self._workers.env_settings.reset(chosen, options)
         with self.state.breaking():
-            self._engine.dispatch(Verb.RESET, chosen, self._admission.queue if in_flight else chosen)
+            self._engine.dispatch(Verb.RESET, chosen, self._admission.queue if pending else chosen)
         self._admission.needs_reset[chosen] = False
-        if in_flight:
+        if pending:
             self._admission.note_sent(chosen, self._timeouts.reset)
         self._engine.advance(active.move)
 
@@ -424,7 +426,7 @@ class Pool:
     ) -> None:
         """Waits until `count` of `slots` are completed. Without `verb`, they are pending steps or resets."""
 
-        def check() -> None:
+        def check_wait() -> None:
             active.interrupt()
             self.state.check()  # another thread may have closed or broken the pool
 
@@ -432,8 +434,8 @@ class Pool:
             verb = Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
         with span(self.state.recorder, "wait for workers"), self.state.breaking():
-            check()
-            self._workers.wait(slots, count, Patience(verb.word, timeout, check, waited, give_up))
+            check_wait()
+            self._workers.wait(slots, count, Patience(verb.word, timeout, check_wait, waited, give_up))
 
     def _start(
         self,

@@ -369,8 +369,7 @@ class SavedStates:
             row[after[idle]] = part
         table.rows[self._leaf["info", "env_id"]][after] = env_ids
         if self._resets_required and self._spec.autoreset is Autoreset.DISABLED:
-            terminated, truncated = (table.rows[self._leaf[name,]][after] for name in _END_FLAGS)
-            table.needs_reset[after] = terminated | truncated
+            table.needs_reset[after] = self._ended(after)
         return table.ids(numbers), deliver(table.rows, index_of(after))
 
     def pack(self, ids: NDArray[np.uint32]) -> PackedStates:
@@ -404,12 +403,15 @@ class SavedStates:
     def _incarnations(self) -> NDArray[np.int64]:
         return np.array(self._workers.incarnations, np.int64)
 
+    def _ended(self, places: NDArray[np.int_]) -> NDArray[np.bool_]:
+        terminated, truncated = (self.table.rows[self._leaf[name,]] for name in ("terminated", "truncated"))
+        return terminated[places] | truncated[places]
+
     def _idle_rows(self, places: NDArray[np.int_]) -> tuple[NDArray[np.int_], Rows]:
         """Returns the indices of the states that take no step, and the rows that they return instead."""
         if self._spec.autoreset is not Autoreset.EPISODIC:
             return np.zeros(0, np.int_), [row[:0] for row in self.table.rows]
-        terminated, truncated = (self.table.rows[self._leaf[name,]][places] for name in _END_FLAGS)
-        idle = np.flatnonzero(terminated | truncated)
+        idle = np.flatnonzero(self._ended(places))
         rows = self.table.read(places[idle])
         rows[self._leaf["reward",]][:] = 0
         rows[self._leaf["info", "idle"]][:] = True
@@ -479,9 +481,6 @@ class SavedStates:
         if gone:
             raise self.table.lost(np.array(gone))
         return answers
-
-
-_END_FLAGS = ("terminated", "truncated")
 
 
 def _copy_into(rows: Rows, places: NDArray[np.int_]) -> Deliver:

@@ -79,29 +79,25 @@ def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deli
     needs_reset = np.empty(len(states), np.bool_)
     for pool_id in np.unique(states[:, 0]).tolist():
         places = np.flatnonzero(states[:, 0] == pool_id)
-        packed = _find_other(pool_id, pool).export_states(states[places])
+        other = _pools.get(pool_id)
+        if not pool_id or other is None or other.closed:
+            raise StaleStateError(
+                f"states of pool {pool_id} are lost: it was closed, or is in another process; save them again"
+                if pool_id
+                else "a state is uninitialised (all zeros); pass a state that save or simulate returned"
+            )
+        if other.spec.fingerprint != pool.spec.fingerprint:
+            raise StaleStateError(
+                f"states of pool {pool_id} do not fit pool {pool.id}, which has other spaces or options; "
+                "restore states of a pool with the same specification"
+            )
+        packed = other.export_states(states[places])
         for place, one in zip(places.tolist(), packed.data, strict=True):
             data[place] = one
         for row, part in zip(rows, packed.rows, strict=True):
             row[places] = part
         needs_reset[places] = packed.needs_reset
     return pool.restore(move, states, PackedStates(data, rows, needs_reset), deliver=deliver)
-
-
-def _find_other(pool_id: int, pool: Pool) -> Pool:
-    other = _pools.get(pool_id)
-    if not pool_id or other is None or other.closed:
-        raise StaleStateError(
-            f"states of pool {pool_id} are lost: it was closed, or is in another process; save states again"
-            if pool_id
-            else "a state is uninitialised (all zeros); pass a state that save or simulate returned"
-        )
-    if other.spec.fingerprint != pool.spec.fingerprint:
-        raise StaleStateError(
-            f"states of pool {pool_id} do not fit pool {pool.id}, which has other spaces or options; restore "
-            "states of a pool with the same specification"
-        )
-    return other
 
 
 def keep(pool_id: int, error: BaseException, *, under_way: bool) -> None:

@@ -68,7 +68,7 @@ class PoolFinalizer:
         self.closed = self._closing = True
         try:
             self._engine.close_fast_path()
-            # A thread in the engine waits for its envs. Killing the workers ends that wait with an error.
+            # A thread that holds slots waits for its envs. Killing the workers ends that wait with an error.
             with self._engine.exclusive(if_busy=self._workers.kill, patience=_RELEASE_TIMEOUT):
                 if self.hurry:
                     timeout = min(math.inf if timeout is None else timeout, _BROKEN_CLOSE_TIMEOUT)
