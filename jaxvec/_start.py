@@ -1,7 +1,6 @@
 """Starts a pool: turns the arguments of `make` into workers, a `Pool` and a `VectorEnv`.
 
-`jaxvec.make` and the compatibility APIs call `start` with a checked `PoolConfig`. The workers make the envs
-and describe them; the specification of the pool follows from that description.
+The workers make the envs and describe them; the specification of the pool follows from that description.
 """
 
 from __future__ import annotations

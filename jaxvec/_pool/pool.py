@@ -264,7 +264,7 @@ class Pool:
         with self._exclusive_move(move) as active:
             self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
             needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, active)
-            ids = self._saved.save(send, slots, needs_reset, self._views.read)
+            ids = self._saved.save(send, slots, needs_reset, self._read)
             self._engine.advance(move)
             return ids
 
@@ -482,6 +482,10 @@ class Pool:
             if not self._engine.done_at_once:
                 self._wait(active, slots, len(slots), Verb.STEP, waited=made.waited)
             return self._engine.take(slots, deliver)
+
+    def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
+        # `save` passes this: `_views.read` in the traceback of its error would keep the segment mapped.
+        return self._views.read(slots, deliver)
 
     def _receive(
         self,

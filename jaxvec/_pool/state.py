@@ -60,8 +60,7 @@ class PoolFinalizer:
     def close(self, timeout: float | None = 5.0) -> None:
         """Closes the pool, see `Pool.close`.
 
-        Returns at once if another thread is closing the pool. After a close that Ctrl-C cut short, a second
-        call does the rest.
+        Returns at once if another thread is closing it. A second call completes one that Ctrl-C cut short.
         """
         if self.ended or self._closing or os.getpid() != self.process:
             return
