@@ -1,4 +1,4 @@
-"""The exceptions of jaxvec, by what they mean for the pool. `docs/errors.md` has examples."""
+"""The exceptions of jaxvec, grouped by their effect on the pool. `docs/errors.md` has examples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JaxvecError(Exception):
     """The base class of jaxvec's errors.
 
     Attributes:
-        others: Errors of other envs or workers that failed at the same time, one for each.
+        others: Errors of other envs or workers that failed at the same time, one each.
     """
 
     others: tuple[JaxvecError, ...] = ()
@@ -45,14 +45,14 @@ class JaxvecError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuild(kind: type[JaxvecError], args: tuple[Any, ...], attributes: dict[str, Any]) -> JaxvecError:
-    error = kind.__new__(kind)
+def _rebuild(cls: type[JaxvecError], args: tuple[Any, ...], attributes: dict[str, Any]) -> JaxvecError:
+    error = cls.__new__(cls)
     error.args = args
     error.__dict__.update(attributes)
     return error
 
 
-# --- Errors of the caller: nothing was stepped, and the pool stays usable. ---------------------
+# --- Errors of the caller: nothing was stepped, and the pool stays usable -----------------------
 
 
 class UnsupportedSpaceError(JaxvecError, TypeError):
@@ -92,7 +92,7 @@ class StaleHandleError(JaxvecError, ValueError):
 
 
 class StaleStateError(JaxvecError, ValueError):
-    """A saved state that newer states have replaced, or whose pool or worker has ended."""
+    """A saved state that newer states have replaced, or that was lost with its pool or worker."""
 
 
 class StateFileError(JaxvecError, ValueError):
@@ -100,10 +100,10 @@ class StateFileError(JaxvecError, ValueError):
 
 
 class PoolClosedError(JaxvecError, RuntimeError):
-    """A call of a pool that was closed, or whose `VectorEnv` was garbage-collected."""
+    """A call of a pool that was closed, also by the garbage collection of its `VectorEnv`."""
 
 
-# --- Failures of envs and workers: in `make`, `reset` and `step` they break the pool. ----------
+# --- Failures of envs and workers: in `make`, `reset` and `step` they break the pool ------------
 
 
 class EnvError(JaxvecError, RuntimeError):
@@ -112,7 +112,7 @@ class EnvError(JaxvecError, RuntimeError):
     `__cause__` is the original exception if it could be pickled and rebuilt.
 
     Attributes:
-        env_id: Index of the env in the pool; for the operation `"worker_init"` the worker's first env.
+        env_id: Index of the env in the pool; for the operation `"worker_init"`, of the worker's first env.
         worker: Index of the worker process; `None` for the serial backend.
         operation: `"constructor"`, `"worker_init"`, `"reset"`, `"step"`, `"close"` or the name of a method.
         action: Shortened `repr` of the env's action; `None` outside `step`.
@@ -188,14 +188,10 @@ class EnvTimeoutError(JaxvecError, TimeoutError):
 
 
 class PoolBrokenError(JaxvecError, RuntimeError):
-    """A call of a pool that failed before. Close the pool and make another.
-
-    `__cause__` is the first failure.
-
-    """
+    """A call of a pool that failed before; close it and make a new one. `__cause__` is the first failure."""
 
 
-# --- Failures of rollout actors: they break the `Rollouts`. ------------------------------------
+# --- Failures of rollout actors: they break the `Rollouts` ---------------------------------------
 
 
 class RolloutError(JaxvecError, RuntimeError):

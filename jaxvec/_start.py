@@ -1,4 +1,7 @@
-"""Starts a pool: from what the user gives to workers, memory and a `VectorEnv`."""
+"""Starts a pool: turns the arguments of `make` into workers, a `Pool` and a `VectorEnv`.
+
+The workers make the envs and describe them; the specification of the pool follows from that description.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,18 @@ def start(
     resets_required: bool = True,
     place: Place | None = None,
 ) -> VectorEnv:
-    """Starts a pool for a face.
+    """Starts a pool for `make` or a compatibility API.
 
     Args:
-        env, num_envs, env_kwargs: as of `jaxvec.make`.
-        config: the options of the user.
-        policy: maps the spaces' dtypes to the stored ones.
-        objects: whether spaces without fixed shape are taken, at the cost of the JAX face.
-        equal_spaces: whether observation spaces have to be equal, and not only alike but for their bounds.
-        resets_required: whether to refuse steps of envs that have to be reset.
-        place: where the time steps of its own verbs go; to NumPy arrays if `None`.
+        env: The env, as in `jaxvec.make`.
+        num_envs: Number of envs, or `None` if `env` defines it.
+        config: The checked options of the user.
+        env_kwargs: Keyword arguments of the env's constructor.
+        policy: Mapping of the dtypes of spaces to stored dtypes.
+        objects: True to store leaves without fixed shape as Python objects, which JAX can't use.
+        equal_spaces: True if the observation spaces of all envs must be equal; otherwise bounds may differ.
+        resets_required: True if steps of envs that must be reset first raise.
+        place: Target of the time steps that `VectorEnv` returns; `None` for NumPy arrays.
     """
     if isinstance(env, BatchedVectorEnv):
         env, num_envs, config = _adopt(env, num_envs, config)
@@ -93,22 +98,23 @@ def start(
         registry.publish(pool)
         return VectorEnv(pool, description, slices=slices, transport=config.settings.transport, place=place)
     except BaseException:
-        workers.close(timeout=1)
+        workers.close(timeout=1)  # seconds; the envs have not been used
         raise
 
 
 def _adopt(
     env: BatchedVectorEnv[Any, Any, Any], num_envs: int | None, config: PoolConfig
 ) -> tuple[Any, int, PoolConfig]:
-    """Returns what makes the pool of a batched env that is there already."""
+    """Returns the env, number of envs and configuration for a pool over an existing batched env."""
     for name, value in (("num_envs", num_envs), ("envs_per_instance", config.envs_per_instance)):
         if value not in (None, env.num_envs):
-            raise ValueError(f"{name} is {value}, but the VectorEnv has {env.num_envs} envs; leave it out")
+            raise ValueError(
+                f"{name} is {value}, but the VectorEnv has {env.num_envs} envs; leave {name} out"
+            )
     return [lambda: env], env.num_envs, replace(config, backend="serial", envs_per_instance=env.num_envs)
 
 
 def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bool) -> WorkerGroup:
-    """Starts the workers of the backend that was asked for."""
     config = recipe.config
     budget = Budget(config.restart, len(recipe.slices))
     dispatch = base.choose_dispatch(config.settings.dispatch)
@@ -122,20 +128,20 @@ def _autoreset_of(description: Description) -> Autoreset:
     mode = description.metadata.get("autoreset_mode")
     if not isinstance(mode, AutoresetMode):
         raise ValueError(
-            "the VectorEnv does not say how it resets its envs: set metadata['autoreset_mode'] to one of "
-            f"gymnasium.vector.AutoresetMode, not {mode!r}"
+            f"metadata['autoreset_mode'] of the VectorEnv is {mode!r}; set it to a member of "
+            "gymnasium.vector.AutoresetMode"
         )
     return Autoreset(mode)
 
 
 def _cluster(config: PoolConfig) -> RayCluster | None:
-    """Connects to the cluster that a pool's workers are to be on, if one is."""
+    """Connects to the Ray cluster of the workers, if the backend is Ray."""
     backend = config.backend
     if not isinstance(backend, Ray) and backend != "ray":
         return None
-    from jaxvec._ray import cluster as _launcher  # for those who ask
+    from jaxvec._ray import cluster as ray_cluster  # imports Ray, which is optional
 
-    return _launcher.connect(Ray() if isinstance(backend, str) else backend, config.timeouts.start)
+    return ray_cluster.connect(Ray() if isinstance(backend, str) else backend, config.timeouts.start)
 
 
 def _num_workers(config: PoolConfig, num_envs: int, cluster: RayCluster | None) -> int:
@@ -158,7 +164,8 @@ def _batch_size(batch_size: int | None, num_envs: int, autoreset: Autoreset, *, 
         raise ValueError(f"batch_size must be an integer from 1 to num_envs ({num_envs}), not {batch_size!r}")
     if batch_size < num_envs and not autoreset.resets:
         raise ValueError(
-            "batch_size needs envs that reset themselves; choose another autoreset_mode than DISABLED"
+            f"batch_size {batch_size} is below num_envs ({num_envs}) and needs envs that reset themselves; "
+            "choose another autoreset_mode than DISABLED"
         )
     if batch_size % together:
         raise ValueError(
@@ -169,7 +176,7 @@ def _batch_size(batch_size: int | None, num_envs: int, autoreset: Autoreset, *, 
 
 
 def _learn(keys: list[str], description: Description) -> dict[str, Any]:
-    """Takes the arrays of undeclared info keys from env 0's first reset."""
+    """Returns env 0's first values of the info keys that were given without dtype and shape."""
     info = description.info or {}
     for key in keys:
         if key not in info:

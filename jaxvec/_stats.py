@@ -1,4 +1,4 @@
-"""What the workers have done and how long it took: counted in the segment, read as a record."""
+"""Statistics of the workers, which count in the shared segment."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-# Columns of a worker's row in the segment, `[num_workers, ...]` int64. The worker alone writes them.
+# Columns of a worker's row in the segment, `[num_workers, ...]` int64. Only the worker writes its row.
 STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS, STATE_BYTES, SIMULATED = range(9)
-WIDTH = 16  # columns: whole cache lines, so that no two workers write to one
+WIDTH = 16  # columns: whole cache lines, so that no two workers write to the same line
 
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """The work of one worker, or of all, since the pool was made.
+    """The work of one worker, or of all workers, since the pool was made.
 
     Attributes:
-        steps: of its envs, without those that a fault cut short.
-        episodes: that have ended, by termination, truncation or a fault.
-        resets: of its envs, the automatic ones, too.
-        faults: steps cut short by a fault, whose results say so.
-        restarts: faults that the pool recovered from: of the worker, or of an env.
-        step_time: seconds in the envs' steps and in writing what they returned, without resets.
-        reset_time: seconds in the envs' resets.
-        wait_time: seconds without work.
-        state_bytes: of the saved states that it keeps, about: as many as some of them had when pickled.
-            Python's objects take up to half more. What MuJoCo allocates nobody can tell, but its states take
-            less, since a pickle has the model, too.
-        simulated: steps that `simulate` took from saved states, which are not among `steps`.
+        steps: Number of steps of the envs, without those that a fault cut short.
+        episodes: Number of episodes that ended by termination, truncation or a fault.
+        resets: Number of resets of the envs, including automatic ones.
+        faults: Number of steps that a fault cut short.
+        restarts: Number of faults from which the pool recovered by a new worker or a new env.
+        step_time: Seconds spent in the envs' steps and in writing their results, without resets.
+        reset_time: Seconds spent in the envs' resets.
+        wait_time: Seconds spent waiting for work.
+        state_bytes: Approximate size in bytes of the saved states, measured on pickles of some of them. The
+            Python objects take up to 50% more. Memory that MuJoCo allocates is not measured, but takes less
+            than the pickle, which contains the model.
+        simulated: Number of steps of `simulate`, which `steps` does not include.
 
     Example:
         ```python
@@ -53,7 +53,7 @@ class WorkerStats:
     simulated: int = 0
 
     def __add__(self, other: WorkerStats) -> WorkerStats:
-        """Adds each field to the other's."""
+        """Returns the sum of both, field by field."""
         return WorkerStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
@@ -62,10 +62,10 @@ class Stats:
     """The work of a pool.
 
     Attributes:
-        workers: of each worker.
-        total: of all together.
-        states: how many saved states the pool keeps.
-        state_row_bytes: of the time steps that belong to them, which are kept in this process.
+        workers: Statistics of each worker, in worker order.
+        total: Sum of the statistics of all workers.
+        states: Number of saved states that the pool keeps.
+        state_row_bytes: Size in bytes of the time steps that belong to saved states, in this process.
 
     Example:
         ```python
@@ -84,19 +84,19 @@ class Stats:
 
 
 def read(rows: NDArray[np.int64], restarts: Sequence[int], *, states: int, state_row_bytes: int) -> Stats:
-    """Reads the workers' rows, and adds how often each was restarted, and what the pool itself keeps."""
+    """Returns the statistics in the workers' rows `[num_workers, WIDTH]`, with the counts of the parent."""
     workers = tuple(
         WorkerStats(
-            row[STEPS],
-            row[EPISODES],
-            row[RESETS],
-            row[FAULTS],
-            count,
-            row[STEP_NS] / 1e9,
-            row[RESET_NS] / 1e9,
-            row[WAIT_NS] / 1e9,
-            row[STATE_BYTES],
-            row[SIMULATED],
+            steps=row[STEPS],
+            episodes=row[EPISODES],
+            resets=row[RESETS],
+            faults=row[FAULTS],
+            restarts=count,
+            step_time=row[STEP_NS] / 1e9,
+            reset_time=row[RESET_NS] / 1e9,
+            wait_time=row[WAIT_NS] / 1e9,
+            state_bytes=row[STATE_BYTES],
+            simulated=row[SIMULATED],
         )
         for row, count in zip(rows.tolist(), restarts, strict=True)
     )

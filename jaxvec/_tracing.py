@@ -1,9 +1,9 @@
-"""Records what the processes of a pool did and when, and writes it as a timeline.
+"""Records what the processes of a pool do, and writes it as a timeline.
 
-Each process records spans of time in a `Recorder`. Their rows line up because all read the system's monotonic
-clock, which is the same for all processes, also in C++ (`_native/trace.h`); those of other machines are moved
-by the difference of the clocks. `tracing` collects the records and writes Chrome's trace events in JSON,
-which Perfetto and chrome://tracing open. Workers import this module, so it imports no JAX.
+Each process records spans in a `Recorder`. The spans of several processes can be compared, because all read
+the monotonic clock of the system, also in C++ (`_native/trace.h`). Spans of other machines are shifted by the
+difference of the clocks. `tracing` collects the records, and writes Chrome's trace event format in JSON, for
+Perfetto and chrome://tracing. Workers import this module, so it must not import JAX.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from threading import get_native_id
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
-_NOTHING = nullcontext()
-_FIRST_PID = 1_000_000  # beyond those in jax.profiler's traces
+_NO_SPAN = nullcontext()
+_FIRST_PID = 1_000_000  # above the process ids in traces of jax.profiler, so that both can be shown together
 
 
 class Span(NamedTuple):
-    """What a thread did, and when, in ns of the monotonic clock."""
+    """An activity of a thread, with times in ns of the monotonic clock."""
 
     what: str
     began: int
     ended: int
-    thread: int  # the system's number
+    thread: int  # the system's id
 
 
 class Loss(NamedTuple):
-    """Why spans are missing, and when, in ns of the monotonic clock, that was noticed."""
+    """A reason why spans are missing, and the time in ns of the monotonic clock when it was noticed."""
 
     why: str
     at: int
@@ -45,40 +45,33 @@ class Loss(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What was recorded.
+    """The spans of one process."""
 
-    Attributes:
-        spans: in the order in which they ended.
-        dropped: how many came before them.
-        losses: of others, that may have been anywhere.
-    """
-
-    spans: list[Span]
-    dropped: int = 0
-    losses: tuple[Loss, ...] = ()
+    spans: list[Span]  # in the order in which they ended
+    dropped: int = 0  # number of spans before these that exceeded the capacity
+    losses: tuple[Loss, ...] = ()  # spans that were lost at unknown times
 
     def earlier(self, ns: int) -> Record:
-        """Returns the same, but so many nanoseconds earlier."""
+        """Returns a copy with the spans shifted back by `ns` nanoseconds."""
         spans = [span._replace(began=span.began - ns, ended=span.ended - ns) for span in self.spans]
         return replace(self, spans=spans)
 
 
 class Recorder:
-    """Keeps the latest `capacity` spans, from any thread; earlier ones are dropped, and counted."""
+    """A ring buffer of the latest `capacity` spans of any thread, which counts the dropped ones."""
 
     def __init__(self, capacity: int) -> None:
         self._since = monotonic_ns()
         self._spans: deque[tuple[str, int, int, int]] = deque(maxlen=capacity)
-        self._number = itertools.count()  # whose `next` no other thread can interrupt
+        self._number = itertools.count()  # of spans; `next` is atomic, unlike `+= 1`
 
     def add(self, what: str, began: int) -> None:
-        """Adds a span that ends now; what was before we record is cut off."""
+        """Adds a span that ends now, without the part before the recorder was made."""
         self._spans.append((what, max(began, self._since), monotonic_ns(), get_native_id()))
         next(self._number)
 
     @contextmanager
     def span(self, what: str) -> Generator[None]:
-        """Adds the time that the block takes."""
         began = monotonic_ns()
         try:
             yield
@@ -86,29 +79,25 @@ class Recorder:
             self.add(what, began)
 
     def take(self) -> Record:
-        """Returns what was recorded; the end of it."""
+        """Returns the record. No spans may be added afterwards."""
         spans = [Span(*each) for each in self._spans.copy()]
         return Record(spans, max(next(self._number) - len(spans), 0))
 
 
 def span(recorder: Recorder | None, what: str) -> AbstractContextManager[None]:
-    """Records the time that the block takes, if there is a recorder."""
-    return _NOTHING if recorder is None else recorder.span(what)
+    """Records the block as a span, if there is a recorder."""
+    return _NO_SPAN if recorder is None else recorder.span(what)
 
 
 class RecordedEnv:
-    """Stands for one of a slice's envs while its steps are recorded.
-
-    So the loop that steps does not ask whether they are. It goes by its place, where another env may be by
-    the next step.
-    """
+    """Wraps an env of a slice while it is traced, so that the stepping loop needs no check for tracing."""
 
     def __init__(self, envs: Sequence[Any], place: int, name: str, recorder: Recorder) -> None:
+        # A fault may replace the env, so each call looks it up in `envs`.
         self._envs, self._place, self._add = envs, place, recorder.add
         self._step, self._reset = f"step {name}", f"reset {name}"
 
     def step(self, action: Any) -> Any:
-        """Steps the env."""
         began = monotonic_ns()
         try:
             return self._envs[self._place].step(action)
@@ -116,7 +105,6 @@ class RecordedEnv:
             self._add(self._step, began)
 
     def reset(self, **kwargs: Any) -> Any:
-        """Resets the env."""
         began = monotonic_ns()
         try:
             return self._envs[self._place].reset(**kwargs)
@@ -134,17 +122,17 @@ def tracing(
     pool_id: int,
     max_events: int,
 ) -> Generator[Path]:
-    """See `VectorEnv.trace`.
+    """Traces the block, see `VectorEnv.trace`.
 
-    Args:
-        start: starts to record so many events.
-        stop: returns the records of the program's threads, and of the workers.
-        path: of the file.
-        slices: `(first, stop)` of each worker's envs.
-        pool_id: of the pool.
-        max_events: how many are kept of each worker and of the program.
+    `start` starts recording, with the number of spans to keep of each worker, of Python and of C++. `stop`
+    returns the records of this process, and those of the workers.
     """
-    path = _check_file(Path(path))
+    path = Path(path)
+    # Checked now, because otherwise the error would come after the whole run.
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it, such as {path / 'pool.json'}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"can't write {path}: there is no folder {path.parent}; make it first")
     if isinstance(max_events, bool) or not isinstance(max_events, int) or max_events < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"max_events must be an integer of at least 1, not {max_events!r}")
     epoch_ns, began_ns = _now()
@@ -155,45 +143,18 @@ def tracing(
         programs, workers = stop()
         ended_ns = monotonic_ns()
         if not workers:
-            workers = [Record([], losses=(Loss("the pool was closed within the block", ended_ns),))] * len(
-                slices
-            )
-        timeline = build(
-            programs,
-            workers,
-            slices,
-            pool_id=pool_id,
-            epoch_ns=epoch_ns,
-            began_ns=began_ns,
-            ended_ns=ended_ns,
-        )
-        _write(timeline, path)
+            closed = Loss("the pool was closed within the block", ended_ns)
+            workers = [Record([], losses=(closed,))] * len(slices)
+        times = {"epoch_ns": epoch_ns, "began_ns": began_ns, "ended_ns": ended_ns}
+        _write(build(programs, workers, slices, pool_id=pool_id, **times), path)
 
 
 def _now() -> tuple[int, int]:
-    """Reads the clock since 1970 and the monotonic one at the same moment, as nearly as can be."""
+    """Returns the times of the clock since 1970 and of the monotonic clock at the same moment, in ns."""
+    # Of five tries, the one with the least time between the readings of the monotonic clock.
     tries = [(monotonic_ns(), time.time_ns(), monotonic_ns()) for _ in range(5)]
     before, epoch, after = min(tries, key=lambda each: each[2] - each[0])
     return epoch, (before + after) // 2
-
-
-def _check_file(path: Path) -> Path:
-    """Returns the path, if a file can be made there; else it would be known only when all was run."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file in it, such as {path / 'pool.json'}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
-    return path
-
-
-@dataclass(frozen=True)
-class _Track:
-    """A row, on which spans lie in or beside each other."""
-
-    name: str
-    spans: list[Span]
-    dropped: int = 0
-    losses: tuple[Loss, ...] = ()
 
 
 def build(
@@ -206,23 +167,18 @@ def build(
     began_ns: int,
     ended_ns: int,
 ) -> dict[str, Any]:
-    """Makes the timeline of a block.
+    """Returns the timeline of a block in Chrome's trace event format.
 
-    Args:
-        programs: what the program's threads did.
-        workers: what each worker did.
-        slices: `(first, stop)` of each worker's envs.
-        pool_id: of the pool.
-        epoch_ns: when the block began, since 1970.
-        began_ns, ended_ns: when it began and ended, by the monotonic clock.
+    `programs` are the records of this process. `epoch_ns` is the start of the block since 1970; `began_ns`
+    and `ended_ns` are its start and end by the monotonic clock.
     """
     tracks = [*_threads(programs), *map(_worker, range(len(slices)), slices, workers)]
     pid = _FIRST_PID + pool_id
     events = [_label(pid, 0, "process_name", name=f"jaxvec pool {pool_id}")]
-    for tid, track in enumerate(tracks, start=1):
-        events.append(_label(pid, tid, "thread_name", name=track.name))
+    for tid, (name, record) in enumerate(tracks, start=1):
+        events.append(_label(pid, tid, "thread_name", name=name))
         events.append(_label(pid, tid, "thread_sort_index", sort_index=tid))
-        events += _events(track, pid, tid, began_ns)
+        events += _events(record, pid, tid, began_ns)
     return {
         "displayTimeUnit": "ns",
         "otherData": {
@@ -230,15 +186,15 @@ def build(
             "epoch_ns": epoch_ns,
             "monotonic_ns": began_ns,
             "duration_ns": ended_ns - began_ns,
-            "dropped": {track.name: track.dropped for track in tracks if track.dropped},
-            "lost": {track.name: [loss.why for loss in track.losses] for track in tracks if track.losses},
+            "dropped": {name: record.dropped for name, record in tracks if record.dropped},
+            "lost": {name: [loss.why for loss in record.losses] for name, record in tracks if record.losses},
         },
         "traceEvents": events,
     }
 
 
 def _write(timeline: dict[str, Any], path: Path) -> None:
-    """Writes a timeline, an event a line; compressed if the name ends in `.gz`."""
+    """Writes a timeline with one event per line, compressed if the name ends in `.gz`."""
     *head, (key, events) = timeline.items()
     start = json.dumps(dict(head), indent=1)[:-2]
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
@@ -247,14 +203,14 @@ def _write(timeline: dict[str, Any], path: Path) -> None:
         file.write("\n]}\n")
 
 
-def _worker(worker: int, slots: tuple[int, int], record: Record) -> _Track:
+def _worker(worker: int, slots: tuple[int, int], record: Record) -> tuple[str, Record]:
     first, stop = slots
     envs = f"env {first}" if stop - first == 1 else f"envs {first}-{stop - 1}"
-    return _Track(f"worker {worker} ({envs})", record.spans, record.dropped, record.losses)
+    return f"worker {worker} ({envs})", record
 
 
-def _threads(programs: Sequence[Record]) -> Iterator[_Track]:
-    """Yields a track for each thread of the program; there is one, if only to say that there is nothing."""
+def _threads(programs: Sequence[Record]) -> Iterator[tuple[str, Record]]:
+    """Yields the name and the record of each thread of this process, or an empty record if there is none."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     by_thread: dict[int, list[Span]] = {}
     for record in programs:
@@ -263,19 +219,19 @@ def _threads(programs: Sequence[Record]) -> Iterator[_Track]:
     dropped = sum(record.dropped for record in programs)
     for thread, spans in by_thread.items() or [(threading.get_native_id(), [])]:
         name = names.get(thread, f"thread {thread}")
-        yield _Track(f"program ({name})", sorted(spans, key=attrgetter("ended")), dropped)
-        dropped = 0  # counted once: their threads are unknown
+        yield f"program ({name})", Record(sorted(spans, key=attrgetter("ended")), dropped)
+        dropped = 0  # reported once, because the threads of dropped spans are unknown
 
 
-def _events(track: _Track, pid: int, tid: int, began_ns: int) -> Iterator[dict[str, Any]]:
+def _events(record: Record, pid: int, tid: int, began_ns: int) -> Iterator[dict[str, Any]]:
     at = {"pid": pid, "tid": tid}
-    for span in track.spans:
+    for span in record.spans:
         start, duration = (span.began - began_ns) / 1e3, (span.ended - span.began) / 1e3
         yield {"ph": "X", **at, "ts": start, "dur": duration, "name": span.what}
-    remarks = [(loss.at, f"events are lost: {loss.why}") for loss in track.losses]
-    if track.dropped:
-        since = min((span.began for span in track.spans), default=began_ns)
-        remarks.append((since, f"{track.dropped} earlier events were dropped; max_events= keeps more"))
+    remarks = [(loss.at, f"events are lost: {loss.why}") for loss in record.losses]
+    if record.dropped:
+        since = min((span.began for span in record.spans), default=began_ns)
+        remarks.append((since, f"{record.dropped} earlier events were dropped; max_events= keeps more"))
     for when, text in remarks:
         yield {"ph": "i", "s": "t", **at, "ts": (when - began_ns) / 1e3, "name": text}
 

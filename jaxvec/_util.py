@@ -1,4 +1,4 @@
-"""Small helpers: cores, extras, pickling, and calls in a thread."""
+"""Small helpers: usable cores, install commands, calls in a thread, and pickling."""
 
 from __future__ import annotations
 
@@ -16,29 +16,23 @@ from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 
-# ----------------------------------------------------------------------------------------------------------
-# How many cores this process may use.
-# ----------------------------------------------------------------------------------------------------------
+T = TypeVar("T")
 
 
 def usable_cores() -> int:
-    """Counts the cores this process may use, where the platform can tell: containers often allow fewer."""
+    """Returns the number of cores that this process may use; in a container, often fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# ----------------------------------------------------------------------------------------------------------
-# How to install what an optional part of jaxvec needs.
-# ----------------------------------------------------------------------------------------------------------
-
-
 def install_command(extra: str) -> str:
-    """Returns the command that installs what an extra of jaxvec needs, however jaxvec itself came here.
+    """Returns the command that installs the requirements of an extra of jaxvec.
 
-    It names the packages and not `jaxvec[extra]`, which an installer could only find in an index.
+    It lists the packages instead of `jaxvec[extra]`, which an installer would look for in a package index:
+    jaxvec may have been installed from a folder.
     """
     try:
         return shlex.join(["pip", "install", *_packages(extra)]).replace("'", '"')
-    except importlib.metadata.PackageNotFoundError:  # it was not installed, but found by PYTHONPATH
+    except importlib.metadata.PackageNotFoundError:  # not installed, but found by PYTHONPATH
         return f'pip install ".[{extra}]" in the folder of jaxvec\'s pyproject.toml'
 
 
@@ -48,56 +42,44 @@ def _packages(extra: str) -> list[str]:
         package, _, condition = requirement.partition(";")
         if re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", condition) is None:
             continue
-        ours = re.fullmatch(r"jaxvec\[(.+)\]", package.strip())  # an extra may be made of others
-        parts = ours[1].split(",") if ours else []
+        nested = re.fullmatch(r"jaxvec\[(.+)\]", package.strip())  # an extra can include other extras
+        parts = nested[1].split(",") if nested else []
         packages += [each for part in parts for each in _packages(part)] or [package.strip()]
     return packages
 
 
-# ----------------------------------------------------------------------------------------------------------
-# A call that goes on while its caller does something else.
-# ----------------------------------------------------------------------------------------------------------
-
-T = TypeVar("T")
-
-
 def run_in_thread(call: Callable[[Callable[[], None]], T]) -> Future[T]:
-    """Begins a call in a thread of its own, which ends with the program if it must.
+    """Runs a call in a new daemon thread, and returns its future once no later call can overtake it.
 
-    Args:
-        call: takes a function, which it calls once it can't be overtaken any more.
-
-    Returns:
-        Its result to be, as soon as it can't be overtaken.
+    `call` takes a callback, which it calls at that moment.
     """
     future: Future[T] = Future()
-    begun = threading.Event()
+    started = threading.Event()
 
     def run() -> None:
         try:
-            future.set_result(call(begun.set))
+            future.set_result(call(started.set))
         except BaseException as error:
             future.set_exception(error)
         finally:
-            begun.set()
+            started.set()  # a call that fails early must not block the caller
 
     threading.Thread(target=run, daemon=True).start()
-    begun.wait()
+    started.wait()
     return future
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Pickles what another process is to have, functions and classes of a script or a notebook among it.
-# ----------------------------------------------------------------------------------------------------------
+# --- Pickling, which keeps the file names of code objects -------------------------------------------------
 
-_THEIRS: Any = cloudpickle.Pickler.dispatch_table  # copyreg's is in it, which goes on to grow
+# The table includes that of copyreg, and follows its later entries.
+_CLOUDPICKLE_TABLE: Any = cloudpickle.Pickler.dispatch_table
 
 
 def dumps(value: Any) -> bytes:
-    """Pickles by cloudpickle, keeping the names of the files that code comes from.
+    """Pickles a value with cloudpickle, and keeps the file names of its code. `pickle.loads` reads it.
 
-    `pickle.loads` undoes it. A traceback from a worker names files, and shows their lines, by these names;
-    cloudpickle puts `<dynamic-code>` in their place from version 3.1.3 on.
+    A traceback from a worker shows source lines by these names. cloudpickle 3.1.3 and later replaces them
+    with `<dynamic-code>`.
     """
     buffer = io.BytesIO()
     _Pickler(buffer).dump(value)
@@ -105,7 +87,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
-    construct, args = _THEIRS[CodeType](code)
+    construct, args = _CLOUDPICKLE_TABLE[CodeType](code)
     return _code_of_file, (construct, args, code.co_filename)
 
 
@@ -114,4 +96,4 @@ def _code_of_file(construct: Callable[..., CodeType], args: tuple[Any, ...], fil
 
 
 class _Pickler(cloudpickle.Pickler):
-    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, _THEIRS)
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, _CLOUDPICKLE_TABLE)

@@ -1,9 +1,10 @@
-"""One end of a worker's control socket: single wake bytes and framed messages, in order.
+"""The control socket of a worker: a stream of wake bytes and framed messages, in order.
 
-A wake byte says "look at your slots in the segment". A frame carries a pickled message, and
-descriptors if there are any. End of file is the death notice, in both directions. `ParentChannel` and
-`WorkerChannel` say what the pool and a worker need of their ends: a worker on another machine has no socket
-here, and something else stands for it.
+A wake byte means that slots of the segment have changed. A frame has a pickled message and, if needed, file
+descriptors. The end of file means that the other end is dead or closed, in both directions.
+
+`ParentChannel` and `WorkerChannel` are the interfaces of the two ends. `Channel` implements both for workers
+of this machine; `_ray/link.py` implements them for workers on other nodes, which have no socket here.
 """
 
 from __future__ import annotations
@@ -29,46 +30,38 @@ _HEADER = struct.Struct("!Q")  # length of the frame in bytes
 _CHUNK = 1 << 20
 
 
-class _Wake:
-    """Type of `WAKE`."""
-
-
-WAKE: Final = _Wake()
+WAKE: Final = object()  # the result of `receive` for wake bytes
 
 
 class WorkerChannel(ABC):
-    """A worker's end."""
+    """A worker's end of a control channel."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Makes the other end look at its slots. A dead peer is not an error here: `receive` will tell."""
+        """Sends a wake byte. A dead peer is no error here, because `receive` reports it."""
 
     @abstractmethod
     def readable(self) -> bool:
-        """Tells whether `receive` finds something at once."""
+        """Returns True if `receive` would not wait."""
 
     @abstractmethod
     def receive(self, deadline: float | None = None) -> Any:
-        """Waits for `WAKE` or a message; who must not wait polls the channel first.
+        """Waits for a message, or for `WAKE`.
 
         Raises:
-            TimeoutError: it came in part, but not whole by `deadline` (`time.monotonic()` seconds).
-            EOFError: the peer is dead, or has closed its end.
+            TimeoutError: A message arrived in part, but not whole by `deadline` (`time.monotonic()` seconds).
+            EOFError: The peer is dead, or has closed its end.
         """
 
 
 class ParentChannel(WorkerChannel):
-    """The pool's end, to one worker. One thread at a time may receive, and any number send.
+    """The pool's end of the channel to one worker. One thread at a time may receive; any thread may send."""
 
-    Attributes:
-        sending: a lock that is held while sending, or to keep others from it.
-    """
-
-    sending: AbstractContextManager[Any]
+    sending: AbstractContextManager[Any]  # lock held while sending, or to keep other threads from sending
 
     @abstractmethod
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when `receive` finds something; several can share one."""
+        """Returns a descriptor that is readable if `receive` would not wait. Channels can share one."""
 
     @abstractmethod
     def send(
@@ -82,42 +75,38 @@ class ParentChannel(WorkerChannel):
         """Sends a message.
 
         Args:
-            message: what to send, by cloudpickle; bytes are its pickle, which others have made.
-            deadline: `time.monotonic()` seconds.
-            descriptors: that go with it.
-            notify: tells a peer that does not look at its socket that a message is coming.
+            message: The message, which is pickled by cloudpickle. Bytes are taken as a finished pickle.
+            deadline: Latest time to wait for the peer, in seconds of the monotonic clock.
+            descriptors: File descriptors to send with it.
+            notify: Function that wakes a peer that does not wait at its socket.
 
         Raises:
-            TimeoutError: the peer didn't take it by `deadline`.
-            EOFError: the peer is dead.
+            TimeoutError: The peer did not read the message by `deadline`.
+            EOFError: The peer is dead.
         """
 
     @abstractmethod
     def shut(self) -> None:
-        """Tells the peer that nothing more will come; it sees an end of file."""
+        """Ends the stream to the peer, which then sees an end of file."""
 
     def break_off(self) -> None:
-        """Ends whatever is being sent, if that can take long; from any thread."""
+        """Aborts a send that another thread is making, if it can take long."""
 
     @abstractmethod
     def replace(self, other: Any) -> ParentChannel:
-        """Returns what is to another's worker, under this one's descriptor number, which others go by."""
+        """Returns the channel of another worker under this one's descriptor number, which pollers keep."""
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Closes the socket, if there is one."""
 
 
 class Channel(ParentChannel):
-    """One end of a control socket, the pool's or a worker's. Frames come whole, whoever sends.
-
-    Attributes:
-        descriptors: that came with frames; the receiver takes them from here.
-    """
+    """One end of a control socket, the pool's or a worker's."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self.sending = threading.RLock()  # a signal handler may send, too
-        self.descriptors: list[int] = []
+        self.sending = threading.RLock()  # reentrant, because a signal handler may send, too
+        self.descriptors: list[int] = []  # received descriptors, which the receiver removes
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -135,17 +124,16 @@ class Channel(ParentChannel):
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         payload = message if isinstance(message, bytes) else dumps(message)
-        notify()  # before: a long message needs its reader, who finds a short one when it is awake
+        notify()  # first, because a message longer than the socket's buffer is only sent while the peer reads
         frame = _FRAME_BYTE + _HEADER.pack(len(payload))
         with self.sending:
-            if descriptors:  # they ride on the header: they would be lost on a byte that is read by recv()
+            if descriptors:  # sent with the header, because `receive` reads the first byte by a plain recv()
                 self._send_all(frame[:1], deadline)
                 self._send_all(frame[1:], deadline, descriptors)
                 frame = b""
-            self._send_all(frame + payload, deadline)  # in one piece, or the peer would wake for each
+            self._send_all(frame + payload, deadline)  # in one piece, so that the peer wakes once
 
     def readable(self, deadline: float | None = 0) -> bool:
-        """Tells whether `receive` finds something by `deadline`, `time.monotonic()` seconds; `None` waits."""
         return _ready(self._socket, select.POLLIN, deadline)
 
     def receive(self, deadline: float | None = None) -> Any:
@@ -162,7 +150,7 @@ class Channel(ParentChannel):
         return pickle.loads(self._read(length, deadline, self._socket.recv))
 
     def receive_message(self) -> Any:
-        """Waits for a message, past wakes; raises `EOFError` as `receive`."""
+        """Waits for a message, and skips wake bytes. Raises `EOFError` as `receive` does."""
         while (message := self.receive()) is WAKE:
             pass
         return message
@@ -172,7 +160,7 @@ class Channel(ParentChannel):
             self._socket.shutdown(socket.SHUT_WR)
 
     def break_off(self) -> None:
-        # Both ends see an end of file, also while another thread uses this one.
+        # Both ends see an end of file, also a thread that is in a system call on this socket.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -185,7 +173,7 @@ class Channel(ParentChannel):
         self._socket.close()
 
     def _send_all(self, data: bytes, deadline: float | None, descriptors: Sequence[int] = ()) -> None:
-        """Sends `data`, without a timeout of the socket, which would be that of who receives, too."""
+        """Sends `data`. A timeout of the socket would also apply to the receiving thread, so this polls."""
         left = memoryview(data)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
         while left:
@@ -200,13 +188,13 @@ class Channel(ParentChannel):
                 left, rights = left[sent:], []
 
     def _skip_wakes(self) -> None:
-        """Takes the wakes that have come by now for one, lest they pile up before a message."""
-        # Asked before: an error caught here would stand in the traceback of a Ctrl-C that comes meanwhile.
+        """Reads the wake bytes that have arrived so far, so that they do not pile up before a message."""
+        # Polls first: a BlockingIOError caught here would be the context of a Ctrl-C that arrives meanwhile.
         if not _ready(self._socket, select.POLLIN, 0.0):
             return
         with suppress(ConnectionResetError):
-            come = self._socket.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            wakes = len(come) - len(come.lstrip(_WAKE_BYTE))
+            arrived = self._socket.recv(_CHUNK, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            wakes = len(arrived) - len(arrived.lstrip(_WAKE_BYTE))
             if wakes:
                 self._socket.recv(wakes)
 
@@ -214,52 +202,46 @@ class Channel(ParentChannel):
         parts: list[bytes] = []
         flags = 0 if deadline is None else socket.MSG_DONTWAIT
         while count:
-            part = _come(receive, min(count, _CHUNK), flags)
+            try:
+                part = receive(min(count, _CHUNK), flags)
+            except BlockingIOError:
+                part = None  # waits outside of this block, see `_skip_wakes`
+            except ConnectionResetError as error:
+                raise EOFError from error
             if part is None:
                 if not _ready(self._socket, select.POLLIN, deadline):
                     raise TimeoutError
                 continue
+            if not part:
+                raise EOFError
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
 
     def _receive_header(self, count: int, flags: int) -> bytes:
-        """Receives bytes of a header, and the descriptors that come with it."""
+        """Receives bytes of a header, and the descriptors sent with it."""
         part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1, flags)
         self.descriptors += descriptors
         return part
 
 
 def channel_pair() -> tuple[Channel, int]:
-    """Makes a control socket: the parent's end, and the worker's as a bare descriptor."""
+    """Makes a control socket. Returns the parent's end, and the descriptor of the worker's end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Channel(ours), theirs.detach()
 
 
 def dead_socket() -> tuple[Channel, socket.socket]:
-    """Makes an end that hears nothing, and can't be told anything, while what comes with it is open."""
+    """Makes a channel that neither receives nor sends, while the returned socket is open."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     theirs.shutdown(socket.SHUT_RD)
     return Channel(ours), theirs
 
 
 def adopt_channel(descriptor: int) -> Channel:
-    """Makes the worker's end from an inherited descriptor, and keeps it from being inherited on."""
+    """Makes the worker's end from an inherited descriptor, which child processes then don't inherit."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))
-
-
-def _come(receive: Callable[[int, int], bytes], count: int, flags: int) -> bytes | None:
-    """Receives at most so many bytes; `None` if there are none yet and the flags say not to wait."""
-    try:
-        part = receive(count, flags)
-    except BlockingIOError:
-        return None
-    except ConnectionResetError as error:
-        raise EOFError from error
-    if not part:
-        raise EOFError
-    return part
 
 
 def _ready(sock: socket.socket, event: int, deadline: float | None) -> bool:

@@ -1,19 +1,24 @@
-"""Who owns a slot now: two marks on each slot, and a way to wake each other.
+"""The dispatch: how a slot passes from the parent process to a worker and back.
 
-A slot (an env's row of the segment) has two marks: `requested`, its latest request, and `completed`, the
-request that its worker completed last. The slot belongs to the parent while they are equal: `send` sets
-`requested` to a new request number and the verb; the worker's `post` copies it to `completed`. So a
-row that answers an earlier request can't pass for new, several threads of the parent can each wait for
-slots of their own, and `completed_at` tells which were completed first.
+A slot is the place of one env in the segment. Two marks of a slot define which process owns it:
 
-A worker looks for work among its own slots, and serves it in the order of its numbers. What is left to
-be done is in the marks alone: a worker that replaces a dead one finds it there, whoever sends meanwhile.
-Request numbers only grow; 60 bits don't run out.
+    requested   written by the parent: the number and operation of the latest request
+    completed   written by the worker: a copy of `requested`, once the request is done
 
-The portable implementation is here: one byte over the control socket wakes. The native one, in
-`_native/native_dispatch.py`, sleeps and wakes on futexes in the segment. Both sides write what they have,
-then the mark, then the byte; the other reads them in the opposite order. The system calls order
-memory between the processes, so no fences are needed.
+    parent                                worker
+    write actions to the rows
+    send: set `requested`, wake worker -> next_work: find slots with requested != completed
+                                          step the envs, write their rows
+    wait: see completed == requested   <- post: set `completed`, wake parent
+
+While the marks are equal, the parent owns the slot. Each request has a new number, so a late result of an
+earlier request can't pass for a new one. Numbers only grow; 60 bits last for ever. A worker serves its slots
+in the order of the numbers. A worker that replaces a dead one finds its work in the marks.
+
+This file has the portable dispatch, which wakes by one byte over the control socket. The native one in
+`_native/native_dispatch.py` sleeps and wakes on futexes in the segment. Both sides write the rows, then the
+mark, then wake, and read in the opposite order. The system calls order memory between the processes, so the
+portable dispatch needs no fences.
 """
 
 from __future__ import annotations
@@ -32,29 +37,26 @@ from jaxvec._dispatch.channel import WAKE, ParentChannel, WorkerChannel
 from jaxvec._dispatch.move import VERBS, Verb, requests, verbs_of
 from jaxvec._memory.segment import Marks
 
-DEATH_CHECK_INTERVAL = 0.05  # seconds between looks for workers that died, which wake nobody
+DEATH_CHECK_INTERVAL = 0.05  # seconds between checks for dead workers, because a dead worker wakes no waiter
 
 
 class Work(NamedTuple):
-    """Slots of one worker that are asked for the same."""
+    """Slots `[n]` of one worker with the same requested operation."""
 
     verb: Verb
     slots: NDArray[Any]
 
 
 class Slots:
-    """Who owns which slot, by the marks in the segment."""
+    """Ownership of the slots, as their marks in the segment record it."""
 
     def __init__(self, marks: Marks) -> None:
-        self._requested, self._completed, self._completed_at = (
-            marks.requested,
-            marks.completed,
-            marks.completed_at,
-        )
+        self._requested, self._completed = marks.requested, marks.completed
+        self._completed_at = marks.completed_at  # ns of the monotonic clock
 
     def next_work(self, slots: slice) -> Work | None:
-        """Returns the oldest work among the worker's slots, or `None` if all are the parent's."""
-        requested = self._requested[slots].copy()  # others' requests may come meanwhile
+        """Returns the oldest work among the worker's slots, or `None` if the parent owns them all."""
+        requested = self._requested[slots].copy()  # the parent may write new requests meanwhile
         mine = np.flatnonzero(requested != self._completed[slots])
         if not mine.size:
             return None
@@ -64,122 +66,120 @@ class Slots:
         return Work(VERBS[verbs[0]], slots.start + mine[same])
 
     def are_completed(self, slots: NDArray[Any]) -> NDArray[np.bool_]:
-        """Tells which of `slots` are the parent's."""
+        """Returns for each of `slots` if the parent owns it."""
         return self._completed[slots] == self._requested[slots]
 
     def enough_completed(self, slots: NDArray[Any], count: int) -> bool:
-        """Tells whether `count` of `slots` are the parent's."""
+        """Returns True if the parent owns `count` of `slots`."""
         return bool(np.count_nonzero(self.are_completed(slots)) >= count)
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
-        """Returns those of `slots` that were completed first, in that order, and `count` of them at most."""
+        """Returns the completed ones of `slots` in order of completion, at most `count` of them."""
         completed = slots[self.are_completed(slots)]
         return completed[self._completed_at[completed].argsort(kind="stable")[:count]]
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
-        """Tells whether one of `slots` has not finished a reset."""
+        """Returns True if one of `slots` has an unfinished reset."""
         requested = self._requested[slots]
         unfinished = requested != self._completed[slots]
         return bool((unfinished & (verbs_of(requested) == int(Verb.RESET))).any())
 
     def unfinished(self) -> NDArray[Any]:
-        """Returns the ids of slots whose latest request is not finished."""
+        """Returns the ids of all slots that workers own."""
         return np.flatnonzero(self._requested != self._completed)
 
     def close(self) -> None:
-        """Forgets the segment, which an error's frames may else keep mapped."""
+        """Drops the views of the segment, which the traceback of an error could otherwise keep mapped."""
         self._requested = self._completed = self._completed_at = np.zeros(0, np.int64)
 
 
 class ParentDispatch(Slots, ABC):
-    """The parent's end, to all workers."""
+    """The parent's end of the dispatch, to all workers."""
 
     @property
     def native_end(self) -> Any:
-        """C++'s part; `None` if there is none."""
+        """The C++ object of the native dispatch; `None` in the portable one."""
         return None
 
     @abstractmethod
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        """Hands `slots` to their workers. The parent must own them. One thread at a time."""
+        """Sends `slots`, which the parent owns, to their workers. One thread at a time may call it."""
 
     @abstractmethod
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        """Hands `slots` to their workers with requests that another hand-off made, `[num_envs]`."""
+        """Sends `slots` to their workers with the requests, `[num_envs]`, of another dispatch."""
 
     @abstractmethod
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        """Waits for `count` of `slots`, for at most `seconds`. Any number of threads at a time.
+        """Waits for `count` of `slots`, for at most `seconds`, in any number of threads.
 
-        Returns:
-            Whether they are the parent's, and nothing else is to be seen to. If not, the caller looks at
-            the control sockets, as only one thread does at a time, and waits again.
+        Returns True if they are completed and nothing else needs attention. If False, the caller polls the
+        control sockets, which one thread at a time does, and waits again.
         """
 
     @abstractmethod
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        """Announces that a thread is about to look at the control sockets, and waits for `count` of `slots`.
+        """Prepares a poll of the control sockets by a thread that waits for `count` of `slots`.
 
-        Returns:
-            How long it may sleep there, of `seconds`.
+        Returns the time in seconds that the poll may block, at most `seconds`.
         """
 
     def notify_worker(self, worker: int) -> None:
-        """Tells a worker that a message, or the end, is on its control socket, if it does not wait there."""
+        """Wakes a worker to read its control socket, if it does not wait there."""
 
     def notify_parent(self) -> None:
-        """Makes `wait`, in another thread, look around at once, if it does not wait at the sockets."""
+        """Ends a `wait` in another thread, if that does not wait at the sockets."""
 
 
 class WorkerDispatch(Slots, ABC):
-    """A worker's end."""
+    """A worker's end of the dispatch."""
 
     @abstractmethod
     def idle(self) -> bool:
-        """Tells whether `receive` would have to wait."""
+        """Returns True if `receive` would have to wait."""
 
     @abstractmethod
     def receive(self) -> Any:
-        """Waits for the parent, then returns `Work`, or the message that came instead.
+        """Waits for the parent. Returns `Work`, or a message from the control socket.
 
         Raises:
-            EOFError: the parent closed the pool, or is dead.
+            EOFError: The parent closed the pool, or is dead.
         """
 
     @abstractmethod
     def post(self, slots: NDArray[Any]) -> None:
-        """Hands finished `slots` back."""
+        """Returns finished `slots` to the parent."""
 
     def post_some(self, first: int, count: int) -> None:
-        """Hands finished neighbours back, which are then completed at the same time."""
+        """Returns `count` neighbouring slots to the parent, with one time of completion."""
         self.post(np.arange(first, first + count))
 
     def notify_parent(self) -> None:
-        """Makes the parent look at its control sockets at once, if it does not wait there."""
+        """Wakes the parent to read its control sockets, if it does not wait there."""
 
     def notify_worker(self) -> None:
-        """Makes `receive`, in another thread, look at the control socket, if it does not wait there."""
+        """Wakes `receive`, in another thread, to read the control socket, if it does not wait there."""
 
     @abstractmethod
     def receive_message(self) -> Any:
-        """Waits for a message, whatever else there is to do: what answers a report, in the end."""
+        """Waits for a message, such as the answer to a report, and leaves work for later."""
 
 
 class Partition:
-    """Says which of some slots are whose, by the range of env ids that each worker holds."""
+    """The assignment of slots to workers, each of which has a range of env ids."""
 
     def __init__(self, slices: tuple[tuple[int, int], ...]) -> None:
         self._stops = np.array([stop for _, stop in slices])
         self._all = np.arange(slices[0][0], slices[-1][1])
-        self._of_all = list(self._find(self._all))
+        self._of_all = list(self._split(self._all))
 
     def of(self, slots: NDArray[Any]) -> Iterable[tuple[int, NDArray[Any]]]:
-        """Returns each worker that has some of `slots`, with those, in the order given."""
-        if len(slots) == len(self._all) and (slots == self._all).all():  # lock step: nothing to look for
+        """Returns each worker that has some of `slots`, with these, in the given order."""
+        if len(slots) == len(self._all) and (slots == self._all).all():  # the usual case, a step of all envs
             return self._of_all
-        return self._find(slots)
+        return self._split(slots)
 
-    def _find(self, slots: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    def _split(self, slots: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
         owners = self._stops.searchsorted(slots, side="right")
         if (owners[:-1] > owners[1:]).any():
             order = owners.argsort(kind="stable")
@@ -190,7 +190,7 @@ class Partition:
 
 
 class PortableParentDispatch(ParentDispatch):
-    """The portable end of the parent. It waits at the control sockets, so it needs no notice."""
+    """The parent's end of the portable dispatch. It waits at the control sockets, so it needs no notices."""
 
     def __init__(
         self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]
@@ -199,7 +199,7 @@ class PortableParentDispatch(ParentDispatch):
         self._request_number = 0
         self._partition = Partition(slices)
         self._channels = channels
-        self._looked = -math.inf
+        self._last_death_check = -math.inf  # seconds of the monotonic clock
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         numbers = self._request_number + np.arange(1, len(slots) + 1)
@@ -210,37 +210,37 @@ class PortableParentDispatch(ParentDispatch):
         self._request(requests[slots], slots)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        if time.monotonic() - self._looked > DEATH_CHECK_INTERVAL:  # also where nobody ever has to wait
-            self._looked = time.monotonic()
+        # Checked first: a program that never has to wait must notice a dead worker, too.
+        if time.monotonic() - self._last_death_check > DEATH_CHECK_INTERVAL:
+            self._last_death_check = time.monotonic()
             return False
         return self.enough_completed(slots, count)
 
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        # Who looks takes the wakes of all, so the others look at their slots again after it.
+        # The polling thread takes the wake bytes of all threads, so the others check their slots after it.
         return 0 if self.enough_completed(slots, count) else seconds
 
     def _request(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        """Makes these requests, `[n]`, to `slots`, which are the workers' from now on."""
-        self._requested[slots] = requests
+        self._requested[slots] = requests  # from now on the workers own the slots
         for worker, _ in self._partition.of(slots):
             self._channels[worker].wake()
 
 
 class PortableWorkerDispatch(WorkerDispatch):
-    """The portable end of a worker. It waits at its control socket, as the parent does."""
+    """A worker's end of the portable dispatch. It waits at its control socket."""
 
     def __init__(self, marks: Marks, slots: tuple[int, int], channel: WorkerChannel) -> None:
         super().__init__(marks)
         self._own = slice(*slots)
         self._channel = channel
-        self._heard: Any = None  # a message, on the way to `receive`
+        self._message: Any = None  # received by `idle`, and not yet returned by `receive`
 
     def idle(self) -> bool:
-        while self._heard is None and self.next_work(self._own) is None:
+        while self._message is None and self.next_work(self._own) is None:
             if not self._channel.readable():
                 return True
             message = self._channel.receive()
-            self._heard = None if message is WAKE else message  # a wake may be for what we have found already
+            self._message = None if message is WAKE else message  # the work of a wake may be done already
         return False
 
     def receive(self) -> Any:
@@ -248,7 +248,7 @@ class PortableWorkerDispatch(WorkerDispatch):
             work = self.next_work(self._own)
             if work is not None:
                 return work
-            message, self._heard = self._heard or self._channel.receive(), None
+            message, self._message = self._message or self._channel.receive(), None
             if message is not WAKE:
                 return message
 
@@ -258,7 +258,7 @@ class PortableWorkerDispatch(WorkerDispatch):
         self._channel.wake()
 
     def receive_message(self) -> Any:
-        message, self._heard = self._heard or WAKE, None
+        message, self._message = self._message or WAKE, None
         while message is WAKE:
             message = self._channel.receive()
         return message

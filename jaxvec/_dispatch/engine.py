@@ -1,4 +1,17 @@
-"""The engine of a pool: which thread may move which envs now, and the moves themselves."""
+"""The engine of a pool: decides which thread may move which envs now, and makes the moves.
+
+The data flow of one `Engine.move`:
+
+    _enter                    wait until no other thread is inside or holds the slots
+    check_handle, check_envs  compare the call with the state of the envs; nothing has changed yet
+    write_actions, dispatch   write the actions to the segment, and send the envs to their workers
+    note_sent, advance        record the pending envs, and make older handles stale
+    _leave                    let other threads in; this one still holds its slots
+    take, release             copy the results once the workers have completed the slots, and release these
+
+The answer is a `Status`, which `_pool/state.py` turns into an error. `CEngine` in `_native/native_engine.py`
+makes ordinary moves by one call of C++, and inherits the rest from `Engine`.
+"""
 
 from __future__ import annotations
 
@@ -21,45 +34,38 @@ from jaxvec._memory.segment import Deliver, Rows, Views, copies
 from jaxvec._tracing import Record, Recorder, span
 
 # ----------------------------------------------------------------------------------------------------------
-# Which envs are in flight, and which must be reset: the state of a pool that both engines share.
-#
-# It is read and changed by who is inside the engine, but for `needs_reset`, whose rows belong to who has
-# moved their envs.
+# The state of the envs, which both engines share.
 # ----------------------------------------------------------------------------------------------------------
 
-FOREVER_NS = 1 << 60  # ns, 36 years: a timeout that never comes, and can be added to a time
+FOREVER_NS = 1 << 60  # 36 years: an infinite timeout that can be added to a time without overflow
 
 
 class Admission:
-    """The state of a pool's envs as callers see it.
+    """Record of the pending envs, and of the envs that must be reset.
 
-    Attributes:
-        all: `[num_envs]` the ids of all envs. A call for all of them names them by this very array: then
-            there is nothing to check of them, and their rows are whole arrays.
-        queue: `[1]` what stands for the queue of those in flight among the slots that a thread holds.
-        needs_reset: `[num_envs]` bool: never reset or, without autoreset, at the end of an episode.
-        in_flight: `[num_envs]` bool: sent by `send`, and not yet returned by `recv`.
-        sent_words, num_sent: `[num_envs]` int64, of which the first `num_sent`, `[1]` uint32, are those in
-            flight, in the order in which they were sent. C++ changes them, too.
-        due: `[num_envs]` int64, when those in flight are late, in ns of the monotonic clock. C++, too.
-        together: how many neighbours are one batched env, which moves as a whole; 1 for none.
-        batch_size: how many envs `recv` returns.
-        spread: the order in which a reset sends all envs, so that each batch has envs of all workers, as
-            far as it goes: a worker holds neighbours, and if a batch were neighbours, too, few workers
-            would have work while the caller is at it. Those that move together stay together.
+    Only a thread inside the engine reads or changes it, in Python or in C++. The exception is `needs_reset`:
+    an entry belongs to the thread that holds its slot.
+
     """
 
     def __init__(self, num_envs: int, batch_size: int, together: int) -> None:
+        # Ids of all envs. A call on all envs passes this very array, so that `is` replaces a comparison.
         self.all: NDArray[np.int_] = np.arange(num_envs)
         self.all.flags.writeable = False
-        self.queue: NDArray[np.int_] = np.array([num_envs])
+        self.queue: NDArray[np.int_] = np.array([num_envs])  # pseudo slot for the queue of pending envs
+        # Envs that must be reset before a step: never reset or, without autoreset, after their episode.
         self.needs_reset: NDArray[np.bool_] = np.ones(num_envs, np.bool_)
+        # Pending envs: sent by `send`, and not yet returned by `recv`.
         self.in_flight: NDArray[np.bool_] = np.zeros(num_envs, np.bool_)
+        # Ids of the pending envs in sending order, of which the first `num_sent[0]` count.
         self.sent_words: NDArray[np.int64] = np.zeros(num_envs, np.int64)
         self.num_sent: NDArray[np.uint32] = np.zeros(1, np.uint32)
+        # When each pending env is late, in ns of the monotonic clock.
         self.due: NDArray[np.int64] = np.zeros(num_envs, np.int64)
-        self.together: int = together
-        self.batch_size: int = batch_size
+        self.together: int = together  # neighbouring envs that are one batched env; 1 for single envs
+        self.batch_size: int = batch_size  # envs that `recv` returns
+        # The order in which a reset sends all envs. A worker has neighbouring envs, so a batch of neighbours
+        # would give work to few workers. Of k batches, batch i has the (batched) envs i, i+k, ...
         batches = -(-num_envs // batch_size)
         groups = np.arange(num_envs).reshape(-1, together)
         spread = np.concatenate([groups[first::batches] for first in range(batches)])
@@ -67,21 +73,21 @@ class Admission:
 
     @property
     def sent(self) -> NDArray[Any]:
-        """The ids of those in flight, in the order in which they were sent; of a batched env side by side."""
+        """Ids `[num_sent]` of the pending envs in sending order. Those of a batched env are adjacent."""
         sent = self.sent_words[: self.num_sent[0]].copy()
-        return sent if self.together == 1 else neighbours(sent, self.together)
+        return sent if self.together == 1 else _group_batched(sent, self.together)
 
     def rows(self, slots: NDArray[Any]) -> slice | NDArray[Any]:
-        """Returns what selects the rows of `slots`: a slice, if they are all."""
+        """Returns the index of the rows of `slots`: a slice, which is faster, if these are all slots."""
         return slice(None) if slots is self.all else slots
 
     def part(self, slots: NDArray[Any]) -> NDArray[Any]:
-        """Returns those of `slots` whose batched envs have others, too, that are not among them."""
+        """Returns those of `slots` that are an incomplete part of a batched env."""
         envs = slots // self.together
         return slots[np.bincount(envs, minlength=1)[envs] < self.together]
 
     def note_sent(self, slots: NDArray[Any], timeout: float | None) -> None:
-        """Notes that `slots` were sent, and are late after `timeout` seconds."""
+        """Records that `slots` were sent, and are late after `timeout` seconds."""
         self.in_flight[slots] = True
         self.due[slots] = time.monotonic_ns() + (FOREVER_NS if timeout is None else int(timeout * 1e9))
         first = int(self.num_sent[0])
@@ -89,12 +95,11 @@ class Admission:
         self.num_sent[0] += len(slots)
 
     def overdue(self) -> NDArray[Any]:
-        """Returns those in flight that are late, unless they are completed by now."""
+        """Returns the pending envs that are late. Some may be completed by now."""
         sent = self.sent
         return sent[self.due[sent] < time.monotonic_ns()]
 
     def note_received(self, slots: NDArray[Any]) -> None:
-        """Notes that `slots` were received."""
         self.in_flight[slots] = False
         sent = self.sent
         left = sent[self.in_flight[sent]]
@@ -102,8 +107,8 @@ class Admission:
         self.num_sent[0] = len(left)
 
 
-def neighbours(slots: NDArray[Any], together: int, *, last: bool = False) -> NDArray[Any]:
-    """Returns `slots` with those of a batched env side by side, at the place of its first or its last."""
+def _group_batched(slots: NDArray[Any], together: int, *, last: bool = False) -> NDArray[Any]:
+    """Sorts `slots` so that those of a batched env are adjacent, at the place of its first (or last) one."""
     envs = (slots // together).tolist()
     places: dict[int, int] = {}
     for place, env in enumerate(envs):
@@ -111,125 +116,92 @@ def neighbours(slots: NDArray[Any], together: int, *, last: bool = False) -> NDA
     return slots[np.argsort([places[env] for env in envs], kind="stable")]
 
 
-def whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any]:
-    """Returns those of `slots` whose batched envs are done, those of each one after the other.
+def select_whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDArray[Any]:
+    """Returns those of the completed `slots` for which the whole batched env is completed.
 
-    Args:
-        slots: that are completed, in that order; a batched env is when its last one is.
-        sent: all that were sent.
-        together: how many neighbours are one batched env.
+    `slots` are in order of completion, and `sent` are all pending slots.
     """
     done = ~np.isin(slots // together, np.setdiff1d(sent, slots) // together)
-    return neighbours(slots[done], together, last=True)
+    return _group_batched(slots[done], together, last=True)
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Engine: which thread may move which envs now, and the moves themselves.
+# The engine. Its lock is a readers-writer lock on each slot, and on the queue of pending envs.
 #
-# The lock is a readers-writer lock on each slot, and on the queue of pending envs. Threads get in one after
-# the other and stay for a short while: a step is inside while it checks its handle, writes its actions and
-# dispatches its envs; then it leaves, holds their slots, and waits for them. So calls for different envs, of
-# several devices or threads, overlap.
+# One thread at a time is inside, for a short while: it checks, writes actions, dispatches, and leaves. After
+# that it holds its slots while it waits for the workers. So calls on different envs overlap.
 #
-# - A move by handle enters `shared`: it need not wait for another of the same envs, since one of the two
-#   handles is stale. It waits for a call that holds these slots alone.
-# - A caller without a handle enters `exclusive`: it waits until no other thread holds its slots.
-# - A call that asks workers holds all slots of these alone until they have answered. So a worker that is
-#   asked gets nothing new to do, which might keep it from the question for ever. Earlier work comes first.
-# - A `recv` holds the queue, so there is one at a time. Other threads may send meanwhile, and ask. It holds
-#   what it has received until it has read the rows.
-#
-# An engine answers with a `Status`; the pool makes an error of it. `Engine.move` makes a whole move in
-# Python. `CEngine` (_native/native_engine.py) makes ordinary ones by one call of C++, and inherits the rest.
+# - A move with a handle enters `shared`. It need not wait for another holder of the same envs, because one of
+#   the two handles is stale. It does wait for a call that holds these slots exclusively (`alone`).
+# - A call without a handle enters `exclusive`: it waits until no other thread holds its slots.
+# - A request to workers holds all their slots exclusively until they have answered. Otherwise new moves could
+#   keep a worker from the request for ever. Moves that were dispatched earlier finish first.
+# - A `recv` holds the queue, so one runs at a time; other threads may send meanwhile. It also holds the
+#   received slots until it has read their rows.
 # ----------------------------------------------------------------------------------------------------------
 
 
 class Status(IntEnum):
-    """The outcome of a move. pool.h has the same numbers. Only the first two have changed anything."""
+    """The outcome of a move, with the numbers of pool.h. Only the first two have changed anything."""
 
     DONE = 0
-    UNDER_WAY = 1  # begun, not finished; the caller holds its slots
-    ELSEWHERE = 2  # no move that C++ makes
+    UNDER_WAY = 1  # started, not finished; the caller holds its slots
+    ELSEWHERE = 2  # C++ does not implement this move
     BARRED = 3  # the pool is closed or broken
     BUSY = 4  # other threads are inside, or hold slots that the caller needs
     COPYING = 5  # a GPU still copies from the segment
     NO_SUCH_ENV = 6
     NAMED_TWICE = 7
-    STALE = 8  # the envs were moved since the caller got its handle
-    IN_FLIGHT = 9  # an env was sent, and not received
+    STALE = 8  # the envs were moved since the caller received its handle
+    IN_FLIGHT = 9  # an env is pending
     NEEDS_RESET = 10
-    TOO_FEW = 11  # envs are in flight for a `recv`
-    LATE = 12  # an env in flight is overdue, which other envs that are ready would hide
-    PART = 13  # of a batched env, which moves as a whole
+    TOO_FEW = 11  # a `recv` would wait for more envs than are pending
+    LATE = 12  # a pending env is overdue; envs that are ready first must not hide that
+    PART = 13  # the envs are an incomplete part of a batched env
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What an engine needs of its pool.
-
-    Attributes:
-        pool_id: the number by which a program's call names the pool.
-        admission: the pool's.
-        views: the segment's rows, as calls read and write them.
-        dispatch: hands slots to their workers, `Workers.send`.
-        in_order: whether `recv` returns envs in the order in which they were sent.
-        ends_need_reset: whether an env whose episode has ended must be reset before it is stepped.
-        timeout: seconds of a step, `None` for ever; a program that waits so long asks Python.
-    """
+    """The parts of a pool that its engine uses."""
 
     pool_id: int
     admission: Admission
-    views: Views
-    dispatch: Callable[[Verb, NDArray[Any]], None]
-    in_order: bool
-    ends_need_reset: bool
-    timeout: float | None
+    views: Views  # rows of the segment
+    dispatch: Callable[[Verb, NDArray[Any]], None]  # `WorkerGroup.send`, which sends slots to their workers
+    in_order: bool  # `recv` returns envs in the order in which they were sent
+    ends_need_reset: bool  # without autoreset, an env must be reset after each episode
+    timeout: float | None  # seconds that a step may take; when C++ has waited that long, Python takes over
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The outcome of `Engine.move`.
-
-    Attributes:
-        status: its status.
-        rows: the delivered rows of the time step, if it is `DONE`.
-        waited: seconds of waiting so far, if it is `UNDER_WAY`.
-        recorded: whether C++ has recorded its span.
-    """
+    """The outcome of `Engine.move`."""
 
     status: Status
-    rows: Rows = ()
-    waited: float = 0
-    recorded: bool = False
+    rows: Rows = ()  # delivered rows of the time step, if `status` is `DONE`
+    waited: float = 0  # seconds spent waiting so far, if `status` is `UNDER_WAY`
+    recorded: bool = False  # C++ has recorded the span of the call
 
 
-NOTHING: NDArray[np.int_] = np.zeros(0, np.int_)  # slots of a caller that only has to be inside
+_NO_SLOTS: NDArray[np.int_] = np.zeros(0, np.int_)  # for a caller that only has to be inside
 
 
 class Engine(ABC):
-    """Moves the envs of a pool, for one thread at a time.
+    """Moves the envs of a pool, for one thread at a time."""
 
-    Attributes:
-        generation: `[num_envs]` uint32, how often each env was moved, as fresh handles say.
-        last_caller: `Move.caller_code` of the latest move.
-        num_served: number of calls of compiled programs that succeeded, modulo 2**32.
-        recorder: the pool's, while it records what Python does.
-        done_at_once: whether a dispatch returns when the envs are done.
-    """
-
-    generation: NDArray[np.uint32]
-    last_caller: int
-    num_served: int
-    done_at_once: bool = False
+    generation: NDArray[np.uint32]  # `[num_envs]` moves of each env so far; a fresh handle has equal numbers
+    last_caller: int  # `Move.caller_code` of the latest move
+    num_served: int  # successful calls of compiled programs, modulo 2**32
+    done_at_once: bool = False  # `dispatch` steps the envs in this thread
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._admission = rules.admission
-        self._barred = False
-        self._process = os.getpid()
-        self.recorder: Recorder | None = None
+        self._fast_path_closed = False
+        self._process = os.getpid()  # a fork must not move envs
+        self.recorder: Recorder | None = None  # for Python's spans, while the pool is traced
 
-    # --- moves ---------------------------------------------------------------------------------------------
+    # --- Moves ---------------------------------------------------------------------------------------------
 
     def move(
         self,
@@ -240,23 +212,23 @@ class Engine(ABC):
         deliver: Deliver | None = copies,
         at_least: int | None = None,
     ) -> Made:
-        """Makes a step, a send or a recv; does nothing if anything stands against it.
+        """Makes a step, a send or a recv if all checks pass; otherwise changes nothing.
 
-        It waits neither for other threads (`BUSY`) nor, here in Python, for workers (`UNDER_WAY`).
+        It does not wait for other threads (`BUSY`). In Python it does not wait for workers (`UNDER_WAY`).
 
         Args:
-            move: a step of some envs or, of all envs, a send or a recv.
-            actions: `[n, ...]` or, of a send, `[k, ...]`.
-            env_ids: `[k]`, the envs of a send.
-            deliver: takes the rows, if the move can be finished here; `None` if it is not to be.
-            at_least: how many envs have to be in flight for a recv, in place of `batch_size`.
+            move: The move. A send or a recv has all envs.
+            actions: An array `[n, ...]` for each leaf of the action; of a send, `[k, ...]`.
+            env_ids: Ids `[k]` of the envs of a send.
+            deliver: Function that copies the rows, if C++ finishes the move; `None` to not finish it.
+            at_least: Number of envs that must be pending for a recv, instead of `batch_size`.
         """
         admission = self._admission
         slots = move.slots if env_ids is None else env_ids
         with self._entering() as enter:
-            if not enter(*self._needs(move, env_ids), 0):
+            if not enter(*self._slots_needed(move, env_ids), 0):
                 return Made(Status.BUSY)
-            if self._barred or os.getpid() != self._process:
+            if self._fast_path_closed or os.getpid() != self._process:
                 return Made(Status.BARRED)
             status = self.check_handle(move)
             if status is Status.DONE and move.verb is not Verb.RECV:
@@ -267,7 +239,8 @@ class Engine(ABC):
             if status is not Status.DONE:
                 return Made(status)
             if move.generation is None:
-                self.wait_for_copies()  # the owner of a fresh handle has waited for the rows before it
+                # A caller with a fresh handle has waited for earlier GPU copies; other callers have not.
+                self.wait_for_copies()
             if move.verb is Verb.RECV:
                 self.hold(admission.queue)
             else:
@@ -280,28 +253,28 @@ class Engine(ABC):
         return Made(Status.DONE if move.verb is Verb.SEND else Status.UNDER_WAY)
 
     def dispatch(self, verb: Verb, slots: NDArray[Any], held: NDArray[Any] | None = None) -> None:
-        """Hands slots to their workers; the caller, who is inside, then holds them, or `held`."""
-        self.hold(slots if held is None else held)  # first: from here on an interrupt breaks the pool
+        """Sends slots to their workers. The caller, which is inside, then holds them, or `held`."""
+        self.hold(slots if held is None else held)  # first, because from here on Ctrl-C must break the pool
         with span(self.recorder, "hand over"):
             self._rules.dispatch(verb, slots)
 
     def take(self, slots: NDArray[Any], deliver: Deliver) -> Any:
-        """Delivers the rows of a step that is completed; the caller holds the slots."""
+        """Delivers the rows of completed steps. The caller holds the slots."""
         if self._rules.ends_need_reset:
             terminated, truncated = self._rules.views.over
             self._admission.needs_reset[slots] = terminated[slots] | truncated[slots]
         with span(self.recorder, "copy results"):
             return self._rules.views.read(slots, deliver)
 
-    # --- the lock ------------------------------------------------------------------------------------------
+    # --- The lock ------------------------------------------------------------------------------------------
 
     def inside(self, move: Move, env_ids: NDArray[Any] | None) -> AbstractContextManager[None]:
-        """Waits until `move` finds no other thread in its way, in `shared` or `exclusive`."""
-        slots, alone = self._needs(move, env_ids)
+        """Enters `shared` or `exclusive`, as the move requires."""
+        slots, alone = self._slots_needed(move, env_ids)
         return self.exclusive(slots) if slots is None or alone else self.shared(slots)
 
-    def _needs(self, move: Move, env_ids: NDArray[Any] | None) -> tuple[NDArray[Any] | None, bool]:
-        """Returns the slots that a move needs (`None` for all, and the queue), and whether alone."""
+    def _slots_needed(self, move: Move, env_ids: NDArray[Any] | None) -> tuple[NDArray[Any] | None, bool]:
+        """Returns the slots that a move needs (`None` for all and the queue), and if it needs them alone."""
         if move.verb is Verb.RECV:
             return self._admission.queue, True  # one recv at a time
         if env_ids is not None:
@@ -309,11 +282,11 @@ class Engine(ABC):
         return (None, True) if move.generation is None else (move.slots, False)
 
     @contextmanager
-    def shared(self, slots: NDArray[Any] = NOTHING) -> Generator[None]:
-        """Waits until no other thread is inside or holds some of `slots` alone; of none, if left out.
+    def shared(self, slots: NDArray[Any] = _NO_SLOTS) -> Generator[None]:
+        """Waits until no other thread is inside, or holds some of `slots` alone.
 
-        A thread does not wait for itself: it was interrupted, and has left without saying so, or is asked
-        from a signal handler.
+        A thread never waits for itself, because it may be inside already: it was interrupted before it could
+        leave, or it runs a signal handler.
         """
         with self._entering() as enter:
             while not enter(slots, False, _SIGNALS_INTERVAL):
@@ -328,12 +301,10 @@ class Engine(ABC):
         if_busy: Callable[[], None] | None = None,
         patience: float | None = None,
     ) -> Generator[None]:
-        """Waits until no other thread is inside or holds some of `slots`; else as `shared`.
+        """Waits until no other thread is inside, or holds some of `slots` (`None` for all and the queue).
 
-        Args:
-            slots: which may have the queue among them; `None` for all, and the queue.
-            if_busy: is called first if there is another thread to wait for.
-            patience: seconds after which to go on all the same; `None` for never.
+        `if_busy` is called before the wait, if another thread is in the way. After `patience` seconds, the
+        block runs in any case.
         """
         with self._entering() as enter:
             if not enter(slots, True, 0):
@@ -346,10 +317,10 @@ class Engine(ABC):
 
     @contextmanager
     def _entering(self) -> Generator[Callable[[NDArray[Any] | None, bool, float], bool]]:
-        """Lends `_enter` to a block, at whose end the thread leaves.
+        """Yields `_enter`, and leaves when the block ends.
 
-        An interrupt may come when the thread has entered and does not know it yet. So the thread enters
-        inside the `try`, and to leave twice does no harm.
+        Ctrl-C may arrive when the thread is inside but `_enter` has not returned. So `_enter` is called
+        within the `try`, and leaving twice is harmless.
         """
         try:
             yield self._enter
@@ -358,7 +329,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
-        """Waits for at most `seconds` to get inside; returns whether it is. See `shared`, `exclusive`."""
+        """Waits for at most `seconds` to get inside, see `shared` and `exclusive`. Returns True if it is."""
 
     @abstractmethod
     def _leave(self) -> None:
@@ -366,69 +337,68 @@ class Engine(ABC):
 
     @abstractmethod
     def hold(self, slots: NDArray[Any], *, alone: bool = False) -> None:
-        """Lets this thread, which is inside, hold `slots`, too, when it leaves; others share them or not."""
+        """Adds `slots` to those that this thread, which is inside, holds after it leaves."""
 
     @abstractmethod
     def holds(self) -> bool:
-        """Returns whether this thread holds slots."""
+        """Returns True if this thread holds slots."""
 
     @abstractmethod
     def release(self) -> None:
-        """Releases all slots that this thread holds, if it holds any."""
+        """Releases all slots that this thread holds."""
 
-    # --- handles, and what stands against a move; the caller is inside -------------------------------------
+    # --- Checks and handles. The caller is inside. ---------------------------------------------------------
 
     @abstractmethod
     def count_success(self) -> None:
-        """Counts a program's call that succeeded."""
+        """Counts a call of a program that succeeded."""
 
     @abstractmethod
     def check_handle(self, move: Move) -> Status:
-        """Returns `DONE` if a caller with this handle, or none, may ask for these envs."""
+        """Returns `DONE` if the env ids are valid, and the handle, if there is one, is fresh."""
 
     @abstractmethod
     def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
-        """Returns `DONE` if these envs can be moved, and stepped if they are to be."""
+        """Returns `DONE` if these envs can be moved and, if `stepped`, need no reset first."""
 
     @abstractmethod
     def advance(self, move: Move) -> None:
-        """Makes the handles to the move's envs stale, unless the caller counts no moves."""
+        """Makes older handles to the move's envs stale, unless the move has no caller."""
 
     @abstractmethod
     def retract(self, move: Move, last_caller: int) -> None:
-        """Undoes `advance` of a call that came to nothing, before which `last_caller` moved envs."""
+        """Undoes `advance` after a call that changed nothing. `last_caller` is the value before it."""
 
-    # --- programs without Python: nothing to do where there are none ---------------------------------------
+    # --- Programs that call C++ directly: nothing to do without them ---------------------------------------
 
     def wait_for_copies(self) -> None:  # noqa: B027 - a default
-        """Waits until no GPU copies from the segment; see cuda.cc for the callers that need not."""
+        """Waits until no GPU copies from the segment; cuda.cc lists the callers that need not."""
 
     def allow_gpu(self) -> None:  # noqa: B027 - a default
-        """Lets programs on a GPU move envs without asking the pool."""
+        """Allows programs on a GPU to move envs without Python."""
 
     def close_fast_path(self) -> None:
-        """Makes every program ask the pool from now on: it is closed or broken. For good."""
-        self._barred = True
+        """Makes every later move return `BARRED`, because the pool is closed or broken."""
+        self._fast_path_closed = True
 
     def start_trace(self, capacity: int) -> None:  # noqa: B027 - a default
-        """Records what compiled programs do without Python, the latest `capacity` spans of it."""
+        """Starts to record the latest `capacity` spans of C++."""
 
     def stop_trace(self) -> Record:
-        """Ends the recording, and returns it."""
         return Record([])
 
     def close(self) -> None:
-        """Forgets the pool's memory."""
+        """Drops all views of the segment."""
         self.close_fast_path()
         del self._rules
 
 
-_SIGNALS_INTERVAL = 0.2  # seconds without Python, whose signal handlers then get to run
+_SIGNALS_INTERVAL = 0.2  # seconds of waiting in C++, after which Python's signal handlers can run
 
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """Slots, `[n]`, that a thread holds; one may be the queue."""
+    """Slots `[n]` that a thread holds, `alone` if no other thread may share them."""
 
     thread: int
     slots: NDArray[Any]
@@ -436,7 +406,7 @@ class _Hold:
 
 
 class PyEngine(Engine):
-    """An engine whose callers all come through Python."""
+    """The engine of a pool with the portable dispatch, or with leaves that are Python objects."""
 
     last_caller = 0
     num_served = 0
@@ -445,9 +415,10 @@ class PyEngine(Engine):
         super().__init__(rules)
         self.done_at_once = done_at_once
         self.generation = np.zeros(len(self._admission.needs_reset), np.uint32)
-        self._lock = threading.Lock()  # guards the next three; no interrupt can leave it locked
+        # `_lock` guards `_inside` and `_holds`. An interrupt never leaves it locked: `with` releases it.
+        self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._inside: int | None = None  # the thread
+        self._inside: int | None = None  # id of the thread that is inside
         self._holds: list[_Hold] = []
 
     def _enter(self, slots: NDArray[Any] | None, exclusive: bool, seconds: float) -> bool:
@@ -489,16 +460,16 @@ class PyEngine(Engine):
         self.num_served = (self.num_served + 1) % 2**32
 
     def check_handle(self, move: Move) -> Status:
-        met = self._meet(move.slots)
-        if met is not Status.DONE or move.generation is None:
-            return met
+        status = self._check_ids(move.slots)
+        if status is not Status.DONE or move.generation is None:
+            return status
         fresh = np.array_equal(self.generation[move.slots], move.generation)
         return Status.DONE if fresh else Status.STALE
 
     def check_envs(self, env_ids: NDArray[Any], *, stepped: bool) -> Status:
-        met = self._meet(env_ids)
-        if met is not Status.DONE:
-            return met
+        status = self._check_ids(env_ids)
+        if status is not Status.DONE:
+            return status
         rows = self._admission.rows(env_ids)
         if stepped and self._admission.together > 1 and len(self._admission.part(env_ids)):
             return Status.PART
@@ -506,8 +477,8 @@ class PyEngine(Engine):
             return Status.IN_FLIGHT
         return Status.NEEDS_RESET if stepped and self._admission.needs_reset[rows].any() else Status.DONE
 
-    def _meet(self, env_ids: NDArray[Any]) -> Status:
-        """Returns `DONE` if there are such envs, and none is named twice."""
+    def _check_ids(self, env_ids: NDArray[Any]) -> Status:
+        """Returns `DONE` if the ids are in range and distinct."""
         if env_ids is self._admission.all:
             return Status.DONE
         if ((env_ids < 0) | (env_ids >= len(self.generation))).any():

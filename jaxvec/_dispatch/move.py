@@ -1,4 +1,4 @@
-"""What a pool is asked to do, by whom, and with which of its envs."""
+"""The request of a call: an operation, its caller, and its envs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Verb(IntEnum):
-    """What can be asked for. C++ and compiled programs go by the numbers, and `requests` of workers, too."""
+    """An operation. C++, compiled programs and the marks of slots contain these numbers."""
 
     RESET = 0
     STEP = 1
@@ -25,31 +25,32 @@ class Verb(IntEnum):
 
     @property
     def word(self) -> str:
-        """The name of the function."""
+        """Name of the operation, such as "step"."""
         return self.name.lower()
 
     @property
     def function(self) -> str:
-        """Its name in jaxvec."""
+        """Name of the function of jaxvec, such as "jaxvec.step"."""
         return f"jaxvec.{self.word}"
 
 
 VERBS = tuple(Verb)
-_END = 8  # of the verbs that workers are asked for
+_END = 8  # above the operations that workers receive; `kEnd` of C++
 
 
 def requests(numbers: NDArray[np.int64], verb: Verb) -> NDArray[np.int64]:
-    """Returns the marks by which workers are asked for a verb; handoff.cc makes the same."""
-    return _END * numbers + int(verb)  # NumPy swallows Ctrl-C as it looks at an enum
+    """Returns the marks for requests with these numbers, as C++ does."""
+    # `int`, because NumPy swallows a Ctrl-C that arrives while it converts an enum.
+    return _END * numbers + int(verb)
 
 
 def verbs_of(marks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the verbs of what `requests` has returned, as numbers."""
+    """Returns the operation numbers in marks of `requests`."""
     return marks % _END
 
 
 class Caller(IntEnum):
-    """Who asks. Added to a verb, it says who moved envs last."""
+    """The origin of a call: a compiled program, or Python code on the host."""
 
     PROGRAM = 0
     HOST = 16
@@ -57,19 +58,13 @@ class Caller(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A verb, who asks for it, and for which envs.
-
-    Attributes:
-        verb: what is asked for.
-        slots: `[n]` indices of envs in the pool: those of the caller's handle, or all.
-        generation: `[n]` uint32, how often each env was moved when the caller got its handle; `None` of
-            a caller that has none.
-        caller: who is named when the handles of others go stale; `None` if they don't.
-    """
+    """An operation on some envs of a pool, as its caller requests it."""
 
     verb: Verb
-    slots: NDArray[Any]
+    slots: NDArray[Any]  # `[n]` env ids in the caller's handle, or all
+    # `[n]` uint32 generations in the caller's handle; `None` without a handle
     generation: NDArray[np.uint32] | None = None
+    # The origin that stale handles name later; `None` if the move leaves other handles fresh.
     caller: Caller | None = None
 
     @property
@@ -79,11 +74,11 @@ class Move:
 
     @property
     def name(self) -> str:
-        """The function that the user has called or, of an API that counts no moves, the verb."""
+        """Name of the user's function, such as "jaxvec.step"; of a move without a caller, the verb's word."""
         return self.verb.word if self.caller is None else name_caller(self.caller_code)
 
 
 def name_caller(code: int) -> str:
-    """Returns what a user has called, by `Move.caller_code`."""
+    """Returns the name of the user's function, for a `Move.caller_code`."""
     verb, on_host = Verb(code % Caller.HOST), code >= Caller.HOST
     return f"VectorEnv.{verb.word} on the host" if on_host else verb.function

@@ -1,6 +1,6 @@
-"""EnvCalls to envs: calls of their methods, their attributes, their raw infos.
+"""Calls of env methods, reads and writes of attributes, and reads of raw infos.
 
-They are asked of the workers over control sockets, beside the moves of envs of other workers.
+They travel over the workers' control sockets, beside the moves of envs of other workers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,10 @@ from jaxvec._workers.supervisor import check_all
 
 
 class EnvCalls:
-    """Asks the workers of a pool.
+    """Requests to the envs of a pool.
 
-    Attributes:
-        worker_of: `[num_envs]`, which worker has each env.
+    A request waits for earlier moves of all envs of the workers concerned; other workers continue meanwhile.
+    An env that raises in a request does not break the pool.
     """
 
     def __init__(
@@ -40,40 +39,40 @@ class EnvCalls:
         raw_info: NDArray[Any],
         timeout: float | None,
     ) -> None:
-        """Begins.
-
-        Args:
-            workers: who are asked.
-            state, engine: of the pool.
-            slices: `(first, stop)` of each worker's envs.
-            raw_info: `[num_envs]` in the segment, what is known of each env's info.
-            timeout: seconds that an answer may take; `None` for any time.
-        """
         self._workers = workers
         self._state = state
         self._engine = engine
+        # The `InfoKind` of each env's latest info, `[num_envs]`, in the segment; `None` in a closed pool.
         self._raw_info: NDArray[Any] | None = raw_info
-        self._timeout = timeout
+        self._timeout = timeout  # seconds for a request; `None` for no limit
         self._all = np.arange(slices[-1][1])
         self._starts: NDArray[np.int_] = np.array([first for first, _ in slices])
+        # Index of each env's worker, `[num_envs]`.
         self.worker_of: NDArray[np.int_] = self._starts.searchsorted(self._all, side="right") - 1
 
     def infos(self, slots: NDArray[Any]) -> list[dict[str, Any]]:
-        """Returns the raw info of each env's last reset or step; asks only for those that we can't know."""
+        """Returns the raw info of each env's latest reset or step. Requests only those with entries."""
         with self._holding_workers(Move(Verb.CALL, slots), name="infos"):
             assert self._raw_info is not None
             kinds = self._raw_info[slots]
             infos = dict(zip(slots.tolist(), known(kinds.tobytes()), strict=True))
             full = np.sort(slots[kinds == InfoKind.FULL])
+
+            def arguments(first: int, stop: int) -> tuple[list[int]] | None:
+                mine = full[(first <= full) & (full < stop)].tolist()
+                return (mine,) if mine else None
+
             if full.size:
-                asked = self.request("infos_of", partial(_those_within, full))
-                infos.update(zip(full.tolist(), _joined(asked), strict=True))
+                infos.update(zip(full.tolist(), _flatten(self.request("infos_of", arguments)), strict=True))
             return list(infos.values())
 
     def known_infos(self) -> list[dict[str, Any]] | None:
-        """Returns `infos` of all envs, new ones, to whom alone moves them; `None` if we have to ask."""
-        raw_info = self._raw_info
-        if raw_info is None:  # another thread has closed the pool since they were moved
+        """Returns new infos of all envs without a request; `None` if one has entries, or the pool is closed.
+
+        The caller must be the only thread that moves envs.
+        """
+        raw_info = self._raw_info  # another thread may close the pool meanwhile
+        if raw_info is None:
             return None
         kinds = raw_info.tobytes()
         return None if InfoKind.FULL in kinds else known(kinds)
@@ -87,49 +86,38 @@ class EnvCalls:
         *,
         begun: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Calls a method of envs, or reads an attribute; an env's error doesn't break the pool.
+        """Calls a method of each env, or reads an attribute; both are looked up through wrappers.
 
-        Other calls go on meanwhile, but those for envs of the same workers.
-
-        Args:
-            move: whose envs.
-            name: of the method; wrappers are looked through.
-            args: for each of them.
-            kwargs: for all.
-            begun: is called when nobody can overtake the call any more.
-
-        Returns:
-            One result for each env.
+        `args`, `[n]`, are the positional arguments of each env's call. `begun` is called once no other call
+        can overtake this one.
         """
         return self._call_envs(move, "call", args, name, kwargs, begun=begun)
 
     def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
-        """Returns an attribute of envs, `slots` `[n]`, which is not called; otherwise as `call`."""
+        """Returns an attribute of each env, `[n]`. A method is returned, not called."""
         return self._call_envs(Move(Verb.CALL, slots), "get_attr", [()] * len(slots), name)
 
     def map(self, slots: NDArray[Any], function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-        """Returns what `function` returns of envs, `slots` `[n]`, and `args`; otherwise as `call`."""
+        """Returns `function(env, *args)` for each env, `[n]`, called in the workers."""
         return self._call_envs(Move(Verb.CALL, slots), "map", [args] * len(slots), function)
 
     def set_attr(self, slots: NDArray[Any], name: str, values: Sequence[Any]) -> None:
-        """Sets an attribute of envs, `slots` `[n]`, to one of `values` each."""
+        """Sets an attribute of each env to one of `values`, `[n]`."""
         with self._holding_workers(Move(Verb.CALL, slots), name="set_attr"):
             self.request_each("set_attr", slots, values, name)
             if self._workers.env_settings is not None:
                 self._workers.env_settings.set_attr(slots, values, name)
 
     def of_workers(self, slots: NDArray[Any]) -> NDArray[Any]:
-        """Returns all slots of the workers that have some of `slots`, which nobody has checked yet."""
-        asked = np.zeros(len(self._starts) + 1, np.bool_)  # the first is for slots below 0
-        asked[self._starts.searchsorted(slots, side="right")] = True
-        return self._all[asked[1:][self.worker_of]]
+        """Returns all slots of the workers that have some of `slots`, which may be out of range."""
+        concerned = np.zeros(len(self._starts) + 1, np.bool_)  # the first entry is for slots below 0
+        concerned[self._starts.searchsorted(slots, side="right")] = True
+        return self._all[concerned[1:][self.worker_of]]
 
     def request(self, name: RequestName, arguments: Arguments) -> list[Any]:
-        """Makes a request; an env that fails in it, unlike one that fails in flight, does not break the pool.
+        """Calls a method of the workers' `EnvSlice` objects.
 
-        Args:
-            name: of a method of `Slice`.
-            arguments: of each worker.
+        `arguments` maps a worker's range of slots to the arguments; `None` skips the worker.
         """
         with self._state.breaking():
             answers = self._workers.request(name, arguments, timeout=self._timeout, check=self._state.check)
@@ -138,13 +126,9 @@ class EnvCalls:
     def request_each(
         self, name: RequestName, slots: NDArray[Any], values: Sequence[Any], *more: Any
     ) -> list[Any]:
-        """Makes a request of some envs; workers that have none of them go on with what they do.
+        """Calls a method `name(slots, values, *more)` of the slices of the workers that have some of `slots`.
 
-        Args:
-            name: of a method of `Slice` that takes slots, a value for each of them, and `more`.
-            slots: `[n]`, distinct.
-            values: for each of `slots`.
-            *more: for all.
+        Each worker receives its own slots and values. `slots`, `[n]`, are distinct.
         """
         by_slot = dict(zip(slots.tolist(), values, strict=True))
 
@@ -155,7 +139,7 @@ class EnvCalls:
         return self.request(name, arguments)
 
     def forget(self) -> None:
-        """Lets the segment go; the pool is closed."""
+        """Drops the view of the segment. Called when the pool is closed."""
         self._raw_info = None
 
     def _call_envs(
@@ -166,23 +150,23 @@ class EnvCalls:
         *more: Any,
         begun: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Asks envs, and returns an answer of each; see `call` and `request_each`."""
         slots = move.slots
         with self._holding_workers(move, begun):
             if move.verb is Verb.CALL and name != "get_attr" and self._workers.env_settings is not None:
                 self._workers.env_settings.call(slots)
             slices = self.request_each(name, slots, args, *more)
-        results = dict(zip(np.sort(slots).tolist(), _joined(slices), strict=True))
+        # The workers answer in the order of the env ids; the caller expects the order of `slots`.
+        results = dict(zip(np.sort(slots).tolist(), _flatten(slices), strict=True))
         return [results[slot] for slot in slots.tolist()]
 
     @contextmanager
     def _holding_workers(
         self, move: Move, begun: Callable[[], None] | None = None, *, name: str | None = None
     ) -> Generator[None]:
-        """Holds the move's envs, and all others of their workers, for a block that asks these.
+        """Holds all envs of the workers concerned for a block that makes a request.
 
-        The handle is stale from the beginning on, lest another call gets in with it: a `send` or `recv` names
-        all envs by its handle, and needs other ones alone. If the block fails, it is fresh again.
+        The caller's handle becomes stale at once, and fresh again if the block fails. Otherwise a `send` or
+        `recv` with this handle could start meanwhile: it names all envs, but waits only for those it needs.
         """
         held = self.of_workers(move.slots)
         with self._state.track(move, name):
@@ -201,12 +185,6 @@ class EnvCalls:
                 raise
 
 
-def _joined(answers: list[Any]) -> Iterator[Any]:
-    """Yields what the slices that were asked have answered of each of their envs."""
+def _flatten(answers: list[Any]) -> Iterator[Any]:
+    """Yields the answers for single envs. The answer of a skipped worker is `None`."""
     return itertools.chain.from_iterable(each for each in answers if each is not None)
-
-
-def _those_within(slots: NDArray[Any], first: int, stop: int) -> tuple[list[int]] | None:
-    """Returns a worker's part of `slots` as the arguments of a request; `None` if it has none of them."""
-    mine = slots[(first <= slots) & (slots < stop)].tolist()
-    return (mine,) if mine else None

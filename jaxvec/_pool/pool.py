@@ -1,10 +1,18 @@
-"""A pool of envs: decides who may move which envs now, and keeps rows whole.
+"""Operations on the envs of a pool: reset, step, send, recv, save, restore and simulate.
 
-Whether it can be used at all is its `PoolState`'s affair, which processes do the work its workers', and what
-the data means its callers'.
+The data flow of a step:
 
-A caller says by a `Move` what it asks for, and of which envs. Where there is C++ for it, the engine makes the
-whole move at once; what is here is for all that is not ordinary, and for where there is none.
+    compiled program or VectorEnv
+      -> Pool.step(Move, actions)      a `Move` is an operation, the env ids, and the caller's handle
+      -> Engine.move                   checks the handle, writes the actions, sends the envs to their workers
+      -> WorkerGroup.wait              waits until the workers have stepped them
+      -> Engine.take                   copies observations, rewards and flags to the caller
+
+The native engine makes an ordinary move in C++, from the check to the copy. This file handles everything
+else: moves that must wait for other threads, timeouts, errors, resets with options, and pools without C++.
+
+Neighbours: `state.py` decides whether the pool is usable, `env_calls.py` calls methods of envs,
+`pool_states.py` keeps saved states, and `registry.py` finds the pool that a handle names.
 """
 
 from __future__ import annotations
@@ -24,14 +32,14 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options
 from jaxvec._config import Timeouts
-from jaxvec._dispatch.engine import Admission, Made, Rules, Status, whole
+from jaxvec._dispatch.engine import Admission, Made, Rules, Status, select_whole
 from jaxvec._dispatch.move import Caller, Move, Verb
-from jaxvec._errors import JaxvecError, PoolClosedError, StaleHandleError
+from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import Deliver, Rows, Views, copies, into, make_layout, whole_segment
 from jaxvec._pool.env_calls import EnvCalls
 from jaxvec._pool.pool_states import PackedStates, SavedStates
-from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState, too_few_pending
+from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._tracing import Record, Recorder, span
@@ -39,19 +47,20 @@ from jaxvec._workers.base import Patience, WorkerGroup
 
 _logger = logging.getLogger("jaxvec")
 
-_ids = itertools.count(1)  # handles name their pool by number, see _pool/registry.py
+_ids = itertools.count(1)  # a handle contains the id of its pool, see registry.py
 
 
 class Pool:
-    """The envs, their memory, and who may step them now.
+    """The envs of one `make`, with their workers and their shared memory.
 
-    Attributes:
-        spec: of the envs.
-        all: `[num_envs]`, their ids.
-        id: by which handles name the pool.
-        state: whether it is open, broken or closed.
-        env_calls: by which envs are asked, and not moved.
-        finalizer: its end.
+    It coordinates concurrent operations on these envs. The meaning of the data is left to the callers.
+    Arguments that several methods share:
+
+    - move: The operation, its envs `[n]`, and the caller's handle.
+    - actions: An array `[n, ...]` for each leaf of the action, of the stored dtype.
+    - states: Names `[n, 3]` of saved states.
+    - deliver: Function that copies the leaves `[n, ...]` of the time step out of the segment. Methods return
+      the delivered leaves.
     """
 
     def __init__(
@@ -66,18 +75,12 @@ class Pool:
         resets_required: bool,
         states: int = 0,
     ) -> None:
-        """Makes the pool of these workers.
+        """Attaches the workers to a new segment.
 
-        Args:
-            workers: with their envs.
-            spec: of the envs.
-            slices: `(first, stop)` of each worker's envs.
-            together: how many neighbours are one batched env, which moves as a whole; 1 for none.
-            in_order: whether `recv` returns envs in the order in which they were sent.
-            timeouts: of the operations.
-            resets_required: whether envs that were never reset, or have ended their episode without
-                autoreset, refuse to step.
-            states: how many states of envs are kept.
+        `slices` has the range of env ids `(first, stop)` of each worker. `together` neighbouring envs are one
+        batched env. With `in_order`, `recv` returns envs in sending order. With `resets_required`, an env
+        must be reset before its first step and, without autoreset, after each episode. The pool keeps up to
+        `states` saved states.
         """
         self.spec = spec
         self._workers = workers
@@ -86,44 +89,27 @@ class Pool:
         layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
         self._admission = Admission(spec.num_envs, spec.batch_size, together)
-        self.all: NDArray[np.int_] = self._admission.all
-        self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # of all envs
+        self.all: NDArray[np.int_] = self._admission.all  # ids of all envs
+        self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # cache of `move_all`
         self._views = Views(spec, arrays, self._admission.rows)
         self._segment = whole_segment(arrays, layout)
         self._pinning_tried = False
-        self.id: int = next(_ids)
-        self._options: Options = None  # that the workers hold
+        self.id: int = next(_ids)  # in the handles and states of this pool
+        self._options: Options = None  # the reset options that the workers hold
         if not resets_required:
             self._admission.needs_reset[:] = False
-
+        ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
+        views, step_timeout = self._views, timeouts.step
         self._engine = workers.open_engine(
-            Rules(
-                self.id,
-                self._admission,
-                self._views,
-                workers.send,
-                in_order,
-                resets_required and spec.autoreset is Autoreset.DISABLED,
-                timeouts.step,
-            )
+            Rules(self.id, self._admission, views, workers.send, in_order, ends_need_reset, step_timeout)
         )
         self.finalizer: PoolFinalizer = PoolFinalizer(workers, self._engine)
         self.state: PoolState = PoolState(self.id, self._engine, self._admission, self.finalizer)
         self.env_calls: EnvCalls = EnvCalls(
-            workers,
-            self.state,
-            self._engine,
-            slices=slices,
-            raw_info=self._views.raw_info,
-            timeout=timeouts.step,
+            workers, self.state, self._engine, slices=slices, raw_info=views.raw_info, timeout=step_timeout
         )
         self._saved = SavedStates(
-            spec,
-            workers,
-            self.env_calls,
-            capacity=states,
-            pool_id=self.id,
-            resets_required=resets_required,
+            spec, workers, self.env_calls, capacity=states, pool_id=self.id, resets_required=resets_required
         )
 
     @property
@@ -131,10 +117,10 @@ class Pool:
         return self.finalizer.closed
 
     def stats(self) -> Stats:
-        """Returns what the workers have done so far; also of a broken pool."""
+        """Returns the statistics of the workers. Works for a broken pool, but not for a closed one."""
         with self._engine.shared():
             if self.closed:
-                raise PoolClosedError(f"pool {self.id} is closed; read its stats before you close it")
+                raise PoolClosedError(f"pool {self.id} is closed; call stats() before close()")
             return _stats.read(
                 self._views.stats,
                 self._workers.restarts,
@@ -143,39 +129,33 @@ class Pool:
             )
 
     def generation(self, slots: NDArray[Any]) -> NDArray[np.uint32]:
-        """Returns what a fresh handle to `slots` says."""
+        """Returns the generations `[n]` that a fresh handle to `slots` contains."""
         return self._engine.generation[slots]
 
     def move_all(self, verb: Verb, caller: Caller | None = None) -> Move:
-        """Returns a move of all envs, by a caller who has no handle."""
+        """Returns a move of all envs by a caller without a handle."""
         move = self._moves.get((verb, caller))
         if move is None:
             move = self._moves[verb, caller] = Move(verb, self.all, caller=caller)
         return move
 
-    def check_spec(self, fingerprint: int) -> None:
-        """Raises `StaleHandleError` if a handle made for a spec of this fingerprint can't be ours."""
-        if fingerprint != self.spec.fingerprint:
-            raise StaleHandleError(
-                f"foreign handle: it was made for a pool of other spaces or options than pool {self.id}; use "
-                "the handle that jaxvec.reset returned for this pool"
-            )
-
     def pin(self) -> None:
-        """Page-locks the segment for GPUs, once; a log says why if it can't be.
+        """Page-locks the segment for GPUs, and lets programs on a GPU move envs without Python.
 
-        From then on programs on a GPU move envs without asking us.
+        Only the first call does this. A failure is logged; copies are then slower.
         """
         if self._pinning_tried:
             return
         with self._engine.shared():
-            if self._pinning_tried or self.closed:
+            if self._pinning_tried or self.closed:  # another thread was faster
                 return
             self._pinning_tried = True
             try:
                 self.finalizer.pinned = pinned.pin(self._segment)
             except pinned.PinningError as error:
-                _logger.info("pool %s: its memory is not page-locked: %s", self.id, error)
+                _logger.info(
+                    "pool %s: its memory is not page-locked: %s; GPU copies are slower", self.id, error
+                )
             self._engine.allow_gpu()
 
     def reset(
@@ -187,82 +167,61 @@ class Pool:
         options: Any,
         deliver: Deliver = copies,
     ) -> Rows:
-        """Resets envs; without a mask, what was in flight of all envs is lost.
+        """Resets envs. In a first-ready pool, it returns the batch of a `recv`.
 
         Args:
-            move: whose envs.
-            seeds: `[n]` int64, `NONE` where an env gets none.
-            mask: `[n]` bool, which envs to reset, of those that are not in flight; the others' rows stay as
-                they are. `None` for all.
-            options: for the envs' `reset`, as `expand_options`.
-            deliver: what becomes of the leaves of the time step, `[n, ...]` in the segment.
-
-        Returns:
-            What `deliver` made of them. Of a first-ready pool, as `recv`.
+            seeds: Seeds `[n]` int64, with `NO_SEED` for an env without one; `None` for no seeds.
+            mask: Array `[n]` bool, True for the envs to reset, which must not be pending. `None` resets all
+                envs, and drops the results of pending ones.
+            options: Options for the envs' `reset`, see `expand_options`.
         """
         options = expand_options(options, move.slots, self.spec.num_envs)
-        first_ready = self.spec.first_ready  # then it ends by a recv, and there is one at a time
-        alone = move.generation is None or first_ready or self._sets_options(options, move.slots)
+        first_ready = self.spec.first_ready  # the reset then ends with a recv, one of which runs at a time
+        alone = move.generation is None or first_ready or self._changes_options(options, move.slots)
         moved = move.slots if mask is None else move.slots[mask]
         with self.state.track(move) as active:
             with self._engine.exclusive() if alone else self._engine.shared(moved):
                 self.state.enter(move)
-                chosen = self._choose(active, mask)
+                chosen = self._envs_to_reset(active, mask)
                 if first_ready and mask is not None:
                     self._check_enough(resetting=len(chosen))
-                self._send_reset(active, chosen, seeds, options, in_flight=first_ready)
+                self._send_reset(active, chosen, seeds, options, pending=first_ready)
             if first_ready:
                 return self._receive(active, deliver)
             self._wait(active, chosen, len(chosen), Verb.RESET)
-            return self._read(move.slots, deliver)
+            return self._views.read(move.slots, deliver)
 
     def reset_async(
         self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
     ) -> None:
-        """Starts a reset of envs, which are in flight until `recv` returns them; see `reset`."""
+        """Starts a reset of envs, which are pending until `recv` returns them; see `reset`."""
         options = expand_options(options, move.slots, self.spec.num_envs)
-        with self._alone(move) as active:
-            self._send_reset(active, self._choose(active, mask), seeds, options, in_flight=True)
+        with self._exclusive_move(move) as active:
+            self._send_reset(active, self._envs_to_reset(active, mask), seeds, options, pending=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
-        """Steps envs once.
-
-        Args:
-            move: whose envs.
-            actions: an array `[n, ...]` for each leaf of the action, of the stored dtype.
-            deliver: as in `reset`.
-        """
         with self.state.track(move) as active:
-            made = self._make(active, actions, deliver=deliver)
-            return self._finish(active, made, deliver)
+            return self._finish(active, self._start(active, actions, deliver=deliver), deliver)
 
     def end(self, move: Move, *, waited: float, interrupt: Callable[[], None], out: Rows) -> None:
-        """Waits for a step or a `recv` that was begun, and ends it. The caller holds its slots.
+        """Finishes a step or a `recv` that C++ has started, and copies the time step to `out`.
 
-        A compiled program's call that was begun without Python comes here when its wait meets with
-        anything unusual.
-
-        Args:
-            move: that was begun.
-            waited: seconds so far.
-            interrupt: raises if Ctrl-C came since the call began.
-            out: where to copy the leaves of the time step.
+        A compiled program calls this if its wait in C++, `waited` seconds so far, is unusually long, or if a
+        worker has a report. `interrupt` raises if Ctrl-C was pressed since the call started. The caller
+        holds the slots.
         """
-        begun = Made(Status.UNDER_WAY, waited=waited, recorded=True)
-        self._finish(ActiveMove(move, interrupt), begun, into(out))
+        started = Made(Status.UNDER_WAY, waited=waited, recorded=True)
+        self._finish(ActiveMove(move, interrupt), started, into(out))
 
     def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
-        """Starts a step of envs, which are in flight until `recv` returns them.
+        """Starts a step of the envs `env_ids`, `[k]`, which are pending until `recv` returns them.
 
-        Args:
-            move: of all envs.
-            env_ids: `[k]`, whom to send.
-            actions: `[k, ...]`, as of `step`.
-            as_they_are: whether `actions` are `[k]` objects instead, which the envs get as they are.
+        With `as_they_are`, `actions` are `k` Python objects, which the envs receive unconverted. They travel
+        over the control sockets, which is slower.
         """
         with self.state.track(move) as active:
             if not as_they_are:
-                self._make(active, actions, env_ids)
+                self._start(active, actions, env_ids)
                 return
             with self._engine.exclusive(self.env_calls.of_workers(env_ids)):
                 self.state.enter(move)
@@ -282,36 +241,27 @@ class Pool:
         at_least: int | None = None,
         everything: bool = False,
     ) -> Rows:
-        """Waits until `batch_size` of the envs in flight are completed, and receives them.
+        """Waits until `batch_size` of the pending envs are completed, and receives their time steps.
 
         Args:
-            move: of all envs.
-            deliver: as of `reset`; the leaves are `[batch_size, ...]`.
-            timeout: seconds after which to raise `NotReadyError`, and leave the envs in flight.
-            at_least: how many to wait for, in place of `batch_size`; all that are completed by then are
-                received.
-            everything: whether to wait for all envs in flight, and to return the rows of all envs.
+            move: A move of all envs.
+            deliver: See the class. The leaves have the shape `[batch_size, ...]`.
+            timeout: Seconds after which `NotReadyError` is raised. The envs are still pending then.
+            at_least: Number of envs to wait for, instead of `batch_size`. All completed envs are received.
+            everything: True to wait for all pending envs, and to return the rows of all envs of the pool.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         enough = 0 if everything else at_least
         with self.state.track(move) as active:
             if timeout is None and enough is None:
-                made = self._make(active, deliver=deliver)
-                return self._finish(active, made, deliver)
-            self._make(active, deliver=None, at_least=enough)
+                return self._finish(active, self._start(active, deliver=deliver), deliver)
+            self._start(active, deliver=None, at_least=enough)
             return self._receive(active, deliver, give_up=give_up, at_least=at_least, everything=everything)
 
     def save(self, move: Move) -> NDArray[np.uint32]:
-        """Saves the states of envs; one that can't be saved doesn't break us.
-
-        Args:
-            move: whose envs; a caller without handle leaves those of others fresh.
-
-        Returns:
-            `[n, 3]`, what names each state.
-        """
+        """Saves the states of envs, and returns their names. A failure leaves the pool usable."""
         slots = move.slots
-        with self._alone(move) as active:
+        with self._exclusive_move(move) as active:
             self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
             needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, active)
             ids = self._saved.save(send, slots, needs_reset, self._read)
@@ -326,61 +276,41 @@ class Pool:
         *,
         deliver: Deliver = copies,
     ) -> Rows:
-        """Has envs go on from states; if one can't, the pool is broken by it.
-
-        Args:
-            move: whose envs.
-            states: `[n, 3]`, what names the state of each.
-            packed: the states of each, in place of `states`: of another pool.
-            deliver: as in `reset`.
-
-        Returns:
-            What `deliver` made of the time steps that were current when the states were saved.
-        """
+        """Restores envs to saved states, or to `packed` ones of another pool. A failure breaks the pool."""
         slots = move.slots
-        with self._alone(move) as active:
+        with self._exclusive_move(move) as active:
             self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
             self._engine.wait_for_copies()
             sources, rows, needs_reset = self._saved.find(slots, states, packed)
             with self.state.breaking():
-                send = partial(self._send_states, active)
-                self._saved.put(send, slots, sources, rows)
+                self._saved.restore(partial(self._send_states, active), slots, sources, rows)
             self._views.write(slots, rows)
             self._admission.needs_reset[slots] = needs_reset
             self._engine.advance(move)
-            return self._read(slots, deliver)
+            return self._views.read(slots, deliver)
 
     def simulate(
         self, states: NDArray[np.uint32], actions: Rows, *, deliver: Deliver = copies
     ) -> tuple[NDArray[np.uint32], Rows]:
-        """Steps copies of envs from their states, and leaves the envs alone; what fails doesn't break us.
-
-        Args:
-            states: `[n, 3]`, what names the state of each.
-            actions: as of `step`.
-            deliver: as in `reset`.
-
-        Returns:
-            `[n, 3]`, what names the states after the steps; and what `deliver` made of the time steps.
-        """
+        """Steps copies of envs from saved states. Returns the new states' names, and the time steps."""
         with self.state.track(Move(Verb.SIMULATE, self.all)), self._engine.exclusive():
             self.state.check()
             return self._saved.simulate(states, actions, deliver)
 
     def export_states(self, states: NDArray[np.uint32]) -> PackedStates:
-        """Returns states by which envs of other pools can go on, `[n]`."""
+        """Returns states in a form that other pools can restore."""
         with self._engine.exclusive():
             self.state.check()
             return self._saved.pack(states)
 
     def import_states(self, packed: PackedStates) -> NDArray[np.uint32]:
-        """Keeps states of another pool; returns what names them, `[n, 3]`."""
+        """Keeps states of another pool, and returns their names `[n, 3]`."""
         with self._engine.exclusive():
             self.state.check()
             return self._saved.unpack(packed)
 
     def start_trace(self, capacity: int) -> None:
-        """Records what is done from now on, for each worker and each way in the latest `capacity` spans."""
+        """Starts to record spans: the latest `capacity` of each worker, of Python, and of C++."""
         with self._engine.exclusive():
             self.state.check()
             if self.state.recorder is not None:
@@ -391,12 +321,7 @@ class Pool:
             self._engine.recorder = self.state.recorder = Recorder(capacity)
 
     def stop_trace(self) -> tuple[list[Record], list[Record]]:
-        """Records no more; also if the pool is broken or closed by now.
-
-        Returns:
-            The records of the programs, by Python and without it, and those of the workers; of a closed
-            pool, none.
-        """
+        """Stops recording. Returns the records of Python and C++, and of the workers (none if closed)."""
         assert self.state.recorder is not None
         hurry = self.closed or self.state.broken_by is not None
         with self._engine.exclusive(patience=1.0 if hurry else None):
@@ -407,58 +332,47 @@ class Pool:
             try:
                 with self.state.breaking():
                     return programs, self._workers.stop_trace(hurry=self.state.broken_by is not None)
-            except JaxvecError:  # the pool is broken by now, and the next call says so; or another closed it
+            except JaxvecError:  # broken by this, which the next call reports; or closed by another thread
                 return programs, [] if self.closed else self._workers.stop_trace(hurry=True)
 
     def close(self, timeout: float | None = 5.0) -> None:
         """Closes the envs and ends the workers, by force after `timeout` seconds; `None` waits for ever.
 
-        Legal at any time, from any thread, and twice: a step that is under way is ended by force,
-        and raises `PoolClosedError`. Ctrl-C ends the wait for envs, and so their workers.
+        Any thread may call it, at any time and repeatedly. A running step raises `PoolClosedError`. Ctrl-C
+        ends the wait for the envs; their workers are then killed.
         """
         try:
             self.finalizer.close(timeout)
         finally:
             if self.finalizer.ended:
-                for name in ("_views", "_segment"):  # and with them the memory: nobody else has views of it
+                for name in ("_views", "_segment"):  # the only views of the memory, which is now unmapped
                     vars(self).pop(name, None)
                 self.env_calls.forget()
 
-    # --- what the calls are made of; only who is inside the engine, or holds slots there, changes anything --
+    # --- Parts of the operations: only threads that are inside the engine, or hold slots, change anything --
 
     @contextmanager
-    def _alone(self, move: Move) -> Generator[ActiveMove]:
-        """Makes a move in a block that is inside the engine, alone."""
+    def _exclusive_move(self, move: Move) -> Generator[ActiveMove]:
+        """Makes a move in a block that no other thread's move overlaps."""
         with self.state.track(move) as active, self._engine.exclusive():
             self.state.enter(move)
             yield active
 
-    def _check(self, active: ActiveMove) -> None:
-        """Raises what has to end a wait early."""
-        active.interrupt()
-        self.state.check()  # another thread may have closed or broken us
-
-    def _sets_options(self, options: Options, slots: NDArray[Any]) -> bool:
-        """Says whether the workers hold other options than these for some of `slots`."""
+    def _changes_options(self, options: Options, slots: NDArray[Any]) -> bool:
+        """Returns True if the workers may hold other reset options than these for some of `slots`."""
         held = self._options
         return options is not None or (held is not None and any(held[slot] is not None for slot in slots))
 
-    def _choose(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
-        """Returns those of the move's envs that a reset is for, in the order in which it sends them.
-
-        With a mask, `[n]`, none may be in flight. A reset of all waits for those that are, and drops what
-        they return.
-        """
+    def _envs_to_reset(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
+        """Returns the envs that a reset sends, in sending order. They are not pending any more."""
         slots, sent = active.move.slots, self._admission.sent
         if mask is None and len(slots) == self.spec.num_envs and len(sent):
-            self._wait(active, sent, len(sent), self._doing(sent))
+            self._wait(active, sent, len(sent))
             self._admission.note_received(sent)
         chosen = slots if mask is None else slots[mask]
         self.state.check_status(self._engine.check_envs(chosen, stepped=False), chosen)
-        if not self.spec.first_ready:
-            return chosen
         spread = self._admission.spread
-        return spread[np.isin(spread, chosen)]
+        return spread[np.isin(spread, chosen)] if self.spec.first_ready else chosen
 
     def _send_reset(
         self,
@@ -467,14 +381,15 @@ class Pool:
         seeds: NDArray[Any] | None,
         options: Options,
         *,
-        in_flight: bool,
+        pending: bool,
     ) -> None:
-        """Sends those `chosen` of the move's envs, `[n]`, to be reset with `seeds`, `[n]`."""
-        self._engine.wait_for_copies()  # batched envs write rows of others, too, which our handle may lack
+        """Dispatches resets of the envs `chosen`. `seeds` `[n]` are those of all envs of the move."""
+        # A batched env also writes rows of envs that the caller's handle does not contain.
+        self._engine.wait_for_copies()
         slots = active.move.slots
-        idle = ~self._admission.in_flight[slots]  # workers may have yet to read the seeds of others
+        idle = ~self._admission.in_flight[slots]  # the workers of pending envs may still read their seeds
         self._views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
-        if self._sets_options(options, chosen):
+        if self._changes_options(options, chosen):
             held = merge_options(self._options, options, chosen, self.spec.num_envs)
             with self.state.breaking():
                 self._workers.set_options(held, self._timeouts.step)
@@ -482,44 +397,47 @@ class Pool:
         if self._workers.env_settings is not None:
             self._workers.env_settings.reset(chosen, options)
         with self.state.breaking():
-            self._engine.dispatch(Verb.RESET, chosen, self._admission.queue if in_flight else chosen)
+            self._engine.dispatch(Verb.RESET, chosen, self._admission.queue if pending else chosen)
         self._admission.needs_reset[chosen] = False
-        if in_flight:
+        if pending:
             self._admission.note_sent(chosen, self._timeouts.reset)
         self._engine.advance(active.move)
 
     def _send_states(
         self, active: ActiveMove, verb: Verb, slots: NDArray[Any], numbers: NDArray[np.int64]
     ) -> NDArray[np.int_]:
-        """Has states of these numbers saved, or restored; returns the places of those that are left."""
+        """Saves or restores states by a dispatch. Returns the indices of the envs that were left out."""
         self._views.states[slots] = numbers
         self._views.oldest_state[0] = self._saved.table.oldest
         with self.state.breaking():
             self._engine.dispatch(verb, slots)
         self._wait(active, slots, len(slots), verb)
-        return np.flatnonzero(self._views.states[slots])
+        return np.flatnonzero(self._views.states[slots])  # a worker sets the number to 0 when it is done
 
     def _wait(
         self,
         active: ActiveMove,
         slots: NDArray[Any],
         count: int,
-        verb: Verb,
+        verb: Verb | None = None,
         *,
         waited: float = 0,
         give_up: float | None = None,
     ) -> None:
+        """Waits until `count` of `slots` are completed. Without `verb`, they are pending steps or resets."""
+
+        def check_wait() -> None:
+            active.interrupt()
+            self.state.check()  # another thread may have closed or broken the pool
+
+        if verb is None:  # the envs share the longer timeout if any of them still resets
+            verb = Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
         with span(self.state.recorder, "wait for workers"), self.state.breaking():
-            check = partial(self._check, active)
-            check()
-            self._workers.wait(slots, count, Patience(verb.word, timeout, check, waited, give_up))
+            check_wait()
+            self._workers.wait(slots, count, Patience(verb.word, timeout, check_wait, waited, give_up))
 
-    def _doing(self, slots: NDArray[Any]) -> Verb:
-        """Says what those in flight are at: the rest of a reset has a reset's time."""
-        return Verb.RESET if self._workers.any_resetting(slots) else Verb.STEP
-
-    def _make(
+    def _start(
         self,
         active: ActiveMove,
         actions: Rows = (),
@@ -528,13 +446,7 @@ class Pool:
         deliver: Deliver | None = copies,
         at_least: int | None = None,
     ) -> Made:
-        """Has the engine make the move; where that can't be at once, waits until it can, or raises why not.
-
-        Args:
-            active: a step, a send or a recv.
-            actions, env_ids, at_least: as of `Engine.move`.
-            deliver: as of `Engine.move`; `None` if the caller itself waits for the rows.
-        """
+        """Starts a step, a send or a recv; waits for other threads if it must. See `Engine.move`."""
         move, engine = active.move, self._engine
         attempt = partial(engine.move, move, actions, env_ids, deliver=deliver, at_least=at_least)
         try:
@@ -547,23 +459,24 @@ class Pool:
                     else:
                         slots = move.slots if env_ids is None else env_ids
                         self.state.check_status(engine.check_envs(slots, stepped=True), slots)
-                    made = attempt()  # nothing stands against it while this thread is inside
+                    made = attempt()  # succeeds, because the checks passed and this thread is inside
                     assert made.status in (Status.DONE, Status.UNDER_WAY), made.status
         except Exception:
             if not engine.holds():
-                raise  # before any env was moved
+                raise  # no env was moved
             with self.state.breaking():
                 raise
         active.recorded = made.recorded
         return made
 
     def _finish(self, active: ActiveMove, made: Made, deliver: Deliver) -> Any:
-        """Waits for what the engine has begun, and returns the rows of a step or a recv."""
+        """Waits for a started move, and returns the rows of a step or a recv."""
         if made.status is Status.DONE:
-            active.interrupt()  # the steps of a program may all be so quick that no wait notices Ctrl-C
+            # The steps of a program may all be so short that no wait notices Ctrl-C.
+            active.interrupt()
             return made.rows
         slots = active.move.slots
-        with span(self.state.recorder if made.recorded else None, "go on"):
+        with span(self.state.recorder if made.recorded else None, "finish in Python"):
             if active.move.verb is Verb.RECV:
                 return self._receive(active, deliver, waited=made.waited)
             if not self._engine.done_at_once:
@@ -571,7 +484,7 @@ class Pool:
             return self._engine.take(slots, deliver)
 
     def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
-        """Delivers the rows of `slots`. The caller holds them, so nobody has them stepped meanwhile."""
+        # `save` passes this: `_views.read` in the traceback of its error would keep the segment mapped.
         return self._views.read(slots, deliver)
 
     def _receive(
@@ -584,10 +497,11 @@ class Pool:
         at_least: int | None = None,
         everything: bool = False,
     ) -> Rows:
-        """Waits for a batch of the slots in flight. No other thread does so now, but some may send."""
+        """Receives a batch of pending envs, see `recv`. The caller holds the queue, but others may send."""
         overdue = self._admission.overdue()
-        if len(overdue):  # others may have been ready first ever since
-            self._wait(active, overdue, len(overdue), self._doing(overdue), waited=math.inf)
+        if len(overdue):
+            # Other envs may be ready first every time. Without this, an env that hangs would never time out.
+            self._wait(active, overdue, len(overdue), waited=math.inf)
         sent = self._admission.sent
         if at_least is not None:
             slots = self._wait_for_some(active, sent, at_least, waited=waited, give_up=give_up)
@@ -597,7 +511,7 @@ class Pool:
         else:
             count = len(sent) if everything else self.spec.batch_size
             sent = sent[: count if self._in_order else None]
-            self._wait(active, sent, count, self._doing(sent), waited=waited, give_up=give_up)
+            self._wait(active, sent, count, waited=waited, give_up=give_up)
             slots = sent if self._in_order else self._workers.first_completed(sent, count)
             slots = self.all if everything or not self.spec.first_ready else slots
         with self._engine.shared():
@@ -608,32 +522,35 @@ class Pool:
     def _wait_for_some(
         self, active: ActiveMove, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
     ) -> NDArray[Any]:
-        """Waits for `at_least` of `sent`, and returns all that are completed then, in the order of `recv`.
-
-        A worker marks the slots of a batched env one after the other. We may look in the middle of that, so
-        we wait for one more until enough of them are whole; single envs are at the first look.
-        """
-        slots = sent[:0]
+        """Waits for `at_least` of `sent`. Returns all that are completed by then, in the order of `recv`."""
+        together, slots = self._admission.together, sent[:0]
+        # A worker marks the slots of a batched env one by one, and this thread may look between two of them.
+        # So it waits for one more slot until enough batched envs are whole. Single envs need one pass.
         for count in range(at_least, len(sent) + 1):
             first = sent[: count if self._in_order else None]
-            self._wait(active, first, count, self._doing(first), waited=waited, give_up=give_up)
-            slots = self._all_completed(sent)
+            self._wait(active, first, count, waited=waited, give_up=give_up)
+            slots = self._workers.first_completed(sent, len(sent))
+            if self._in_order:  # no env before one that was sent earlier
+                slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
+            if together > 1:
+                slots = select_whole(slots, sent, together)
             if len(slots) >= at_least:
                 break
         return slots
 
-    def _all_completed(self, sent: NDArray[Any]) -> NDArray[Any]:
-        """Returns all of `sent` that are completed, in the order of `recv`; of batched envs, whole ones."""
-        slots = self._workers.first_completed(sent, len(sent))
-        if self._in_order:  # none before one that was sent earlier
-            slots = sent[np.logical_and.accumulate(np.isin(sent, slots))]
-        together = self._admission.together
-        return slots if together == 1 else whole(slots, sent, together)
-
     def _check_enough(self, at_least: int | None = None, *, resetting: int | None = None) -> None:
-        """Raises the error of a `recv` that waits for more envs than are in flight; see `too_few_pending`."""
-        in_flight = int(self._admission.num_sent[0])
+        """Raises if a `recv`, after a reset of `resetting` envs by mask, would wait for too many envs."""
+        pending = int(self._admission.num_sent[0])
         count = self.spec.batch_size if at_least is None else at_least
-        if in_flight + (resetting or 0) < count:
-            returned = str(count) if at_least is None else f"at least {count}"
-            raise too_few_pending(returned, in_flight, resetting=resetting)
+        if pending + (resetting or 0) >= count:
+            return
+        if resetting is None:
+            wanted = str(count) if at_least is None else f"at least {count}"
+            raise PendingEnvError(
+                f"recv returns {wanted} envs, but only {pending} are pending; send more envs first"
+            )
+        raise PendingEnvError(
+            f"reset returns {count} envs, as recv does, but with the {resetting} of mask only "
+            f"{pending + resetting} would be pending; send more envs first, or start the reset with "
+            "VectorEnv.reset_async. Nothing was reset"
+        )

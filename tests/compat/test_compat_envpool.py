@@ -483,7 +483,7 @@ def test_a_program_steps_some_envs():
         assert third[0][:, 3].tolist() == [3, 2, 1, 0]
         with pytest.raises(jaxvec.EnvIdError, match="env_id 4 is out of range"):
             step(handle, jnp.zeros(2, int), jnp.array([4, 0]))
-        with pytest.raises(jaxvec.EnvIdError, match="env_id 0 is named twice"):
+        with pytest.raises(jaxvec.EnvIdError, match="duplicate env_id 0"):
             step(handle, jnp.zeros(2, int), jnp.array([0, 0]))
         with pytest.raises(jaxvec.EnvIdError, match="integers"):
             step(handle, jnp.zeros(2, int), jnp.zeros(2))
@@ -545,7 +545,7 @@ def test_tasks():
         (lambda env: env.reset(np.array([0]), options={"reset_mask": np.ones(3, bool)}), ValueError, "both"),
         (lambda env: env.reset(options={"level": 3}), ValueError, "level"),
         (lambda env: env.reset(options={"reset_mask": [0, 1, 2]}), ValueError, "mask must be bool"),
-        (lambda env: env.recv(), jaxvec.PendingEnvError, "0 are in flight"),
+        (lambda env: env.recv(), jaxvec.PendingEnvError, "0 are pending"),
         (lambda env: env.render(9), jaxvec.EnvIdError, "env_id 9 is out of range"),
     ],
 )

@@ -213,7 +213,7 @@ def interrupt_at(n, call):
     def tracer(frame, event, _):
         nonlocal n, where
         n -= event == "call" or frame.f_code.co_filename == _pool.__file__
-        if where is None and (n <= 0 or frame.f_code.co_name == "_check"):
+        if where is None and (n <= 0 or frame.f_code.co_name == "check_wait"):
             where = frame.f_code.co_name
             raise KeyboardInterrupt
         return tracer
@@ -242,7 +242,7 @@ def test_ctrl_c_before_wait_leaves_no_untracked_env(drive, way, verb):
         driver.workers[0].suspend()  # what was handed over is under way for as long as we look
         where = interrupt_at(n, getattr(driver, verb))
         pool = driver.envs.pool
-        if where == "_check" or (pool.state.broken_by is None and probe.admission(pool).num_sent[0]):
+        if where == "check_wait" or (pool.state.broken_by is None and probe.admission(pool).num_sent[0]):
             break  # it is in the wait, or between two calls, with envs in flight
         driver.workers[0].resume()
         if pool.state.broken_by is None:

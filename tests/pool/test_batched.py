@@ -182,7 +182,7 @@ def test_vmap_over_parts_of_one_batched_env_is_one_hand_off(make):
 def test_a_part_of_it_can_not_be_stepped_alone(make):
     envs = make(counting(AutoresetMode.SAME_STEP), transport="io_callback")
     handle, _ = jaxvec.reset(envs)
-    with pytest.raises(jaxvec.EnvIdError, match=r"envs 0 to 2 are one batched env, .* only \[0, 1\] of them"):
+    with pytest.raises(jaxvec.EnvIdError, match=r"envs 0 to 2 are one batched env, .* names only \[0, 1\];"):
         jaxvec.step(jax.tree.map(lambda token: token[:2], handle), jnp.zeros(2, int))
     assert jaxvec.step(handle, jnp.zeros(3, int))[1].info["episode_length"].tolist() == [1] * 3
 
@@ -295,5 +295,5 @@ def test_a_batched_env_must_say_how_it_resets(make):
     class Silent(Wrong):
         metadata = {}
 
-    with pytest.raises(ValueError, match=r"set metadata\['autoreset_mode'\]"):
+    with pytest.raises(ValueError, match=r"metadata\['autoreset_mode'\] of the VectorEnv is None; set it"):
         make(Silent())

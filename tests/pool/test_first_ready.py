@@ -303,9 +303,7 @@ def test_all_that_are_ready_are_returned_and_one_at_least(make, dispatch, order,
     envs = make(GatedEnv, 4, gate=gate, num_workers=4, batch_size=2, recv_order=order, dispatch=dispatch)
     envs.reset()
     envs.recv()
-    with pytest.raises(
-        jaxvec.PendingEnvError, match="recv returns at least 1 envs, but only 0 are in flight"
-    ):
+    with pytest.raises(jaxvec.PendingEnvError, match="recv returns at least 1 envs, but only 0 are pending"):
         envs.recv(at_least=1)
     envs.send([7], [1])
     for other in (3, 0, 2):  # one after the other: each is done before the next is sent
@@ -379,17 +377,17 @@ REFUSED = {
             jaxvec.send(h, jnp.zeros(2, int), jnp.array([0, 1])), jnp.zeros(2, int), jnp.array([2, 1])
         ),
         jaxvec.PendingEnvError,
-        r"envs \[1\] are in flight",
+        r"envs \[1\] are pending",
     ),
     "a step of envs in flight": (
         lambda h: jaxvec.step(jaxvec.send(h, jnp.zeros(1, int), jnp.array([3])), jnp.zeros(4, int)),
         jaxvec.PendingEnvError,
-        r"envs \[3\] are in flight",
+        r"envs \[3\] are pending",
     ),
     "twice": (
         lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 1])),
         jaxvec.EnvIdError,
-        "env_id 1 is named twice",
+        "duplicate env_id 1",
     ),
     "foreign": (
         lambda h: jaxvec.send(h, jnp.zeros(2, int), jnp.array([1, 4])),
@@ -414,26 +412,26 @@ REFUSED = {
     "a reset by mask of all, one in flight": (
         lambda h: jaxvec.reset(jaxvec.send(h, jnp.zeros(1, int), jnp.array([2])), mask=np.ones(4, bool)),
         jaxvec.PendingEnvError,
-        r"envs \[2\] are in flight",
+        r"envs \[2\] are pending",
     ),
     "a reset by mask of too few": (
         lambda h: jaxvec.reset(h, mask=np.array([True, False, False, False])),
         jaxvec.PendingEnvError,
-        "reset returns 2 envs, as recv does, but with the 1 of mask only 1 would be in flight",
+        "reset returns 2 envs, as recv does, but with the 1 of mask only 1 would be pending",
     ),
     "a handle with an env twice": (
         lambda h: jaxvec.send(
             jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], h), jnp.zeros(1, int), jnp.array([1])
         ),
         jaxvec.EnvIdError,
-        "env_id 0 is named twice",
+        "duplicate env_id 0",
     ),
     "a handle with an env twice, at recv": (
         lambda h: jaxvec.recv(
             jax.tree.map(lambda x: x[jnp.array([0, 0, 2, 3])], jaxvec.send(h, jnp.zeros(4, int)))
         ),
         jaxvec.EnvIdError,
-        "env_id 0 is named twice",
+        "duplicate env_id 0",
     ),
     "stale": (
         lambda h: (
@@ -566,7 +564,7 @@ def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, dispatch
     envs.reset_async(mask=left, seed=10, options=[{"gate": gate}, {"level": 1}, None, None])
     for reset in (envs.reset, envs.reset_async):
         for mask, flying in ((left, r"\[0, 1\]"), (~left | [False, True, False, False], r"\[1\]")):
-            with pytest.raises(jaxvec.PendingEnvError, match=f"envs {flying} are in flight"):
+            with pytest.raises(jaxvec.PendingEnvError, match=f"envs {flying} are pending"):
                 reset(mask=mask, seed=30, options={"level": 30})
     # Worker 0 is busy, but is not asked, since the options of its envs stay.
     within(lambda: envs.reset_async(mask=last, seed=20, options={"level": 3}))
@@ -583,7 +581,7 @@ def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, dispatch
     ids = envs.recv().info["env_id"]
     assert sorted(ids.tolist()) == [2, 3]
     assert [info["options"] for info in envs.infos([2, 3])] == [None, None]
-    with pytest.raises(jaxvec.PendingEnvError, match="with the 0 of mask only 0 would be in flight"):
+    with pytest.raises(jaxvec.PendingEnvError, match="with the 0 of mask only 0 would be pending"):
         envs.reset(mask=np.zeros(4, bool))
 
 

@@ -67,5 +67,5 @@ def test_a_broken_pool_tells_what_it_did_and_a_closed_one_nothing(make):
         envs.step([1])
     assert envs.stats().total.steps == 1
     envs.close()
-    with pytest.raises(jaxvec.PoolClosedError, match="read its stats before"):
+    with pytest.raises(jaxvec.PoolClosedError, match=r"call stats\(\) before close\(\)"):
         envs.stats()

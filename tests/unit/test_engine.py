@@ -361,9 +361,9 @@ class EngineMachine(RuleBasedStateMachine):
         flying = sorted(set(slots) & set(self.sent))
         error, in_all = None, len(self.sent) + len(slots)
         if flying:
-            error = rf"envs \[{', '.join(map(str, flying))}\] are in flight"
+            error = rf"envs \[{', '.join(map(str, flying))}\] are pending"
         elif receives and in_all < self.batch_size:
-            error = f"as recv does, but with the {len(slots)} of mask only {in_all} would be in flight"
+            error = f"as recv does, but with the {len(slots)} of mask only {in_all} would be pending"
         reset = self.pool.reset if receives else self.pool.reset_async
         reset = partial(reset, self.all(Verb.RESET, by_handle), seeds=None, mask=mask, options=None)
         if error is not None:
