@@ -1,7 +1,7 @@
 """The text of the package is plain technical English: docstrings, comments, error messages and test names.
 
-`problems` finds the constructions that CONTRIBUTING.md rejects. `ALLOWED` counts those that are left in each
-part of the package; a number there may only fall.
+`problems` finds constructions that a reader has to decode: openings without a subject, *who* for things, and
+private words. What it finds has to be rewritten for the reader, not for the test.
 """
 
 from __future__ import annotations
@@ -39,24 +39,6 @@ WORDS = {  # a pattern, in any case: what to write instead
     r"hand-?offs?|handed? over": "dispatch",
     r"lanes?": "vmapped instance",
     r"gone on": "recovered",
-}
-
-ALLOWED: dict[str, int] = {
-    "jaxvec": 166,
-    "_dispatch": 68,
-    "_envs": 252,
-    "_memory": 43,
-    "_native": 114,
-    "_pool": 160,
-    "_ray": 155,
-    "_snapshots": 39,
-    "_workers": 196,
-    "adapters": 43,
-    "callbacks": 96,
-    "cli": 15,
-    "compat": 152,
-    "examples": 80,
-    "tests": 0,
 }
 
 QUOTED: tuple[str, ...] = ()  # lines that may stay, as quoted text of other programs
@@ -142,7 +124,7 @@ for _path in sorted((ROOT / "jaxvec").rglob("*")):
 @pytest.mark.parametrize("part", PARTS)
 def test_package_text_is_plain_english(part):
     found = [problem for path in PARTS[part] for problem in problems_of(path)]
-    assert len(found) <= ALLOWED.get(part, 0), "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 def test_test_names_are_short():
@@ -154,7 +136,7 @@ def test_test_names_are_short():
         and node.name.startswith("test_")
         and len(node.name) > MAX_TEST_NAME
     }
-    assert len(names) <= ALLOWED.get("tests", 0), "\n".join(sorted(names))
+    assert not names, "\n".join(sorted(names))
 
 
 def test_english_lint_finds_openings_entries_and_words():
