@@ -29,7 +29,7 @@ from xml.etree import ElementTree
 
 GRACE = 5  # seconds that a step has to end in, once it is told to
 TAIL = 1500  # characters kept of what a step prints
-CUDA_TESTS = "tests/accelerator/test_cuda.py"
+CUDA_TESTS = ("tests/accelerator/test_cuda.py", "tests/accelerator/test_cuda_programs.py")
 GRAPHS = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL,COLLECTIVES"
     " --xla_gpu_graph_min_graph_size=1"
@@ -130,13 +130,13 @@ def steps(where: str, short: bool) -> list[Step]:
     return [
         Step("driver", 40, ("-m", "benchmarks.accelerator.driver", "{file}")),
         programs("calling", 75, "calling"),
-        tests("tests_cuda", 130, CUDA_TESTS),
+        tests("tests_cuda", 130, *CUDA_TESTS),
         Step("gpu", 90, ("-m", "benchmarks.gpu", *measure, "--seconds", "0.25", *payloads)),
         Step("images", 95, ("-m", "benchmarks.images", *measure, "--rounds", "2", *images)),
         tests(
             "graphs",
             60,
-            CUDA_TESTS,
+            *CUDA_TESTS,
             "-k",
             "ffi and ImageEnv",
             env={"XLA_FLAGS": GRAPHS},

@@ -55,7 +55,7 @@ def count(params, handle, timestep, key):
 
 
 @pytest.fixture
-def make_rollouts(cluster):  # noqa: F811
+def make_rollouts(cluster):
     """Yields `jaxvec.Rollouts`, with little to do, and closes all that it made."""
     made = []
 
@@ -257,7 +257,7 @@ def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     wait_until(lambda: ray.available_resources().get("CPU") == 4)
 
 
-def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, cluster, tmp_path):  # noqa: F811
+def test_who_waits_for_a_rollout_hears_that_ray_was_shut_down(make_rollouts, cluster, tmp_path):
     rollouts = make_rollouts(env=partial(Gated, tmp_path))
     waiting = threading.Thread(target=_shut_down, args=(tmp_path,), daemon=True)
     waiting.start()
@@ -276,7 +276,7 @@ def _shut_down(folder):
     ray.shutdown()
 
 
-def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     size = "--num-actors 1 --num-envs 4 --num-steps 50 --total-steps 600"
     result = impala_ray.main(size.split())
@@ -302,7 +302,7 @@ def test_the_example_trains(cluster, tmp_path, monkeypatch, capsys):  # noqa: F8
         ({"numbers": (number for number in "12")}, jaxvec.NotPicklableError, "can't be pickled.*generator"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_starts(cluster, options, kind, said):  # noqa: F811
+def test_bad_arguments_are_refused_before_anything_starts(cluster, options, kind, said):
     defaults = {"rollout": count, "env": CountingEnv, "num_envs": 1, "num_actors": 1, "params": 0}
     with pytest.raises(kind, match=re.compile(said, re.DOTALL)):
         jaxvec.Rollouts(**defaults | options)

@@ -1,0 +1,223 @@
+"""Resets of some envs of an asynchronous pool, compared with a model."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import disasters
+from support.disasters import PATIENCE, GatedEnv, within
+from test_first_ready import check_rows, how, transport  # noqa: F401
+
+import jaxvec
+from jaxvec.testing import CountingEnv
+
+# --- Resets by mask ---------------------------------------------------------------------------
+
+
+def test_a_program_resets_some_envs_while_others_are_in_flight(make, transport):
+    """Of each batch, the first env is stepped, and the second is reset."""
+    envs = make(CountingEnv, 6, num_workers=2, batch_size=2, recv_order="sent", transport=transport)
+    handle, timestep = jaxvec.reset(envs, seed=0)
+
+    @jax.jit
+    def program(handle, timestep):
+        def body(carry, _):
+            handle, timestep = carry
+            first, second = timestep.info["env_id"]
+            handle = jaxvec.send(handle, first[None], first[None])
+            handle, timestep = jaxvec.reset(handle, mask=jnp.arange(6) == second)
+            return (handle, timestep), timestep
+
+        return jax.lax.scan(body, (handle, timestep), length=20)[1]
+
+    first = timestep.info["env_id"].tolist()
+    found = program(handle, timestep)
+    resets, steps, last = [1] * 6, [0] * 6, [-1] * 6
+    flying = [env_id for env_id in spread(6, 2) if env_id not in first]
+    batch = first
+    for turn in range(20):
+        stepped, reset = batch
+        steps[stepped], last[stepped] = steps[stepped] + 1, stepped
+        resets[reset], last[reset] = resets[reset] + 1, -1
+        flying += batch
+        batch, flying = flying[:2], flying[2:]
+        assert found.info["env_id"][turn].tolist() == batch
+        assert found.obs[turn, :, 0].tolist() == [resets[env_id] for env_id in batch]
+        assert found.obs[turn, :, 1].tolist() == [steps[env_id] for env_id in batch]
+        assert found.obs[turn, :, 3].tolist() == [last[env_id] for env_id in batch]
+        was_reset = np.array([last[env_id] < 0 for env_id in batch])
+        for zero in (found.reward, found.info["episode_return"], found.info["episode_length"]):
+            np.testing.assert_array_equal(zero[turn] == 0, was_reset)
+
+
+class WaitingReset(CountingEnv):
+    """Its reset waits for a file if the options say so."""
+
+    def reset(self, *, seed=None, options=None):
+        while options and "gate" in options and not options["gate"].exists():
+            threading.Event().wait(0.001)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_a_reset_that_has_yet_to_begin_keeps_its_seed_and_options(make, dispatch, tmp_path):
+    """Env 1 waits behind the reset of env 0, its worker's other; meanwhile env 3 is reset, and received."""
+    gate = tmp_path / "open"
+    envs = make(WaitingReset, 4, num_workers=2, batch_size=2, dispatch=dispatch)
+    envs.reset()
+    envs.recv()
+    left, last = np.arange(4) < 2, np.arange(4) == 3
+    envs.reset_async(mask=left, seed=10, options=[{"gate": gate}, {"level": 1}, None, None])
+    for reset in (envs.reset, envs.reset_async):
+        for mask, flying in ((left, r"\[0, 1\]"), (~left | [False, True, False, False], r"\[1\]")):
+            with pytest.raises(jaxvec.PendingEnvError, match=f"envs {flying} are pending"):
+                reset(mask=mask, seed=30, options={"level": 30})
+    # Worker 0 is busy, but is not asked, since the options of its envs stay.
+    within(lambda: envs.reset_async(mask=last, seed=20, options={"level": 3}))
+    check_rows(envs.recv(at_least=1, timeout=PATIENCE), [3], [-1], resets=2)
+    gate.touch()
+    check_rows(envs.recv(timeout=PATIENCE), [0, 1], [-1, -1], resets=2)
+    assert [(info["seed"], info["options"]) for info in envs.infos()] == [
+        (10, {"gate": gate}),
+        (11, {"level": 1}),
+        (-1, None),
+        (23, {"level": 3}),
+    ]
+    envs.reset_async(mask=~left)  # without options: none are left over from before
+    ids = envs.recv().info["env_id"]
+    assert sorted(ids.tolist()) == [2, 3]
+    assert [info["options"] for info in envs.infos([2, 3])] == [None, None]
+    with pytest.raises(jaxvec.PendingEnvError, match="with the 0 of mask only 0 would be pending"):
+        envs.reset(mask=np.zeros(4, bool))
+
+
+# --- Against a model --------------------------------------------------------------------------
+
+
+def spread(num_envs, batch_size):
+    """The order in which a reset sends: each batch has envs of all parts of the pool."""
+    batches = -(-num_envs // batch_size)
+    return sorted(range(num_envs), key=lambda i: (i % batches, i))
+
+
+# Drawn before the game: who is ready first is no choice of Hypothesis', and its draws must not depend on it.
+MOVES = st.lists(
+    st.tuples(st.just("send"), st.randoms(use_true_random=True))
+    | st.tuples(st.just("recv"), st.none() | st.integers(1, 6)),
+    max_size=25,
+)
+
+
+@settings(max_examples=15)
+@given(
+    num_envs=st.integers(1, 6),
+    batch=st.integers(1, 6),
+    order=st.sampled_from(["ready", "sent"]),
+    moves=MOVES,
+)
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_random_sends_and_receives_agree_with_a_model(dispatch, num_envs, batch, order, moves):
+    batch = min(batch, num_envs)
+    with disasters.make(
+        CountingEnv,
+        num_envs,
+        num_workers=min(2, num_envs),
+        batch_size=batch,
+        recv_order=order,
+        dispatch=dispatch,
+    ) as envs:
+        steps = [0] * num_envs
+        arrived = envs.reset().info["env_id"].tolist()
+        flying = [i for i in spread(num_envs, batch) if i not in arrived]
+        actions = dict.fromkeys(range(num_envs), -1)
+        for name, how in moves:
+            if name == "send":
+                sent = how.sample(arrived, how.randint(min(1, len(arrived)), len(arrived)))
+                given_actions = [how.randrange(1000) for _ in sent]
+                envs.send(np.array(given_actions, int), np.array(sent, int))
+                for env_id, action in zip(sent, given_actions, strict=True):
+                    arrived.remove(env_id)
+                    flying.append(env_id)
+                    steps[env_id] += 1
+                    actions[env_id] = action
+                continue
+            at_least = how and min(how, num_envs)
+            if len(flying) < (at_least or batch):
+                with pytest.raises(jaxvec.PendingEnvError):
+                    envs.recv(at_least=at_least)
+            else:
+                timestep = envs.recv(at_least=at_least)
+                got = timestep.info["env_id"].tolist()
+                assert len(set(got)) == len(got) >= (at_least or batch)
+                assert at_least is not None or len(got) == batch
+                if at_least is None and batch == num_envs:
+                    assert got == list(range(num_envs))
+                elif order == "sent":
+                    assert got == flying[: len(got)]
+                assert timestep.obs[:, 1].tolist() == [steps[i] for i in got]
+                assert timestep.obs[:, 3].tolist() == [actions[i] for i in got]
+                for env_id in got:
+                    flying.remove(env_id)
+                    arrived.append(env_id)
+
+
+# --- Resets in two halves, and a caller's own time limit -----------------------------------------
+
+
+def test_a_reset_that_was_sent_is_received(make, how):
+    envs = make(CountingEnv, 3, **how)
+    envs.reset_async(seed=5, options=[{"level": 1}, None, {"level": 3}])
+    with pytest.raises(jaxvec.PendingEnvError):
+        envs.step([0, 0, 0])
+    assert envs.recv().obs[:, :2].tolist() == [[1, 0]] * 3
+    assert [info["seed"] for info in envs.infos()] == [5, 6, 7]
+    assert [info["options"] for info in envs.infos()] == [{"level": 1}, None, {"level": 3}]
+    envs.step([0, 0, 0])
+
+
+def test_some_envs_reset_while_others_step(make, how):
+    envs = make(CountingEnv, 4, **how)
+    envs.reset()
+    envs.reset_async(mask=np.array([True, False, True, False]))
+    with pytest.raises(jaxvec.PendingEnvError):  # two are in flight, recv returns four
+        envs.recv()
+    envs.send([1, 3], env_id=[1, 3])
+    assert envs.recv().obs.tolist() == [[2, 0, 0, -1], [1, 1, 1, 1], [2, 0, 0, -1], [1, 1, 1, 3]]
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_after_a_callers_own_timeout_the_envs_can_be_waited_for_again(make, dispatch, tmp_path):
+    gate = tmp_path / "gate"
+    envs = make(GatedEnv, 2, gate=gate, dispatch=dispatch)
+    envs.reset()
+    envs.send([7, 0])
+    for _ in range(2):
+        with pytest.raises(jaxvec.NotReadyError, match="call it again to continue waiting"):
+            envs.recv(timeout=0.01)
+    with pytest.raises(jaxvec.PendingEnvError):
+        envs.step([0, 0])
+    gate.touch()
+    assert envs.recv(timeout=20).obs.tolist() == [[1, 1, 1, 7], [1, 1, 1, 0]]
+    assert envs.step([1, 2]).obs[:, 3].tolist() == [1, 2]  # no stale row
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ([{}], "got 1 dicts for 2 envs"),
+        ("fast", "must be a dict, or one for each env, not str"),
+        ([{}, 3], "options of env 1 must be a dict or None, not int"),
+    ],
+)
+def test_wrong_options_are_refused(make, how, options, error):
+    envs = make(CountingEnv, 2, **how)
+    for reset in (envs.reset, envs.reset_async, lambda options: jaxvec.reset(envs, options=options)):
+        with pytest.raises((TypeError, ValueError), match=error):
+            reset(options=options)
+    assert envs.reset().obs[:, 0].tolist() == [1, 1]

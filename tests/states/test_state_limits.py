@@ -1,0 +1,461 @@
+"""Limits and failures of saved states, and checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pickle
+import random
+import subprocess
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from test_states import ACTIONS, counting, equal, pool  # noqa: F401
+
+import jaxvec
+from jaxvec._envs.env_states import unpack
+from jaxvec.testing import CountingEnv
+
+# --- bounds and failures ----------------------------------------------------------------------
+
+
+def test_as_many_are_kept_as_was_said(make, backend):
+    envs = make("CartPole-v1", 4, states=6, backend=backend)
+    envs.reset(seed=0)
+    assert envs.stats().states == 0
+    old, new = envs.save(), envs.save()
+    stats = envs.stats()
+    assert stats.states == 6
+    assert stats.total.state_bytes > 0
+    assert stats.state_row_bytes > 0
+    with pytest.raises(jaxvec.StaleStateError, match="state 0 is gone: pool .* keeps 6"):
+        envs.restore(old)
+    envs.restore(jaxvec.EnvState(np.concatenate([old.ids[2:], new.ids[:2]])))
+    for _ in range(5):
+        envs.save()
+    envs.map(lambda env: None)
+    assert envs.stats().total.state_bytes <= 2 * stats.total.state_bytes
+    with pytest.raises(ValueError, match="8 states at once, because pool .* keeps 6; make it with states=8"):
+        envs.simulate(jaxvec.EnvState(np.tile(envs.save().ids, (2, 1))), [0] * 8)
+
+
+def test_a_pool_without_states_says_what_to_write(make):
+    envs = make("CartPole-v1", 2, backend="serial")
+    envs.reset(seed=0)
+    with pytest.raises(ValueError, match="keeps 0; make it with states=2 or more"):
+        envs.save()
+    with pytest.raises(ValueError, match="make it with states="):
+        envs.restore(jaxvec.EnvState(np.full((2, 3), envs.pool.id, np.uint32)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"states": -1}, ValueError, "at least 0"),
+        ({"states": 5, "spare_envs": 1}, ValueError, "spare_envs"),
+        ({"states": 5, "envs_per_instance": 2}, ValueError, "batched env"),
+        ({"on_fault": jaxvec.Restart(retry="restore")}, ValueError, "needs saved states: pass make"),
+        (
+            {"on_fault": jaxvec.Restart(retry="restore"), "states": 2, "autoreset_mode": "DISABLED"},
+            ValueError,
+            "needs autoreset: without it, the program itself",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options, error, match):
+    with pytest.raises(error, match=match):
+        jaxvec.make("CartPole-v1", 2, **options)
+
+
+def test_what_is_no_state_is_refused(make):
+    envs = make("CartPole-v1", 2, states=4, backend="serial")
+    handle, _ = jaxvec.reset(envs, seed=0)
+    for wrong in (3, np.zeros((2, 3), np.uint32)):
+        with pytest.raises(TypeError, match="an EnvState from save or simulate"):
+            envs.restore(wrong)
+        with pytest.raises(TypeError, match="an EnvState from save or simulate"):
+            jaxvec.restore(handle, wrong)
+        with pytest.raises(TypeError, match="an EnvState from save or simulate"):
+            jaxvec.simulate(envs, wrong, [0, 0])
+    one = envs.save()[:1]
+    for verb in (envs.restore, lambda state: jaxvec.restore(handle, state)):
+        with pytest.raises(
+            ValueError, match=r"expected one for each of 2 envs.* got uint32 of shape \(1, 3\)"
+        ):
+            verb(one)
+    with pytest.raises(TypeError, match="takes the pool"):
+        jaxvec.simulate("CartPole-v1", one, [0])
+
+
+class Fragile(CountingEnv):
+    """Raises at action 9, and dies at 8."""
+
+    def step(self, action):
+        if action == 9:
+            raise RuntimeError("fragile")
+        if action == 8:
+            import os
+
+            os._exit(3)
+        return super().step(action)
+
+
+def test_an_env_that_fails_in_simulate_breaks_nothing(make, backend):
+    envs = make(Fragile, 3, states=9, backend=backend)
+    envs.reset(seed=0)
+    state = envs.save()
+    with pytest.raises(
+        jaxvec.EnvError, match="env 1.* raised RuntimeError in simulate with action .*: fragile"
+    ):
+        envs.simulate(state, [0, 9, 0])
+    _, timestep = envs.simulate(state, [1, 2, 3])
+    np.testing.assert_array_equal(timestep.obs[:, 3], [1, 2, 3])
+    np.testing.assert_array_equal(envs.step([4, 5, 6]).obs, [[1, 1, 1, 4], [1, 1, 1, 5], [1, 1, 1, 6]])
+
+
+def test_states_of_a_worker_that_was_replaced_are_gone(make):
+    restart = jaxvec.Restart(rate=None)
+    envs = make(Fragile, 2, states=9, num_workers=2, on_fault=restart)
+    envs.reset(seed=0)
+    state = envs.save()
+    assert envs.step([0, 8]).info["fault"].tolist() == [False, True]
+    for verb in (envs.restore, lambda state: envs.simulate(state, [0, 0])):
+        with pytest.raises(jaxvec.StaleStateError, match="1 of these states are lost, because their worker"):
+            verb(state)
+    timestep = envs.restore(state[[0, 0]])
+    np.testing.assert_array_equal(timestep.obs, [[1, 0, 0, -1]] * 2)
+    np.testing.assert_array_equal(envs.step([3, 4]).obs, [[1, 1, 1, 3], [1, 1, 1, 4]])
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+def test_a_worker_that_dies_in_simulate_is_a_worker_that_died(make, on_fault):
+    envs = make(Fragile, 4, num_workers=2, states=20, on_fault=on_fault)
+    envs.reset()
+    envs.step(np.zeros(4, int))
+    state = envs.save()
+    with pytest.raises(
+        jaxvec.WorkerDiedError, match=r"\(envs 2, 3\) exited with code 3 while answering simulate\."
+    ):
+        envs.simulate(state, np.array([0, 0, 8, 0]))
+    if on_fault == "raise":
+        with pytest.raises(jaxvec.PoolBrokenError, match="while answering simulate"):
+            envs.step(np.zeros(4, int))
+        return
+    assert envs.simulate(state[:2], np.zeros(2, int))[1].obs[:, 1].tolist() == [2, 2]  # the other worker's
+    with pytest.raises(
+        jaxvec.StaleStateError, match="2 of these states are lost, because their worker was replaced"
+    ):
+        envs.simulate(state, np.zeros(4, int))
+    after = envs.step(np.zeros(4, int))
+    assert after.info["fault"].tolist() == [False, False, True, True]
+    assert after.obs[:2, 1].tolist() == [2, 2]
+
+
+class Frail(CountingEnv):
+    """Fails as it was told, as often, when its state is taken or put back."""
+
+    fails = "", "", 0
+
+    def tell(self, *how):
+        self.fails = how
+
+    def get_state(self):
+        self._fail("save")
+
+    def set_state(self, state):
+        self._fail("restore")
+
+    def _fail(self, verb):
+        when, how, times = self.fails
+        if when != verb or not times:
+            return
+        self.fails = when, how, times - 1
+        if how == "dies":
+            import os
+
+            os._exit(3)
+        raise ValueError("frail")
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "restart"])
+@pytest.mark.parametrize("verb", ["save", "restore"])
+def test_worker_death_during_save_or_restore_is_worker_died_error(make, verb, on_fault):
+    envs = make(Frail, 4, num_workers=2, states=20, on_fault=on_fault)
+    envs.reset()
+    state = envs.save()
+    envs.step(np.zeros(4, int))
+    envs.call("tell", verb, "dies", 1, indices=3)
+    doing = {"save": "saving", "restore": "restoring"}[verb]
+    what = rf"worker 1 \(envs 2, 3\) exited with code 3 while {doing} env 3\."
+    with pytest.raises(jaxvec.WorkerDiedError, match=what):
+        envs.save() if verb == "save" else envs.restore(state)
+    if on_fault == "raise" or verb == "restore":
+        with pytest.raises(jaxvec.PoolBrokenError, match=what):
+            envs.step(np.zeros(4, int))
+        return
+    after = envs.step(np.zeros(4, int))
+    assert after.info["fault"].tolist() == [False, False, True, True]
+    assert after.obs[:, 1].tolist() == [2, 2, 0, 0]
+    envs.restore(envs.save())
+
+
+def test_failed_save_or_restore_is_retried_once(make):
+    envs = make(Frail, 4, num_workers=2, states=20)
+    envs.reset()
+    states = [envs.save()]
+    envs.step(np.zeros(4, int))
+    envs.call("tell", "save", "raises", 1, indices=2)
+    states.append(envs.save())
+    envs.call("tell", "save", "raises", 2, indices=2)
+    with pytest.raises(jaxvec.EnvError, match="env 2 .*raised ValueError in save: frail"):
+        envs.save()
+    states.append(envs.save())
+    envs.step(np.zeros(4, int))
+    for state, steps in zip(states, (0, 1, 1), strict=True):
+        envs.call("tell", "restore", "raises", 1, indices=3)
+        assert envs.restore(state).obs[:, 1].tolist() == [steps] * 4
+        assert envs.step(np.zeros(4, int)).obs[:, 1].tolist() == [steps + 1] * 4
+    envs.call("tell", "restore", "raises", 2, indices=2)
+    with pytest.raises(jaxvec.EnvError, match="env 2 .*raised ValueError in restore: frail"):
+        envs.restore(states[0])
+    with pytest.raises(jaxvec.PoolBrokenError, match="raised ValueError in restore"):
+        envs.save()
+
+
+class Forgetful(CountingEnv):
+    """Has random numbers of Python's one generator, which is not the env's."""
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, random.random(), *rest
+
+
+def test_the_first_save_proves_that_states_are_kept(make, backend):
+    envs = make([counting, lambda i: Forgetful(4)], states=9, backend=backend, num_workers=1)
+    envs.reset(seed=0)
+    assert envs.save(indices=[0]).ids.shape == (1, 3)
+    with pytest.raises(jaxvec.EnvStateError, match="save of env 1") as caught:
+        envs.save()
+    assert caught.value.env_id == 1
+    envs.step([0, 0])
+
+
+def test_a_state_that_can_not_leave_its_process_says_so(make):
+    class Keeps(CountingEnv):
+        def reset(self, **kwargs):
+            self.held = functools.lru_cache(lambda: 0)
+            return super().reset(**kwargs)
+
+    envs = make(Keeps, 2, states=4, num_workers=2)
+    envs.reset(seed=0)
+    state = envs.save()
+    envs.restore(state)
+    with pytest.raises(jaxvec.EnvStateError, match=r"can't be pickled, .* local object.*; pass States\("):
+        envs.restore(state[::-1])
+    envs.step([0, 0])
+
+
+def test_a_state_that_can_not_enter_a_process_says_so():
+    with pytest.raises(
+        jaxvec.EnvStateError, match=r"can't be unpickled in this .* No module named 'no_such'"
+    ):
+        unpack(pickle.dumps(Gone()))
+
+
+class Gone:
+    def __reduce__(self):
+        return importlib.import_module, ("no_such",)
+
+
+def test_functions_of_the_user_take_and_put_states(make, backend):
+    def get_state(env):
+        return env.unwrapped.np_random.bit_generator.state, env.unwrapped.count
+
+    def set_state(env, state):
+        env.unwrapped.np_random.bit_generator.state, env.unwrapped.count = state
+
+    class Dice(gymnasium.Env):
+        observation_space, action_space = spaces.Box(0, 1), spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.count, self.lock = 0, __import__("threading").Lock()
+            return self.observe(), {}
+
+        def step(self, action):
+            self.count += 1
+            return self.observe(), float(self.count), self.count == 5, False, {}
+
+        def observe(self):
+            return self.np_random.random(1, np.float32)
+
+    envs = make(Dice, 4, states=jaxvec.States(max=9, functions=(get_state, set_state)), backend=backend)
+    envs.reset(seed=0)
+    state = envs.save()
+    first = [envs.step(action) for action in ACTIONS]
+    envs.restore(state)
+    equal([envs.step(action) for action in ACTIONS], first)
+
+
+class Painter(gymnasium.Env):
+    """Writes into the memory that it is lent."""
+
+    observation_space, action_space = spaces.Box(-99, 99, (3,), np.float32), spaces.Discrete(2)
+    buffer = None
+
+    def set_observation_buffer(self, buffer):
+        self.buffer = buffer
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.at = np.zeros(3)
+        return self.paint(), {}
+
+    def step(self, action):
+        self.at += self.np_random.normal(size=3) + action
+        return self.paint(), 1.0, bool(self.at[0] > 3), False, {}
+
+    def paint(self):
+        if self.buffer is None:
+            return self.at.astype(np.float32)
+        self.buffer[...] = self.at
+        return self.buffer
+
+
+@pytest.mark.filterwarnings("ignore:.*reuse.*:UserWarning")
+def test_envs_that_write_in_place_keep_their_rows(make, backend):
+    envs = make(Painter, 4, states=90, backend=backend)
+    timestep = envs.reset(seed=0)
+    before = envs.save()
+    equal(envs.restore(before), timestep)  # the proof has left the rows alone
+    first = [envs.step(action) for action in ACTIONS[:10]]
+    after = envs.save()
+    last = envs.step(ACTIONS[10])
+    equal(envs.simulate(after, ACTIONS[10])[1], last)
+    envs.restore(before[::-1])
+    turned = [envs.step(action[::-1]) for action in ACTIONS[:10]]
+    for one, other in zip(first, turned, strict=True):
+        np.testing.assert_array_equal(one.obs, other.obs[::-1])
+        np.testing.assert_array_equal(one.info["final_obs"], other.info["final_obs"][::-1])
+    assert all(envs.map(lambda env: env.buffer is not None))
+
+
+def test_an_env_may_change_the_info_that_it_returned(make, backend):
+    class Marking(CountingEnv):
+        last = {}
+
+        def step(self, action):
+            self.last["old"] = True
+            *rest, self.last = super().step(action)
+            return *rest, self.last
+
+    envs = make(Marking, 2, states=4, backend=backend)
+    envs.reset(seed=0)
+    envs.step([0, 0])
+    state = envs.save()  # the first proves that states are kept, by steps
+    assert envs.infos() == ({"steps": 1},) * 2
+    envs.step([0, 0])
+    for _ in range(2):
+        envs.restore(state)
+        assert envs.infos() == ({"steps": 1},) * 2
+        envs.step([0, 0])
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+TRAINING = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, jaxvec
+
+folder, wait = sys.argv[1], sys.argv[2] == "wait"
+saved = os.path.join(folder, "saved.npz")
+
+@jax.jit
+def train(handle, timestep, weight, key):
+    def step(carry, key):
+        handle, timestep, weight = carry
+        logits = timestep.obs @ weight
+        action = (logits > jax.random.logistic(key, (4,))).astype(int)
+        handle, after = jaxvec.step(handle, action)
+        weight = weight + 0.01 * jnp.mean(timestep.obs * (after.reward * (2 * action - 1))[:, None], 0)
+        return (handle, after, weight), after.obs
+    key, *keys = jax.random.split(key, 21)
+    (handle, timestep, weight), _ = jax.lax.scan(step, (handle, timestep, weight), jnp.stack(keys))
+    return handle, timestep, weight, key
+
+with jaxvec.make("CartPole-v1", 4, states=4, num_workers=2) as envs:
+    handle, timestep = jaxvec.reset(envs, seed=0)
+    update, weight, key = 0, jnp.zeros(4), jax.random.PRNGKey(0)
+    if os.path.exists(saved):
+        with np.load(saved) as file:
+            update, weight, key = int(file["update"]), jnp.asarray(file["weight"]), jnp.asarray(file["key"])
+            state = envs.unpack_states(file["envs"])
+        handle, timestep = jaxvec.restore(handle, state)
+    while update < 6:
+        handle, timestep, weight, key = train(handle, timestep, weight, key)
+        update += 1
+        if update == 4 and wait:
+            print("in the middle", flush=True)
+            sys.stdin.read()
+        np.savez(saved + ".npz", update=update, weight=weight, key=key, envs=envs.pack_states())
+        os.replace(saved + ".npz", saved)
+    print(np.asarray(weight).tobytes().hex(), np.asarray(timestep.obs).tobytes().hex(), flush=True)
+"""
+
+
+def test_training_that_was_killed_goes_on_bit_for_bit(tmp_path):
+    def start(folder, how):
+        words = [sys.executable, "-c", TRAINING, str(folder), how]
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    with start(whole, "on") as first, start(cut, "wait") as second:
+        assert second.stdout.readline() == "in the middle\n"
+        second.kill()
+        expected = first.communicate(timeout=200)[0]
+    with start(cut, "on") as third:
+        assert third.communicate(timeout=200)[0] == expected
+    assert len(expected) > 100
+
+
+def test_states_come_back_from_a_file(make, tmp_path):
+    options = {"states": 8, "autoreset_mode": "NEXT_STEP"}
+    envs = make("CartPole-v1", 4, num_workers=2, **options)
+    envs.reset(seed=0)
+    for action in ACTIONS[:12]:
+        timestep = envs.step(action)
+    envs.save_states(tmp_path / "states")
+    first = [envs.step(action) for action in ACTIONS]
+    other = make("CartPole-v1", 4, backend="serial", **options)
+    equal(other.restore(other.load_states(tmp_path / "states")), timestep)
+    equal([other.step(action) for action in ACTIONS], first)
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]
+
+
+def test_other_files_are_refused(make, tmp_path):
+    envs = make("CartPole-v1", 2, states=4, backend="serial")
+    envs.reset(seed=0)
+    envs.save_states(tmp_path / "good")
+    good = (tmp_path / "good").read_bytes()
+    file = tmp_path / "file"
+    for data, match in {
+        b"": "not a file or array of saved states",
+        b"\x80\x05": "not a file or array of saved states",
+        b"jaxvec states 9\nmore": "another version",
+        good[:20]: "cut short",
+        good[:-1]: "cut short or changed",
+        good[:-9] + b"x" + good[-8:]: "cut short or changed",
+    }.items():
+        file.write_bytes(data)
+        with pytest.raises(jaxvec.StateFileError, match=f"file: .*{match}"):
+            envs.load_states(file)
+    other = make("Acrobot-v1", 2, states=4, backend="serial")
+    with pytest.raises(jaxvec.StateFileError, match="of envs with other spaces"):
+        other.load_states(tmp_path / "good")
+    with pytest.raises(jaxvec.StateFileError, match="the array: "):
+        other.unpack_states(envs.pack_states())
