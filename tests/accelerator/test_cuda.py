@@ -638,7 +638,10 @@ def test_errors_of_a_program_come_typed(cpu_as_cuda, make):
 def test_a_layout_that_does_not_fit_is_an_error(cpu_as_cuda, make, monkeypatch, layout):
     handle, _ = jaxvec.reset(make(CountingEnv, 2, transport="ffi"))
     monkeypatch.setattr(_ffi, "_layout", lambda packing: np.array(layout, np.int64))
-    with pytest.raises(RuntimeError, match="not packed as its layout specifies" if layout else "buffers of"):
+    with pytest.raises(
+        RuntimeError,
+        match="not packed as its layout specifies" if layout else "FFI buffers .* do not match the pool's",
+    ):
         jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.zeros(2, int)))(handle))
 
 

@@ -253,7 +253,7 @@ def test_what_is_no_environment_is_refused():
 
 def test_a_pool_given_one_names_the_adapter(make):
     with pytest.raises(
-        jaxvec.EnvError, match=r"got Walk; wrap a dm_env.Environment in jaxvec.adapters.dm_env.DmEnv"
+        jaxvec.EnvError, match=r"got Walk. Wrap a dm_env.Environment in jaxvec.adapters.dm_env.DmEnv"
     ):
         make(Walk, 2)
 
@@ -272,7 +272,7 @@ def test_methods_and_attributes_of_the_env_inside(make):
     envs = make(lambda: DmEnv(Walk()), 2)
     envs.set_attr("speed", [3, 4])
     assert envs.call("double_speed") == (6, 8)
-    with pytest.raises(jaxvec.EnvError, match="no attribute 'nonsense'"):
+    with pytest.raises(jaxvec.EnvError, match="no env attribute 'nonsense'"):
         envs.get_attr("nonsense")
 
 

@@ -268,7 +268,8 @@ def test_what_is_no_env_of_pettingzoo_is_refused(make):
     with pytest.raises(TypeError, match="Nameless has no possible_agents"):
         PettingZooEnv(Nameless(FATES["early"]))
     with pytest.raises(
-        jaxvec.EnvError, match="Strangers; .* a PettingZoo env in jaxvec.adapters.pettingzoo.PettingZooEnv"
+        jaxvec.EnvError,
+        match="got Strangers. .* in jaxvec.adapters.pettingzoo.PettingZooEnv",
     ):
         make(lambda: Strangers(FATES["early"]), 2)
 

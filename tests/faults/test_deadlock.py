@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -80,7 +81,7 @@ def test_a_megabyte_passes_while_other_threads_dispatch(transport):
         pytest.skip(_ffi.reason_unavailable())
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), transport],
-        cwd=Path(__file__).parents[1],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
         capture_output=True,
         text=True,
         timeout=200,

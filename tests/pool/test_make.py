@@ -911,7 +911,7 @@ class NoOptions(gymnasium.Wrapper):
 def test_a_reset_that_takes_no_seed_or_options_names_the_way_out(make, backend, env, named):
     envs = make(env, 2, backend=backend)
     with pytest.raises(
-        jaxvec.EnvError, match=rf"(?s){named}.reset has to take.*seed=None, options=None.*shimmy"
+        jaxvec.EnvError, match=rf"(?s){named}.reset must accept.*seed=None, options=None.*shimmy"
     ) as caught:
         envs.reset(seed=0)
     assert caught.value.operation == "reset"

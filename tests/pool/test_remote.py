@@ -133,7 +133,7 @@ FAILURES = {
     "no attribute": (
         lambda h: jaxvec.call(h, "nothing", result_shape_dtypes=int),
         jaxvec.EnvError,
-        "no attribute 'nothing'",
+        "no env attribute 'nothing'",
     ),
     "raises": (lambda h: jaxvec.call(h, "fail"), jaxvec.EnvError, "env 0.*not today"),
     "shape": (
@@ -144,14 +144,14 @@ FAILURES = {
     "structure": (
         lambda h: jaxvec.call(h, "state", result_shape_dtypes=int),
         jaxvec.EnvDataError,
-        "was expected",
+        r"env 0 returned wrong data from state: expected the structure PyTreeDef\(\*\), got",
     ),
     "dtype": (
         lambda h: jaxvec.call(h, "mask", result_shape_dtypes=jax.ShapeDtypeStruct((3,), bool)),
         jaxvec.EnvDataError,
         "expected shape",
     ),
-    "read": (lambda h: jaxvec.get_attr(h, "nothing", int), jaxvec.EnvError, "no attribute 'nothing'"),
+    "read": (lambda h: jaxvec.get_attr(h, "nothing", int), jaxvec.EnvError, "no env attribute 'nothing'"),
 }
 
 
@@ -181,5 +181,5 @@ def test_a_read_by_an_old_handle_is_an_error(envs):
 
 def test_rows_that_do_not_fit_are_refused(envs):
     handle, _ = jaxvec.reset(envs)
-    with pytest.raises(ValueError, match=r"shape \(3,\), but needs one entry for each of the 4 envs"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), but its first axis must have one entry"):
         jaxvec.call(handle, "raise_level", jnp.zeros(3))

@@ -451,8 +451,8 @@ def test_worker_death_during_save_or_restore_is_worker_died_error(make, verb, on
     state = envs.save()
     envs.step(np.zeros(4, int))
     envs.call("tell", verb, "dies", 1, indices=3)
-    doing = {"save": "saved", "restore": "restored"}[verb]
-    what = rf"\(envs 2, 3\) exited with code 3 while env 3 \(worker 1\) is being {doing};"
+    doing = {"save": "saving", "restore": "restoring"}[verb]
+    what = rf"worker 1 \(envs 2, 3\) exited with code 3 while {doing} env 3\."
     with pytest.raises(jaxvec.WorkerDiedError, match=what):
         envs.save() if verb == "save" else envs.restore(state)
     if on_fault == "raise" or verb == "restore":
