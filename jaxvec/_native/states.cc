@@ -373,7 +373,7 @@ class Identity {
     if (PyDict_CheckExact(value)) return AddDict(value, depth);
     if (PyTuple_CheckExact(value)) return AddTuple(value, depth);
     const int is_atom = PySet_Contains(atoms_, reinterpret_cast<PyObject*>(Py_TYPE(value)));
-    return is_atom < 0 ? Outcome::kError : is_atom != 0 ? Outcome::kDone : Outcome::kOther;
+    return is_atom < 0 ? Outcome::kError : is_atom != 0 ? Outcome::kDone : Outcome::kFallback;
   }
 
   uint64_t hash() const { return hash_; }
@@ -415,7 +415,7 @@ class Identity {
   }
 
   Outcome AddList(PyObject* list, int depth) {
-    if (depth > kMaxDepth) return Outcome::kOther;
+    if (depth > kMaxDepth) return Outcome::kFallback;
     parts_.push_back(list);
     const Py_ssize_t size = PyList_Size(list);
     MixSize(size);
@@ -427,7 +427,7 @@ class Identity {
   }
 
   Outcome AddDict(PyObject* dict, int depth) {
-    if (depth > kMaxDepth) return Outcome::kOther;
+    if (depth > kMaxDepth) return Outcome::kFallback;
     parts_.push_back(dict);
     MixSize(PyDict_Size(dict));
     PyObject *key, *value;
@@ -442,7 +442,7 @@ class Identity {
   }
 
   Outcome AddTuple(PyObject* tuple, int depth) {
-    if (depth > kMaxDepth) return Outcome::kOther;
+    if (depth > kMaxDepth) return Outcome::kFallback;
     const size_t num_parts = parts_.size();
     const Py_ssize_t size = PyTuple_Size(tuple);
     MixSize(size);
@@ -469,7 +469,7 @@ PyObject* PlainIdentity(PyObject*, PyObject* args) {
   Identity identity(atoms);
   const Outcome outcome = identity.Add(container);
   if (outcome == Outcome::kError) return nullptr;
-  if (outcome == Outcome::kOther) return Py_NewRef(Py_None);
+  if (outcome == Outcome::kFallback) return Py_NewRef(Py_None);
   const Ref hash(PyLong_FromUnsignedLongLong(identity.hash()));
   if (!hash) return nullptr;
   const int is_same = known == Py_None ? 0 : PyObject_RichCompareBool(hash.get(), known, Py_EQ);
