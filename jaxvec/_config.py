@@ -308,6 +308,8 @@ class States:
         functions: `(get_state, set_state)`, for envs with a state that jaxvec cannot save itself.
             `get_state(env)` returns the whole state of an env and its wrappers. `set_state(env, state)`
             restores it in an env that was made by the same function.
+        trust: Classes that jaxvec does not copy by itself, to be copied by their own protocol
+            (`__reduce__`), which has to be exact.
 
     Example:
         ```python
@@ -326,9 +328,13 @@ class States:
 
     max: int = 0
     functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None
+    trust: Sequence[type] = ()
 
     def __post_init__(self) -> None:
         _check_count("States(max=...)", self.max, 0)
+        trust: Any = self.trust
+        if not isinstance(trust, (tuple, list)) or not all(isinstance(each, type) for each in trust):
+            raise TypeError(f"States(trust=...) must be a list of classes, not {trust!r}")
         functions: Any = self.functions
         if functions is None:
             return

@@ -82,7 +82,7 @@ def dumps(value: Any) -> bytes:
     with `<dynamic-code>`.
     """
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
+    Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
@@ -95,5 +95,7 @@ def _code_of_file(construct: Callable[..., CodeType], args: tuple[Any, ...], fil
     return construct(*args).replace(co_filename=filename)
 
 
-class _Pickler(cloudpickle.Pickler):
+class Pickler(cloudpickle.Pickler):
+    """Pickles with cloudpickle, and keeps the names of source files."""
+
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce_code}, _CLOUDPICKLE_TABLE)

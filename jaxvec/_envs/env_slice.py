@@ -14,6 +14,7 @@ A worker process has one `EnvSlice` for its part of the pool. The serial backend
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from jaxvec import _native, _stats
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
-from jaxvec._envs.env_states import Gone, SavedStates, SlotState, pack, unpack
+from jaxvec._envs.env_states import Gone, SavedStates, SlotState, pack, unpack, verify_in_fork
 from jaxvec._envs.envs import (
     Env,
     EnvFailure,
@@ -147,6 +148,8 @@ class EnvSlice(Slice):
         self._states = SavedStates(self._stats)
         # The parent writes the numbers before it dispatches a save or restore; 0 marks one that is done.
         self._state_numbers, self._oldest_state = rows["state",], arrays["oldest_state",]
+        # The serial backend runs in the program, and a fork of that would lack its threads.
+        self._verifies_in_fork = config.backend != "serial" and hasattr(os, "fork")
         self._unverified = set(range(len(envs)))  # envs without a verified restore
         self._simulator = Simulator(
             env_fns,
@@ -617,5 +620,9 @@ class EnvSlice(Slice):
         infos = self._rows.infos
         infos[index] = deepcopy(infos[index])  # the env may reuse the dict that it returned
         with self._slots.unlent(index):
-            self._slots.stateful[index].verify(fresh=fresh)
+            stateful = self._slots.stateful[index]
+            if self._verifies_in_fork:
+                verify_in_fork(stateful, fresh=fresh)
+            else:
+                stateful.verify(fresh=fresh)
         self._unverified = {each for each in self._unverified if kind(self.first + each) != kind(slot)}

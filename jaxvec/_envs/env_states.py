@@ -10,12 +10,17 @@ snapshots of attributes are taken by `_snapshots/`. The parent keeps the row of 
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import itertools
+import os
 import pickle
+import signal
+import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
@@ -33,15 +38,16 @@ from jaxvec._snapshots.nodes import (
     Node,
     Putter,
     Shared,
+    TakenAsAWhole,
     Taker,
     compare_fields,
     layer_nodes,
     put_layer,
     take_layer,
 )
+from jaxvec._snapshots.pickling import dumps
 from jaxvec._snapshots.snapshot import IncrementalSnapshot, difference, find
 from jaxvec._spec import KeyPath
-from jaxvec._util import dumps
 
 # ----------------------------------------------------------------------------------------------------------
 # The states that a slice keeps, by number
@@ -170,11 +176,18 @@ class StatefulEnv:
     actions), which are in no attribute.
     """
 
-    def __init__(self, env: Env, functions: StateFunctions | None = None) -> None:
-        """Starts to observe an env. The user's `functions` replace its attributes, except `np_random`."""
+    def __init__(
+        self, env: Env, functions: StateFunctions | None = None, trust: tuple[type, ...] = ()
+    ) -> None:
+        """Starts to observe an env. The user's `functions` replace its attributes, except `np_random`.
+
+        `trust` are classes to copy by their own protocol.
+        """
         self.env = env
         self._functions = functions
+        self._trust = trust
         self._shared: Shared = {}
+        self._walked: set[int] = set()  # ids of containers with parts that are also reached from elsewhere
         self._find_layers()
         watch_ale(self._layers[-1])
 
@@ -194,8 +207,20 @@ class StatefulEnv:
             return EnvState(self._kinds, fields, None)
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
+        while True:
+            try:
+                fields, own = self._walk()
+                break
+            except TakenAsAWhole as error:
+                self._walked.add(id(error.container))
+        if incremental is not None:
+            incremental.note(fields)
+        return EnvState(self._kinds, fields, own)
+
+    def _walk(self) -> tuple[list[Fields], Any]:
+        """Saves the attributes of each layer, and the result of `get_state`."""
         base, functions, methods = self._layers[-1], self._functions, self._methods
-        taker = Taker(find, self._nodes.copy(), self._shared)
+        taker = Taker(find, self._nodes.copy(), self._shared, walked=self._walked, trust=self._trust)
         taken: list[Fields] = []
         own: Any = None
         layer: Any = base
@@ -227,9 +252,7 @@ class StatefulEnv:
             raise EnvStateError(
                 f"cannot save {type(base).__name__}: attribute {path}{reason}. {error.advice or _ADVICE}"
             ) from error
-        if incremental is not None:
-            incremental.note(taken)
-        return EnvState(self._kinds, taken, own)
+        return taken, own
 
     def put(self, state: EnvState) -> bool:
         """Restores a state, which may be used again.
@@ -310,7 +333,6 @@ class StatefulEnv:
                         f"cannot restore {name}: {attribute} differs after the restore. {_ADVICE}"
                     )
                 self._repeat(parts, name)
-            # Pickled copies last: unpickling may create a script's classes anew, and the env keeps these.
             for state, parts in points:
                 if (copied := _pickled(state)) is not None:
                     self.put(copied)
@@ -344,7 +366,7 @@ class StatefulEnv:
             try:
                 result: Any = self.env.step(copy.deepcopy(action))
                 ended = bool(result[2] or result[3])
-            except Exception as error:  # the env rejects some actions of its space; compare the errors
+            except (Exception, SystemExit) as error:  # not every action of the space is valid; compare errors
                 result, ended = (type(error).__name__, str(error)), True
             results.append([_value(result)])
             if ended:
@@ -469,3 +491,61 @@ def _accepts(method: Any, count: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+# ----------------------------------------------------------------------------------------------------------
+# The verification in a forked child, which leaves the env and everything that it can reach untouched.
+# ----------------------------------------------------------------------------------------------------------
+
+
+def verify_in_fork(stateful: StatefulEnv, *, fresh: bool) -> None:
+    """Runs `StatefulEnv.verify` in a forked child of this process, a worker; raises as that does."""
+    stateful.take()  # first: an error here needs no child
+    name = type(stateful.env.unwrapped).__name__
+    parent = os.getpid()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads of libraries, since Python 3.12
+        child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            _end_with(parent)
+            os.write(writer, _result_of(stateful, fresh=fresh))
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        result = file.read()
+    _, status = os.waitpid(child, 0)
+    if not result:
+        raise EnvStateError(
+            f"cannot verify the state of {name}: the forked process that stepped the env ended with "
+            f"{_describe_exit(status)}. {_ADVICE}"
+        )
+    error = pickle.loads(result)
+    if error is not None:
+        raise error
+
+
+def _result_of(stateful: StatefulEnv, *, fresh: bool) -> bytes:
+    try:
+        stateful.verify(fresh=fresh)
+    except EnvStateError as error:
+        return pickle.dumps(EnvStateError(*error.args))
+    except BaseException as error:
+        return pickle.dumps(
+            EnvStateError(f"cannot verify the state: the env raised {type(error).__name__}: {error}")
+        )
+    return pickle.dumps(None)
+
+
+def _end_with(parent: int) -> None:
+    """Makes the kernel kill this process when its parent ends, so that a killed worker leaves no child."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _describe_exit(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name

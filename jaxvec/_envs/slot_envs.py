@@ -234,7 +234,7 @@ class SlotEnvs:
         self.spares = spares
         self._states = config.states
         # Empty if the pool keeps no states. All slots of a simulator share one env and its `StatefulEnv`.
-        stateful = {id(env): StatefulEnv(env, config.states.functions) for env in envs if config.states.max}
+        stateful = {id(env): self._make_stateful(env) for env in envs if config.states.max}
         self.stateful = [stateful[id(env)] for env in envs if config.states.max]
         self._has_spares = bool(spares)  # never changes; faster than `bool(spares)` at each end
         self._env_fns = env_fns
@@ -311,7 +311,7 @@ class SlotEnvs:
             self.envs[index].close()
         (self.envs[index],) = build_env([self._env_fns[index]], self._first + index)
         if self._states.max:
-            self.stateful[index] = StatefulEnv(self.envs[index], self._states.functions)
+            self.stateful[index] = self._make_stateful(self.envs[index])
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
@@ -413,6 +413,9 @@ class SlotEnvs:
         if self.check_member is not None:
             self.check_member(obs)
         return obs, info
+
+    def _make_stateful(self, env: Env) -> StatefulEnv:
+        return StatefulEnv(env, self._states.functions, tuple(self._states.trust))
 
     def _note_rebuilt(self, index: int) -> None:
         """Derives the next seed of a rebuilt env, if the old env was seeded."""

@@ -1,7 +1,7 @@
 """Types of the native library, see module.cc. Arrays of slots are int64, arrays of generations uint32."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 from numpy.typing import NDArray
 
@@ -158,6 +158,11 @@ def nested_writer(
     /,
 ) -> Callable[[int, Any], None]:
     """Returns a faster `write` for a dict with these keys, or for a tuple; see `leaf_writer`."""
+
+def plain_identity(
+    container: Any, atoms: set[type], known: int | None, /
+) -> Literal[True] | tuple[int, list[int]] | None:
+    """Recognises a container that has not changed; see `Plain` in `_snapshots/node_types.py`."""
 
 def restore_changes(
     layers: list[Any], excluded: list[frozenset[str] | None], fields: list[Fields], nodes: Nodes, /

@@ -2,6 +2,7 @@
 // last snapshot. `IncrementalSnapshot` in _snapshots/snapshot.py documents these functions, and the walk in
 // Python handles all other cases.
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -356,7 +357,130 @@ PyObject* RestoreChanges(PyObject*, PyObject* args) {
   return Py_NewRef(Py_True);
 }
 
+// --- Large containers that have not changed, see `Plain` in _snapshots/node_types.py ---
+
+constexpr int kMaxDepth = 32;  // a container that holds itself is deeper
+
+// Hashes the addresses of all objects in a container, in their order. The copy keeps the values alive, so
+// equal hashes mean the same values, in containers of the same structure.
+class Identity {
+ public:
+  explicit Identity(PyObject* atoms) : atoms_(atoms) {}
+
+  Outcome Add(PyObject* value, int depth = 0) {
+    Mix(value);
+    if (PyList_CheckExact(value)) return AddList(value, depth);
+    if (PyDict_CheckExact(value)) return AddDict(value, depth);
+    if (PyTuple_CheckExact(value)) return AddTuple(value, depth);
+    const int is_atom = PySet_Contains(atoms_, reinterpret_cast<PyObject*>(Py_TYPE(value)));
+    return is_atom < 0 ? Outcome::kError : is_atom != 0 ? Outcome::kDone : Outcome::kFallback;
+  }
+
+  uint64_t hash() const { return hash_; }
+
+  // The containers that can change or hold one that can; sorted. `nullptr` with no error if one occurs twice.
+  Ref Parts() {
+    std::sort(parts_.begin(), parts_.end());
+    if (std::adjacent_find(parts_.begin(), parts_.end()) != parts_.end()) return Ref();
+    Ref numbers(PyList_New(static_cast<Py_ssize_t>(parts_.size())));
+    for (size_t i = 0; numbers && i < parts_.size(); ++i) {
+      PyObject* number = PyLong_FromVoidPtr(parts_[i]);
+      if (number == nullptr) return Ref();
+      PyList_SetItem(numbers.get(), static_cast<Py_ssize_t>(i), number);
+    }
+    return numbers;
+  }
+
+ private:
+  void Mix(const void* pointer) {
+    hash_ = (hash_ ^ reinterpret_cast<uintptr_t>(pointer)) * 0x9E3779B97F4A7C15U;
+    hash_ ^= hash_ >> 29;
+  }
+
+  void MixSize(Py_ssize_t size) { Mix(reinterpret_cast<const void*>(~static_cast<uintptr_t>(size))); }
+
+  // The values of an exact type of an atom need no call, and most are of few types.
+  Outcome AddItem(PyObject* item, int depth) {
+    PyTypeObject* type = Py_TYPE(item);
+    if (type == known_atom_) {
+      Mix(item);
+      return Outcome::kDone;
+    }
+    const Outcome outcome = Add(item, depth + 1);
+    if (outcome == Outcome::kDone && !PyList_CheckExact(item) && !PyDict_CheckExact(item) &&
+        !PyTuple_CheckExact(item)) {
+      known_atom_ = type;
+    }
+    return outcome;
+  }
+
+  Outcome AddList(PyObject* list, int depth) {
+    if (depth > kMaxDepth) return Outcome::kFallback;
+    parts_.push_back(list);
+    const Py_ssize_t size = PyList_Size(list);
+    MixSize(size);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const Outcome outcome = AddItem(PyList_GetItem(list, i), depth);
+      if (outcome != Outcome::kDone) return outcome;
+    }
+    return Outcome::kDone;
+  }
+
+  Outcome AddDict(PyObject* dict, int depth) {
+    if (depth > kMaxDepth) return Outcome::kFallback;
+    parts_.push_back(dict);
+    MixSize(PyDict_Size(dict));
+    PyObject *key, *value;
+    Py_ssize_t place = 0;
+    while (PyDict_Next(dict, &place, &key, &value) != 0) {
+      for (PyObject* item : {key, value}) {
+        const Outcome outcome = AddItem(item, depth);
+        if (outcome != Outcome::kDone) return outcome;
+      }
+    }
+    return Outcome::kDone;
+  }
+
+  Outcome AddTuple(PyObject* tuple, int depth) {
+    if (depth > kMaxDepth) return Outcome::kFallback;
+    const size_t num_parts = parts_.size();
+    const Py_ssize_t size = PyTuple_Size(tuple);
+    MixSize(size);
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const Outcome outcome = AddItem(PyTuple_GetItem(tuple, i), depth);
+      if (outcome != Outcome::kDone) return outcome;
+    }
+    if (parts_.size() > num_parts) parts_.push_back(tuple);  // a container in it can change
+    return Outcome::kDone;
+  }
+
+  PyObject* atoms_;
+  PyTypeObject* known_atom_ = nullptr;
+  uint64_t hash_ = 0;
+  std::vector<PyObject*> parts_;
+};
+
+// Takes a container, the set of classes of atoms, and a hash or None. Returns None if the container holds
+// anything but atoms in lists, dicts and tuples, or one of these twice; True if it has that hash; else its
+// hash, and the ids of the containers in it.
+PyObject* PlainIdentity(PyObject*, PyObject* args) {
+  PyObject *container, *atoms, *known;
+  if (!PyArg_ParseTuple(args, "OO!O", &container, &PySet_Type, &atoms, &known)) return nullptr;
+  Identity identity(atoms);
+  const Outcome outcome = identity.Add(container);
+  if (outcome == Outcome::kError) return nullptr;
+  if (outcome == Outcome::kFallback) return Py_NewRef(Py_None);
+  const Ref hash(PyLong_FromUnsignedLongLong(identity.hash()));
+  if (!hash) return nullptr;
+  const int is_same = known == Py_None ? 0 : PyObject_RichCompareBool(hash.get(), known, Py_EQ);
+  if (is_same != 0) return is_same < 0 ? nullptr : Py_NewRef(Py_True);
+  const Ref parts = identity.Parts();
+  if (!parts) return PyErr_Occurred() != nullptr ? nullptr : Py_NewRef(Py_None);
+  return Py_BuildValue("OO", hash.get(), parts.get());
+}
+
 PyMethodDef functions[] = {
+    {"plain_identity", PlainIdentity, METH_VARARGS, nullptr},
     {"restore_changes", RestoreChanges, METH_VARARGS, nullptr},
     {"save_changes", SaveChanges, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

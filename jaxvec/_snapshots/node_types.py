@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import enum
+import gc
 import importlib
 import marshal
+import random
+import threading
 import types
 import weakref
 from collections import deque
@@ -16,6 +19,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from jaxvec import _native
 from jaxvec._snapshots.nodes import (
     ATOMS,
     KEPT,
@@ -24,209 +28,161 @@ from jaxvec._snapshots.nodes import (
     Fields,
     Node,
     Putter,
+    TakenAsAWhole,
     Taker,
     compare_fields,
     slots_of,
 )
 
 # ----------------------------------------------------------------------------------------------------------
-# Containers of atoms only: sets, and large containers that rarely change, such as tables of transitions.
+# Large containers that rarely change, such as tables of transitions.
+#
+# A container of atoms is one node, if no container in it is also reached in another way. All snapshots of an
+# env share one copy of it while it is unchanged. `Taker.inside` lists the containers in it. If one of them is
+# found elsewhere, the snapshot is taken again, with the items of the outer container saved one by one.
 # ----------------------------------------------------------------------------------------------------------
 
 LARGE = 8  # entries
 _MAX_DEPTH = 32  # deeper containers, such as cyclic ones, are saved item by item
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes})  # distinct in marshal
 
 
 class Plain(Node):
-    """A set, or a large container, of atoms only."""
+    """A set, or a large container, of atoms in lists, dicts and tuples.
 
-    __slots__ = ("bytes", "copy")
+    Attributes:
+        copy: The container's values. It keeps the atoms themselves alive.
+        identity: Hash of all addresses in the container; `None` without C++.
+        members: Ids of the containers in it.
+    """
 
-    def __init__(self, copy: Any) -> None:
+    __slots__ = ("bytes", "copy", "identity", "members")
+
+    def __init__(self, copy: Any, identity: int | None = None, parts: frozenset[int] = frozenset()) -> None:
         self.copy = copy
+        self.identity = identity
+        self.members = parts
         self.bytes = _bytes(copy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plain, (self.copy,)  # without the bytes, which are as long as the copy
+        """Omits the addresses, which are valid in this process only."""
+        return Plain, (self.copy,)
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", self.copy, other.copy
 
     def put(self, putter: Putter, old: Any) -> Any:
-        return old if self.is_same(old) and putter.reuse(old) else _copy_plain(self.copy)
+        if type(old) is type(self.copy):
+            parts = self._parts_if_same(old)
+            if parts is not None and putter.reuse_all(parts):
+                return old
+        return _copy_plain(self.copy)
 
-    def is_same(self, value: Any) -> bool:
-        # Equality is not enough: 1 equals 1.0, and a dict equals one in another order.
+    def _parts_if_same(self, old: Any) -> frozenset[int] | None:
+        if self.identity is not None and _native.ext is not None:
+            found = _native.ext.plain_identity(old, ATOMS, self.identity)
+            if found is True:
+                return self.members
+            if found is None or not self.is_equal(old):
+                return None
+            return frozenset(found[1])
+        parts = _parts_of(old)
+        return parts if parts is not None and self.is_equal(old) else None
+
+    def is_equal(self, value: Any) -> bool:
+        """Returns whether a value is equal bit for bit: 1 equals 1.0, and so do dicts in different orders."""
         return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
 
 
 def take_plain(taker: Taker, value: Any) -> Plain | None:
-    """Saves a container of atoms; `None` if it has others. Snapshots share the copy while it is unchanged."""
-    known = taker.shared.get(id(value))
-    if known is not None and known[0] is value and known[1].is_same(value):
-        return known[1]
-    try:
-        node = Plain(_copy_plain(value))
-    except _NotPlain:
+    """Takes a container of atoms; `None` if it has to be walked through."""
+    if id(value) in taker.walked:
         return None
-    taker.shared[id(value)] = value, node
+    known = taker.shared.get(id(value))
+    node: Plain | None = known[1] if known is not None and known[0] is value else None
+    identity: int | None = None
+    if _native.ext is not None:
+        found = _native.ext.plain_identity(value, ATOMS, node.identity if node is not None else None)
+        if found is None:
+            return None
+        if found is True:
+            assert node is not None
+            parts = node.members
+        else:
+            identity, parts, node = found[0], frozenset(found[1]), None
+    else:
+        parts = _parts_of(value)
+        if parts is None:
+            return None
+        if node is not None and not node.is_equal(value):
+            node = None
+    if not parts.isdisjoint(taker.memo):
+        return None
+    if node is None:
+        node = Plain(_copy_plain(value), identity, parts)
+        taker.shared[id(value)] = value, node
+    taker.inside.append((parts, value))
     return node
 
 
 def _bytes(value: Any) -> bytes | None:
-    """Returns bytes that differ for different values; `None` if marshal can't encode them."""
+    """Returns bytes that differ for values that differ; `None` if there are none."""
     try:
-        return marshal.dumps(value, 2)  # later versions also encode aliases
+        # Version 2, since later ones depend on aliases. `marshal` writes NumPy's scalars without their type.
+        return marshal.dumps(value, 2) if _parts_of(value) is not None else None
     except ValueError:
         return None
 
 
-def _copy_plain(value: Any, depth: int = 0) -> Any:
-    kind, below = type(value), depth + 1
-    if kind in ATOMS:
-        return value
-    if depth > _MAX_DEPTH:
-        raise _NotPlain
+def _parts_of(container: Any) -> frozenset[int] | None:
+    """Returns the `id`s of the containers in a container, itself among them.
+
+    It is `None` if the container holds one of them twice, or anything else than `_PLAIN_TYPES`.
+    """
+    found: list[int] = []
+    level = [container]
+    for _ in range(_MAX_DEPTH):
+        found += map(id, level)
+        level = [one for one in gc.get_referents(*level) if not _is_leaf(one)]
+        if not level:
+            parts = frozenset(found)
+            return parts if len(parts) == len(found) else None
+        if not _CONTAINERS.issuperset(map(type, level)) or len(set(map(id, level))) < len(level):
+            return None
+    return None
+
+
+_CONTAINERS = frozenset({list, dict, tuple, set, frozenset})
+
+
+def _is_leaf(value: Any) -> bool:
+    kind = type(value)
+    return kind in _PLAIN_TYPES or (kind is tuple and _PLAIN_TYPES.issuperset(map(type, value)))
+
+
+def _copy_plain(value: Any) -> Any:
+    kind = type(value)
     if kind is list:
-        return [one if type(one) in ATOMS else _copy_plain(one, below) for one in value]
+        return [one if type(one) in ATOMS else _copy_plain(one) for one in value]
     if kind is dict:
-        return {
-            key if type(key) in ATOMS else _copy_plain(key, below): _copy_plain(one, below)
-            for key, one in value.items()
-        }
+        return {key: one if type(one) in ATOMS else _copy_plain(one) for key, one in value.items()}
     if kind is tuple:
-        if all(type(one) in ATOMS for one in value):
+        if ATOMS.issuperset(map(type, value)):
             return value
-        return tuple(_copy_plain(one, below) for one in value)
-    if kind in (set, frozenset) and all(type(one) in ATOMS for one in value):
-        return value.copy()
-    raise _NotPlain
-
-
-class _NotPlain(Exception):
-    pass
-
-
-# ----------------------------------------------------------------------------------------------------------
-# NumPy's arrays.
-# ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class Array(Node):
-    """An array that owns its memory. states.cc makes such nodes, too."""
-
-    array: Any
-
-    def put(self, putter: Putter, old: Any) -> Any:
-        return _copy(self.array)
-
-
-@dataclass(slots=True, eq=False)
-class _Constant(Node):
-    """An array in immutable memory, such as a bytes object."""
-
-    array: Any
-
-    def put(self, putter: Putter, old: Any) -> Any:
-        return self.array
-
-
-@dataclass(slots=True, eq=False)
-class _View(Node):
-    """A view of another array, which is saved as a whole."""
-
-    whole: Array
-    dtype: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    def put(self, putter: Putter, old: Any) -> Any:
-        whole = putter.value(self.whole, None)
-        flat = whole.reshape(-1, order="A").view(np.uint8)
-        return np.ndarray(self.shape, self.dtype, flat, self.offset, self.strides)
-
-
-@dataclass(slots=True, eq=False)
-class _Objects(Node):
-    shape: tuple[int, ...]
-    items: list[Any] = field(default_factory=list)
-
-    def put(self, putter: Putter, old: Any) -> Any:
-        array = np.empty(len(self.items), object)
-        same = isinstance(old, np.ndarray) and old.shape == self.shape
-        olds = old.ravel().tolist() if same else [None] * len(self.items)
-        for number, item in enumerate(self.items):
-            array[number] = putter.value(item, olds[number])
-        return array.reshape(self.shape)
-
-
-@dataclass(slots=True, eq=False)
-class _Elsewhere(Node):
-    """An array in foreign memory, such as a C library's: restored in place."""
-
-    array: Any
-
-    def put(self, putter: Putter, old: Any) -> Any:
-        fits = _is_elsewhere(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
-        if fits and putter.reuse(old):
-            if old.flags.writeable:
-                np.copyto(old, self.array)
-            return old
-        memory = bytearray(self.array.tobytes())  # foreign memory, too, so it is saved in this way again
-        return np.ndarray(self.array.shape, self.array.dtype, memory)
-
-
-def _owner(array: Any) -> Any:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
-
-
-def _copy(array: Any) -> Any:
-    """Returns a copy with the same writeable flag, as an env may lock its array between changes."""
-    copy = array.copy("K")
-    if not array.flags.writeable:
-        copy.flags.writeable = False
-    return copy
-
-
-def _is_constant(value: Any) -> bool:
-    memory = _owner(value).base
-    return isinstance(memory.obj if isinstance(memory, memoryview) else memory, bytes)
-
-
-def _is_elsewhere(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and not _owner(value).flags.owndata
-
-
-def take_array(taker: Taker, value: Any) -> Any:
-    if value.dtype.hasobject:
-        if value.dtype != object:
-            raise CannotCopy("it is a structured array with Python objects, which can't be copied")
-        node = _Objects(value.shape)
-        taker.remember(value, node)
-        node.items = taker.items(value.ravel().tolist())
-        return node
-    if value.base is None:
-        return taker.remember(value, Array(_copy(value)))
-    if _is_constant(value):
-        return taker.remember(value, _Constant(value))
-    if _is_elsewhere(value):
-        return taker.remember(value, _Elsewhere(value.copy()))
-    return taker.remember(value, _take_view(taker, value, _owner(value)))
-
-
-def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
-    flags = owner.flags
-    is_large = owner.nbytes > 64 * max(value.nbytes, 64)  # e.g. one number of a table: save no more than that
-    if not (flags.forc and owner.size and flags.writeable) or is_large or owner.dtype.hasobject:
-        return Array(value.copy("K"))
-    offset = value.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
-    return _View(taker.value(owner), value.dtype, value.shape, value.strides, offset)
+        return tuple(one if type(one) in ATOMS else _copy_plain(one) for one in value)
+    return value.copy() if kind is set else value
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Python's containers.
 # ----------------------------------------------------------------------------------------------------------
+
+
+def _check_not_inside(taker: Taker, value: Any) -> None:
+    """Starts the snapshot anew if a value is a part of a container that was taken as a whole."""
+    for parts, container in taker.inside:
+        if id(value) in parts:
+            raise TakenAsAWhole(container)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,6 +197,7 @@ class _List(Node):
 
 
 def take_list(taker: Taker, value: list[Any]) -> Any:
+    _check_not_inside(taker, value)
     if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
         return taker.remember(value, plain)
     node = _List()
@@ -277,7 +234,13 @@ class _Tuple(Node):
 
 
 def take_tuple(taker: Taker, value: tuple[Any, ...]) -> Any:
-    items = taker.items(value)
+    if id(value) in taker.open:
+        raise CannotCopy("it is a tuple that contains itself")
+    taker.open.add(id(value))
+    try:
+        items = taker.items(value)
+    finally:
+        taker.open.discard(id(value))
     if all(item is one for item, one in zip(items, value, strict=True)):
         return value
     return taker.remember(value, _Tuple(items))
@@ -300,6 +263,7 @@ class _Dict(Node):
 
 
 def take_dict(taker: Taker, value: dict[Any, Any]) -> Any:
+    _check_not_inside(taker, value)
     if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
         return taker.remember(value, plain)
     node = _Dict()
@@ -321,9 +285,64 @@ class _Set(Node):
 
 
 def take_set(taker: Taker, value: Any) -> Any:
-    if all(type(item) in ATOMS for item in value):
+    _check_not_inside(taker, value)
+    if all(map(_is_leaf, value)):
         return taker.remember(value, Plain(value.copy()))
     return taker.remember(value, _Set(type(value), taker.items(value)))
+
+
+@dataclass(slots=True, eq=False)
+class _Subclass(Node):
+    """A list, dict, set or deque of a Python class: its content and its attributes."""
+
+    cls: Any
+    maxlen: int | None = None
+    content: list[Any] = field(default_factory=list)
+    fields: Fields | None = None
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        target = old if type(old) is self.cls and putter.reuse(old) else self.cls.__new__(self.cls)
+        putter.begin(self, target)
+        # The base class's methods: those of the class may have side effects.
+        if isinstance(target, dict):
+            dict.clear(target)
+            for key, value in self.content:
+                dict.__setitem__(target, putter.value(key, None), putter.value(value, None))
+        elif isinstance(target, list):
+            list.clear(target)
+            list.extend(target, putter.items(self.content, ()))
+        elif isinstance(target, deque):
+            deque.__init__(target, putter.items(self.content, ()), self.maxlen)
+        else:
+            set.clear(target)
+            set.update(target, putter.items(self.content, ()))
+        if self.fields is not None:
+            putter.fields(target, self.fields)
+        return target
+
+
+_BASES: tuple[Any, ...] = (dict, list, set, deque)
+
+
+def is_subclass_of_container(kind: type) -> bool:
+    """Returns whether a class extends a container and does not define how it is copied."""
+    base = next((base for base in _BASES if issubclass(kind, base)), None)
+    if base is None or kind.__new__ is not base.__new__:
+        return False
+    return all(getattr(kind, name, None) is getattr(base, name, None) for name in _COPYING)
+
+
+def take_subclass(taker: Taker, value: Any) -> Any:
+    node = _Subclass(type(value), value.maxlen if isinstance(value, deque) else None)
+    taker.remember(value, node)
+    if isinstance(value, dict):
+        node.content = [(taker.value(key), taker.value(one)) for key, one in dict.items(value)]
+    else:
+        base = next(base for base in _BASES if isinstance(value, base))
+        node.content = taker.items(base.__iter__(value))
+    if hasattr(value, "__dict__") or slots_of(type(value)):
+        node.fields = taker.fields(value)
+    return node
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -353,46 +372,105 @@ def take_method(taker: Taker, value: Any) -> Any:
     return taker.remember(value, _Method(function, taker.value(owner)))
 
 
-@dataclass(slots=True, eq=False)
-class _Function(Node):
-    """A closure. Its variables are a part of the state, and its code is not."""
+class _Cell(Node):
+    """A variable that functions close over."""
 
-    name: str
-    function: Any
-    cells: list[Any] = field(default_factory=list)
+    __slots__ = ("content",)
+
+    content: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is types.FunctionType and _full_name(old) == self.name and putter.reuse(old):
-            target = old
-        elif self.function is None:
-            raise CannotCopy(f"the function {self.name} of the state no longer exists in the env")
-        else:
-            old, cells = self.function, tuple(types.CellType() for _ in self.cells)
-            target = types.FunctionType(old.__code__, old.__globals__, old.__name__, old.__defaults__, cells)
-            target.__kwdefaults__ = old.__kwdefaults__
+        cell = old if old is not None and putter.reuse(old) else types.CellType()
+        putter.begin(self, cell)
+        value = putter.value(self.content, _contents(cell))
+        if value is not EMPTY:
+            cell.cell_contents = value
+        elif _contents(cell) is not EMPTY:
+            del cell.cell_contents
+        return cell
+
+
+class _Function(Node):
+    """A function with variables, attributes or defaults: these are part of the state, and its code is not."""
+
+    __slots__ = ("cells", "defaults", "fields", "function", "keywords", "name")
+
+    cells: list[Any]
+    defaults: Any
+    keywords: Any
+    fields: Any
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.name = name
+        self.function = function
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        target = self._find(putter, old)
         putter.begin(self, target)
-        for cell, node in zip(target.__closure__ or (), self.cells, strict=True):
-            value = putter.value(node, None if node is None else _contents(cell))
-            if value is not EMPTY:
-                cell.cell_contents = value
+        for node, cell in zip(self.cells, target.__closure__ or (), strict=True):
+            putter.value(node, cell)
+        target.__defaults__ = putter.value(self.defaults, target.__defaults__)
+        target.__kwdefaults__ = putter.value(self.keywords, target.__kwdefaults__)
+        fresh = putter.value(self.fields, target.__dict__) or {}
+        if fresh is not target.__dict__ and (fresh or target.__dict__):
+            target.__dict__ = fresh
         return target
+
+    def _find(self, putter: Putter, old: Any) -> Any:
+        """Returns the function in the place of this one, if that has the same variables, or another one."""
+        is_same = type(old) is types.FunctionType and _full_name(old) == self.name
+        if is_same and all(map(putter.is_free_for, self.cells, old.__closure__ or ())) and putter.reuse(old):
+            return old
+        function = self.function if self.function is not None else old if is_same else None
+        if function is None:
+            raise CannotCopy(f"the function {self.name} existed when the state was saved, and does not now")
+        cells = tuple(putter.value(node, None) for node in self.cells)
+        return types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, None, cells or None
+        )
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield f" ({self.name})", self.cells, other.cells
+        yield f" ({self.name})", self.defaults, other.defaults
+        yield f" ({self.name})", self.keywords, other.keywords
+        yield f" ({self.name})", self.fields, other.fields
 
     def __reduce__(self) -> Any:
-        return _Function, (self.name, None), (None, {"cells": self.cells})
+        held = {name: getattr(self, name) for name in ("cells", "defaults", "keywords", "fields")}
+        return _Function, (self.name, None), (None, held)
 
 
 def take_function(taker: Taker, value: Any) -> Any:
-    if value.__closure__ is None:
+    if (
+        value.__closure__ is None
+        and not value.__dict__
+        and _are_atoms(value.__defaults__, value.__kwdefaults__)
+    ):
         return value
     node = _Function(_full_name(value), value)
     taker.remember(value, node)
-    lenient, taker.lenient = taker.lenient, True  # its variables need not belong to the env
-    node.cells = [taker.value(_contents(cell)) for cell in value.__closure__]
-    taker.lenient = lenient
+    try:
+        node.cells = [_take_cell(taker, cell) for cell in value.__closure__ or ()]
+        node.defaults = taker.value(value.__defaults__)
+        node.keywords = taker.value(value.__kwdefaults__)
+        node.fields = taker.value(value.__dict__)
+    except CannotCopy as error:
+        error.path.insert(0, f"({value.__qualname__})")
+        raise
     return node
+
+
+def _take_cell(taker: Taker, cell: Any) -> Any:
+    node = taker.memo.get(id(cell))
+    if node is None:
+        node = _Cell()
+        taker.remember(cell, node)
+        node.content = taker.value(_contents(cell))
+    return node
+
+
+def _are_atoms(defaults: tuple[Any, ...] | None, keywords: dict[str, Any] | None) -> bool:
+    return ATOMS.issuperset(map(type, (*(defaults or ()), *(keywords or {}).values())))
 
 
 def _full_name(function: Any) -> str:
@@ -424,7 +502,75 @@ class _Weak(Node):
 
 def take_weak(taker: Taker, value: Any) -> Any:
     target = value()
-    return value if target is None else _Weak(taker.value(target))
+    if target is None:
+        return value
+    if value.__callback__ is not None:
+        raise CannotCopy("it is a weak reference with a callback")
+    node = _Weak(taker.value(target))
+    taker.remember(value, node)
+    return node
+
+
+class _WeakProxy(Node):
+    __slots__ = ("target",)
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return weakref.proxy(putter.value(self.target, None))
+
+
+def take_weak_proxy(taker: Taker, value: Any) -> Any:
+    try:
+        target = value.__repr__.__self__  # which the proxy hands on
+    except ReferenceError:
+        raise CannotCopy("it is a weak proxy of something that is gone") from None
+    node = _WeakProxy(taker.value(target))
+    taker.remember(value, node)
+    return node
+
+
+class _MappingProxy(Node):
+    __slots__ = ("mapping",)
+
+    mapping: Any
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return types.MappingProxyType(putter.value(self.mapping, None))
+
+
+def take_mapping_proxy(taker: Taker, value: Any) -> Any:
+    (mapping,) = gc.get_referents(value)
+    if type(mapping) is dict and "__module__" in mapping:
+        return value  # the attributes of a class
+    node = _MappingProxy()
+    taker.remember(value, node)
+    node.mapping = taker.value(mapping)
+    return node
+
+
+class _Lock(Node):
+    """A lock that no thread holds."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        if type(old).__name__ == self.kind and putter.reuse(old):
+            return old
+        return threading.RLock() if self.kind == "RLock" else threading.Lock()
+
+
+def take_lock(taker: Taker, value: Any) -> Any:
+    locked = value._is_owned() if hasattr(value, "_is_owned") else value.locked()
+    if locked:
+        raise CannotCopy("it is a lock that is held")
+    node = _Lock(type(value).__name__)
+    taker.remember(value, node)
+    return node
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -502,6 +648,9 @@ def _seed(sequence: Any) -> Any:
 
 def take_bits(taker: Taker, value: Any) -> Any:
     sequence = value.seed_seq
+    if isinstance(taker.memo.get(id(sequence)), _Seeds):
+        raise CannotCopy("its SeedSequence is an attribute, too", "Keep one of SeedSequence.spawn(1) there")
+    taker.sequences.add(id(sequence))
     if type(sequence) is np.random.SeedSequence:
         node = BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
     else:
@@ -512,23 +661,72 @@ def take_bits(taker: Taker, value: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Random(Node):
-    """A `random.Random` or `numpy.random.RandomState`."""
+    """A `random.Random` or `numpy.random.RandomState`, with the attributes of a subclass."""
 
-    cls: type
+    cls: Any
     state: Any
+    fields: Fields | None = None
 
     def put(self, putter: Putter, old: Any) -> Any:
-        target = old if type(old) is self.cls and putter.reuse(old) else self.cls()
+        target: Any = old if type(old) is self.cls and putter.reuse(old) else self.cls.__new__(self.cls)
+        putter.begin(self, target)
         if isinstance(target, np.random.RandomState):
+            if target is not old:
+                target.__init__()
             target.set_state(self.state)
         else:
-            target.setstate(self.state)
+            random.Random.setstate(target, self.state)
+        if self.fields is not None:
+            putter.fields(target, self.fields)
         return target
 
 
 def take_random(taker: Taker, value: Any) -> Any:
-    state = value.get_state(legacy=False) if isinstance(value, np.random.RandomState) else value.getstate()
-    return taker.remember(value, _Random(type(value), state))
+    if isinstance(value, np.random.RandomState):
+        state = value.get_state(legacy=False)
+    else:
+        state = random.Random.getstate(value)
+    node = _Random(type(value), state)
+    taker.remember(value, node)
+    if hasattr(value, "__dict__"):
+        node.fields = taker.fields(value, _GAUSS)  # which is in the state
+    return node
+
+
+_GAUSS = frozenset({"gauss_next"})
+
+
+class _Seeds(Node):
+    """A sequence of seeds that an attribute holds."""
+
+    __slots__ = ("children", "sequence")
+
+    def __init__(self, sequence: Any) -> None:
+        self.sequence = sequence
+        self.children = sequence.n_children_spawned
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        entropy, key, size = _seed(self.sequence)
+        return np.random.SeedSequence(
+            entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
+        )
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield "", (_seed(self.sequence), self.children), (_seed(other.sequence), other.children)
+
+    def __reduce__(self) -> Any:
+        return _Seeds, (self.put(Putter([]), None),)
+
+
+def take_seeds(taker: Taker, value: Any) -> Any:
+    """Takes a sequence of seeds, which no generator of the env may have: a generator makes its own anew."""
+    if id(value) in taker.sequences:
+        raise CannotCopy(
+            "it is a SeedSequence that a generator uses, too", "Keep one of SeedSequence.spawn(1)"
+        )
+    node = _Seeds(value)
+    taker.remember(value, node)
+    return node
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -560,25 +758,21 @@ def take_object(taker: Taker, value: Any) -> Any:
     return node
 
 
-def is_ordinary(kind: type, value: Any) -> bool:
-    """Returns whether an object's attributes are its whole state.
+_COPYING = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__", "__copy__")
 
-    Gymnasium's `EzPickle` is ignored: it rebuilds objects from constructor arguments, without their state.
+
+def is_ordinary(kind: type, value: Any) -> bool:
+    """Returns whether all that an object holds is in its attributes.
+
+    The attributes are exact even if the class defines how it is copied, as `EzPickle` does. A class with its
+    own `__reduce__` is not ordinary: wrappers of C libraries have it, for memory that is in no attribute.
     """
-    for name in ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__deepcopy__"):
-        method = getattr(kind, name, None)
-        is_own = method is not getattr(object, name, None)
-        if is_own and getattr(method, "__qualname__", "") != f"EzPickle.{name}":
-            return False
     if kind.__new__ is not object.__new__ or not (hasattr(value, "__dict__") or slots_of(kind)):
         return False
-    try:
-        object.__reduce_ex__(value, 2)  # raises TypeError for objects with state in C
-    except TypeError:
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return False
-    except Exception:
-        return True  # an `EzPickle` without recorded arguments
-    return True
+    # Larger than its attributes and the pointers to its dict and to its weak references: C holds something.
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * (len(slots_of(kind)) + 2)
 
 
 class _Reduced(Node):
@@ -631,6 +825,27 @@ def take_reduced(taker: Taker, value: Any) -> Any:
     node.items = taker.items(items or ())
     node.pairs = taker.pairs(dict(pairs or ()))
     return node
+
+
+def take_trusted(taker: Taker, value: Any) -> Any:
+    """Takes something that is on no list by its own copy protocol, if the user trusts that."""
+    kind = type(value)
+    if not isinstance(value, taker.trust):
+        if kind.__reduce__ is not object.__reduce__ and isinstance(_reduce(value), str):
+            return value  # a global, such as a logger
+        raise CannotCopy(
+            f"it is a {name_of(kind)}, which jaxvec can't copy exactly",
+            f"If copy.deepcopy copies it exactly, pass States(trust=[{kind.__qualname__}]). Otherwise give"
+            " the env methods get_state() and set_state(state), or use jaxvec.adapters.replay.ReplayEnv",
+        )
+    return take_reduced(taker, value)
+
+
+def _reduce(value: Any) -> Any:
+    try:
+        return value.__reduce__()
+    except Exception:
+        return None
 
 
 def name_of(kind: type) -> str:

@@ -77,6 +77,14 @@ class CannotCopy(Exception):
         self.path: list[str] = []
 
 
+class TakenAsAWhole(Exception):
+    """A part of `container`, which was saved as a whole, was found elsewhere: its items have to be saved."""
+
+    def __init__(self, container: Any) -> None:
+        super().__init__()
+        self.container = container
+
+
 class Node:
     """A mutable object's place in a snapshot. Nodes never change, so snapshots may share them."""
 
@@ -143,6 +151,18 @@ class Putter:
         used.add(number)
         return True
 
+    def reuse_all(self, numbers: frozenset[int]) -> bool:
+        """Returns whether no object with one of these ids was used yet, and marks all as used."""
+        if not self._used.isdisjoint(numbers):
+            return False
+        self._used |= numbers
+        return True
+
+    def is_free_for(self, node: Node, old: Any) -> bool:
+        """Returns whether a node may stand for `old`: neither of them has another partner yet."""
+        done = self._done.get(id(node))
+        return done is old or (done is None and id(old) not in self._used)
+
     def items(self, items: list[Any], olds: Any) -> list[Any]:
         """Returns the objects of a sequence's nodes; `olds` are the present items."""
         if len(olds) != len(items):
@@ -182,7 +202,7 @@ Shared: TypeAlias = dict[int, tuple[Any, Any]]
 ATOMS: set[type] = {
     *(type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, type),
     *(types.ModuleType, types.CodeType, property, types.WrapperDescriptorType),
-    *(types.MethodDescriptorType, types.MappingProxyType),
+    types.MethodDescriptorType,
     *(kind for kind in vars(np).values() if isinstance(kind, type) and issubclass(kind, np.generic)),
 } - {np.void, np.object_}
 
@@ -213,6 +233,11 @@ class Taker:
     Attributes:
         memo: Nodes by the `id` of their objects; at first those of an env's wrappers and the env.
         shared: Nodes that all snapshots of the env share.
+        walked: Ids of containers that must not be saved as a whole.
+        trust: Classes to copy by their own protocol.
+        inside: Containers that were saved as a whole, each with the ids of the containers in it.
+        open: Ids of the tuples that are being saved.
+        sequences: Ids of the seed sequences of generators.
         lenient: Whether objects that can't be copied become `KEPT` instead of an error.
     """
 
@@ -222,10 +247,17 @@ class Taker:
         memo: dict[int, Any],
         shared: Shared,
         *,
+        walked: frozenset[int] | set[int] = frozenset(),
+        trust: tuple[type, ...] = (),
         lenient: bool = False,
     ) -> None:
         """Starts a snapshot; `find` returns the function that saves a class that `TAKINGS` lacks."""
         self._find = find
+        self.walked = walked
+        self.trust = trust
+        self.inside: list[tuple[frozenset[int], Any]] = []
+        self.open: set[int] = set()
+        self.sequences: set[int] = set()
         self.memo = memo
         self.shared = shared
         self.lenient = lenient
@@ -303,9 +335,7 @@ class Taker:
 # ----------------------------------------------------------------------------------------------------------
 
 # Gymnasium's records of constructor arguments, which are equal for all envs that one function makes.
-_EXCLUDED = frozenset(
-    {"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"}
-)
+_EXCLUDED = frozenset({"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"})
 _EXCLUDED_OF_WRAPPERS = _EXCLUDED | {"env"}
 
 

@@ -1,25 +1,36 @@
 """The rules for saving each type, incremental snapshots, and the comparison of snapshots.
 
 A `Taker` (nodes.py) walks an env's attributes and turns each mutable value into a `Node` (node_types.py,
-ale.py, mujoco.py); a `Putter` turns nodes back into values. `find` selects how a type is saved.
+arrays.py, ale.py, mujoco.py); a `Putter` turns nodes back into values. `find` selects how a type is saved.
 """
 
 from __future__ import annotations
 
+import array
 import enum
-import io
+import itertools
+import operator
+import pathlib
 import random
+import re
 import struct
 import types
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from io import BytesIO, StringIO
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import gymnasium
 import numpy as np
 
 from jaxvec import _native
-from jaxvec._snapshots import node_types
+from jaxvec._snapshots import arrays, node_types
 from jaxvec._snapshots.ale import WatchedALE, take_ale
 from jaxvec._snapshots.mujoco import take_data, take_model, take_physics
 from jaxvec._snapshots.nodes import (
@@ -59,8 +70,12 @@ _NAMED: dict[str, Taking] = {
     "pygame.font.Font": _take_kept,
     "pygame.freetype.Font": _take_kept,
     "pygame.time.Clock": _take_kept,
-    "_thread.lock": _take_kept,
-    "_thread.RLock": _take_kept,
+    "_thread.lock": node_types.take_lock,
+    "_thread.RLock": node_types.take_lock,
+    "logging.Logger": take_atom,
+    "dm_env.specs.Array": take_atom,
+    "jaxlib._jax.ArrayImpl": take_atom,
+    "jaxlib.xla_extension.ArrayImpl": take_atom,
     "gymnasium.envs.registration.EnvSpec": take_atom,
     "pygame.surface.Surface": node_types.take_picture,
     "mujoco._structs.MjModel": take_model,
@@ -80,9 +95,21 @@ _NAMED: dict[str, Taking] = {
 }
 
 
+# Classes with an exact copy protocol: they are immutable, or it covers everything that they hold.
+_EXACT: tuple[type, ...] = (
+    *(slice, BytesIO, StringIO, Decimal, Fraction, UUID, date, datetime, time, timedelta, timezone),
+    *(OrderedDict, defaultdict, Counter, partial, itertools.count, itertools.cycle, itertools.repeat),
+    *(operator.itemgetter, operator.attrgetter, operator.methodcaller, re.Pattern, SimpleNamespace),
+    *(pathlib.PosixPath, pathlib.PurePosixPath, *map(type, (iter([]), iter(()), iter(range(0)), iter("")))),
+)
+_EXACT_NAMES = (  # in other libraries
+    *("pygame.rect.Rect", "pygame.color.Color", "pygame.math.Vector2", "pygame.math.Vector3"),
+)
+
+
 TAKINGS.update(
     {
-        np.ndarray: node_types.take_array,
+        np.ndarray: arrays.take_array,
         list: node_types.take_list,
         dict: node_types.take_dict,
         tuple: node_types.take_tuple,
@@ -94,8 +121,16 @@ TAKINGS.update(
         types.BuiltinMethodType: node_types.take_method,
         types.MethodWrapperType: node_types.take_method,
         weakref.ref: node_types.take_weak,
-        io.BytesIO: node_types.take_reduced,
-        io.StringIO: node_types.take_reduced,
+        weakref.ProxyType: node_types.take_weak_proxy,
+        weakref.CallableProxyType: node_types.take_weak_proxy,
+        types.MappingProxyType: node_types.take_mapping_proxy,
+        np.random.SeedSequence: node_types.take_seeds,
+        np.void: arrays.take_record,
+        np.record: arrays.take_record,
+        bytearray: arrays.take_buffer,
+        array.array: arrays.take_buffer,
+        memoryview: arrays.take_memoryview,
+        **dict.fromkeys(_EXACT, node_types.take_reduced),
         WatchedALE: take_ale,
     }
 )
@@ -115,9 +150,23 @@ def find(kind: type, value: Any) -> Taking:
         return node_types.take_generator
     if issubclass(kind, np.random.BitGenerator):
         return node_types.take_bits
-    if kind in (random.Random, np.random.RandomState):
+    if issubclass(kind, (random.Random, np.random.RandomState)):
         return node_types.take_random
-    return node_types.take_object if node_types.is_ordinary(kind, value) else node_types.take_reduced
+    if issubclass(kind, np.ndarray):
+        return arrays.take_array
+    if issubclass(kind, arrays.CData):
+        return arrays.take_buffer
+    if node_types.is_ordinary(kind, value):
+        return node_types.take_object
+    if node_types.is_subclass_of_container(kind):
+        return node_types.take_subclass
+    is_immutable = issubclass(kind, _IMMUTABLE) and not slots_of(kind) and not hasattr(value, "__dict__")
+    if is_immutable or issubclass(kind, BaseException) or node_types.name_of(kind) in _EXACT_NAMES:
+        return node_types.take_reduced
+    return node_types.take_trusted
+
+
+_IMMUTABLE = (tuple, frozenset, int, float, complex, str, bytes)  # for example named tuples
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -128,7 +177,7 @@ def find(kind: type, value: Any) -> Taking:
 # and Python walks through all attributes. C++ uses the nodes' attributes by name, see states.cc.
 # ----------------------------------------------------------------------------------------------------------
 
-_NODES = ATOMS, Node, node_types.Array, node_types.Generator, node_types.BitGenerator, node_types.Space
+_NODES = ATOMS, Node, arrays.Array, node_types.Generator, node_types.BitGenerator, node_types.Space
 
 
 class IncrementalSnapshot:

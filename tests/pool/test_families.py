@@ -136,7 +136,7 @@ def test_dm_control(make, monkeypatch, domain, task):
 @pytest.mark.parametrize("continuous", [False, True], ids=["discrete", "continuous"])
 def test_pettingzoo_mpe(make, name, continuous):
     needs("mpe2", "families")
-    from test_adapters_pettingzoo import assert_jitted_steps_are_those_by_hand
+    from support.pettingzoo_by_hand import assert_jitted_steps_are_those_by_hand
 
     def env():
         import importlib
@@ -152,7 +152,7 @@ def test_pettingzoo_butterfly(make):
     """Knights and archers, until zombies come through."""
     needs("pettingzoo", "pettingzoo")
     needs("pygame", "families")
-    from test_adapters_pettingzoo import assert_jitted_steps_are_those_by_hand
+    from support.pettingzoo_by_hand import assert_jitted_steps_are_those_by_hand
 
     def env():
         from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
@@ -270,6 +270,6 @@ def test_states_of_box2d(name):
     needs("Box2D", "box2d")
     env = gymnasium.make(name)
     env.reset(seed=0)
-    with pytest.raises(jaxvec.EnvStateError, match=r"\.world.* can't be copied .*ReplayEnv"):
+    with pytest.raises(jaxvec.EnvStateError, match=r"\.world.* can't copy exactly.*ReplayEnv"):
         StatefulEnv(env).take()
     assert_goes_on(lambda: ReplayEnv(partial(gymnasium.make, name, max_episode_steps=30)), num_steps=90)

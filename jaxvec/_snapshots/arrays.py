@@ -1,0 +1,345 @@
+"""Nodes of arrays and of the memory that they share.
+
+A snapshot keeps which arrays share memory. An array that has its own memory is an `Array`, or an `_Objects`
+if it holds Python objects. Any other array is a `_View`: an offset, a shape and strides in the memory of its
+owner, which is a node itself. The owner may also be a `bytearray`, an `array.array` or an object of ctypes
+(`_Buffer`). An array in memory of another library is restored in place, if it still exists (`_Foreign`).
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
+
+# Array classes without further attributes.
+_ARRAY_CLASSES = (np.ndarray, np.recarray, np.matrix)
+
+
+class Array(Node):
+    """An array that has its own memory. The native code knows this class and its slot."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return _copy(self.array)
+
+
+class _Constant(Node):
+    """An array in the memory of a `bytes` object, which nothing can change."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return self.array
+
+
+class _View(Node):
+    """An array in the memory of `owner`, or a record in it if `shape` is None."""
+
+    __slots__ = ("dtype", "kind", "offset", "owner", "shape", "strides", "writeable")
+
+    owner: Any
+    kind: type
+    dtype: Any
+    shape: tuple[int, ...] | None
+    strides: tuple[int, ...]
+    offset: int
+    writeable: bool
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        old_owner = None if isinstance(self.owner, (Array, _Objects)) else _memory_of(old)
+        owner = putter.value(self.owner, old_owner)
+        shape = () if self.shape is None else self.shape
+        if isinstance(owner, np.ndarray):
+            locked = not owner.flags.writeable
+            if locked:  # the view may have been made before, and may be written to
+                owner.flags.writeable = True
+            view = _view(owner, self.dtype, shape, self.strides, self.offset)
+            if locked:
+                owner.flags.writeable = False
+        else:
+            view = np.ndarray(shape, self.dtype, np.frombuffer(owner, np.uint8), self.offset, self.strides)
+        if self.shape is None:
+            return view[()]
+        if self.kind is not np.ndarray:
+            view = view.view(self.kind)
+        if view.flags.writeable and not self.writeable:
+            view.flags.writeable = False
+        return view
+
+
+class _Objects(Node):
+    """An array of Python objects that has its own memory; `items` are in the order of that memory."""
+
+    __slots__ = ("axes", "items", "shape", "writeable")
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    items: list[Any]
+    writeable: bool
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        inverse = np.argsort(self.axes) if self.axes else ()
+        new = np.empty([self.shape[axis] for axis in self.axes], object).transpose(*inverse).copy("K")
+        putter.begin(self, new)
+        flat = new.transpose(self.axes).reshape(-1)
+        same = type(old) is np.ndarray and old.dtype == object and old.shape == self.shape
+        olds: list[Any] = old.transpose(self.axes).ravel().tolist() if same else [None] * len(self.items)
+        for number, item in enumerate(self.items):
+            flat[number] = putter.value(item, olds[number])
+        new.flags.writeable = self.writeable
+        return new
+
+
+class _Buffer(Node):
+    """The memory of a `bytearray`, an `array.array` or an object of ctypes that owns it."""
+
+    __slots__ = ("content", "kind", "typecode")
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value)
+        self.typecode = value.typecode if isinstance(value, array.array) else None
+        self.content = bytes(memoryview(value).cast("B"))
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        if type(old) is not self.kind or _nbytes(old) != len(self.content) or not putter.reuse(old):
+            if self.typecode is not None:
+                return self.kind(self.typecode, self.content)
+            if self.kind is bytearray:
+                return bytearray(self.content)
+            old = self.kind()
+        if self.content:  # in place: a library may know the address
+            memoryview(old).cast("B")[:] = self.content
+        return old
+
+
+class _MemoryView(Node):
+    """A contiguous `memoryview` of an array or of a buffer."""
+
+    __slots__ = ("format", "nbytes", "offset", "owner", "readonly", "shape")
+
+    owner: Any
+    offset: int
+    nbytes: int
+    format: str
+    shape: tuple[int, ...]
+    readonly: bool
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        owner = putter.value(self.owner, old.obj if isinstance(old, memoryview) else None)
+        part: Any = memoryview(owner).cast("B")[self.offset : self.offset + self.nbytes]
+        view = part.cast(self.format, self.shape) if self.shape != (self.nbytes,) else part.cast(self.format)
+        return view.toreadonly() if self.readonly else view
+
+
+class _Foreign(Node):
+    """An array in memory of another library: restoring writes into that memory."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        fits = _is_foreign(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
+        if fits and putter.reuse(old):  # what were several may be one array now
+            if old.flags.writeable:
+                np.copyto(old, self.array)
+            return old
+        memory = bytearray(self.array.tobytes())  # not NumPy's either, so it is taken the same way again
+        return np.ndarray(self.array.shape, self.array.dtype, memory)
+
+
+def take_array(taker: Taker, value: Any) -> Any:
+    """Takes an array, and the memory that it shares with others."""
+    if type(value) not in _ARRAY_CLASSES:
+        raise CannotCopy(f"it is a {type(value).__qualname__}, which may hold more than an array")
+    if value.base is not None:
+        node = _take_part(taker, value)
+    elif value.dtype.hasobject:
+        return _take_objects(taker, value)
+    else:
+        node = Array(_copy(value))
+    taker.remember(value, node)
+    return node
+
+
+def take_record(taker: Taker, value: Any) -> Any:
+    """Takes a record of a structured array, which is a view of that, or has its own memory."""
+    if value.dtype.hasobject:
+        raise CannotCopy("it is a record with Python objects in it")
+    base: Any = value.base
+    if not isinstance(base, np.ndarray):
+        own = np.empty((), value.dtype)
+        own[()] = value
+        node = _View()
+        node.owner, node.shape, node.strides, node.offset = Array(own), None, (), 0
+        node.kind, node.dtype, node.writeable = type(value), value.dtype, True
+    else:
+        node = _take_view(taker, value, _owner(base))
+        node.shape = None
+    taker.remember(value, node)
+    return node
+
+
+def take_buffer(taker: Taker, value: Any) -> Any:
+    """Takes a `bytearray`, an `array.array` or an object of ctypes."""
+    if isinstance(value, CData) and not _owns_memory(value):
+        raise CannotCopy("it is an object of ctypes that holds pointers or does not own its memory")
+    node = _Buffer(value)
+    taker.remember(value, node)
+    return node
+
+
+def take_memoryview(taker: Taker, value: memoryview) -> Any:
+    """Takes a view of memory that another object owns."""
+    owner: Any = value.obj
+    if isinstance(owner, bytes):
+        return value
+    if not value.c_contiguous or not isinstance(owner, (np.ndarray, *_BUFFERS)):
+        raise CannotCopy("it is a memoryview that is not contiguous, or of memory of another library")
+    if isinstance(owner, np.ndarray) and not owner.flags.c_contiguous:
+        raise CannotCopy("it is a memoryview of an array that is not contiguous")
+    node = _MemoryView()
+    taker.remember(value, node)
+    node.owner = taker.value(owner)
+    node.offset = _address(value) - _address(owner)
+    node.nbytes, node.format, node.readonly = value.nbytes, value.format, value.readonly
+    node.shape = tuple(value.shape or ())
+    return node
+
+
+# --- The memory behind an array -----------------------------------------------------------------------------
+
+CData: Any = ctypes.c_int.__mro__[-2]  # the base of all objects of ctypes, which has no public name
+_BUFFERS = (bytearray, array.array, CData)
+
+
+def _owns_memory(value: Any) -> bool:
+    return bool(value._b_needsfree_) and not value._objects
+
+
+def _owner(value: Any) -> Any:
+    """Returns the array at the end of a chain of views."""
+    while True:
+        base = value.base
+        if type(base).__name__ == "DummyArray":  # of `numpy.lib.stride_tricks.as_strided`
+            base = base.base
+        if not isinstance(base, np.ndarray):
+            return value
+        value = base
+
+
+def _memory_of(value: Any) -> Any:
+    """Returns the object that owns the memory of a view; `None` for anything but an array or a record."""
+    if not isinstance(value, (np.ndarray, np.void)):
+        return None
+    base = _owner(value).base
+    return base.obj if isinstance(base, memoryview) else base
+
+
+def _is_foreign(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and not _owner(value).flags.owndata
+
+
+def _take_part(taker: Taker, value: Any) -> Any:
+    """Takes an array that has no memory of its own."""
+    owner = _owner(value)
+    if owner.flags.owndata:
+        return _take_view(taker, value, owner)
+    memory = _memory_of(value)
+    if isinstance(memory, bytes):
+        return _Constant(value)
+    if value.dtype.hasobject:
+        raise CannotCopy("it is an array of Python objects in memory of another library")
+    if isinstance(memory, _BUFFERS) and (not isinstance(memory, CData) or _owns_memory(memory)):
+        return _take_view(taker, value, memory)
+    return _Foreign(value.copy())
+
+
+def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
+    node = _View()
+    if isinstance(owner, np.ndarray):
+        if owner.dtype != object and owner.dtype.hasobject:
+            raise CannotCopy("it is in an array of records with Python objects in them")
+        if not _is_dense(owner):
+            raise CannotCopy("it is in an array whose memory has gaps")
+    node.owner = taker.value(owner)
+    node.kind, node.dtype = type(value), value.dtype
+    node.shape, node.strides = value.shape, value.strides
+    node.offset = value.__array_interface__["data"][0] - _address(owner)
+    node.writeable = value.flags.writeable
+    return node
+
+
+def _take_objects(taker: Taker, value: Any) -> Any:
+    if value.dtype != object:
+        raise CannotCopy("it is an array of records with Python objects in them")
+    if not _is_dense(value):
+        raise CannotCopy("it is an array of Python objects whose memory has gaps")
+    node = _Objects()
+    taker.remember(value, node)
+    node.shape, node.axes, node.writeable = value.shape, _axes(value), value.flags.writeable
+    node.items = taker.items(value.transpose(node.axes).reshape(-1).tolist())
+    return node
+
+
+def _axes(value: Any) -> tuple[int, ...]:
+    """Returns the axes of an array, from the largest stride to the smallest."""
+    strides = value.strides
+    return tuple(sorted(range(value.ndim), key=lambda axis: -abs(strides[axis])))
+
+
+def _is_dense(value: Any) -> bool:
+    """Returns whether an array that owns its memory fills it, in some order of its axes."""
+    return bool(value.flags.forc or value.transpose(_axes(value)).flags.c_contiguous)
+
+
+def _flat(owner: Any) -> Any:
+    """Returns all of a dense array as one axis, in the order of its memory, without a copy."""
+    owner = owner.view(np.ndarray)
+    if owner.flags.forc:
+        return owner.reshape(-1, order="A")
+    return owner.transpose(_axes(owner)).reshape(-1)
+
+
+def _view(
+    owner: Any, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> NDArray[Any]:
+    flat = _flat(owner)
+    if dtype.hasobject:  # NumPy lets no bytes be taken for references
+        first = flat[offset // flat.itemsize :]
+        return np.lib.stride_tricks.as_strided(first, shape, strides)
+    return np.ndarray(shape, dtype, flat.view(np.uint8), offset, strides)
+
+
+def _address(owner: Any) -> int:
+    if isinstance(owner, np.ndarray):
+        return owner.__array_interface__["data"][0]
+    if not _nbytes(owner):
+        return 0
+    return np.frombuffer(owner, np.uint8).__array_interface__["data"][0]
+
+
+def _nbytes(value: Any) -> int:
+    return memoryview(value).nbytes
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy that is as writeable: an env may lock its own array, and unlock it for a change."""
+    copy = value.copy("K")
+    if not value.flags.writeable:
+        copy.flags.writeable = False
+    return copy

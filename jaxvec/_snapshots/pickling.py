@@ -1,0 +1,128 @@
+"""Pickling of states without their code: classes and functions stay those of the process that unpickles.
+
+Classes and functions of a script or a notebook are not importable in another process, so cloudpickle pickles
+them by value. Unpickling has side effects then: it assigns the pickled attributes to a class that exists
+already, and it gives functions a copy of their globals. Here a class is a reference, which is looked up by
+the number under which cloudpickle knows it, then by its name. Only a class that the process lacks is created,
+once, from a definition in the state. Functions are looked up by name, or made with the process's globals.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from cloudpickle import cloudpickle
+
+from jaxvec._util import Pickler
+
+_ids: Any = cloudpickle  # its registry of classes that were pickled by value has no public names
+_definitions: WeakKeyDictionary[type, bytes] = WeakKeyDictionary()
+
+
+def dumps(value: Any) -> bytes:
+    """Pickles a value; `pickle.loads` restores it without a change to any class, function or module."""
+    return _dump(value, ())
+
+
+def _dump(value: Any, defining: tuple[type, ...]) -> bytes:
+    buffer = io.BytesIO()
+    _StatePickler(buffer, defining).dump(value)
+    return buffer.getvalue()
+
+
+class _StatePickler(Pickler):
+    """Pickles references to classes and functions.
+
+    Attributes:
+        defining: Classes with a definition that is being pickled, the innermost last.
+    """
+
+    def __init__(self, file: io.BytesIO, defining: tuple[type, ...]) -> None:
+        super().__init__(file, 5)
+        self._defining = defining
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented:  # by reference: it can be imported
+            return reduced
+        if isinstance(obj, type):
+            if self._defining and obj is self._defining[-1]:
+                return reduced
+            number = _ids._get_or_create_tracker_id(obj)
+            return _find_class, (number, obj.__module__, obj.__qualname__, self._define(obj))
+        if isinstance(obj, types.FunctionType) and not self._defining and obj.__closure__ is None:
+            code = obj.__code__, obj.__name__, obj.__defaults__, obj.__kwdefaults__
+            return _find_function, (obj.__module__, obj.__qualname__, *code)
+        return reduced
+
+    def _define(self, kind: type) -> bytes | None:
+        """Returns the definition of a class; `None` within its own, where it exists by then."""
+        if kind in self._defining:
+            return None
+        found = _definitions.get(kind)
+        if found is None:
+            found = _dump(kind, (*self._defining, kind))
+            if not self._defining:  # else it may lack the definition of a class around it
+                _definitions[kind] = found
+        return found
+
+
+# --- Where a state is unpickled ---------------------------------------------------------------------------
+
+
+def _find_class(number: str, module: str, name: str, definition: bytes | None) -> type:
+    """Returns the class with this number, or else of this name; defines it if this process has neither."""
+    found = _ids._DYNAMIC_CLASS_TRACKER_BY_ID.get(number)
+    if found is not None:
+        return found
+    if "<locals>" not in name:  # of which there may be many
+        found = _find_global(module, name)
+        if isinstance(found, type):
+            return found
+    if definition is None:
+        raise pickle.UnpicklingError(f"there is no class {module}.{name} in this process")
+    return pickle.loads(definition)
+
+
+def _find_function(
+    module: str, name: str, code: types.CodeType, short: str, defaults: Any, keywords: Any
+) -> types.FunctionType:
+    """Returns the function of this name and code here, or makes one with the globals of its module."""
+    found = _find_global(module, name)
+    if isinstance(found, types.FunctionType) and found.__code__.co_firstlineno == code.co_firstlineno:
+        return found
+    function = types.FunctionType(code, next(_globals_of(module), {}), short, defaults)
+    function.__kwdefaults__, function.__qualname__, function.__module__ = keywords, name, module
+    return function
+
+
+def _find_global(module: str, name: str) -> Any:
+    for held in _globals_of(module):
+        first, *rest = name.split(".")
+        found = held.get(first)
+        for part in rest:
+            found = getattr(found, part, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _globals_of(module: str) -> Iterator[dict[str, Any]]:
+    """Yields the globals of a module: its own, and those of the methods of classes pickled by value."""
+    if module in sys.modules:
+        yield vars(sys.modules[module])
+    seen: set[int] = set()
+    for kind in list(_ids._DYNAMIC_CLASS_TRACKER_BY_CLASS):
+        for held in list(vars(kind).values()):
+            names = getattr(held, "__globals__", None)
+            if names is not None and names.get("__name__") == module and id(names) not in seen:
+                seen.add(id(names))
+                yield names
+                if getattr(names.get(kind.__name__), "__module__", None) != module:
+                    yield {kind.__name__: kind}  # a class need not be among the globals of its methods

@@ -1,0 +1,571 @@
+"""States of all kinds of object graphs: exact, or refused with an error; never silently wrong.
+
+Each case is an env whose `act` changes one of its attributes and reads another. It is stepped beside envs
+that save and restore at every step, and has to give the same results or be refused.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import ctypes
+import itertools
+import os
+import random
+import types
+import weakref
+from functools import partial
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec._envs.env_states import StatefulEnv, pack, unpack
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CASES: dict[str, type] = {}
+# What may be refused, since no copy of it can be exact.
+REFUSED = {"MaskedArray", "GeneratorInClosure", "SelfTuple", "SharedSeeds"}
+STAY_IN_THEIR_PROCESS = {"OverCtypes"}
+
+
+class Case(gymnasium.Env):
+    """An env whose state is what `build` makes; `act` changes and reads it."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = spaces.Discrete(5)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        CASES[cls.__name__] = cls
+
+    def __init__(self):
+        self.count = 0
+        self.build()
+
+    def build(self):
+        raise NotImplementedError
+
+    def act(self, action):
+        raise NotImplementedError
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1), {}
+
+    def step(self, action):
+        self.count += 1
+        value = float(self.act(int(action) + self.count))
+        return np.array([value]), 0.0, False, False, {}
+
+
+class SmallView(Case):
+    def build(self):
+        self.map = np.zeros((64, 64))
+        self.door = self.map[3, 4:5]
+
+    def act(self, n):
+        self.door += n
+        return self.map[3, 4]
+
+
+class SmallViewFirst(Case):
+    def build(self):
+        whole = np.zeros((64, 64))
+        self.door, self.map = whole[3, 4:5], whole
+
+    def act(self, n):
+        self.map[3, 4] += n
+        return self.door[0]
+
+
+class Permuted(Case):
+    def build(self):
+        self.map = np.zeros((3, 4, 5)).transpose(1, 0, 2).copy("K")
+        self.row = self.map[1]
+
+    def act(self, n):
+        self.row[2, 3] += n
+        return self.map.sum()
+
+
+class Locked(Case):
+    def build(self):
+        self.map = np.zeros(10)
+        self.part = self.map[2:5]
+        self.map.flags.writeable = False
+
+    def act(self, n):
+        self.part += n
+        return self.map.sum()
+
+
+class Strided(Case):
+    def build(self):
+        self.map = np.zeros(20)
+        self.windows = np.lib.stride_tricks.sliding_window_view(self.map, 4)
+
+    def act(self, n):
+        self.map[n % 20] += n
+        return self.windows.sum()
+
+
+class Backwards(Case):
+    def build(self):
+        self.map = np.zeros(20)
+        self.back = self.map[::-2]
+
+    def act(self, n):
+        self.back[n % 10] += n
+        return self.map @ np.arange(20)
+
+
+class Record(Case):
+    def build(self):
+        self.table = np.zeros(4, [("x", float), ("y", int)])
+        self.one = self.table[2]
+
+    def act(self, n):
+        self.one["x"] += n
+        return self.table["x"].sum()
+
+
+class RecArray(Case):
+    def build(self):
+        self.table = np.zeros(4, [("x", float), ("y", int)]).view(np.recarray)
+        self.column = self.table.x
+
+    def act(self, n):
+        self.column += n
+        return self.table.x.sum()
+
+
+class MaskedArray(Case):
+    def build(self):
+        self.data = np.zeros(5)
+        self.masked = np.ma.array(self.data, mask=[0, 1, 0, 0, 1], copy=False)
+
+    def act(self, n):
+        self.data += n
+        return self.masked.sum()
+
+
+class ObjectView(Case):
+    def build(self):
+        self.cells = np.empty((3, 3), object)
+        self.cells[:] = 0
+        self.row = self.cells[1]
+
+    def act(self, n):
+        self.row[n % 3] = n
+        return sum(self.cells.ravel().tolist())
+
+
+class OverBytearray(Case):
+    def build(self):
+        self.memory = bytearray(80)
+        self.numbers = np.frombuffer(self.memory)
+        self.others = np.frombuffer(self.memory, offset=8)
+
+    def act(self, n):
+        self.numbers[n % 10] += n
+        return self.others.sum() + self.memory[1]
+
+
+class OverArray(Case):
+    def build(self):
+        self.memory = array.array("d", [0.0] * 10)
+        self.numbers = np.frombuffer(self.memory)
+
+    def act(self, n):
+        self.numbers[n % 10] += n
+        return sum(self.memory)
+
+
+class OverCtypes(Case):
+    def build(self):
+        self.memory = (ctypes.c_double * 10)()
+        self.numbers = np.ctypeslib.as_array(self.memory)
+
+    def act(self, n):
+        self.numbers[n % 10] += n
+        return sum(self.memory)
+
+
+class BoundedBytes(Case):
+    def build(self):
+        self.memory = bytearray(10)
+        self.part = memoryview(self.memory)[2:6]
+
+    def act(self, n):
+        self.part[n % 4] = n % 200
+        return sum(self.memory)
+
+
+class TwoClosures(Case):
+    def build(self):
+        total = 0
+
+        def add(n):
+            nonlocal total
+            total += n
+
+        def read():
+            return total
+
+        self.add, self.read = add, read
+
+    def act(self, n):
+        self.add(n)
+        return self.read()
+
+
+class GeneratorInClosure(Case):
+    def build(self):
+        numbers = (n * n for n in range(10**6))
+        self.draw = lambda: next(numbers)
+
+    def act(self, n):
+        return self.draw() + n
+
+
+class InnerList(Case):
+    def build(self):
+        self.grid = [[0] * 3 for _ in range(20)]
+        self.row = self.grid[7]
+
+    def act(self, n):
+        self.row[n % 3] += n
+        return sum(map(sum, self.grid))
+
+
+class SameRowTwice(Case):
+    def build(self):
+        self.grid = [[0] * 3] * 20
+
+    def act(self, n):
+        self.grid[n % 20][0] += n
+        return sum(map(sum, self.grid))
+
+
+class InnerDict(Case):
+    def build(self):
+        self.table = {n: {"x": 0} for n in range(20)}
+        self.one = self.table[5]
+
+    def act(self, n):
+        self.one["x"] += n
+        return sum(each["x"] for each in self.table.values())
+
+
+class MappingProxy(Case):
+    def build(self):
+        self.values = {"x": 0}
+        self.proxy = types.MappingProxyType(self.values)
+
+    def act(self, n):
+        self.values["x"] += n
+        return self.proxy["x"]
+
+
+class Thing:
+    def __init__(self):
+        self.x = 0
+
+
+class WeakProxy(Case):
+    def build(self):
+        self.thing = Thing()
+        self.proxy = weakref.proxy(self.thing)
+
+    def act(self, n):
+        self.thing.x += n
+        return self.proxy.x
+
+
+class WeakReference(Case):
+    def build(self):
+        self.thing = Thing()
+        self.reference = weakref.ref(self.thing)
+
+    def act(self, n):
+        self.thing.x += n
+        return self.reference().x
+
+
+class FunctionAttribute(Case):
+    def build(self):
+        def count(n, seen=[]):  # noqa: B006
+            seen.append(n)
+            count.calls = getattr(count, "calls", 0) + 1
+            return len(seen) + count.calls
+
+        self.function = count
+
+    def act(self, n):
+        return self.function(n)
+
+
+class MutableDefault(Case):
+    def build(self):
+        def count(n, seen=[]):  # noqa: B006
+            seen.append(n)
+            return sum(seen)
+
+        self.function = count
+
+    def act(self, n):
+        return self.function(n)
+
+
+class SubRandom(random.Random):
+    draws = 0
+
+    def draw(self):
+        self.draws += 1
+        return self.random() + self.draws
+
+
+class RandomSubclass(Case):
+    def build(self):
+        self.rng = SubRandom(3)
+
+    def act(self, n):
+        return self.rng.draw() + n
+
+
+class Loud(dict):
+    count = 0
+
+    def __setitem__(self, key, value):
+        self.count += 1
+        super().__setitem__(key, value)
+
+
+class DictSubclass(Case):
+    def build(self):
+        self.loud = Loud()
+
+    def act(self, n):
+        self.loud[n % 3] = n
+        return self.loud.count + sum(self.loud.values())
+
+
+class SharedSeeds(Case):
+    def build(self):
+        self.seeds = np.random.SeedSequence(5)
+        self.rng = np.random.Generator(np.random.PCG64(self.seeds))
+
+    def act(self, n):
+        child = self.seeds.spawn(1)[0]
+        return (
+            child.generate_state(1)[0]
+            + self.rng.random()
+            + self.rng.bit_generator.seed_seq.n_children_spawned
+        )
+
+
+class TwoGenerators(Case):
+    def build(self):
+        bits = np.random.PCG64(5)
+        self.one, self.other = np.random.Generator(bits), np.random.Generator(bits)
+
+    def act(self, n):
+        return self.one.random() + 10 * self.other.random()
+
+
+class SelfTuple(Case):
+    def build(self):
+        inner = [0]
+        self.pair = (inner, 1)
+        inner.append(self.pair)
+
+    def act(self, n):
+        self.pair[0][0] += n
+        return self.pair[0][1][0][0]
+
+
+class SelfObjects(Case):
+    def build(self):
+        self.cells = np.empty(2, object)
+        self.cells[0], self.cells[1] = 0, self.cells
+
+    def act(self, n):
+        self.cells[0] += n
+        return self.cells[1][0]
+
+
+class OwnMetadata(Case):
+    def build(self):
+        self.metadata = {"played": 0}
+
+    def act(self, n):
+        self.metadata["played"] += n
+        return self.metadata["played"]
+
+
+class NumpyScalars(Case):
+    def build(self):
+        self.numbers = [np.int8(0)] * 12
+
+    def act(self, n):
+        self.numbers[n % 12] = np.int8(n % 2) if n % 3 else np.bool_(n % 2)
+        return sum(each.dtype.num * (i + 1) for i, each in enumerate(self.numbers))
+
+
+class Counter(Case):
+    def build(self):
+        self.counter, self.default = collections.Counter(), collections.defaultdict(list)
+        self.ordered, self.steps = collections.OrderedDict(), itertools.count(3)
+        self.add = partial(self.default[1].append)
+
+    def act(self, n):
+        self.counter[n % 3] += n
+        self.add(n)
+        self.ordered[n % 4] = n
+        self.ordered.move_to_end(next(iter(self.ordered)))
+        return sum(self.counter.values()) + sum(self.default[1]) + next(self.steps) + next(iter(self.ordered))
+
+
+def play(env, actions):
+    return [float(env.step(action)[0][0]) for action in actions]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("how", ["saved", "restored", "elsewhere", "pickled"])
+def test_graphs_are_exact_or_refused(name, how):
+    case = CASES[name]
+    actions = [2, 0, 4, 1, 3, 3, 0, 2, 1, 4]
+    expected = play(case(), actions)
+    mine, other = StatefulEnv(case()), StatefulEnv(case())
+    play(other.env, [1, 1])
+    seen = []
+    try:
+        for action in actions:
+            state = mine.take()
+            if how == "pickled":
+                state = copied(state)
+            if how != "saved":
+                play(mine.env, [4, 2])
+                if how == "elsewhere":
+                    mine, other = other, mine
+                mine.put(state)
+            seen += play(mine.env, [action])
+    except jaxvec.EnvStateError:
+        if name in REFUSED or (name in STAY_IN_THEIR_PROCESS and how == "pickled"):
+            return
+        raise
+    assert name not in REFUSED
+    assert seen == expected
+
+
+def copied(state):
+    """Returns the state as another process gets it."""
+    from jaxvec._envs.env_states import SlotState
+
+    (packed,) = pack([SlotState(0, state, (0, 0, 0), 0, None, None, {}, False, {})])
+    return unpack(packed).env
+
+
+TOTAL = 0
+
+
+class Meter:
+    """Changes a global, and an attribute of its class."""
+
+    marks: list[int] = []
+
+    def bump(self):
+        global TOTAL
+        TOTAL += 1
+        self.marks.append(TOTAL)
+        return TOTAL
+
+
+def bump_by_five():
+    global TOTAL
+    TOTAL += 5
+    return TOTAL
+
+
+class WithGlobals(gymnasium.Env):
+    """Reports a global in a method, which its results do not depend on."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.counter, self.function, self.steps = Meter(), bump_by_five, 0
+        return np.zeros(1), {}
+
+    def step(self, action):
+        self.steps += 1
+        self.counter.bump()
+        self.function()
+        return np.full(1, self.steps), 0.0, False, False, {}
+
+    def report(self):
+        return TOTAL, len(Meter.marks), Meter.bump.__globals__["TOTAL"], self.function()
+
+
+def test_a_save_in_a_worker_changes_no_global_and_no_class(make):
+    seen = []
+    for saves in (False, True):
+        envs = make(WithGlobals, 2, num_workers=2, states=4)
+        envs.reset(seed=0)
+        envs.step([0, 0])
+        if saves:
+            envs.restore(envs.save())
+            envs.restore(envs.unpack_states(envs.pack_states(envs.save())))
+        envs.step([0, 0])
+        seen.append(envs.call("report"))
+        envs.close()
+    assert seen[0] == seen[1] == ((12, 2, 12, 17),) * 2
+
+
+def test_a_save_in_this_process_leaves_classes_and_functions(make):
+    methods = dict(vars(Meter)), dict(vars(WithGlobals))
+    envs = make(WithGlobals, 2, backend="serial", states=4)
+    envs.reset(seed=0)
+    envs.step([0, 0])
+    envs.restore(envs.unpack_states(envs.pack_states(envs.save())))
+    assert (dict(vars(Meter)), dict(vars(WithGlobals))) == methods
+    before = TOTAL
+    envs.step([0, 0])
+    assert before + 12 == TOTAL
+
+
+class Exits(gymnasium.Env):
+    observation_space = action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        if action == 1:
+            os._exit(3)
+        return 0, 0.0, False, False, {}
+
+
+def test_an_env_that_exits_for_some_action_survives_its_verification(make):
+    envs = make(Exits, 1, states=2)
+    envs.reset(seed=0)
+    with pytest.raises(jaxvec.EnvStateError, match="verify the state of Exits.*ended with exit code 3"):
+        envs.save()
+    envs.step([0])
+
+
+def test_a_state_can_be_restored_twice():
+    env = StatefulEnv(SmallView())
+    state = env.take()
+    first = play(env.env, [1, 2, 3])
+    env.put(state)
+    second = play(env.env, [1, 2, 3])
+    env.put(copy.copy(state))
+    assert first == second == play(env.env, [1, 2, 3])
