@@ -14,10 +14,6 @@ from support.fake_cuda import (
     OUT_OF_MEMORY,
     CallError,
     Gpu,
-    _registered,
-    built,
-    cpu_as_cuda,
-    driver,
 )
 
 import jaxvec
@@ -29,8 +25,6 @@ from jaxvec.callbacks import _call, _ffi
 from jaxvec.testing import CountingEnv, NestedEnv
 
 pytestmark = pytest.mark.jax_version
-
-__all__ = ["_registered", "built", "cpu_as_cuda", "driver"]  # fixtures
 
 COPIES = ("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuMemsetD8Async")
 

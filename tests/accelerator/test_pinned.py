@@ -10,13 +10,11 @@ import sys
 import numpy as np
 import pytest
 from support import probe
-from support.fake_cuda import OUT_OF_MEMORY, Gpu, built, driver
+from support.fake_cuda import OUT_OF_MEMORY, Gpu
 
 import jaxvec
 from jaxvec._memory import pinned as _pinned
 from jaxvec.testing import CountingEnv
-
-__all__ = ["built", "driver"]  # fixtures
 
 
 def page():
