@@ -45,7 +45,7 @@ def derive_seeds(seed: int, *numbers: int) -> int:
 
 
 def check_seeds(seeds: NDArray[np.int64]) -> None:
-    """Raises `ValueError` if one of the expanded seeds is out of range."""
+    """Raises `ValueError` if one of `seeds`, in the form that `expand_seeds` returns, is out of range."""
     wrong = np.flatnonzero((seeds < 0) & (seeds != NO_SEED))
     if wrong.size:
         raise ValueError(_out_of_range(int(seeds[wrong[0]]), int(wrong[0])))
@@ -76,7 +76,9 @@ Options: TypeAlias = tuple[dict[str, Any] | None, ...] | None
 
 
 def expand_options(options: Any, slots: NDArray[Any], num_envs: int) -> Options:
-    """Returns the options of each env, given a dict for all of `slots` or a sequence with one per slot.
+    """Returns one entry per env of the pool: the options given for `slots`, and `None` for other envs.
+
+    `options` is a dict for all of `slots`, or a sequence with a dict or `None` for each slot.
 
     Raises `ValueError` for a wrong number of dicts, and `TypeError` for other types.
     """
@@ -111,7 +113,7 @@ def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs
 
 
 def options_changed(before: Options, after: Options, first: int, stop: int) -> bool:
-    """Returns True if an env from `first` to `stop - 1` has other options in `after` than in `before`."""
+    """Returns True if the options of envs `first` to `stop - 1` differ between `before` and `after`."""
     nothing = (None,) * stop
     pairs = zip((before or nothing)[first:stop], (after or nothing)[first:stop], strict=True)
     return any(one is not other for one, other in pairs)
@@ -144,8 +146,8 @@ def flatten(node: Node, action: Any, check: Callable[[Leaf, Any], T]) -> list[T]
 def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = False) -> list[NDArray[Any]]:
     """Returns the leaves of a batch of actions, each `[num_envs, ...]`, in the order of the spec.
 
-    A tuple or list with a dict per env may replace a dict. With `exact`, values must not be rounded by the
-    conversion to the stored dtype. Raises `ActionError`, which names the leaf.
+    For a `Dict` space, `action` may also be a tuple or list with one dict per env. With `exact`, values that
+    the stored dtype would round are rejected. Raises an `ActionError` that names the leaf.
     """
 
     def check(leaf: Leaf, value: Any) -> NDArray[Any]:
@@ -199,7 +201,7 @@ def _objects(leaf: Leaf, value: Any, num_envs: int) -> NDArray[Any]:
 
 
 def check_env_id(env_id: Any, num_envs: int) -> NDArray[Any]:
-    """Returns env ids `[k]`, those of all envs for `None`; raises `EnvIdError` unless they are integers."""
+    """Returns env ids `[k]`, or all for `None`; raises `EnvIdError` unless they are integers `[k]`."""
     if env_id is None:
         return np.arange(num_envs)
     array = np.asarray(env_id)
@@ -243,6 +245,6 @@ def check_ids(dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
 
 
 def castable(given: np.dtype[Any], leaf: Leaf) -> bool:
-    """Returns True if an action of this dtype can be widened to the leaf's: bool, integer, float."""
+    """Returns True if `given` comes no later than the leaf's dtype in the order bool, integer, float."""
     ranks = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2}  # V: bfloat16 and other custom floats
     return given.kind in ranks and ranks[given.kind] <= ranks[leaf.dtype.kind]

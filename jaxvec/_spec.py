@@ -41,9 +41,10 @@ class TimeStep(NamedTuple):
         info: Dict with fixed keys and shapes. `env_id` is int32 `[num_envs]`. `episode_return` (with the
             dtype of reward) and `episode_length` (int32) belong to the episode that just ended, or else to
             the running one. Same-step autoreset adds `final_obs`, zero except where an episode ended, and its
-            mask `_final_obs`. Each declared key has a mask; with same-step autoreset, `final_info` has both
-            again, for the steps that ended an episode. `fault` (bool, with `on_fault="restart"`) marks steps
-            cut short by a fault. `idle` (bool, with `autoreset_mode="EPISODIC"`) marks idle envs.
+            mask `_final_obs`. Each declared key has a mask. With same-step autoreset, `final_info` has the
+            same keys and masks, for the steps that ended an episode. `fault` (bool, with
+            `on_fault="restart"`) marks steps cut short by a fault. `idle` (bool, with
+            `autoreset_mode="EPISODIC"`) marks idle envs.
 
     Example:
         ```python
@@ -63,10 +64,10 @@ class TimeStep(NamedTuple):
 
 @dataclass(frozen=True)
 class EnvState:
-    """Saved states of envs: a pytree of one small array with the axes of the envs first.
+    """Saved states of envs: a pytree with one small array; its last axis identifies a state.
 
-    It only identifies the states, which are kept in the workers. So you can index, reshape, gather, stack and
-    select states like observations, also with `jax.tree.map`. `state[i]` indexes all axes except the last. A
+    The workers keep the states themselves. So you can index, reshape, gather, stack and select states as you
+    would observations, also with `jax.tree.map`. `state[i]` indexes all axes except the last. A
     state is valid until newer states replace it (`jaxvec.make(states=...)`).
 
     Attributes:
@@ -91,7 +92,7 @@ class EnvState:
 
 
 def check_states(state: Any, num_envs: int | None) -> NDArray[np.uint32]:
-    """Returns the ids of states on the host, `[num_envs, 3]`; `num_envs` may be `None` for any number."""
+    """Returns the ids of states as a NumPy array `[num_envs, 3]`; `None` allows any `num_envs`."""
     ids = np.asarray(state_ids(state))
     check_states_type(ids.shape, ids.dtype, num_envs if num_envs is not None else len(ids) if ids.ndim else 0)
     return ids
@@ -195,7 +196,7 @@ def as_jax(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def as_is(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype policy with x64 enabled, and for APIs without JAX."""
+    """Returns `dtype` unchanged: the policy with x64 enabled, and for APIs without JAX."""
     return dtype
 
 
@@ -278,7 +279,10 @@ def build(node: Node, value: Callable[[Leaf], Any]) -> Any:
 
 
 def builder(node: Node, places: Mapping[KeyPath, int]) -> Callable[[Sequence[Any]], Any]:
-    """Returns a faster `build`, which takes the values as a sequence; `places` has the index of each leaf."""
+    """Returns a faster `build` of `node`, which takes a sequence of the leaves' values.
+
+    `places` maps the path of each leaf to the index of its value.
+    """
     if isinstance(node, Leaf):
         return itemgetter(places[node.path])
     # A partial and not a closure, as a specification can be pickled.
@@ -315,7 +319,7 @@ def format_path(path: KeyPath) -> str:
 
 
 def _check_bounds_fit(space: spaces.Space[Any], stored: np.dtype[Any], root: KeyPath) -> None:
-    """Rejects integer spaces with elements that would overflow the stored dtype."""
+    """Rejects `Discrete` and `MultiDiscrete` spaces with elements that would overflow the stored dtype."""
     match space:
         case spaces.Discrete():
             low, high = int(space.start), int(space.start) + int(space.n) - 1
@@ -420,7 +424,7 @@ class PoolSpec:
 
     @property
     def first_ready(self) -> bool:
-        """True if `recv` returns a part of the envs while others are pending."""
+        """True if `recv` returns some of the envs, the first that are ready, while others are pending."""
         return self.batch_size < self.num_envs
 
     @property
@@ -451,7 +455,7 @@ class PoolSpec:
 
     @cached_property
     def kept_leaves(self) -> tuple[Leaf, ...]:
-        """Leaves that the result of a fault repeats; the worker keeps a copy of them while an env steps."""
+        """Leaves that a time step with a fault repeats from the step before; workers keep copies of them."""
         if not self.has_fault:
             return ()
         statistics = (self.info.child(name) for name in ("episode_return", "episode_length"))
@@ -465,7 +469,7 @@ class PoolSpec:
     def fingerprint(self) -> int:
         """A 63-bit hash of the specification that is equal in every process.
 
-        It ignores `num_envs`, except with `batch_size`, because a handle may refer to any of the envs.
+        It ignores `num_envs`, except with `batch_size`, because a handle may be to only some of the envs.
         """
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
         values = tuple(getattr(spec, field.name) for field in fields(spec))
@@ -496,11 +500,11 @@ def make_spec(
     policy: DtypePolicy,
     objects: bool = False,
 ) -> PoolSpec:
-    """Makes the specification of a pool of envs with equal `spaces`, or raises `UnsupportedSpaceError`.
+    """Makes the specification of a pool of envs with these `spaces`, or raises `UnsupportedSpaceError`.
 
-    `batch_size` is `None` for all envs. `policy` maps an env's dtype to the stored one. With `fault`, info
-    has the key `fault`. `declared` has the declarations of `declared_leaves`. With `objects`, observations
-    and actions may have leaves of Python objects.
+    A `batch_size` of `None` means all envs. `policy` maps an env's dtype to the stored one. With `fault`,
+    info has the key `fault`. `declared` is as for `declared_leaves`. With `objects`, leaves of observations
+    and actions may be Python objects.
     """
 
     def scalar(dtype: Any, *path: Any) -> Leaf:
@@ -566,7 +570,7 @@ def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNod
 
 
 def undeclared(info: Mapping[str, Any] | Iterable[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """Splits `make`'s `info` into declarations, and keys to infer from a first reset."""
+    """Returns `make`'s `info` as a dict of declarations; keys to infer from a first reset have `None`."""
     if info is None:
         return {}, []
     if isinstance(info, str):

@@ -12,13 +12,13 @@ A slot is the place of one env in the segment. Two marks of a slot define which 
     wait: see completed == requested   <- post: set `completed`, wake parent
 
 While the marks are equal, the parent owns the slot. Each request has a new number, so a late result of an
-earlier request can't pass for a new one. Numbers only grow; 60 bits last for ever. A worker serves its slots
+earlier request can't pass for a new one. Numbers only grow; 60 bits never run out. A worker serves its slots
 in the order of the numbers. A worker that replaces a dead one finds its work in the marks.
 
-This file has the portable dispatch, which wakes by one byte over the control socket. The native one in
-`_native/native_dispatch.py` sleeps and wakes on futexes in the segment. Both sides write the rows, then the
-mark, then wake, and read in the opposite order. The system calls order memory between the processes, so the
-portable dispatch needs no fences.
+This file has the portable dispatch, which wakes the other side by one byte over the control socket. The
+native one in `_native/native_dispatch.py` sleeps and wakes on futexes in the segment. Each side writes the
+rows, then the mark, then wakes the other, and reads in the opposite order. The system calls order memory
+between the processes, so the portable dispatch needs no fences.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class ParentDispatch(Slots, ABC):
 
     @abstractmethod
     def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        """Sends `slots` to their workers with the requests, `[num_envs]`, of another dispatch."""
+        """Sends `slots` to their workers, with the marks `requests` (`[num_envs]`) of another dispatch."""
 
     @abstractmethod
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
-        """Waits for `count` of `slots`, for at most `seconds`, in any number of threads.
+        """Waits for `count` of `slots`, for at most `seconds`. Any number of threads may wait.
 
-        Returns True if they are completed and nothing else needs attention. If False, the caller polls the
-        control sockets, which one thread at a time does, and waits again.
+        Returns True if they are completed and nothing else needs attention. After False, the caller polls the
+        control sockets, one thread at a time, and waits again.
         """
 
     @abstractmethod
@@ -151,7 +151,7 @@ class WorkerDispatch(Slots, ABC):
         """Returns finished `slots` to the parent."""
 
     def post_some(self, first: int, count: int) -> None:
-        """Returns `count` neighbouring slots to the parent, with one time of completion."""
+        """Returns `count` slots, from `first` on, to the parent, with the same completion time."""
         self.post(np.arange(first, first + count))
 
     def notify_parent(self) -> None:
@@ -174,7 +174,7 @@ class Partition:
         self._of_all = list(self._split(self._all))
 
     def of(self, slots: NDArray[Any]) -> Iterable[tuple[int, NDArray[Any]]]:
-        """Returns each worker that has some of `slots`, with these, in the given order."""
+        """Returns each worker that has some of `slots`, with those slots in the order given."""
         if len(slots) == len(self._all) and (slots == self._all).all():  # the usual case, a step of all envs
             return self._of_all
         return self._split(slots)
@@ -190,7 +190,7 @@ class Partition:
 
 
 class PortableParentDispatch(ParentDispatch):
-    """The parent's end of the portable dispatch. It waits at the control sockets, so it needs no notices."""
+    """The parent's end of the portable dispatch. It waits at the control sockets and needs no `notify_*`."""
 
     def __init__(
         self, marks: Marks, slices: tuple[tuple[int, int], ...], channels: Sequence[ParentChannel]
@@ -217,7 +217,7 @@ class PortableParentDispatch(ParentDispatch):
         return self.enough_completed(slots, count)
 
     def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
-        # The polling thread takes the wake bytes of all threads, so the others check their slots after it.
+        # Another thread's poll may have taken the wake bytes for these slots, so check them before blocking.
         return 0 if self.enough_completed(slots, count) else seconds
 
     def _request(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:

@@ -51,8 +51,8 @@ class CEngine(Engine):
             batch_size: Number of envs that `recv` returns.
         """
         super().__init__(rules)
-        admission, over = rules.admission, rules.views.over if rules.ends_need_reset else None
-        terminated, truncated = (None, None) if over is None else over
+        admission = rules.admission
+        terminated, truncated = rules.views.over if rules.ends_need_reset else (None, None)
         timeout_ns = FOREVER_NS if rules.timeout is None else int(rules.timeout * 1e9)
         self.generation = np.zeros(len(admission.needs_reset), np.uint32)
         self._pool = load().Pool(
@@ -108,7 +108,7 @@ class CEngine(Engine):
         return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
 
     def _move(self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]) -> Made:
-        """Makes a move by one call of C++; its status is `ELSEWHERE` if C++ does not support it."""
+        """Makes a move with one call into C++; its status is `ELSEWHERE` if C++ does not support it."""
         slots = None if move.generation is None else move.slots
         status, rows, waited_ns = self._pool.move(
             move.verb,

@@ -165,7 +165,7 @@ class RemoteWorker(Process, ParentChannel):
                 self.receive()
         return other
 
-    # --- Calls of the link, under its lock ---------------------------------------------------------
+    # --- Called by the link, under its lock --------------------------------------------------------
 
     def deliver(self, message: Any) -> None:
         """Queues a message for the pool. `WAKE` is dropped if an unread message wakes the pool anyway."""
@@ -226,7 +226,7 @@ class Shipper:
         self._format = WireFormat(
             attach.spec, arrays, link.workers, requested=self._marks.requested, answered=self._answered
         )
-        # `_order` guards these two, and keeps requests in the order in which they were packed.
+        # `_order` guards the next two arrays, and keeps requests in the order in which they were packed.
         self._order = threading.Lock()
         self._attached = np.zeros(len(self._answered), np.bool_)  # slots of workers that are attached
         self._shipped = self._marks.completed.copy()  # the latest request shipped for each slot
@@ -247,9 +247,10 @@ class Shipper:
         self._thread = _start_thread(self._run)
 
     def attach(self, worker: int, send: Callable[[Payload | None], Any], *, replaces: bool) -> None:
-        """Sends `Attach` to a worker by `send`, and starts to ship its slots.
+        """Sends `Attach` to a worker with `send`, and from then on ships the worker's slots.
 
-        If the worker replaces one that was lost with its actor, `send` gets the rows that it inherits.
+        If the worker replaces one that was lost with its actor, `send` gets the rows that the new one
+        inherits.
         """
         slots = np.arange(*self._link.slices[worker - self._link.workers[0]])
         with self._order:
@@ -285,7 +286,7 @@ class Shipper:
         """Writes received rows. Completes each slot if its row answers the slot's latest request."""
         slots = self._format.results.unpack(rows)
         requested, completed = self._marks.requested[slots], self._marks.completed[slots]
-        # Rows of batched envs bring those of their neighbours, which may still be busy.
+        # All rows of a batched env arrive together, also those of its slots that may still be busy.
         finished = slots[(self._answered[slots] == requested) & (completed != requested)]
         if finished.size:
             self._results.post(finished)
@@ -312,8 +313,8 @@ class Shipper:
 # ----------------------------------------------------------------------------------------------------------
 # Wires: a TCP connection, or Ray's calls and streams
 #
-# A Ray call and its answer cost some milliseconds of Python; a TCP connection avoids them. Ray needs no
-# further port, which a firewall may close.
+# A Ray call and its answer cost a few milliseconds of Python, which a TCP connection avoids. Ray needs no
+# extra port, which a firewall might block.
 # ----------------------------------------------------------------------------------------------------------
 
 _CAUSE_TIMEOUT = 2.0  # seconds in which Ray may find out why an actor's connection ended
@@ -340,7 +341,7 @@ class Wire(ABC):
         """Yields results and messages; rows are valid until the next item. Raises the loss of the actor."""
 
     def break_off(self) -> None:  # noqa: B027 - a default
-        """Ends `receive`, unless only the end of the actor does; from any thread."""
+        """Ends `receive`, from any thread, on a wire where something other than the actor's end can do so."""
 
     def close(self) -> None:  # noqa: B027 - a default
         """Releases resources. Called by the receiving thread at its end."""
@@ -464,7 +465,7 @@ def _serve_requests(host: ActorHost, connection: Connection) -> None:
                 host.call("move", Verb(frame_type - _ROWS), data)
     except (EOFError, OSError) as error:
         connection.break_off()
-        # `run` waits for workers, not for the connection. This wakes it; its next send then fails.
+        # `host.run` waits for workers, not for the connection. `fail` wakes it; the next send then fails.
         host.fail(f"lost its connection: {error}")
     finally:
         connection.close()
@@ -533,13 +534,14 @@ class ActorLink:
         self._shipper: Shipper | None = None  # once a worker attaches
         self._remotes: dict[tuple[int, int], RemoteWorker] = {}  # by worker and incarnation
         self._to_relay: queue.SimpleQueue[Callable[[Wire], None]] = queue.SimpleQueue()
-        # Held while rows are written and while workers deliver or end. A thread that holds it and finds
-        # `lost` unset may write: `lose` waits, and the replacement starts only after `lose`.
+        # Held while rows are written, messages are delivered, and remote workers are marked as ended. A
+        # thread that holds it and finds `lost` unset may write: `lose` waits for the lock, and the link that
+        # replaces this one starts only after `lose`.
         self._lock = threading.Lock()
         self._receiver: threading.Thread | None = None
         self._relayer = _start_thread(self._run)
 
-    # --- Calls of the supervisor and the launcher, from any thread ---------------------------------
+    # --- Called by the supervisor and the launcher, from any thread --------------------------------
 
     def launch(self, worker: int, incarnation: int) -> RemoteWorker:
         remote = RemoteWorker(self, worker, incarnation, self._wake_pipe)
@@ -551,7 +553,7 @@ class ActorLink:
         return remote
 
     def send(self, remote: RemoteWorker, message: Any, descriptors: Sequence[int]) -> None:
-        """Relays a message, or closes the control socket for `None`; raises `EOFError` after the end."""
+        """Relays a message; `None` closes the control socket. Raises `EOFError` if the process has ended."""
         pickled = None if message is None else dumps(message)  # now: the caller may change it later
         with self._lock:
             if remote.ended():
@@ -567,7 +569,7 @@ class ActorLink:
 
     def end(self, remote: RemoteWorker) -> None:
         """Ends a worker process. If that takes too long, ends the whole actor."""
-        if self._receiver is not None and not self.lost:  # before that, the actor could not answer
+        if self._receiver is not None and not self.lost:  # without a receiver, the actor can't answer yet
             with suppress(Exception):
                 # By a Ray call: on the wire it would wait behind a long message.
                 reference = self._actor.call.remote("end", remote.worker, remote.incarnation)
@@ -579,9 +581,10 @@ class ActorLink:
         self.lose(f"did not end its process within {_END_TIMEOUT:g} s")
 
     def lose(self, why: str, *, reachable: bool = True) -> None:
-        """Ends the actor and all its workers. After the return, this link writes no more rows.
+        """Ends the actor and all its workers. Once this returns, the link writes no more rows.
 
-        `why` is a phrase that follows the names of workers. `reachable` is False if Ray can't end the actor.
+        `why` continues a sentence that starts with the workers' names. `reachable` is False if Ray can't end
+        the actor.
         """
         with self._lock:
             if self.lost:
@@ -592,7 +595,7 @@ class ActorLink:
         self._to_relay.put(lambda _: None)  # wakes the relaying thread, which sees `lost`
         if self.wire is not None:
             self.wire.break_off()
-        # `ray.kill` waits for a head that is gone, and starts another cluster if Ray was shut down.
+        # `ray.kill` blocks if Ray's head node is gone, and starts another cluster if Ray was shut down.
         if self._actor is not None and reachable and self._ray.is_initialized():
             _start_thread(self._kill).join(timeout=1)  # the head may be gone without our knowing
 
@@ -642,7 +645,7 @@ class ActorLink:
                 self._kill()
                 raise nodes.ActorLostError("was ended")
             try:
-                # Retried: until Ray notices the death it reports "unavailable", and lists no dead node.
+                # Retried, since until Ray notices the death, it reports "unavailable" and lists no dead node.
                 identity = self._wait_for(self._actor.identify.options(max_task_retries=-1).remote())
             except self._ray.exceptions.RayActorError:
                 known, self._dead_nodes = self._dead_nodes, nodes.find_dead_nodes(self._ray)

@@ -35,7 +35,7 @@ from jaxvec._workers.spawn import Spawner
 from jaxvec._workers.supervisor import Supervisor, check_all
 from jaxvec._workers.worker import Attach, WorkerRecipe
 
-_SPIN_NS = 200_000  # for which an idle worker spins before it sleeps
+_SPIN_NS = 200_000  # how long an idle worker spins before it sleeps
 
 _logger = logging.getLogger("jaxvec")
 
@@ -151,8 +151,8 @@ class ProcessWorkers(WorkerGroup):
                 except (EnvError, WorkerDiedError) as error:
                     supervisor.collect_errors(error, lambda: self._late(slots)[0], patience)
                     raise
-                # The marks decide, not the wakes: a worker may be stopped between a mark and its wake. After
-                # a message there is another look first, because a recovery extends the time.
+                # The marks decide, not the wakes, because a worker may be stopped after it has set a mark and
+                # before it wakes the parent. After a message, look again first: a recovery extends the time.
                 timed_out = not received and supervisor.time_left(patience) <= 0
                 if timed_out and not dispatch.enough_completed(slots, count):
                     late, unfinished = self._find_culprits(slots)
@@ -234,7 +234,7 @@ class ProcessWorkers(WorkerGroup):
         return sorted(late), unfinished.tolist()
 
     def _put_objects(self, slots: NDArray[Any]) -> None:
-        """Sends the workers the action leaves of Python objects, which are not in the segment."""
+        """Sends the workers the action leaves that are Python objects, which are not in the segment."""
         assert self._arrays is not None
         columns = {path: self._arrays[path] for path in self._objects_out}
 
@@ -245,7 +245,7 @@ class ProcessWorkers(WorkerGroup):
         check_all(self.request("put_objects", arguments, timeout=self._start_timeout))
 
     def _get_objects(self, slots: NDArray[Any], timeout: float | None) -> None:
-        """Fetches the time step leaves of Python objects, which are not in the segment."""
+        """Fetches the time step leaves that are Python objects, which are not in the segment."""
         assert self._arrays is not None
 
         def arguments(first: int, stop: int) -> tuple[Any, ...] | None:

@@ -25,7 +25,7 @@ from jaxvec.adapters._adapter import Adapter
 __all__ = ["INFO", "PettingZooEnv"]
 
 INFO = ("alive", "terminated", "truncated")
-"""Masks `[num_agents]` that the adapter adds to info: `jaxvec.make(..., info=INFO)` returns them."""
+"""Masks `[num_agents]` that the adapter adds to info. Pools of `jaxvec.make(..., info=INFO)` return them."""
 
 
 @final
@@ -57,8 +57,9 @@ class PettingZooEnv(Adapter):
         """Adapts an env.
 
         Args:
-            env: A `ParallelEnv`, or an `AECEnv` with agents that act in cycles. The latter is converted by
-                PettingZoo's `aec_to_parallel`. For other ones see PettingZoo's `turn_based_aec_to_parallel`.
+            env: A `ParallelEnv`, or an `AECEnv` with agents that act in cycles, which PettingZoo's
+                `aec_to_parallel` converts. For any other `AECEnv`, see PettingZoo's
+                `turn_based_aec_to_parallel`.
 
         Raises:
             TypeError: the env is neither, or has no `possible_agents`.
@@ -100,7 +101,7 @@ class PettingZooEnv(Adapter):
         """Steps the agents that are alive.
 
         Args:
-            action: One action per agent, by agent. Actions of other agents are ignored.
+            action: A dict of actions by agent. Actions of agents that are not alive are ignored.
 
         Returns:
             `(obs, reward, terminated, truncated, info)`, with `[num_agents]` float64 rewards.
@@ -134,7 +135,10 @@ class PettingZooEnv(Adapter):
         return self.adapted.render()
 
     def _observe(self, observations: dict[Any, Any], acting: set[Any], alive: set[Any]) -> dict[Any, Any]:
-        """Returns one observation per agent, with zeros for agents that were not alive before this step."""
+        """Returns one observation per agent: the env's, or zeros.
+
+        Agents that are not alive get zeros, unless this step ended their episode and the env observed them.
+        """
         gone = {agent for agent in acting - alive if agent in observations}
         seen = {agent: observations[agent] for agent in alive | gone}
         return {agent: seen[agent] if agent in seen else self._zeros(agent) for agent in self._agents}

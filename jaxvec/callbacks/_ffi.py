@@ -61,9 +61,10 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
 
 
 def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies: int) -> None:
-    """Page-locks, at lowering, the memory that a call needs on GPUs; `copies` devices run the whole program.
+    """Page-locks, at lowering, the memory that a call needs on GPUs.
 
-    Doing it during the call could wait for a GPU that waits for this one at a collective.
+    `copies` is the number of devices that each run the whole program. During the call, page-locking could
+    wait for a GPU that in turn waits for this one at a collective.
     """
     if platform not in _PACKED or reason_unavailable() is not None:
         return
@@ -118,8 +119,8 @@ def reason_unavailable() -> str | None:
 def _make_synchronous(token: jax.Array) -> None:
     """Adds a host callback to the program, in a branch that is never taken.
 
-    On the CPU, JAX blocks until a program with host callbacks is done, but may run any other program on one
-    of its own threads. Then Ctrl-C could not interrupt the wait for a hanging env, an error would surface on
+    On the CPU, JAX blocks until a program with host callbacks is done. It may run any other program on one
+    of its own threads: then Ctrl-C could not interrupt the wait for a hanging env, an error would surface on
     some later line, and closing a pool after the call would cut off its steps.
     """
     never = token[0, 0] == 0  # pool ids start at 1
@@ -131,7 +132,7 @@ def _nothing() -> None:
 
 
 def _fail(error: BaseException, pool_id: int, under_way: bool) -> bytes:
-    """Records the exception that ends a call, and returns XLA's message. May run twice for one call."""
+    """Records the exception that ends a call, and returns the message for XLA. May run twice for a call."""
     registry.keep(pool_id, error, under_way=under_way)
     return f"{type(error).__name__}: {error}".encode(errors="replace")
 

@@ -48,7 +48,7 @@ _FFI_PLATFORMS = ("cpu", "cuda")  # the native library has handlers for these
 _TIMESTEPS = (Verb.RESET, Verb.STEP, Verb.RECV, Verb.RESTORE, Verb.SIMULATE)
 
 # All operands and results have the env axis first, so batching turns a call into one call for more envs.
-# The results of envs are constants to a derivative: `bind` stops the gradients of the operands.
+# Derivatives treat the results of envs as constants: `bind` stops the gradients of the operands.
 _call_p = Primitive("jaxvec_call")
 _call_p.multiple_results = True
 
@@ -59,7 +59,7 @@ def bind(call: Call, *operands: Any) -> list[jax.Array]:
 
 
 @_call_p.def_impl
-def _make(*operands: jax.Array, call: Call) -> list[jax.Array]:
+def _run_eagerly(*operands: jax.Array, call: Call) -> list[jax.Array]:
     arrays = [np.asarray(operand) for operand in operands]
     fresh = len(arrays[0]) if call.fresh else None
     pool = registry.find(pool_id_of(arrays[0]), call.spec.fingerprint, fresh)
@@ -140,11 +140,11 @@ partial_eval.dce_rules[_call_p] = _drop_unread
 
 
 def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
-    programs_for = ctx.module_context.platforms
-    if platform == "cpu" and "cpu" not in programs_for:
-        # XLA of another platform does not know handlers registered for the CPU; CUDA's aborts the process.
+    platforms = ctx.module_context.platforms
+    if platform == "cpu" and "cpu" not in platforms:
+        # XLA for another platform does not know the CPU's handlers, and for CUDA it aborts the process.
         raise NotImplementedError(
-            f"compute_on around {call.verb.function} in a program for {programs_for[0]}: XLA's host "
+            f"compute_on around {call.verb.function} in a program for {platforms[0]}: XLA's host "
             f"computations can't reach the pool. Call {call.verb.function} outside of compute_on, or move "
             "the inputs with jax.device_put and run a program on the CPU"
         )

@@ -87,7 +87,7 @@ class Tuple:
 def to_gymnax_space(space: Space[Any], root: str) -> Any:
     """Converts the space of one env to gymnax's, or to the stand-ins above where gymnax is not installed.
 
-    `MultiDiscrete` and `MultiBinary` become a `Box`. Errors call the space `root`.
+    `MultiDiscrete` and `MultiBinary` become a `Box`. `root` is the name of the space in errors.
     """
     try:
         module = importlib.import_module("gymnax.environments.spaces")
@@ -116,7 +116,7 @@ def to_gymnax_space(space: Space[Any], root: str) -> Any:
 
 
 def _simplify(bound: np.ndarray[Any, Any]) -> Any:
-    # One number if all are equal: the bounds of an image would be large constants of the program.
+    # One number if all bounds are equal; an image's bounds would otherwise be large constants in the program.
     equal = bound.size > 0 and bool((bound == bound.flat[0]).all())
     return bound.flat[0].item() if equal else jnp.asarray(bound)
 
@@ -164,7 +164,7 @@ except ImportError:
 
 @lru_cache
 def record_type(name: str, fields: tuple[str, ...]) -> Any:
-    """Returns one namedtuple type per name and fields, so that equal pytrees have equal structure."""
+    """Returns a namedtuple type, the same for equal arguments, so that equal pytrees have equal structure."""
     return namedtuple(name, fields, rename=True)  # pyright: ignore[reportUntypedNamedTuple]
 
 
