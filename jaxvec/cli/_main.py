@@ -33,7 +33,7 @@ from jaxvec._envs import constructors
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import split_evenly
-from jaxvec._native import NativeUnavailableError
+from jaxvec._native import NativeUnavailableError, native_dispatch
 from jaxvec._ray import cluster
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
@@ -236,6 +236,8 @@ def _examine() -> Iterator[tuple[str, str]]:
     reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
     yield "dispatch", base.choose_dispatch("auto")
+    reason = reason or native_dispatch.reason_for_long_slices()
+    yield "short slices", "granted" if reason is None else f"off: {reason}"
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"
     yield "transport", "io_callback" if reason else "ffi on the CPU and on CUDA, io_callback elsewhere"
