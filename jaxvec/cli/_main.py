@@ -21,14 +21,14 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import gymnasium
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 import jaxvec
 from jaxvec import _native, _util, testing
-from jaxvec._config import TRANSPORTS
+from jaxvec._config import Transport
 from jaxvec._envs import constructors
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
@@ -316,7 +316,9 @@ def _add_bench_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--num-workers", **numbers, help="worker counts; default up to the usable cores")
     text = "length of each measurement in seconds, default 0.2; a run has about 100 measurements"
     parser.add_argument("--seconds", type=_seconds, default=0.2, metavar="S", help=text)
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
+    parser.add_argument(
+        "--transport", choices=get_args(Transport), default="auto", help="how programs reach the pool"
+    )
 
 
 _BENCH = Command(
