@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -24,7 +25,14 @@ class Result:
     not_run: str = ""
 
 
-def measure(load: Load, systems: Mapping[str, System], *, rounds: int, seconds: float) -> dict[str, Result]:
+def measure(
+    load: Load,
+    systems: Mapping[str, System],
+    *,
+    rounds: int,
+    seconds: float,
+    beside: AbstractContextManager[Any] | None = None,
+) -> dict[str, Result]:
     """Runs a load on all systems.
 
     Args:
@@ -32,29 +40,35 @@ def measure(load: Load, systems: Mapping[str, System], *, rounds: int, seconds: 
         systems: by name.
         rounds: how often each has its turn.
         seconds: about how long a turn is.
+        beside: what else runs during all turns, but not while the systems start.
     """
     results: dict[str, Result] = {}
     turns: dict[str, list[tuple[float, float]]] = {}
     with ExitStack() as stack:
-        runs: dict[str, tuple[Run, int]] = {}
+        runs: dict[str, Run] = {}
         starts: dict[str, float] = {}
+        steps: dict[str, int] = {}
         for name, system in systems.items():
             try:
                 start = time.perf_counter()
-                run = stack.enter_context(system(load))
+                runs[name] = stack.enter_context(system(load))
                 starts[name] = time.perf_counter() - start
-                runs[name] = run, _steps_in(run, seconds)
             except NotRun as reason:
                 results[name] = Result(not_run=str(reason))
             except Exception as error:
                 results[name] = _failed(error)
-        for _ in range(rounds):
-            for name, (run, steps) in list(runs.items()):
+        stack.enter_context(beside or nullcontext())
+        for turn in range(rounds + 1):
+            for name, run in list(runs.items()):
                 try:
-                    turns.setdefault(name, []).append(_turn(run, steps, steps * load.num_envs))
+                    if turn == 0:
+                        steps[name] = _steps_in(run, seconds)
+                        continue
+                    turns.setdefault(name, []).append(_turn(run, steps[name], steps[name] * load.num_envs))
                 except Exception as error:
                     results[name] = _failed(error)
-                    del runs[name], turns[name]
+                    del runs[name]
+                    turns.pop(name, None)
     for name, pairs in turns.items():
         rates, cpus = zip(*pairs, strict=True)
         results[name] = Result(statistics.median(rates), statistics.median(cpus), starts[name])
@@ -70,12 +84,16 @@ def rate_of(result: Result) -> float:
 
 def _steps_in(run: Run, seconds: float) -> int:
     """Finds how many steps take about so many seconds, and warms the run up with them."""
-    run(10)
-    start = time.perf_counter()
-    run(10)
-    steps = max(int(10 * seconds / (time.perf_counter() - start)), 10)
-    run(steps)  # compiles this length
-    return steps
+    steps = 10
+    while True:
+        run(steps)  # compiles this length
+        start = time.perf_counter()
+        run(steps)
+        taken = time.perf_counter() - start
+        if taken > seconds / 2:
+            return steps
+        # A few steps are too few to guess from: beside other programs, they may run in one slice of time.
+        steps = max(int(steps * min(seconds / taken, 10)), steps + 1)
 
 
 def _turn(run: Run, steps: int, env_steps: int) -> tuple[float, float]:

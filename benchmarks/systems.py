@@ -72,12 +72,12 @@ def loop(step: Callable[[Any], Any], actions: list[Any]) -> Run:
 
 @contextmanager
 def jaxvec_scan(
-    load: Load, *, transport: str, dispatch: str, num_workers: int | None = None
+    load: Load, *, transport: str, dispatch: str, num_workers: int | None = None, backend: str = "process"
 ) -> Generator[Run]:
     """Steps by `jaxvec.step` in a jitted scan."""
     fns = load.env_fns()
     with jaxvec.config.override(transport=transport, dispatch=dispatch):
-        envs = jaxvec.make(fns, num_workers=num_workers)
+        envs = jaxvec.make(fns, num_workers=num_workers, backend=backend)
     with envs:
 
         def step(handle: jaxvec.Handle, action: Any) -> tuple[jaxvec.Handle, jax.Array]:

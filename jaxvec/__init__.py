@@ -93,6 +93,8 @@ __all__ = [
     "step",
 ]
 
+_MODULES = ("adapters", "compat", "normalize", "testing")
+
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
     "Handle": "callbacks._call",
@@ -106,7 +108,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("adapters", "normalize", "testing"):
+    if name in _MODULES:
         return importlib.import_module(f"jaxvec.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'jaxvec' has no attribute {name!r}")
@@ -114,4 +116,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *_MODULES})

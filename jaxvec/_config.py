@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from gymnasium.vector import AutoresetMode
 
@@ -26,7 +26,7 @@ from jaxvec._spec import Autoreset, parse_autoreset, undeclared
 # Recovery from faults
 # ----------------------------------------------------------------------------------------------------------
 
-RETRIES = ("reset", "rebuild", "restore")
+Retry: TypeAlias = Literal["reset", "rebuild", "restore"]
 
 _logger = logging.getLogger("jaxvec")
 
@@ -61,13 +61,13 @@ class Restart:
         ```
     """
 
-    retry: str = "reset"
+    retry: Retry = "reset"
     max_restarts: int | None = 10
     rate: tuple[int, float] | None = (1, 60.0)
     keep_options: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("retry", self.retry, RETRIES)
+        _check_choice("retry", self.retry, get_args(Retry))
         if self.max_restarts is not None and not self.max_restarts >= 0:
             raise ValueError(f"max_restarts must be at least 0, or None, not {self.max_restarts!r}")
         if self.rate is not None:
@@ -86,11 +86,11 @@ def _check_rate(rate: tuple[int, float]) -> tuple[int, float]:
     )
 
 
-def parse_restart(on_fault: str | Restart) -> Restart | None:
+def parse_restart(on_fault: OnFault | Restart) -> Restart | None:
     """Returns the policy of `on_fault`, or `None` for `"raise"`."""
     if isinstance(on_fault, Restart):
         return on_fault
-    if on_fault not in ("raise", "restart"):
+    if on_fault not in get_args(OnFault):
         raise ValueError(f'on_fault must be "raise", "restart" or a jaxvec.Restart, not {on_fault!r}')
     return Restart() if on_fault == "restart" else None
 
@@ -140,9 +140,8 @@ class Budget:
 # ----------------------------------------------------------------------------------------------------------
 
 _RESOURCE_STEP = 0.0001  # Ray stores amounts of resources in multiples of this
-DATA = ("auto", "tcp", "ray")
-START_METHODS = ("auto", "forkserver", "spawn")
-STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+Data: TypeAlias = Literal["auto", "tcp", "ray"]
+Strategy: TypeAlias = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 @dataclass(frozen=True)
@@ -173,13 +172,13 @@ class Ray:
     address: str | None = None
     workers_per_actor: int = 1
     resources_per_worker: Mapping[str, float] | None = None
-    placement_strategy: str | None = None
+    placement_strategy: Strategy | None = None
     runtime_env: Mapping[str, Any] | None = None
-    data: str = "auto"
+    data: Data = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice("placement_strategy", self.placement_strategy, (*STRATEGIES, None))
-        _check_choice("data", self.data, DATA)
+        _check_choice("placement_strategy", self.placement_strategy, (*get_args(Strategy), None))
+        _check_choice("data", self.data, get_args(Data))
         _check_count("workers_per_actor", self.workers_per_actor, 1)
         for name, amount in self._of_worker.items():
             if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -215,6 +214,9 @@ class Ray:
 # ----------------------------------------------------------------------------------------------------------
 
 
+StartMethod: TypeAlias = Literal["auto", "forkserver", "spawn"]
+
+
 def _check_count(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
@@ -242,8 +244,8 @@ class Workers:
     """Options of the worker processes, for `make(workers=...)`.
 
     Attributes:
-        num: Number of worker processes; by default the number of usable cores, or of free CPUs of a Ray
-            cluster. `make(num_workers=n)` is short for `Workers(num=n)`.
+        num: Number of worker processes; by default the number of usable cores (a container's CPU quota
+            counts), or of free CPUs of a Ray cluster. `make(num_workers=n)` is short for `Workers(num=n)`.
         start_method: `"forkserver"` forks workers from a helper process that has imported NumPy and
             Gymnasium, but neither JAX nor your code. `"spawn"` starts a new Python interpreter per worker,
             which takes longer. `"auto"` uses the first one that works here.
@@ -269,7 +271,7 @@ class Workers:
     """
 
     num: int | None = None
-    start_method: str = "auto"
+    start_method: StartMethod = "auto"
     env: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
     init: Callable[..., Any] | None = None
     preload: Iterable[str] = ()
@@ -285,7 +287,7 @@ class Workers:
         object.__setattr__(self, "env", _variables(self.env))
         if self.num is not None:
             _check_count("Workers(num=...)", self.num, 1)
-        _check_choice("Workers(start_method=...)", self.start_method, START_METHODS)
+        _check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
         if self.init is not None and not callable(self.init):
             raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
         if self.preload and self.start_method == "spawn":
@@ -376,10 +378,11 @@ class Timeouts:
 # `jaxvec.config`, the settings of the process
 # ----------------------------------------------------------------------------------------------------------
 
-TRANSPORTS = ("auto", "ffi", "io_callback")
+Transport: TypeAlias = Literal["auto", "ffi", "io_callback"]
+Dispatch: TypeAlias = Literal["auto", "native", "portable"]
 _SETTINGS: dict[str, tuple[Any, ...]] = {
-    "transport": TRANSPORTS,
-    "dispatch": ("auto", "native", "portable"),
+    "transport": get_args(Transport),
+    "dispatch": get_args(Dispatch),
     "wrapper_bypass": (True, False),
 }
 
@@ -388,8 +391,8 @@ _SETTINGS: dict[str, tuple[Any, ...]] = {
 class Settings:
     """A snapshot of `jaxvec.config`, which each pool takes when it is made."""
 
-    transport: str = "auto"
-    dispatch: str = "auto"
+    transport: Transport = "auto"
+    dispatch: Dispatch = "auto"
     wrapper_bypass: bool = True
 
     def __post_init__(self) -> None:
@@ -426,8 +429,8 @@ class Config:
         ```
     """
 
-    transport: str
-    dispatch: str
+    transport: Transport
+    dispatch: Dispatch
     wrapper_bypass: bool
 
     def __init__(self, settings: Settings) -> None:
@@ -480,6 +483,20 @@ def _from_environ() -> Config:
 config: Config = _from_environ()
 
 
+# ----------------------------------------------------------------------------------------------------------
+# The options of `make`
+# ----------------------------------------------------------------------------------------------------------
+
+RecvOrder: TypeAlias = Literal["ready", "sent"]
+Backend: TypeAlias = Literal["process", "serial", "ray"]
+OnFault: TypeAlias = Literal["raise", "restart"]
+CheckMode: TypeAlias = Literal["structure", "strict"]
+# Names and values, as `parse_autoreset` accepts both.
+AutoresetName: TypeAlias = Literal[
+    "SAME_STEP", "NEXT_STEP", "DISABLED", "EPISODIC", "SameStep", "NextStep", "Disabled", "Episodic"
+]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolConfig:
     """The options of `jaxvec.make`, which documents them, except those that need JAX.
@@ -496,15 +513,15 @@ class PoolConfig:
     num_workers: int | None = None
     workers: Workers = Workers()
     batch_size: int | None = None
-    recv_order: str = "ready"
-    backend: str | Ray = "process"
-    autoreset_mode: AutoresetMode | str | None = None
+    recv_order: RecvOrder = "ready"
+    backend: Backend | Ray = "process"
+    autoreset_mode: AutoresetMode | AutoresetName | None = None
     final_obs: bool = True
     info: Mapping[str, Any] | Iterable[str] | None = None
     env_configs: Sequence[Mapping[str, Any]] | None = None
     envs_per_instance: int | None = None
-    on_fault: str | Restart = "raise"
-    check: str = "structure"
+    on_fault: OnFault | Restart = "raise"
+    check: CheckMode = "structure"
     spare_envs: int = 0
     states: States = States()
     timeouts: Timeouts = Timeouts()
@@ -521,9 +538,9 @@ class PoolConfig:
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
             _check_count("states", self.states, 0)
             object.__setattr__(self, "states", States(self.states))
-        _check_choice("recv_order", self.recv_order, ("ready", "sent"))
-        _check_choice("check", self.check, ("structure", "strict"))
-        if not isinstance(self.backend, Ray) and self.backend not in ("process", "serial", "ray"):
+        _check_choice("recv_order", self.recv_order, get_args(RecvOrder))
+        _check_choice("check", self.check, get_args(CheckMode))
+        if not isinstance(self.backend, Ray) and self.backend not in get_args(Backend):
             raise ValueError(
                 f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {self.backend!r}'
             )

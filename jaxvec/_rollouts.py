@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import cloudpickle
 import jax
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from jaxvec._arguments import derive_seeds
-from jaxvec._config import Budget, PoolConfig, Ray, Restart, Timeouts, parse_restart
+from jaxvec._config import Budget, OnFault, PoolConfig, Ray, Restart, Timeouts, parse_restart
 from jaxvec._errors import (
     ActorDiedError,
     NotPicklableError,
@@ -589,11 +589,11 @@ class Rollouts:
         num_actors: int,
         params: Any,
         seed: int = 0,
-        backend: str | Ray = "ray",
+        backend: Literal["ray"] | Ray = "ray",
         device: Any = None,
         max_lag: int | None = None,
         in_flight: int = 1,
-        on_fault: str | Restart = "raise",
+        on_fault: OnFault | Restart = "raise",
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
         rollout_timeout: float | None = None,
         **options: Any,
@@ -601,7 +601,7 @@ class Rollouts:
         if not callable(rollout):
             raise TypeError(f"rollout must be a function, not {rollout!r}")
         ray_options = Ray() if backend == "ray" else backend
-        if not isinstance(ray_options, Ray):
+        if not isinstance(ray_options, Ray):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f'backend must be "ray" or a jaxvec.Ray, not {backend!r}')
         for name, count in (("num_envs", num_envs), ("num_actors", num_actors), ("in_flight", in_flight)):
             _check_count(name, count, 1)

@@ -17,17 +17,25 @@ from enum import Enum
 from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    import jax
+    from typing_extensions import TypeVar
+
+    Array = TypeVar("Array", default=jax.Array)
+else:  # workers import this module, and must not import JAX
+    Array = TypeVar("Array")
+
 from jaxvec._errors import UnsupportedSpaceError
 
 
-class TimeStep(NamedTuple):
+class TimeStep(NamedTuple, Generic[Array]):
     """The batched result of a reset or a step, in Gymnasium's order.
 
     Methods of `VectorEnv` return NumPy arrays, functions such as `jaxvec.step` JAX arrays. The dtypes are
@@ -56,9 +64,9 @@ class TimeStep(NamedTuple):
     """
 
     obs: Any
-    reward: Any
-    terminated: Any
-    truncated: Any
+    reward: Array
+    terminated: Array
+    truncated: Array
     info: dict[str, Any]
 
 
@@ -483,7 +491,7 @@ class PoolSpec:
         places = {leaf.path: place for place, leaf in enumerate(self.timestep_leaves)}
         return tuple(builder(node, places) for node in self.timestep)
 
-    def build_timestep(self, rows: Sequence[Any]) -> TimeStep:
+    def build_timestep(self, rows: Sequence[Any]) -> TimeStep[Any]:
         """Builds a `TimeStep` from one array per leaf of `timestep_leaves`, in their order."""
         return TimeStep(*[build(rows) for build in self._builders])
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import math
 import os
 import re
 import shlex
 import threading
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, TypeVar
 
@@ -19,9 +22,47 @@ import cloudpickle
 T = TypeVar("T")
 
 
-def usable_cores() -> int:
-    """Returns the number of cores that this process may use; in a container, often fewer than there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(proc: str = "/proc/self") -> int:
+    """Returns the number of cores that this process may use: its CPU affinity, or a lower quota of a cgroup.
+
+    A container limits CPU time by a quota, as `docker run --cpus=2.5` does: it sees all cores, but uses at
+    most that many seconds of CPU time per second. The result is rounded up.
+
+    Args:
+        proc: Folder of this process in procfs.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *map(math.ceil, _cpu_quotas(Path(proc)))]))
+
+
+def _cpu_quotas(proc: Path) -> Iterator[float]:
+    """Yields the CPU quotas, in cores, of the cgroups of this process and of their parents."""
+    try:
+        groups = dict(line.split(":", 2)[1:] for line in (proc / "cgroup").read_text().splitlines())
+        mounts = (proc / "mountinfo").read_text().splitlines()
+    except OSError:  # not Linux, or procfs is not mounted
+        return
+    for mount in mounts:
+        (_, _, _, root, point, *_), (kind, _, options, *_) = (half.split(" ") for half in mount.split(" - "))
+        for controllers, group in groups.items():  # version 2 has no list of controllers
+            version_1 = kind == "cgroup" and "cpu" in {*options.split(",")} & {*controllers.split(",")}
+            if version_1 or (kind == "cgroup2" and not controllers):
+                yield from _quotas_up_to(Path(point), os.path.relpath(group, root))
+
+
+def _quotas_up_to(mount_point: Path, group: str) -> Iterator[float]:
+    # Of a group outside the mounted part, only the group at the mount point, a container, can be read.
+    folder = mount_point if group.startswith("..") else mount_point / group
+    for each in (folder, *folder.parents):
+        with suppress(OSError, ValueError):  # no quota at this level, or "max"
+            if (each / "cpu.max").exists():
+                quota, period = (each / "cpu.max").read_text().split()
+            else:
+                quota, period = ((each / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:  # -1: none
+                yield int(quota) / int(period)
+        if each == mount_point:
+            return
 
 
 def install_command(extra: str) -> str:

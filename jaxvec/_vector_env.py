@@ -111,7 +111,7 @@ class VectorEnv:
         """
         return self._pool.closed
 
-    def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep:
+    def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep[NDArray[Any]]:
         """Resets all envs, or those of `mask`; see `jaxvec.reset`.
 
         Without a mask it waits for pending envs, and discards their results. `seed` and `options` are one for
@@ -140,7 +140,7 @@ class VectorEnv:
         rows = self._pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
-    def step(self, action: Any) -> TimeStep:
+    def step(self, action: Any) -> TimeStep[NDArray[Any]]:
         """Steps every env once; see `jaxvec.step`.
 
         Args:
@@ -205,7 +205,7 @@ class VectorEnv:
 
     def recv(
         self, *, timeout: float | None = None, copy: bool = True, at_least: int | None = None
-    ) -> TimeStep:
+    ) -> TimeStep[NDArray[Any]]:
         """Waits for `batch_size` of the pending envs; see `jaxvec.recv`. Any thread may call it.
 
         Args:
@@ -255,7 +255,7 @@ class VectorEnv:
         slots = _arguments.check_indices(indices, self.num_envs)
         return EnvState(self._pool.save(Move(Verb.SAVE, slots)))
 
-    def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep:
+    def restore(self, state: EnvState, *, indices: Any = None) -> TimeStep[NDArray[Any]]:
         """Restores all envs, or those of `indices`, to the states `[k]`; see `jaxvec.restore`.
 
         Returns:
@@ -275,7 +275,7 @@ class VectorEnv:
         move = Move(Verb.RESTORE, slots, caller=Caller.HOST)
         return self.spec.build_timestep(registry.restore(self._pool, move, ids, deliver=self._deliver))
 
-    def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep]:
+    def simulate(self, state: EnvState, action: Any) -> tuple[EnvState, TimeStep[NDArray[Any]]]:
         """Steps copies of envs from the states `[n]` with actions `[n, ...]`; see `jaxvec.simulate`.
 
         Returns:

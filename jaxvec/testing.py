@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from jaxvec._config import PoolConfig
+from jaxvec._config import CheckMode, PoolConfig
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.env_slice import EnvSlice
 from jaxvec._envs.envs import EnvFailure, build_env, close_envs
@@ -148,7 +148,7 @@ class NestedEnv(gymnasium.Env[Any, Any]):
 
 
 def check_env(
-    env_fn: Callable[[], Any], *, num_steps: int = 100, seed: int = 0, check: str = "strict"
+    env_fn: Callable[[], Any], *, num_steps: int = 100, seed: int = 0, check: CheckMode = "strict"
 ) -> None:
     """Steps an env as a worker would, and raises at the first violation of the requirements for envs.
 

@@ -38,6 +38,9 @@ class Worker:
     def notify_worker(self) -> None: ...
     def notify_parent(self) -> None: ...
 
+def request_short_slices() -> str | None:
+    """Requests short slices for this thread; returns the reason if it keeps the default slices."""
+
 # --- pool.h ---
 
 STATUSES: dict[str, int]  # the enumerators of C++, which must equal the enums in Python

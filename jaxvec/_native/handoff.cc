@@ -38,26 +38,12 @@ struct SchedAttr {
   uint64_t runtime = 0, deadline = 0, period = 0;
 };
 
-// Requests short time slices for this thread, once, before its first sleep.
-//
-// If all cores are busy, a thread that is woken waits until a running thread has used up its slice of about
-// 3 ms, and a step needs one wake in each direction. Since Linux 6.12 a thread with a shorter slice runs
-// sooner, without more time in total. This needs no privilege, and older kernels ignore the field. Threads
-// and processes that this thread starts get the default slice (SCHED_FLAG_RESET_ON_FORK), since envs run
-// programs of their own. That flag would also reset a negative nice value, so such a thread passes its slice
-// on.
+// Requests short slices once per thread, before its first sleep.
 void ask_for_short_slices() {
   thread_local bool asked = false;
   if (asked) return;
   asked = true;
-  const char* setting = getenv("JAXVEC_SHORT_SLICES");
-  if (setting != nullptr && *setting == '0') return;
-  SchedAttr attr;
-  // Respect another scheduling policy that the program has chosen.
-  if (syscall(SYS_sched_getattr, 0, &attr, sizeof(attr), 0) != 0 || attr.policy != SCHED_OTHER) return;
-  if (attr.nice >= 0) attr.flags |= 1;  // SCHED_FLAG_RESET_ON_FORK
-  attr.runtime = kSliceNs;
-  syscall(SYS_sched_setattr, 0, &attr, 0);
+  request_short_slices();
 }
 
 // Sleeps until `line` is woken, unless its word differs from `seen`. Returns 0 or an errno.
@@ -162,6 +148,22 @@ uint32_t next_work(const Worker& worker, uint32_t* operation, int64_t* slots) {
 }
 
 }  // namespace
+
+const char* request_short_slices() {
+  const char* setting = getenv("JAXVEC_SHORT_SLICES");
+  if (setting != nullptr && *setting == '0') return "JAXVEC_SHORT_SLICES is 0";
+  SchedAttr attr;
+  if (syscall(SYS_sched_getattr, 0, &attr, sizeof(attr), 0) != 0)
+    return "sched_getattr is not permitted here";
+  // Respect another scheduling policy that the program has chosen.
+  if (attr.policy != SCHED_OTHER) return "this process has another scheduling policy than SCHED_OTHER";
+  if (attr.nice >= 0) attr.flags |= 1;  // SCHED_FLAG_RESET_ON_FORK
+  attr.runtime = kSliceNs;
+  if (syscall(SYS_sched_setattr, 0, &attr, 0) != 0) return "sched_setattr is not permitted here";
+  // Kernels without this feature ignore the field, and report 0.
+  const bool granted = syscall(SYS_sched_getattr, 0, &attr, sizeof(attr), 0) == 0 && attr.runtime == kSliceNs;
+  return granted ? nullptr : "this kernel has none; Linux 6.12 and newer have";
+}
 
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {

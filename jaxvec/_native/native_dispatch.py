@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,12 @@ from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch, Part
 from jaxvec._dispatch.move import VERBS, Verb
 from jaxvec._memory.segment import Marks
 from jaxvec._native import load
+
+
+def reason_for_long_slices() -> str | None:
+    """Returns why threads that wait for steps get no short slices; `None` if they get them."""
+    with ThreadPoolExecutor(1) as pool:  # so that this thread keeps its slices
+        return pool.submit(load().request_short_slices).result()
 
 
 class NativeParentDispatch(ParentDispatch):

@@ -191,6 +191,13 @@ PyMethodDef worker_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+PyObject* request_slices(PyObject*, PyObject*) { return Py_BuildValue("z", request_short_slices()); }
+
+PyMethodDef functions[] = {
+    {"request_short_slices", request_slices, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 }  // namespace
 }  // namespace jaxvec
 
@@ -203,5 +210,5 @@ bool AddDispatch(PyObject* module) {
       "jaxvec._native._ext.Worker",
       {{Py_tp_new, reinterpret_cast<void*>(make_worker)}, {Py_tp_methods, worker_methods}});
   return parent_type != nullptr && worker_type != nullptr && PyModule_AddType(module, parent_type) == 0 &&
-         PyModule_AddType(module, worker_type) == 0;
+         PyModule_AddType(module, worker_type) == 0 && PyModule_AddFunctions(module, functions) == 0;
 }

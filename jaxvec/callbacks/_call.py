@@ -95,7 +95,12 @@ class Handle:
 # effects by class, while the batching rules of `cond` and `while_loop` compare instances.
 (_IO,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
 
-EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: "jaxvec"})()
+# JAX's errors show the effect: "Effects not supported in partial-eval of `checkpoint`/`remat`: [...]".
+_EFFECT = (
+    "jaxvec.step or another call of jaxvec, which would run again for the backward pass. Call it outside of "
+    "jax.checkpoint, which may contain the network (docs/transformations.md)"
+)
+EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: _EFFECT})()
 
 # Calls without an effect, which JAX may drop or repeat.
 PURE = (Verb.GET_ATTR, Verb.SIMULATE)

@@ -15,7 +15,19 @@ from gymnasium.vector import AutoresetMode
 from jax.sharding import Sharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxvec._config import PoolConfig, Ray, Restart, States, Timeouts, Workers
+from jaxvec._config import (
+    AutoresetName,
+    Backend,
+    CheckMode,
+    OnFault,
+    PoolConfig,
+    Ray,
+    RecvOrder,
+    Restart,
+    States,
+    Timeouts,
+    Workers,
+)
 from jaxvec._envs import constructors
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._spec import as_is, as_jax
@@ -122,15 +134,15 @@ def make(
     num_workers: int | None = None,
     workers: Workers = Workers(),  # noqa: B008 - it is immutable
     batch_size: int | None = None,
-    recv_order: str = "ready",
-    backend: str | Ray = "process",
-    autoreset_mode: AutoresetMode | str | None = None,
+    recv_order: RecvOrder = "ready",
+    backend: Backend | Ray = "process",
+    autoreset_mode: AutoresetMode | AutoresetName | None = None,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
     env_configs: Sequence[Mapping[str, Any]] | None = None,
     envs_per_instance: int | None = None,
-    on_fault: str | Restart = "raise",
-    check: str = "structure",
+    on_fault: OnFault | Restart = "raise",
+    check: CheckMode = "structure",
     spare_envs: int = 0,
     states: States | int = 0,
     timeouts: Timeouts = Timeouts(),  # noqa: B008 - it is immutable

@@ -21,19 +21,19 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import gymnasium
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 import jaxvec
 from jaxvec import _native, _util, testing
-from jaxvec._config import TRANSPORTS
+from jaxvec._config import Transport
 from jaxvec._envs import constructors
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import split_evenly
-from jaxvec._native import NativeUnavailableError
+from jaxvec._native import NativeUnavailableError, native_dispatch
 from jaxvec._ray import cluster
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
@@ -236,6 +236,8 @@ def _examine() -> Iterator[tuple[str, str]]:
     reason = _native.reason_unavailable()
     yield "native library", "loaded" if reason is None else f"off: {reason}"
     yield "dispatch", base.choose_dispatch("auto")
+    reason = reason or native_dispatch.reason_for_long_slices()
+    yield "short slices", "granted" if reason is None else f"off: {reason}"
     reason = _ffi.reason_unavailable()
     yield "XLA FFI", "ready" if reason is None else f"off: {reason}"
     yield "transport", "io_callback" if reason else "ffi on the CPU and on CUDA, io_callback elsewhere"
@@ -314,7 +316,9 @@ def _add_bench_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--num-workers", **numbers, help="worker counts; default up to the usable cores")
     text = "length of each measurement in seconds, default 0.2; a run has about 100 measurements"
     parser.add_argument("--seconds", type=_seconds, default=0.2, metavar="S", help=text)
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how programs reach the pool")
+    parser.add_argument(
+        "--transport", choices=get_args(Transport), default="auto", help="how programs reach the pool"
+    )
 
 
 _BENCH = Command(

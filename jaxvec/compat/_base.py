@@ -58,7 +58,7 @@ def max_episode_steps(envs: VectorEnv) -> int | None:
 
 # With same-step autoreset, `timestep.obs` and `timestep.info` belong to the next episode where one has ended,
 # so these functions need the final observations and infos to return the step's own.
-def pop_final_obs(timestep: TimeStep, numpy: Any) -> tuple[dict[str, Any], Any]:
+def pop_final_obs(timestep: TimeStep[Any], numpy: Any) -> tuple[dict[str, Any], Any]:
     """Removes the final observations from the info.
 
     Returns the rest of the info, and the observation that each env returned in this step before its reset.
@@ -71,7 +71,7 @@ def pop_final_obs(timestep: TimeStep, numpy: Any) -> tuple[dict[str, Any], Any]:
     return info, _select(ended, final, timestep.obs, numpy)
 
 
-def merge_final_info(timestep: TimeStep, numpy: Any) -> TimeStep:
+def merge_final_info(timestep: TimeStep[Any], numpy: Any) -> TimeStep[Any]:
     """Replaces the declared keys of info by those of `final_info` where an episode has ended."""
     info = dict(timestep.info)
     final = info.pop("final_info", {})
@@ -101,7 +101,7 @@ def info_extras(info: Mapping[str, T]) -> dict[str, T]:
     return {key: value for key, value in info.items() if key not in hidden}
 
 
-def convert_info(timestep: TimeStep) -> dict[str, Any]:
+def convert_info(timestep: TimeStep[Any]) -> dict[str, Any]:
     """Returns EnvPool's info of a time step of NumPy or JAX arrays, which may be traced."""
     return {
         "env_id": timestep.info["env_id"],

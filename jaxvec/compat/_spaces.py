@@ -175,7 +175,7 @@ def record(name: str, values: Mapping[str, Any]) -> Any:
     return record_type(name, fields)(*parts)
 
 
-def to_dm_timestep(timestep: jaxvec.TimeStep) -> Any:
+def to_dm_timestep(timestep: jaxvec.TimeStep[Any]) -> Any:
     """Converts a batch to dm_env's `TimeStep`. Its observation is a namedtuple of `obs` and the info."""
     over = timestep.terminated | timestep.truncated
     first = timestep.info["episode_length"] == 0

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import jaxvec
 from jaxvec._arguments import NO_SEED, check_env_id, check_ids, check_mask, check_on_host, expand_seeds
-from jaxvec._config import Workers
+from jaxvec._config import AutoresetName, Workers
 from jaxvec._dispatch.move import Move, Verb
 from jaxvec._errors import EnvIdError
 from jaxvec._memory.segment import Rows
@@ -120,7 +120,7 @@ class EnvSpec:
 
 
 def make_xla(
-    envs: VectorEnv, convert: Callable[[TimeStep], Any]
+    envs: VectorEnv, convert: Callable[[TimeStep[Any]], Any]
 ) -> tuple[jax.Array, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Returns a fresh handle and the functions `recv`, `send` and `step`; see `EnvPool.xla`.
 
@@ -381,7 +381,7 @@ class EnvPool(ABC):
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.config.items())})"
 
     @abstractmethod
-    def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
+    def _convert(self, timestep: TimeStep[Any], *, reset: bool = False, return_info: bool = True) -> Any:
         """Converts a time step of NumPy or JAX arrays to the result of `step`, or of `reset`."""
 
     def _finish(
@@ -441,7 +441,7 @@ class Task:
         self,
         num_envs: int,
         *,
-        autoreset_mode: str,
+        autoreset_mode: AutoresetName,
         info: Mapping[str, Any] | Iterable[str] | None = None,
         **kwargs: Any,
     ) -> VectorEnv:
@@ -517,7 +517,7 @@ class GymEnvPool(EnvPool):
         ```
     """
 
-    def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
+    def _convert(self, timestep: TimeStep[Any], *, reset: bool = False, return_info: bool = True) -> Any:
         info = convert_info(timestep)
         if reset:
             return (timestep.obs, info) if return_info else timestep.obs
@@ -568,7 +568,7 @@ class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # p
             self._seeds = self._expand(seed)
         return super().reset(env_id)
 
-    def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
+    def _convert(self, timestep: TimeStep[Any], *, reset: bool = False, return_info: bool = True) -> Any:
         info = convert_info(timestep)
         if reset:
             return timestep.obs, info
@@ -598,7 +598,7 @@ class DMEnvPool(EnvPool):
         """Returns the dm_env spec of one env's action; see `EnvSpec`."""
         return self.spec.action_spec()
 
-    def _convert(self, timestep: TimeStep, *, reset: bool = False, return_info: bool = True) -> Any:
+    def _convert(self, timestep: TimeStep[Any], *, reset: bool = False, return_info: bool = True) -> Any:
         return to_dm_timestep(timestep)
 
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _start, _vector_env
 from jaxvec._arguments import check_on_host, expand_seeds
-from jaxvec._config import PoolConfig, Timeouts, Workers
+from jaxvec._config import AutoresetName, PoolConfig, Timeouts, Workers
 from jaxvec._dispatch.move import Caller, Verb
 from jaxvec._errors import (
     ActionError,
@@ -140,7 +140,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         *,
         copy: bool,
         observation_mode: str | tuple[Space[Any], Space[Any]],
-        autoreset_mode: str | AutoresetMode,
+        autoreset_mode: AutoresetName | AutoresetMode,
         shared_memory: bool,
         **options: Any,
     ) -> None:
@@ -327,7 +327,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
 
 def start_pool(
     env_fns: Sequence[Callable[[], Any]],
-    autoreset_mode: str | AutoresetMode,
+    autoreset_mode: AutoresetName | AutoresetMode,
     options: dict[str, Any],
     *,
     equal_spaces: bool,
@@ -437,7 +437,7 @@ class AsyncVectorEnv(PooledVectorEnv):
         daemon: bool = True,
         worker: Callable[..., None] | None = None,
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        autoreset_mode: AutoresetName | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
         **options: Any,
     ) -> None:
@@ -686,7 +686,7 @@ class SyncVectorEnv(PooledVectorEnv):
         env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
         copy: bool = True,
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        autoreset_mode: AutoresetName | AutoresetMode = AutoresetMode.NEXT_STEP,
         **options: Any,
     ) -> None:
         """Builds the envs; see `AsyncVectorEnv` for the arguments."""

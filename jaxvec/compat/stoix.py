@@ -215,7 +215,7 @@ class StoaVectorEnv:
         """Closes the pool. May be called more than once."""
         self.env.close()
 
-    def _timestep(self, step_type: Any, timestep: TimeStep) -> Any:
+    def _timestep(self, step_type: Any, timestep: TimeStep[Any]) -> Any:
         extras, last_obs = _base.pop_final_obs(timestep, np)
         if last_obs is not None:
             extras["next_obs"] = last_obs

@@ -351,7 +351,8 @@ def test_checkpoint_never_steps_twice(envs, jit):
     """JAX refuses: it would run the step again for the backward pass."""
     handle, _ = jaxvec.reset(envs)
     derivative = jax.grad(jax.checkpoint(loss))
-    with pytest.raises(NotImplementedError, match="Effects not supported"):
+    advice = r"Effects not supported.*jaxvec\.step.*outside of jax\.checkpoint.*docs/transformations\.md"
+    with pytest.raises(NotImplementedError, match=advice):
         (jax.jit(derivative) if jit else derivative)(2.0, handle)
     assert envs.get_attr("steps") == (0,) * 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import json
 import platform
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from jaxvec import _native
 from jaxvec._dispatch import dispatch
 from jaxvec._dispatch.move import Verb
 from jaxvec._workers import base
+from jaxvec.cli._main import main
 from jaxvec.testing import CountingEnv, NestedEnv
 
 REQUESTED = [Verb.RESET, Verb.STEP, Verb.SAVE, Verb.RESTORE]
@@ -232,3 +234,31 @@ def test_threads_that_wait_for_steps_get_short_slices(make, monkeypatch, setting
     there = envs.map(lambda env: (slice_of_thread(), slice_of_child()), indices=0)
     expected = 100_000 if setting is None else default
     assert (here, there) == ((expected, default), ((expected, default),))
+
+
+@pytest.fixture
+def doctor_on_slices(capsys):
+    def doctor_on_slices():
+        assert main(["doctor", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["found"]["short slices"]
+
+    return doctor_on_slices
+
+
+@pytest.mark.skipif(_native.reason_unavailable() is not None, reason="there is no native library")
+def test_doctor_reports_whether_kernel_grants_short_slices(doctor_on_slices, monkeypatch):
+    before = slice_of_thread()
+    granted = doctor_on_slices()
+    assert slice_of_thread() == before
+    release = tuple(map(int, platform.release().split(".")[:2]))
+    if before:
+        assert granted == "granted"
+    elif release < (6, 12):
+        assert granted == "off: this kernel has none; Linux 6.12 and newer have"
+    monkeypatch.setenv("JAXVEC_SHORT_SLICES", "0")
+    assert doctor_on_slices() == "off: JAXVEC_SHORT_SLICES is 0"
+
+
+def test_doctor_gives_reason_for_missing_native_library(doctor_on_slices, monkeypatch):
+    monkeypatch.setattr(_native, "_reason", "not built")
+    assert doctor_on_slices() == "off: not built"
