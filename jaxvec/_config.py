@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 from gymnasium.vector import AutoresetMode
@@ -348,9 +350,14 @@ class States:
             )
 
 
+_MAX_TIMEOUT = 2_000_000  # seconds; the C int of `poll(2)` holds 24.8 days in milliseconds
+
+
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits in seconds, for `make(timeouts=...)`; `None` is no limit. The serial backend has none.
+    """Time limits in seconds, for `make(timeouts=...)`, up to 2,000,000. The serial backend has none.
+
+    `None` and `float("inf")` mean no limit.
 
     Attributes:
         start: Limit for the start of the workers and their envs, and for each later replacement of a worker.
@@ -370,8 +377,22 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():
-            if seconds is not None and not seconds > 0:
-                raise ValueError(f"Timeouts({name}=...) must be above 0 seconds, or None, not {seconds!r}")
+            object.__setattr__(self, name, _check_seconds(f"Timeouts({name}=...)", seconds))
+
+
+def _check_seconds(name: str, seconds: Any) -> float | None:
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise TypeError(f"{name} must be a number of seconds, or None for no limit, not {seconds!r}")
+    if seconds == math.inf:
+        return None
+    if not 0 < seconds <= _MAX_TIMEOUT:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(
+            f"{name} must be above 0 and at most {_MAX_TIMEOUT:,} seconds, or None for no limit, not "
+            f"{seconds!r}"
+        )
+    return seconds if isinstance(seconds, int | float) else float(seconds)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -114,7 +114,8 @@ class EnvError(JaxvecError, RuntimeError):
     Attributes:
         env_id: Index of the env in the pool; for the operation `"worker_init"`, of the worker's first env.
         worker: Index of the worker process; `None` for the serial backend.
-        operation: `"constructor"`, `"worker_init"`, `"reset"`, `"step"`, `"close"` or the name of a method.
+        operation: `"constructor"`, `"worker_init"`, `"reset"`, `"step"`, `"close"` or the name of a
+            method or attribute.
         action: Shortened `repr` of the env's action; `None` outside `step`.
         remote_traceback: Text of the traceback in the worker.
     """

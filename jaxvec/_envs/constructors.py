@@ -30,7 +30,7 @@ from jaxvec._config import PoolConfig
 from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.envs import BatchedEnv, Env, EnvFn, Failing
+from jaxvec._envs.envs import AttributeFailure, BatchedEnv, Env, EnvFn, Failing, FailingAttribute
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._spec import EnvSpaces
@@ -225,17 +225,20 @@ class Description:
 
 
 def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces: bool) -> Description:
-    """Describes envs. Resets the first one if `learn_info`, and raises `EnvFailure` if that raises."""
+    """Describes envs. Resets the first one if `learn_info`. Raises `EnvFailure` if an env's code raises."""
     info = None
     if learn_info:
         with Failing(first, "reset"):
             info = envs[0].reset()[1]
             info = one_of(info, 0, envs[0].num_envs) if isinstance(envs[0], VectorEnv) else dict(info)
-    spaces, mismatch, env_id = _spaces(envs[0]), None, first
-    for env in envs:
-        mismatch = mismatch or compare(spaces, first, _spaces(env), env_id, equal=equal_spaces)
-        env_id += env.num_envs if isinstance(env, VectorEnv) else 1
-    return Description(spaces, dict(envs[0].metadata), envs[0].render_mode, info, mismatch)
+    with Failing(first, "constructor"):
+        spaces, mismatch, env_id = _spaces(envs[0], first), None, first
+        for env in envs:
+            mismatch = mismatch or compare(spaces, first, _spaces(env, env_id), env_id, equal=equal_spaces)
+            env_id += env.num_envs if isinstance(env, VectorEnv) else 1
+        with Failing(first, "metadata"):
+            metadata = dict(envs[0].metadata)
+        return Description(spaces, metadata, _read(envs[0], first, "render_mode"), info, mismatch)
 
 
 def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) -> str | None:
@@ -254,14 +257,22 @@ def compare(a: EnvSpaces, a_id: int, b: EnvSpaces, b_id: int, *, equal: bool) ->
     return None
 
 
-def _spaces(env: Env | BatchedEnv) -> EnvSpaces:
+def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:
     if isinstance(env, VectorEnv):
-        return EnvSpaces(env.single_observation_space, env.single_action_space, None)
+        obs, action = (_read(env, env_id, f"single_{name}_space") for name in ("observation", "action"))
+        return EnvSpaces(obs, action, None)
     try:
-        reward = env.get_wrapper_attr("reward_space")  # MO-Gymnasium's convention
-    except AttributeError:
+        with FailingAttribute(env_id, "reward_space"):
+            reward = env.get_wrapper_attr("reward_space")  # MO-Gymnasium's convention
+    except AttributeFailure:
         reward = None
-    return EnvSpaces(env.observation_space, env.action_space, reward)
+    obs, action = (_read(env, env_id, f"{name}_space") for name in ("observation", "action"))
+    return EnvSpaces(obs, action, reward)
+
+
+def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:
+    with Failing(env_id, name):
+        return getattr(env, name)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class AttributeFailure(EnvFailure):
 
 
 class Failing:
-    """Context manager that turns an exception of its block into an `EnvFailure`."""
+    """Context manager that turns an exception of its block into an `EnvFailure`, unless it is one already."""
 
     def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
         self._arguments = env_id, operation, action
@@ -53,7 +53,7 @@ class Failing:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, EnvFailure):
             raise EnvFailure(*self._arguments) from error
 
 

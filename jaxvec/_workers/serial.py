@@ -7,7 +7,7 @@ timeouts do not apply.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from jaxvec._dispatch.engine import Engine, PyEngine, Rules
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
-from jaxvec._envs.envs import EnvFailure, build_env, close_envs
+from jaxvec._envs.envs import EnvFailure, Failing, build_env, close_envs
 from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
@@ -44,21 +44,26 @@ class SerialWorkers(WorkerGroup):
             self.env_settings = EnvSettings(
                 budget.policy, lambda value: value
             )  # envs get the values themselves
-        with _typed():
-            self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
-            self.description = describe(
-                self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
-            )
-        if self.description.mismatch is not None:
-            self.close(timeout=0)
-            raise SpaceMismatchError(self.description.mismatch)
+        try:
+            with _typed():
+                self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
+                self.description = describe(
+                    self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
+                )
+            if self.description.mismatch is not None:
+                raise SpaceMismatchError(self.description.mismatch)
+        except BaseException:
+            with suppress(EnvError):
+                self.close(timeout=0)
+            raise
 
     def attach(self, layout: Layout, spec: PoolSpec) -> Arrays:
         arrays = private_segment(layout)
         self._num_envs = spec.num_envs
         self._requested = Marks.of(arrays).requested
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
-        self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
+        with _typed(), Failing(0, "constructor"):
+            self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         self._close_slice = self._slice.close
         return arrays
 

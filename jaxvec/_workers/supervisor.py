@@ -523,7 +523,7 @@ class Supervisor:
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
                 elif worker in self.starting and message is not WAKE:
                     self._continue_start(worker, message, deadline)
-                else:
+                elif not isinstance(message, Closed):  # which is the last message of a worker that ends
                     received.append((worker, message))
             except EOFError:
                 self.replace(worker, self._died_error(worker))

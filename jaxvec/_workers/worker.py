@@ -306,13 +306,14 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
     turn = nullcontext() if max_running is None else RunLimit(segment, max_running, waiting)
     os.close(segment)
     replaces = attach.replaces
-    env_slice = make_slice(
-        first=attach.slots[0],
-        worker=attach.worker,
-        spec=attach.spec,
-        arrays=arrays,
-        **({} if replaces is None else {"replaces": replaces.objects}),
-    )
+    with Failing(attach.slots[0], "constructor"):
+        env_slice = make_slice(
+            first=attach.slots[0],
+            worker=attach.worker,
+            spec=attach.spec,
+            arrays=arrays,
+            **({} if replaces is None else {"replaces": replaces.objects}),
+        )
     if replaces is not None:
         env_slice.set_options(replaces.options)
         for slot, pickled in replaces.settings.items():

@@ -102,8 +102,12 @@ _EFFECT = (
 )
 EFFECT: Any = type("CallEffect", (type(_IO),), {"__repr__": lambda _: _EFFECT})()
 
-# Calls without an effect, which JAX may drop or repeat.
+# Calls that JAX may drop or repeat.
 PURE = (Verb.GET_ATTR, Verb.SIMULATE)
+
+# Their effect, which every transformation allows. Without an effect, JAX would dispatch a program with only
+# such calls from C++, from its second run on, and then raises a plain ValueError for their errors.
+(PURE_EFFECT,) = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None))().effects
 
 _COND = (
     "vmap of jax.lax.cond or switch, with a jaxvec call in a branch, and a predicate that differs between "

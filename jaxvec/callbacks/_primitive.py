@@ -24,7 +24,7 @@ from jaxvec._errors import EnvIdError
 from jaxvec._native import NativeUnavailableError
 from jaxvec._pool import registry
 from jaxvec.callbacks import _ffi, _io_callback
-from jaxvec.callbacks._call import EFFECT, PURE, Call, answer, pool_id_of
+from jaxvec.callbacks._call import EFFECT, PURE, PURE_EFFECT, Call, answer, pool_id_of
 
 _logger = logging.getLogger("jaxvec")
 
@@ -88,7 +88,7 @@ def _trace(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
         return jax.core.ShapedArray(struct.shape, np.dtype(struct.dtype), sharding=sharding, **varying)
 
     results = [result(struct) for struct in call.read(call.results(token.shape[0]))]
-    return results, set() if call.verb in PURE else {EFFECT}
+    return results, {PURE_EFFECT if call.verb in PURE else EFFECT}
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[int | None], *, call: Call) -> tuple[list[Any], list[int]]:

@@ -13,12 +13,15 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from gymnasium import spaces
 from support import disasters, probe
 from support.disasters import (
     DEATHS,
@@ -537,6 +540,50 @@ def test_the_env_whose_constructor_fails_is_named(backend, victim):
     with pytest.raises(jaxvec.EnvError, match=f"env {victim} .*in constructor: bad luck") as caught:
         jaxvec.make(failing("constructor", FAILURES["picklable"][0], victim), 4, backend=backend)
     assert caught.value.env_id == victim
+    assert workers() == []
+
+
+SPACES = {"observation_space": spaces.Box(0, 1, (2,)), "action_space": spaces.Discrete(2)}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_an_env_without_a_space_is_an_env_error(backend, name):
+    whole, rest = (type("Bare", (gymnasium.Env,), {**SPACES}) for _ in range(2))
+    delattr(rest, name)
+    text = rf"env 1 .*raised AttributeError in {name}: 'Bare' object has no attribute '{name}'"
+    with pytest.raises(jaxvec.EnvError, match=text) as caught:
+        jaxvec.make([whole, rest], backend=backend)
+    assert (caught.value.env_id, caught.value.operation) == (1, name)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert workers() == []
+
+
+@pytest.mark.parametrize("name", [*SPACES, "reward_space", "metadata", "render_mode"])
+def test_a_space_that_raises_is_an_env_error(backend, name):
+    closed: list[Any] = []
+
+    def read(env):
+        raise LookupError("no simulator")
+
+    env = type(
+        "Bare", (gymnasium.Env,), {**SPACES, "close": lambda env: closed.append(env), name: property(read)}
+    )
+    with pytest.raises(jaxvec.EnvError, match=rf"env 0 .*raised LookupError in {name}: no sim") as caught:
+        jaxvec.make(env, 2, num_workers=1, backend=backend)
+    assert "in read" in caught.value.remote_traceback
+    assert isinstance(caught.value.__cause__, LookupError)
+    assert workers() == []
+    assert len(closed) == (2 if backend == "serial" else 0)  # workers have lists of their own
+
+
+def test_an_attribute_that_raises_once_spaces_are_known(backend):
+    class Painter(CountingEnv):
+        @property
+        def set_observation_buffer(self):
+            raise LookupError("no simulator")
+
+    with pytest.raises(jaxvec.EnvError, match="env 0 .*raised LookupError in constructor: no simulator"):
+        jaxvec.make(Painter, 2, num_workers=1, backend=backend)
     assert workers() == []
 
 

@@ -211,7 +211,11 @@ def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch)
 @pytest.mark.parametrize(
     ("make_record", "error", "said"),
     [
-        (lambda: jaxvec.Timeouts(step=0), ValueError, r"Timeouts\(step=...\) must be above 0 seconds"),
+        (lambda: jaxvec.Timeouts(step=0), ValueError, r"Timeouts\(step=...\) must be above 0"),
+        (lambda: jaxvec.Timeouts(start=1e300), ValueError, r"Timeouts\(start=...\) .*at most 2,000,000 s"),
+        (lambda: jaxvec.Timeouts(reset=float("nan")), ValueError, r"Timeouts\(reset=...\) .*not nan"),
+        (lambda: jaxvec.Timeouts(step="3"), TypeError, r"Timeouts\(step=...\) must be a number .*'3'"),
+        (lambda: jaxvec.Timeouts(step=True), TypeError, r"Timeouts\(step=...\) must be a number .*True"),
         (
             lambda: jaxvec.Workers(num=True),
             ValueError,
@@ -229,6 +233,15 @@ def test_config_is_read_from_the_environment_and_by_each_make(make, monkeypatch)
 def test_records_check_themselves(make_record, error, said):
     with pytest.raises(error, match=said):
         make_record()
+
+
+def test_infinite_timeouts_are_none_and_long_ones_work(make, backend):
+    assert jaxvec.Timeouts(*[float("inf")] * 3) == jaxvec.Timeouts(None, None, None)
+    for seconds in (float("inf"), 2_000_000, np.float32(60)):
+        envs = make(CountingEnv, 1, backend=backend, timeouts=jaxvec.Timeouts(*[seconds] * 3))
+        envs.reset(options={})
+        assert envs.step([3]).obs.tolist() == [[1, 1, 1, 3]]
+        assert envs.call("get_wrapper_attr", "steps") == (1,)
 
 
 def test_an_env_may_have_such_an_argument(make):

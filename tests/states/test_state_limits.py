@@ -116,6 +116,24 @@ def test_an_env_that_fails_in_simulate_breaks_nothing(make, backend):
     np.testing.assert_array_equal(envs.step([4, 5, 6]).obs, [[1, 1, 1, 4], [1, 1, 1, 5], [1, 1, 1, 6]])
 
 
+@pytest.mark.parametrize("transport", ["ffi", "io_callback"])
+@pytest.mark.parametrize("error", [jaxvec.EnvError, jaxvec.StaleHandleError], ids=["simulate", "get_attr"])
+def test_errors_of_programs_with_only_pure_calls_are_typed(no_jax_log, transport, error):
+    with pytest.raises(error) as caught:
+        with jaxvec.config.override(transport=transport), jaxvec.make(Fragile, 2, states=9) as envs:
+            handle, _ = jaxvec.reset(envs, seed=0)
+            handle, state = jaxvec.save(handle)
+            if error is jaxvec.EnvError:
+                run = jax.jit(lambda action: jaxvec.simulate(envs, state, action)[1].reward)
+            else:
+                run = jax.jit(lambda action: jaxvec.get_attr(handle, "resets", int) + action)
+            for _ in range(3):  # JAX may dispatch later runs in another way than the first
+                jax.block_until_ready(run(jnp.zeros(2, int)))
+            envs.step([0, 0])  # makes the handle stale
+            jax.block_until_ready(run(jnp.array([0, 9])))
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
 def test_states_of_a_worker_that_was_replaced_are_gone(make):
     restart = jaxvec.Restart(rate=None)
     envs = make(Fragile, 2, states=9, num_workers=2, on_fault=restart)
