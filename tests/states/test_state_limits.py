@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import gymnasium
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
