@@ -70,8 +70,11 @@ def as_timestep(envs, rows):
 @pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
-def test_steps_are_those_of_the_cpu_and_need_no_python(driver, pool, make, monkeypatch, env, autoreset_mode):
-    envs = pool(env, 3, num_workers=2, autoreset_mode=autoreset_mode)
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}], ids=["process", "serial"])
+def test_steps_are_those_of_the_cpu_and_need_no_python(
+    driver, pool, make, monkeypatch, env, autoreset_mode, options
+):
+    envs = pool(env, 3, autoreset_mode=autoreset_mode, **options)
     oracle = make(env, 3, autoreset_mode=autoreset_mode)
     gpu = Gpu(driver, envs)
     token, rows = gpu.reset(seed=5)
@@ -638,7 +641,7 @@ def test_errors_of_a_program_come_typed(cpu_as_cuda, make):
 def test_a_layout_that_does_not_fit_is_an_error(cpu_as_cuda, make, monkeypatch, layout):
     handle, _ = jaxvec.reset(make(CountingEnv, 2, transport="ffi"))
     monkeypatch.setattr(_ffi, "_layout", lambda packing: np.array(layout, np.int64))
-    with pytest.raises(RuntimeError, match="not packed as its layout specifies" if layout else "buffers of"):
+    with pytest.raises(RuntimeError, match="not packed as its layout specifies" if layout else "FFI buffers"):
         jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.zeros(2, int)))(handle))
 
 
