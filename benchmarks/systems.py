@@ -72,12 +72,12 @@ def loop(step: Callable[[Any], Any], actions: list[Any]) -> Run:
 
 @contextmanager
 def jaxvec_scan(
-    load: Load, *, transport: str, dispatch: str, num_workers: int | None = None
+    load: Load, *, transport: str, dispatch: str, num_workers: int | None = None, backend: str = "process"
 ) -> Generator[Run]:
     """Steps by `jaxvec.step` in a jitted scan."""
     fns = load.env_fns()
     with jaxvec.config.override(transport=transport, dispatch=dispatch):
-        envs = jaxvec.make(fns, num_workers=num_workers)
+        envs = jaxvec.make(fns, num_workers=num_workers, backend=backend)
     with envs:
 
         def step(handle: jaxvec.Handle, action: Any) -> tuple[jaxvec.Handle, jax.Array]:
@@ -88,9 +88,9 @@ def jaxvec_scan(
 
 
 @contextmanager
-def jaxvec_host(load: Load) -> Generator[Run]:
+def jaxvec_host(load: Load, *, backend: str = "process") -> Generator[Run]:
     """Steps by `VectorEnv.step` in a Python loop."""
-    with jaxvec.make(load.env_fns()) as envs:
+    with jaxvec.make(load.env_fns(), backend=backend) as envs:
         envs.reset(seed=0)
         yield loop(envs.step, draw(envs.action_space))
 
