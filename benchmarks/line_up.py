@@ -24,7 +24,11 @@ def systems(pufferlib_python: str | None) -> dict[str, System]:
         "bare loops that meet after each step": partial(bare_loops, meet=True),
         "bare loops over env.unwrapped": partial(bare_loops, unwrapped=True),
         **ours,
+        "jaxvec in scan: ffi, serial backend": partial(
+            jaxvec_scan, transport="ffi", dispatch="native", backend="serial"
+        ),
         "jaxvec, Python loop": jaxvec_host,
+        "jaxvec, Python loop: serial backend": partial(jaxvec_host, backend="serial"),
         "jaxvec's SyncVectorEnv for Gymnasium": jaxvec_sync,
         "Gymnasium SyncVectorEnv": peers.gymnasium_sync,
         "Gymnasium AsyncVectorEnv (spawn)": peers.gymnasium_async,

@@ -85,7 +85,7 @@ LOADS = {
     load.name: load
     for load in (
         *(Load(f"no-op x {n}", n, make=lambda _: partial(BusyEnv, 0)) for n in (8, 64, 512)),
-        *(Load(f"CartPole x {n}", n, env_id="CartPole-v1") for n in (8, 64, 256, 1024)),
+        *(Load(f"CartPole x {n}", n, env_id="CartPole-v1") for n in (4, 8, 64, 256, 1024)),
         *(Load(f"{name} x 256", 256, env_id=env_id) for name, env_id in _CLASSIC.items()),
         Load("image x 64", 64, make=lambda _: ImageEnv),
         Load("nested Dict x 64", 64, make=lambda _: NestedEnv),

@@ -88,9 +88,9 @@ def jaxvec_scan(
 
 
 @contextmanager
-def jaxvec_host(load: Load) -> Generator[Run]:
+def jaxvec_host(load: Load, *, backend: str = "process") -> Generator[Run]:
     """Steps by `VectorEnv.step` in a Python loop."""
-    with jaxvec.make(load.env_fns()) as envs:
+    with jaxvec.make(load.env_fns(), backend=backend) as envs:
         envs.reset(seed=0)
         yield loop(envs.step, draw(envs.action_space))
 

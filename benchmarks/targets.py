@@ -12,7 +12,9 @@ from benchmarks.report import Results
 
 _FFI = "jaxvec in scan: ffi, native"
 _IO = "jaxvec in scan: io_callback, native"
+_SERIAL = "jaxvec in scan: ffi, serial backend"
 _HOST = "jaxvec, Python loop"
+_SERIAL_HOST = "jaxvec, Python loop: serial backend"
 _OUR_SYNC = "jaxvec's SyncVectorEnv for Gymnasium"
 _BARE = "bare env.step loops, one per core"
 _MEETING = "bare loops that meet after each step"
@@ -79,6 +81,16 @@ def targets(
         step = 1e6 * 8 / results["no-op x 8"][_FFI].rate
         yield Target("8 no-op envs, a jitted step", step, 12, at_least=False, unit=" us")
         yield Target("or 8 no-op envs, steps over io_callback's", value, 25)
+    for name, system, bound in (
+        ("a jitted step", _SERIAL, 35),
+        ("a step in a Python loop", _SERIAL_HOST, 20),
+    ):
+        if (result := results.get("no-op x 8", {}).get(system)) and result.rate:
+            step = 1e6 * 8 / result.rate
+            yield Target(f"8 no-op envs in this process, {name}", step, bound, at_least=False, unit=" us")
+    for load in ("CartPole x 4", "CartPole x 8"):
+        for value in ratio(load, _SERIAL, _SYNC):
+            yield Target(f"{load} in this process over SyncVectorEnv", value, 0.8)
     if (image := results.get("image x 64", {}).get(_FFI)) and image.rate:
         row = prod(LOADS["image x 64"].env_fns()[0]().observation_space.shape or ())
         plain = costs.memcpy(64 * row, seconds)

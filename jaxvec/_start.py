@@ -119,7 +119,7 @@ def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bo
     budget = Budget(config.restart, len(recipe.slices))
     dispatch = base.choose_dispatch(config.settings.dispatch)
     if config.backend == "serial":
-        return SerialWorkers(recipe, budget=budget, learn_info=learn_info)
+        return SerialWorkers(recipe, dispatch=dispatch, budget=budget, learn_info=learn_info)
     launcher: Launcher = LocalLauncher(config) if cluster is None else cluster.launcher(recipe.slices, config)
     return ProcessWorkers(recipe, launcher=launcher, dispatch=dispatch, budget=budget, learn_info=learn_info)
 

@@ -76,6 +76,8 @@ class Pool:
         needs_reset: NDArray[Any],
         terminated: NDArray[Any] | None,
         truncated: NDArray[Any] | None,
+        step_here: Callable[[NDArray[Any]], None] | None,
+        all_slots: NDArray[Any],
     ) -> Pool: ...
 
     last_caller: int

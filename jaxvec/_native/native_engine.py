@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ _CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
 _NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=32))
 
 
+StepHere: TypeAlias = Callable[[NDArray[Any]], None]  # steps the envs of slots `[n]`
+
+
 class CEngine(Engine):
     """An engine that makes ordinary moves in C++. Compiled programs find it by the pool's id."""
 
@@ -37,6 +40,7 @@ class CEngine(Engine):
         results: Sequence[NDArray[Any]],
         nonzero: Sequence[NDArray[np.bool_] | None],
         batch_size: int,
+        step_here: StepHere | None,
     ) -> None:
         """Creates an engine and registers it under the pool's id.
 
@@ -49,6 +53,7 @@ class CEngine(Engine):
             results: Arrays `[num_envs, ...]` in the segment, in the order of a program's results.
             nonzero: Flags `[num_envs]` for each of `results`, False for rows of zeros; `None` if unknown.
             batch_size: Number of envs that `recv` returns.
+            step_here: Function that steps the envs, if they are in this process; `None` if workers do.
         """
         super().__init__(rules)
         admission = rules.admission
@@ -76,6 +81,8 @@ class CEngine(Engine):
             needs_reset=admission.needs_reset,
             terminated=terminated,
             truncated=truncated,
+            step_here=step_here,
+            all_slots=admission.all,
         )
 
     @property

@@ -197,6 +197,7 @@ Status Pool::move(Request& request, Target& target) {
   const bool is_send = request.verb == kSend, is_recv = request.verb == kRecv;
   if (!is_recv && !is_send && request.verb != kStep) return Status::kElsewhere;
   if (is_send && request.num_sent == 0) return Status::kElsewhere;
+  if (plan_.local != nullptr && request.verb != kStep) return Status::kElsewhere;
   // A recv needs the queue, so there is one at a time.
   const int64_t* const needed = is_recv ? &queue_ : is_send ? request.sent : request.slots;
   const uint32_t count = is_recv ? 1 : is_send ? request.num_sent : request.num_slots;
@@ -220,11 +221,31 @@ Status Pool::move(Request& request, Target& target) {
 // These three are called inside, with the envs of the handle, and leave.
 
 Status Pool::step(Request& request, const std::vector<int64_t>& slots, Target& target) {
+  if (plan_.local != nullptr) return step_here(request, slots, target);
   dispatch(slots, request.actions);
   advance(slots, request);
   hold(slots.data(), size(slots), false);
   leave();
   if (await(slots, size(slots), &request.waited_ns) == Status::kUnderWay) return Status::kUnderWay;
+  finish(slots, request.results, target);
+  release();
+  return Status::kDone;
+}
+
+// Steps local envs one after the other, so it leaves only after the step.
+Status Pool::step_here(Request& request, const std::vector<int64_t>& slots, Target& target) {
+  hold(slots.data(), size(slots), false);
+  write_actions(slots, request.actions);
+  {
+    const Recording recording(trace, kDispatching);
+    // After a failure, the plan's memory may be gone.
+    if (!plan_.local->step(slots)) {
+      leave();
+      return Status::kUnderWay;
+    }
+  }
+  advance(slots, request);
+  leave();
   finish(slots, request.results, target);
   release();
   return Status::kDone;
@@ -322,11 +343,13 @@ bool Pool::is_part(const int64_t* slots, uint32_t count) const {
   });
 }
 
+void Pool::write_actions(const std::vector<int64_t>& slots, const void* const* actions) {
+  const Recording recording(trace, kWriting);
+  for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(slots, actions[i]);
+}
+
 void Pool::dispatch(const std::vector<int64_t>& given, const void* const* actions) {
-  {
-    const Recording recording(trace, kWriting);
-    for (size_t i = 0; i < actions_.size(); ++i) actions_[i].write(given, actions[i]);
-  }
+  write_actions(given, actions);
   const Recording recording(trace, kDispatching);
   // A worker starts to step as soon as it has slots, so one send must contain all slots of a batched env.
   std::vector<int64_t> sorted;

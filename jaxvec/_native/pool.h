@@ -5,6 +5,8 @@
 // queue of pending envs (engine.py has the rules). So programs on several devices, or in several threads,
 // step different envs at the same time.
 //
+// Without workers, a step calls the envs itself, while it is inside, and sends and receives are Python's.
+//
 // Python handles everything else: a stale handle, a pool that is broken, closed or busy, an env that fails or
 // is slow. A move then returns the reason and has changed nothing, or it returns in the middle of its wait.
 // So all supervision and all error texts are in one language (_pool/pool.py).
@@ -52,17 +54,26 @@ struct State {
   std::atomic<uint32_t> devices;
 };
 
+// The envs of a pool without workers.
+class LocalEnvs {
+ public:
+  virtual ~LocalEnvs() = default;
+  // Steps envs in this thread, which is inside, and returns whether all went well and the pool is still open.
+  virtual bool step(const std::vector<int64_t>& slots) = 0;
+};
+
 // The arguments of a pool. Pointers are valid while the pool is open. Arrays without
 // const belong to the thread inside the pool; `needs_reset` to the thread that holds the slot.
 struct Plan {
   uint32_t id;
-  uint32_t batch_size;         // number of envs that `recv` returns
-  int in_order;                // whether these are the first that were sent, not the first that are ready
-  uint32_t together;           // number of adjacent slots of a batched env, which move as a whole
-  int64_t fingerprint;         // of the specification
-  int64_t wait_ns;             // time that a move waits before it returns kUnderWay
-  int64_t step_ns;             // timeout of a step
-  Parent* parent;              // end of the dispatch
+  uint32_t batch_size;  // number of envs that `recv` returns
+  int in_order;         // whether these are the first that were sent, not the first that are ready
+  uint32_t together;    // number of adjacent slots of a batched env, which move as a whole
+  int64_t fingerprint;  // of the specification
+  int64_t wait_ns;      // time that a move waits before it returns kUnderWay
+  int64_t step_ns;      // timeout of a step
+  Parent* parent;       // end of the dispatch
+  std::shared_ptr<LocalEnvs> local;  // the envs, if they are in this process; null if workers have them
   const int64_t* stops;        // [num_workers] end of each worker's slots, which start at the previous end
   uint32_t* generation;        // [num_slots] current generation of each env
   std::vector<Array> actions;  // leaves in the segment, in the order of a program's operands
@@ -124,7 +135,7 @@ struct Leaf {
 // The outcome of a move, as `Status` of engine.py. Only the first two have changed anything.
 enum class Status : uint32_t {
   kDone = 0,
-  kUnderWay,   // started, not finished: Python ends it. The caller holds its slots and must release them
+  kUnderWay,   // started, not finished or failed: Python ends it. The caller must release its slots
   kElsewhere,  // not a move for C++: another verb, a program for other envs, or the child of a fork
   kBarred,     // the pool is closed or broken
   kBusy,       // other threads are inside, or hold slots that the caller needs
@@ -208,7 +219,9 @@ class Pool {
   Status check_queue() const;
   bool is_part(const int64_t* slots, uint32_t count) const;
   bool copying();
+  void write_actions(const std::vector<int64_t>& slots, const void* const* actions);
   void dispatch(const std::vector<int64_t>& slots, const void* const* actions);
+  Status step_here(Request& request, const std::vector<int64_t>& slots, Target& target);
   void advance(const std::vector<int64_t>& slots, const Request& request);
   Status await(const std::vector<int64_t>& slots, uint32_t count, int64_t* waited_ns);
   std::vector<int64_t> receive_batch(std::vector<int64_t> sent);

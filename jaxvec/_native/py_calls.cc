@@ -41,15 +41,17 @@ Ref views(const std::vector<Array>& arrays) {
 
 // Calls Python's `_serve`; returns null if a Python error is set.
 Ref serve(const Call& call) {
+  Ref failure = take_failure();
+  if (!failure) failure = Share(Py_None);
   const Ref operands = views(call.operands);
   const Ref results = operands ? views(call.results) : nullptr;
   if (!results) return nullptr;
-  const Ref arguments(
-      Py_BuildValue("{sI sI sO sy# sl sl sO sO sI sO}", "verb", call.verb, "status", call.status, "fresh",
-                    call.fresh ? Py_True : Py_False, "extra", reinterpret_cast<const char*>(call.extra),
-                    static_cast<Py_ssize_t>(call.num_extra), "fingerprint", call.fingerprint, "waited_ns",
-                    call.waited_ns, "operands", operands.get(), "results", results.get(), "interrupts",
-                    call.interrupts, "on_device", call.on_device ? Py_True : Py_False));
+  const Ref arguments(Py_BuildValue(
+      "{sI sI sO sy# sl sl sO sO sI sO sO}", "verb", call.verb, "status", call.status, "fresh",
+      call.fresh ? Py_True : Py_False, "extra", reinterpret_cast<const char*>(call.extra),
+      static_cast<Py_ssize_t>(call.num_extra), "fingerprint", call.fingerprint, "waited_ns", call.waited_ns,
+      "operands", operands.get(), "results", results.get(), "interrupts", call.interrupts, "on_device",
+      call.on_device ? Py_True : Py_False, "failure", failure.get()));
   const Ref nothing(PyTuple_New(0));
   return Ref(arguments && nothing ? PyObject_Call(serve_function, nothing.get(), arguments.get()) : nullptr);
 }
@@ -61,16 +63,6 @@ Ref fail(const Call& call, PyObject* exception) {
   Ref text(PyObject_CallFunction(fail_function, "OIO", exception, call.pool, under_way ? Py_True : Py_False));
   if (text && PyBytes_AsString(text.get()) == nullptr) return nullptr;
   return text;
-}
-
-Ref take_exception() {
-  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-  PyErr_Fetch(&type, &value, &traceback);
-  // After `sys.exit(5)` the value is 5, until this makes it an exception.
-  PyErr_NormalizeException(&type, &value, &traceback);
-  Py_XDECREF(type);
-  Py_XDECREF(traceback);
-  return Ref(value);
 }
 
 // Returns the error's text, empty on success. An exception of `serve` is passed to `fail` in a second call:
@@ -88,10 +80,8 @@ std::string answer(const Call& call) {
 }
 
 std::string answer_with_gil(Call& call) {
-  const PyGILState_STATE gil = PyGILState_Ensure();
-  std::string error = answer(call);
-  PyGILState_Release(gil);
-  return error;
+  const WithGil gil;
+  return answer(call);
 }
 
 // Sets the functions that answer calls. At the interpreter's end they are set to `None`, because programs

@@ -1,5 +1,7 @@
 // `Pool`: the engine of a pool that compiled programs step without Python. native_engine.py wraps it.
 #include <algorithm>
+#include <cstring>
+#include <utility>
 #include <vector>
 
 #include "pool.h"
@@ -10,6 +12,42 @@ namespace {
 
 constexpr npy_intp kAlignment = 64;  // bytes, of each leaf's rows
 
+thread_local PyObject* failure = nullptr;  // of this thread's latest `PythonEnvs::step`; an owned reference
+
+// Envs in this process. The fields need the GIL; the engine owns their objects until `close`.
+class PythonEnvs : public LocalEnvs {
+ public:
+  PythonEnvs(PyObject* step_slots, PyObject* all_slots) : step_slots_(step_slots), all_slots_(all_slots) {}
+
+  bool step(const std::vector<int64_t>& slots) override {
+    const WithGil gil;
+    if (step_slots_ == nullptr) return false;
+    const Ref function = Share(step_slots_), array = to_array(slots);
+    const Ref done(array ? PyObject_CallFunctionObjArgs(function.get(), array.get(), nullptr) : nullptr);
+    if (!done) failure = take_exception().release();
+    return done && step_slots_ != nullptr;
+  }
+
+  void close() { step_slots_ = all_slots_ = nullptr; }
+
+ private:
+  // Returns an array of slots, for all slots always the same one; null if a Python error is set.
+  Ref to_array(const std::vector<int64_t>& slots) const {
+    auto count = static_cast<npy_intp>(slots.size());
+    const size_t bytes = slots.size() * sizeof(int64_t);
+    PyArrayObject* const all = AsArray(all_slots_);
+    if (PyArray_SIZE(all) == count && std::memcmp(PyArray_DATA(all), slots.data(), bytes) == 0) {
+      return Share(all_slots_);
+    }
+    Ref array(PyArray_SimpleNew(1, &count, NPY_INT64));
+    if (array) std::memcpy(PyArray_DATA(AsArray(array.get())), slots.data(), bytes);
+    return array;
+  }
+
+  PyObject* step_slots_;  // function of an array [n] int64; null if the pool is closed
+  PyObject* all_slots_;   // array [num_slots] int64
+};
+
 // This object holds one reference to the pool, and running programs hold others. All fields need the GIL.
 struct Engine {
   Ref kept;                  // the arguments, which own the plan's memory; until `close`
@@ -17,6 +55,7 @@ struct Engine {
   uint32_t id = 0, batch_size = 0, num_slots = 0;
   uint32_t trace_capacity = 0;
   std::shared_ptr<Pool> pool;
+  std::shared_ptr<PythonEnvs> local;  // null if workers have the envs
 
   // Returns a list of new arrays for the rows of a time step; null if a Python error is set. Leaves in
   // `unread` get no rows and a null pointer. All rows are one allocation, since each allocation costs time.
@@ -54,19 +93,20 @@ Pool& pool_of(PyObject* self) { return *OwnOf<Engine>(self).pool; }
 
 PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {
-      "pool_id", "parent",   "fingerprint", "batch_size",  "in_order",   "together",  "wait_ns",
-      "step_ns", "stops",    "generation",  "actions",     "results",    "nonzero",   "in_flight",
-      "sent",    "num_sent", "due",         "needs_reset", "terminated", "truncated", nullptr};
+      "pool_id", "parent",      "fingerprint", "batch_size", "in_order",  "together",  "wait_ns", "step_ns",
+      "stops",   "generation",  "actions",     "results",    "nonzero",   "in_flight", "sent",    "num_sent",
+      "due",     "needs_reset", "terminated",  "truncated",  "step_here", "all_slots", nullptr};
   Plan plan{};
-  PyObject *parent, *actions, *results, *nonzero;
+  PyObject *parent, *actions, *results, *nonzero, *step_here, *all_slots;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!lIpIllO&O&OOOO&O&O&O&O&O&O&:Pool", const_cast<char**>(names), &plan.id,
+          args, kwargs, "$IO!lIpIllO&O&OOOO&O&O&O&O&O&O&OO!:Pool", const_cast<char**>(names), &plan.id,
           parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.together,
           &plan.wait_ns, &plan.step_ns, ConvertShared<const int64_t>, &plan.stops, ConvertShared<uint32_t>,
           &plan.generation, &actions, &results, &nonzero, ConvertShared<uint8_t>, &plan.in_flight,
           ConvertShared<int64_t>, &plan.sent, ConvertShared<uint32_t>, &plan.num_sent, ConvertShared<int64_t>,
           &plan.due, ConvertShared<uint8_t>, &plan.needs_reset, ConvertShared<const uint8_t>,
-          &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated)) {
+          &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated, &step_here, &PyArray_Type,
+          &all_slots)) {
     return nullptr;
   }
   Ref self = MakeOwner<Engine>(type);
@@ -85,6 +125,10 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   plan.parent = &OwnOf<ParentEnd>(parent).parent;
   plan.actions = std::move(action_arrays.arrays);
   plan.results = std::move(result_arrays.arrays);
+  if (step_here != Py_None) {
+    engine.local = std::make_shared<PythonEnvs>(step_here, all_slots);
+    plan.local = engine.local;
+  }
   engine.kept = Share(kwargs);
   engine.id = plan.id;
   engine.batch_size = plan.batch_size;
@@ -151,6 +195,10 @@ PyObject* pool_move(Engine& engine, uint32_t verb, uint32_t caller_code, bool ne
     HostTarget target;
     return engine.pool->move(request, target);
   });
+  if (const Ref exception = take_failure()) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.get())), exception.get());
+    return nullptr;
+  }
   return Py_BuildValue("INl", static_cast<uint32_t>(status), rows.release(), request.waited_ns);
 }
 
@@ -208,6 +256,7 @@ PyObject* pool_stop_trace(Engine& engine) {
 void pool_close(Engine& engine) {
   engine.pool->state.open = 0;
   withdraw(engine.id);
+  if (engine.local != nullptr) engine.local->close();
   engine.kept.reset();
   engine.results.clear();
 }
@@ -270,6 +319,9 @@ bool add_enumerators(PyObject* module) {
 }
 
 }  // namespace
+
+Ref take_failure() { return Ref(std::exchange(failure, nullptr)); }
+
 }  // namespace jaxvec
 
 bool AddPool(PyObject* module) {

@@ -17,6 +17,22 @@ struct ParentEnd {
 
 extern PyTypeObject* parent_type;  // of Owner<ParentEnd>
 
+// Removes and returns the exception that ended this thread's latest move of local envs; null if there is
+// none.
+Ref take_failure();
+
+// Removes and returns the Python error that is set, as an exception.
+inline Ref take_exception() {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  // After `sys.exit(5)` the value is 5, until this makes it an exception.
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (value != nullptr && traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return Ref(value);
+}
+
 // Appends the items of a sequence; false if a Python error is set.
 inline bool append_items(PyObject* sequence, std::vector<Ref>* items) {
   const Py_ssize_t count = PySequence_Size(sequence);

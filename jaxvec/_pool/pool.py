@@ -479,7 +479,9 @@ class Pool:
         with span(self.state.recorder if made.recorded else None, "finish in Python"):
             if active.move.verb is Verb.RECV:
                 return self._receive(active, deliver, waited=made.waited)
-            if not self._engine.done_at_once:
+            if self._engine.done_at_once:
+                self.state.check()  # another thread may have closed the pool during the step
+            else:
                 self._wait(active, slots, len(slots), Verb.STEP, waited=made.waited)
             return self._engine.take(slots, deliver)
 

@@ -32,7 +32,7 @@ from jaxvec._errors import JaxvecError
 from jaxvec._memory.segment import Arrays, Layout, Marks
 from jaxvec._native import load, reason_unavailable
 from jaxvec._native.native_dispatch import NativeParentDispatch, NativeWorkerDispatch
-from jaxvec._native.native_engine import CEngine
+from jaxvec._native.native_engine import CEngine, StepHere
 from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._tracing import Record
 
@@ -274,11 +274,20 @@ def worker_end(
 
 
 def open_engine(
-    end: ParentDispatch, spec: PoolSpec, arrays: Arrays, *, slices: Slices, rules: Rules
+    end: ParentDispatch,
+    spec: PoolSpec,
+    arrays: Arrays,
+    *,
+    slices: Slices,
+    rules: Rules,
+    step_here: StepHere | None = None,
 ) -> Engine:
-    """Makes the C++ engine, or the Python one if the dispatch is portable or leaves are Python objects."""
+    """Makes the C++ engine, or the Python one if the dispatch is portable or leaves are Python objects.
+
+    `step_here` steps slots, if the envs are in this process.
+    """
     if end.native_end is None or spec.object_leaves:
-        return PyEngine(rules)
+        return PyEngine(rules, done_at_once=step_here is not None)
 
     def is_large(leaf: Leaf) -> bool:
         return leaf.path[:2] == ("info", "final_obs") and leaf.nbytes >= _MIN_SELECTED_ROW
@@ -292,4 +301,5 @@ def open_engine(
         results=[arrays[leaf.path] for leaf in spec.timestep_leaves],
         nonzero=[arrays["info", "_final_obs"] if is_large(leaf) else None for leaf in spec.timestep_leaves],
         batch_size=spec.batch_size,
+        step_here=step_here,
     )

@@ -1,13 +1,14 @@
 """The serial backend: all envs of a pool in this process, as one slice.
 
-It is for debugging, and for env steps that take less time than a dispatch. It can't interrupt an env, so
-timeouts do not apply.
+It is for debugging, and for a few envs with steps that take less time than a dispatch. The C++ engine
+calls `send` for a step, with the GIL. The backend can't interrupt an env, so timeouts do not apply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._config import Budget
-from jaxvec._dispatch.engine import Engine, PyEngine, Rules
+from jaxvec._dispatch.engine import Engine, Rules
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
@@ -25,7 +26,7 @@ from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
-from jaxvec._workers.base import Check, Patience, WorkerGroup
+from jaxvec._workers.base import Check, Patience, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.supervisor import describe_losses
 from jaxvec._workers.worker import WorkerRecipe
 
@@ -33,10 +34,11 @@ from jaxvec._workers.worker import WorkerRecipe
 class SerialWorkers(WorkerGroup):
     """The envs of one pool in this process."""
 
-    def __init__(self, recipe: WorkerRecipe, *, budget: Budget, learn_info: bool) -> None:
+    def __init__(self, recipe: WorkerRecipe, *, dispatch: str, budget: Budget, learn_info: bool) -> None:
         self._envs: list[Any] = []
         self._close_slice: Callable[[], None] = lambda: None
         self._recipe = recipe
+        self._dispatch = dispatch
         self._budget = budget
         self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
         self.env_settings = None
@@ -61,6 +63,9 @@ class SerialWorkers(WorkerGroup):
         arrays = private_segment(layout)
         self._num_envs = spec.num_envs
         self._requested = Marks.of(arrays).requested
+        slices = ((0, spec.num_envs),)
+        end = parent_end(self._dispatch, Marks.of(arrays), slices=slices, channels=(), spin_ns=0)
+        self._open_engine = partial(open_engine, end, spec, arrays, slices=slices)
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
         with _typed(), Failing(0, "constructor"):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
@@ -69,11 +74,12 @@ class SerialWorkers(WorkerGroup):
 
     def open_engine(self, rules: Rules) -> Engine:
         self._rows = rules.admission.rows
-        return PyEngine(rules, done_at_once=True)
+        return self._open_engine(rules=rules, step_here=partial(self.send, Verb.STEP))
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
-        # A new request number: the slice copies the received rows once for each request.
-        self._requested[self._rows(slots)] += 1
+        if self.env_settings is not None:
+            # A new request number: the slice keeps the received rows once for each request, for faults.
+            self._requested[self._rows(slots)] += 1
         move = self._slice.step if verb is Verb.STEP else self._slice.reset
         while slots.size:
             try:

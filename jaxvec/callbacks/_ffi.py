@@ -1,6 +1,7 @@
 """The FFI transport: compiled programs call into C++ on the CPU and on CUDA; see `_native/ffi.cc`.
 
-C++ handles ordinary steps, sends and receives without Python. `_serve` handles the other verbs, pools with
+C++ handles ordinary steps, sends and receives without Python. Envs in this process are the exception: C++
+steps them with the GIL, and leaves sends and receives to Python. `_serve` handles the other verbs, pools with
 the portable dispatch, and every call that ends in an error.
 """
 
@@ -149,8 +150,12 @@ def _serve(
     results: Sequence[NDArray[Any]],
     interrupts: int,
     on_device: bool,
+    failure: BaseException | None,
 ) -> None:
-    """Runs a call of a compiled program; see `Call` in call.h. C++ passes exceptions to `_fail`."""
+    """Runs a call of a compiled program; see `Call` in call.h. C++ passes exceptions to `_fail`.
+
+    `failure` is the exception that has ended a step of envs in this process.
+    """
     if not operands or not operands[0].ndim:
         raise TypeError("the operands of an FFI call must start with a handle's token; recompile the program")
     token = operands[0]
@@ -171,6 +176,9 @@ def _serve(
         interrupt = partial(raise_since, interrupts)
         if status == Status.DONE:  # C++ stopped only for a signal, which does not break the pool
             interrupt()
+        elif failure is not None:
+            with pool.state.breaking():
+                raise failure
         elif status == Status.UNDER_WAY:
             move = _call.move_of(call, pool, token)
             pool.end(move, waited=waited_ns / 1e9, interrupt=interrupt, out=results[1:])

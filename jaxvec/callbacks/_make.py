@@ -184,8 +184,8 @@ def make(
 
     Args: Workers
         num_workers: Number of worker processes; by default the usable cores, or a Ray cluster's free CPUs.
-        backend: `"process"`; `"serial"`, which steps all envs in this process, for debugging; `"ray"`, or a
-            `jaxvec.Ray` with options, for workers on the nodes of a Ray cluster.
+        backend: `"process"`; `"serial"`, which steps all envs in this process, for debugging and for a few
+            fast envs; `"ray"`, or a `jaxvec.Ray` with options, for workers on the nodes of a Ray cluster.
         workers: A `jaxvec.Workers`, such as the start method and environment variables of the workers.
 
     Args: Asynchronous mode

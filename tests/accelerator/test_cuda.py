@@ -64,8 +64,11 @@ def page_locking(driver):
 @pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
-def test_steps_are_those_of_the_cpu_and_need_no_python(driver, pool, make, monkeypatch, env, autoreset_mode):
-    envs = pool(env, 3, num_workers=2, autoreset_mode=autoreset_mode)
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}], ids=["process", "serial"])
+def test_steps_are_those_of_the_cpu_and_need_no_python(
+    driver, pool, make, monkeypatch, env, autoreset_mode, options
+):
+    envs = pool(env, 3, autoreset_mode=autoreset_mode, **options)
     oracle = make(env, 3, autoreset_mode=autoreset_mode)
     gpu = Gpu(driver, envs)
     token, rows = gpu.reset(seed=5)

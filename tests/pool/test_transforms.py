@@ -71,8 +71,8 @@ def hand_offs(monkeypatch):
 
 @pytest.fixture
 def serial(make):
-    """A pool whose every call comes by `_program.answer`."""
-    return make(CountingEnv, 8, backend="serial")
+    """A pool whose every call comes by `_call.answer`, without the C++ engine."""
+    return make(CountingEnv, 8, backend="serial", dispatch="portable")
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])

@@ -150,8 +150,9 @@ class ImageEnv(CountingEnv):
 @pytest.mark.usefixtures("patient_programs")
 @pytest.mark.parametrize("env", [CountingEnv, NestedEnv, ImageEnv])
 @pytest.mark.parametrize("autoreset_mode", ["SAME_STEP", "NEXT_STEP"])
-def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, autoreset_mode):
-    envs = native(env, 3, num_workers=2, autoreset_mode=autoreset_mode)
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}], ids=["process", "serial"])
+def test_a_step_without_trouble_needs_no_python(native, make, monkeypatch, env, autoreset_mode, options):
+    envs = native(env, 3, autoreset_mode=autoreset_mode, **options)
     oracle = make(env, 3, transport="io_callback", dispatch="portable", autoreset_mode=autoreset_mode)
     envs.action_space.seed(0)
     action = jax.tree.map(jnp.asarray, dict_of(envs.action_space.sample()))

@@ -94,6 +94,11 @@ def local_slice(envs: jaxvec.VectorEnv | Pool) -> Any:
     return workers(envs)._slice
 
 
+def steps_in_process(envs: jaxvec.VectorEnv | Pool) -> list[int]:
+    """Returns the steps in the episodes of a serial pool's `CountingEnv`s, even if the pool is broken."""
+    return [env.unwrapped.steps for env in workers(envs)._envs]
+
+
 def partition(envs: jaxvec.VectorEnv | Pool) -> Any:
     """Returns `(first, stop)` of each worker of a pool on Ray."""
     return workers(envs)._slices
