@@ -446,6 +446,31 @@ def test_unread_results_are_not_copied_and_read_ones_are_unchanged(make, transpo
     assert envs.stats().total.steps == 4 * 7 * 4
 
 
+@pytest.mark.parametrize("transport", [pytest.param("ffi", marks=needs_ffi), "io_callback"])
+def test_an_array_that_an_env_keeps_from_a_call_is_its_own(make, transport):
+    """The operands of a program are valid only during the call."""
+
+    class KeepingEnv(CountingEnv):
+        def keep(self, values):
+            self.__dict__.setdefault("kept", []).append(values)
+
+    envs = make(KeepingEnv, 2, backend="serial", transport=transport)
+    handle, _ = jaxvec.reset(envs)
+
+    @jax.jit
+    def program(handle, values):
+        def body(carry, _):
+            handle, values = carry
+            handle, _ = jaxvec.call(handle, "keep", values)
+            return (handle, values + 1), None
+
+        return jax.lax.scan(body, (handle, values), length=5)[0]
+
+    jax.block_until_ready(program(handle, jnp.zeros((2, 300))))
+    for kept in envs.get_attr("kept"):
+        np.testing.assert_array_equal(kept, np.arange(5)[:, None] * np.ones(300))
+
+
 @pytest.mark.parametrize("verb", ["step", "recv"])
 def test_unread_results_over_io_callback_take_the_fast_path(make, monkeypatch, verb):
     if base.choose_dispatch("auto") != "native":
