@@ -6,20 +6,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
+from jax.experimental import io_callback
 
 import jaxvec
-from benchmarks.loads import LOADS
+from benchmarks.loads import LOADS, Load
 from benchmarks.measure import measure, rate_of
 from benchmarks.peers import gymnasium_async
 from benchmarks.starts import pss
-from benchmarks.systems import Run, System, jaxvec_scan
+from benchmarks.systems import NUM_ACTIONS, Run, System, jaxvec_scan, scan
 
 FASTEST = partial(jaxvec_scan, transport="ffi", dispatch="native")
 CARTPOLES = LOADS["CartPole x 64"]
@@ -75,6 +78,26 @@ def size(rounds: int, seconds: float) -> float:
     results = measure(load, systems, rounds=rounds, seconds=seconds)
     # `measure` counts 256 envs for both.
     return rate_of(results["256"]) / (rate_of(results["4096"]) * 4096 / 256)
+
+
+def callback(rounds: int, seconds: float) -> float:
+    """Returns the time of a step of 8 no-op envs over `io_callback`, over that of a bare `io_callback`."""
+    step = partial(jaxvec_scan, transport="io_callback", dispatch="native", num_workers=1)
+    systems: dict[str, System] = {"step": step, "bare": _bare_callback}
+    rates = measure(LOADS["no-op x 8"], systems, rounds=rounds, seconds=seconds)
+    return rate_of(rates["bare"]) / rate_of(rates["step"])
+
+
+@contextmanager
+def _bare_callback(load: Load) -> Generator[Run]:
+    """Calls a function that returns one small array, by `io_callback` in a jitted scan."""
+    array = np.zeros(load.num_envs, np.float32)
+
+    def call(state: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array]:
+        result = io_callback(lambda _: array, jax.ShapeDtypeStruct(array.shape, array.dtype), state)
+        return result, result
+
+    yield scan(call, jnp.asarray(array), [array] * NUM_ACTIONS)
 
 
 def memcpy(num_bytes: int, seconds: float) -> float:

@@ -77,10 +77,9 @@ def targets(
         yield Target("CartPole x 64 over AsyncVectorEnv", value, 8)
     for value in ratio("CartPole x 64", _FFI, _SYNC):
         yield Target("CartPole x 64 over SyncVectorEnv", value, 1.3)
-    for value in ratio("no-op x 8", _FFI, _IO):
-        step = 1e6 * 8 / results["no-op x 8"][_FFI].rate
+    if (noop := results.get("no-op x 8", {}).get(_FFI)) and noop.rate:
+        step = 1e6 * 8 / noop.rate
         yield Target("8 no-op envs, a jitted step", step, 12, at_least=False, unit=" us")
-        yield Target("or 8 no-op envs, steps over io_callback's", value, 25)
     for name, system, bound in (
         ("a jitted step", _SERIAL, 35),
         ("a step in a Python loop", _SERIAL_HOST, 20),
@@ -91,6 +90,10 @@ def targets(
     for load in ("CartPole x 4", "CartPole x 8"):
         for value in ratio(load, _SERIAL, _SYNC):
             yield Target(f"{load} in this process over SyncVectorEnv", value, 0.8)
+    for value in ratio("CartPole x 64", _IO, _FFI):
+        yield Target("CartPole x 64, steps over io_callback over FFI's", value, 0.75)
+    value = costs.callback(rounds, seconds)
+    yield Target("8 no-op envs over io_callback over a bare io_callback", value, 1.6, at_least=False)
     if (image := results.get("image x 64", {}).get(_FFI)) and image.rate:
         row = prod(LOADS["image x 64"].env_fns()[0]().observation_space.shape or ())
         plain = costs.memcpy(64 * row, seconds)

@@ -126,6 +126,28 @@ FFI_CUDA_CALL: Any
 def set_python(serve: Callable[..., None] | None, fail: Callable[..., bytes] | None, /) -> None:
     """Sets the functions that answer calls and that report their errors; `None` at the interpreter's end."""
 
+def call_packed(
+    verb: int,
+    fresh: bool,
+    extra: bytes,
+    fingerprint: int,
+    operand_layout: NDArray[Any],
+    result_layout: NDArray[Any],
+    operands: Sequence[NDArray[Any]],
+    results: Sequence[NDArray[Any]],
+    /,
+) -> None:
+    """Makes a call of a program, without Python if possible. Raises the exception that ends the call.
+
+    Args:
+        verb: `Verb` of the call.
+        fresh: True for a reset of the whole pool.
+        extra: Further arguments, pickled as for an FFI call.
+        fingerprint: Fingerprint of the specification that the program was compiled for.
+        operand_layout, result_layout: `Packing.layout` of all operands and of all results.
+        operands, results: Transferred arrays. Those of results are written.
+    """
+
 def prepare_cuda(calls: int, sizes: NDArray[Any], /) -> None:
     """Page-locks memory for `calls` simultaneous calls, each with arrays of these sizes in bytes."""
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,6 +30,11 @@ struct Call {
   uint64_t packed_bytes;
 };
 
+// Finds the operands or results of a call in arrays, of which the first may hold several: `layout` is that of
+// `Packing` in callbacks/_packing.py. Returns whether it is consistent with the arrays.
+bool unpack(const int64_t* layout, const int64_t* end, const std::vector<Array>& arrays,
+            std::vector<Array>* found);
+
 // A function with which Python answers a call, or ends it with an error and returns the error's text. Null
 // while there is no interpreter.
 using Answer = std::string (*)(Call&);
@@ -40,11 +46,17 @@ std::shared_ptr<Pool> pool_of(const Call& call);
 // Lets Python answer a call, or finish it if `status` is kUnderWay. Returns the error's text, empty on
 // success.
 std::string ask_python(Call& call, Status status, Pool* pool);
+std::string ask_python(Call& call, Status status, Pool* pool,
+                       const std::function<std::string(Call&)>& answer);
 
 // Returns whether a handled signal, such as Ctrl-C, arrived since the last call of this function. It must end
 // a program with quick steps, too, which never waits for long. Python decides whether it concerns this
 // thread.
 bool interrupted();
+
+// Answers a call with operands and results in host memory, if C++ can. If the result is not kDone, or a
+// signal arrived, Python must be asked. `pool` may be null.
+Status move_on_host(Call& call, Pool* pool);
 
 // Answers a call with operands and results in host memory. Returns as `ask_python`.
 std::string answer_on_host(Call& call);

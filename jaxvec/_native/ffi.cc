@@ -51,34 +51,6 @@ ffi::Error collect(const Buffers& buffers, std::vector<Array>* arrays) {
   return ffi::Error::Success();
 }
 
-// Finds the results of a program that packs small ones into the first array; each other result has an array
-// of its own. `layout`, from `_layout` of _ffi.py, has for each result its offset in bytes in the packed
-// array, or -1; then its dtype, rank and dimensions. Returns whether the layout is consistent with the
-// arrays.
-bool unpack(ffi::Span<const int64_t> layout, const std::vector<Array>& arrays, Call* call) {
-  if (arrays.empty()) return false;
-  call->packed = arrays[0].data;
-  call->packed_bytes = bytes_of(arrays[0]);
-  size_t next_array = 1;
-  const int64_t* next = layout.begin();
-  for (const int64_t* const end = next + layout.size(); next != end;) {
-    if (end - next < 3 || next[2] < 0 || end - next - 3 < next[2]) return false;
-    Array result{nullptr, next + 3, static_cast<uint32_t>(next[2]), static_cast<uint32_t>(next[1]), nullptr};
-    const size_t bytes = bytes_of(result);
-    if (next[0] >= 0) {
-      const auto offset = static_cast<size_t>(next[0]);
-      if (offset > call->packed_bytes || bytes > call->packed_bytes - offset) return false;
-      result.data = static_cast<char*>(call->packed) + offset;
-    } else {
-      if (next_array == arrays.size() || bytes_of(arrays[next_array]) != bytes) return false;
-      result.data = arrays[next_array++].data;
-    }
-    call->results.push_back(result);
-    next += 3 + result.rank;
-  }
-  return next_array == arrays.size();
-}
-
 // Makes and answers a call. The operands are the token and the verb's operands; the results are the next
 // token and the verb's results, packed if there is a layout.
 template <typename Answer>
@@ -91,10 +63,12 @@ ffi::Error serve(ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t finge
   if (ffi::Error error = collect(rets, &call.results); error.failure()) return error;
   if (layout != nullptr) {
     const std::vector<Array> arrays = std::exchange(call.results, {});
-    if (!unpack(*layout, arrays, &call)) {
+    if (arrays.empty() || !unpack(layout->begin(), layout->end(), arrays, &call.results)) {
       return ffi::Error(ffi::ErrorCode::kInternal,
                         "the program's results are not packed as its layout specifies; recompile it");
     }
+    call.packed = arrays[0].data;
+    call.packed_bytes = bytes_of(arrays[0]);
   }
   call.verb = verb;
   call.fresh = fresh;

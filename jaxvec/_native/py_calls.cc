@@ -1,4 +1,5 @@
-// XLA's handlers, the calls that Python answers, and interrupts. callbacks/_ffi.py has the Python half.
+// XLA's handlers, packed calls, the calls that Python answers, and interrupts. callbacks/_ffi.py and
+// callbacks/_io_callback.py have the Python half.
 #include <string>
 #include <vector>
 
@@ -68,11 +69,13 @@ Ref fail(const Call& call, PyObject* exception) {
 // Returns the error's text, empty on success. An exception of `serve` is passed to `fail` in a second call:
 // no Python function could catch all exceptions, since signal handlers raise between any two
 // instructions, including the first and those of an `except` block. So `fail` may also need several tries.
-std::string answer(const Call& call) {
+// The exception, if there is one, goes to `raised`.
+std::string answer(const Call& call, Ref* raised = nullptr) {
   Ref exception;
   if (PyErr_CheckSignals() != 0) exception = take_exception();
   for (int tries = 0; tries < kMaxTries; ++tries) {
     const Ref answered = exception ? fail(call, exception.get()) : serve(call);
+    if (answered && raised != nullptr && exception) *raised = Share(exception.get());
     if (answered) return exception ? PyBytes_AsString(answered.get()) : "";
     exception = take_exception();
   }
@@ -93,6 +96,51 @@ PyObject* set_functions(PyObject*, PyObject* args) {
   fail_function = Py_NewRef(fail);
   set_python(serve == Py_None ? nullptr : answer_with_gil);
   Py_RETURN_NONE;
+}
+
+// Makes the call of a program that has packed its operands and results, for an `io_callback`. Raises the
+// exception that ends the call.
+PyObject* call_packed(PyObject*, PyObject* args) {
+  Call call{};
+  const char* extra;
+  Py_ssize_t num_extra;
+  Numbers<const int64_t, NPY_INT64> operand_layout, result_layout;
+  PyObject *operands, *results;
+  if (!PyArg_ParseTuple(args, "Ipy#lO&O&OO:call_packed", &call.verb, &call.fresh, &extra, &num_extra,
+                        &call.fingerprint, operand_layout.Convert, &operand_layout, result_layout.Convert,
+                        &result_layout, &operands, &results)) {
+    return nullptr;
+  }
+  std::vector<Ref> operand_items, result_items;
+  Arrays from, to;
+  if (!append_items(operands, &operand_items) || !from.borrow(operand_items) ||
+      !append_items(results, &result_items) || !to.borrow(result_items)) {
+    return nullptr;
+  }
+  const auto find = [](const auto& layout, const Arrays& arrays, std::vector<Array>* found) {
+    return unpack(layout.data, layout.data + layout.count, arrays.arrays, found);
+  };
+  if (!find(operand_layout, from, &call.operands) || !find(result_layout, to, &call.results)) {
+    PyErr_SetString(PyExc_TypeError, "the arrays are not packed as the program's layouts specify");
+    return nullptr;
+  }
+  watch_signals();  // in each call, as ffi.cc does
+  call.extra = reinterpret_cast<const uint8_t*>(extra);
+  call.num_extra = static_cast<uint32_t>(num_extra);
+  call.interrupts = interrupts();
+  const std::shared_ptr<Pool> pool = pool_of(call);
+  const Status status = WithoutGil([&] { return move_on_host(call, pool.get()); });
+  if (status == Status::kDone && !interrupted()) Py_RETURN_NONE;
+  Ref raised;
+  const std::string error =
+      ask_python(call, status, pool.get(), [&](const Call& asked) { return answer(asked, &raised); });
+  if (error.empty()) Py_RETURN_NONE;
+  if (raised) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.get())), raised.get());
+  } else {
+    PyErr_SetString(PyExc_RuntimeError, error.c_str());
+  }
+  return nullptr;
 }
 
 // --- CUDA ---
@@ -157,6 +205,7 @@ PyObject* count(PyObject*, PyObject*) { return PyLong_FromUnsignedLong(interrupt
 
 PyMethodDef functions[] = {
     {"set_python", set_functions, METH_VARARGS, nullptr},
+    {"call_packed", call_packed, METH_VARARGS, nullptr},
     {"prepare_cuda", prepare, METH_VARARGS, nullptr},
     {"use_cuda", use_cuda, METH_VARARGS, nullptr},
     {"call_cuda", AsMethod(call_cuda), METH_VARARGS | METH_KEYWORDS, nullptr},

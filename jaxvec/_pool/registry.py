@@ -107,6 +107,13 @@ def keep(pool_id: int, error: BaseException, *, under_way: bool) -> None:
         pool.state.keep_error(error, under_way=under_way)
 
 
+def expect_late_errors(pool_id: int) -> None:
+    """Notes that a program on an accelerator calls the pool, if it exists: JAX may raise its errors late."""
+    pool = _pools.get(pool_id)
+    if pool is not None:
+        pool.state.errors_late = True
+
+
 @contextmanager
 def serving(pool_id: int, fingerprint: int, fresh: int | None = None) -> Generator[Pool]:
     """Yields the pool that a compiled program calls, see `find`.

@@ -331,6 +331,7 @@ def call_envs(call: Call, pool: Pool, move: Move, operands: Rows) -> list[Array]
     """Calls a method or reads an attribute of each env; returns an array `[n, ...]` per result leaf."""
     name, args, skeleton = cloudpickle.loads(call.extra)
     structure = jax.tree.structure(skeleton)
+    operands = [operand.copy() for operand in operands]  # an env of this process may keep its argument
 
     def argument(leaf: Any, row: int) -> Any:
         return operands[leaf.index][row] if isinstance(leaf, Operand) else leaf

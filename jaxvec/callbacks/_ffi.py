@@ -31,7 +31,7 @@ from jaxvec._pool import registry
 from jaxvec._tracing import span
 from jaxvec.callbacks import _call
 from jaxvec.callbacks._call import PURE, Call
-from jaxvec.callbacks._packing import WORD, Packing
+from jaxvec.callbacks._packing import Packing
 
 _MIN_VERSION = 1  # oldest FFI version that runtimes accept: 1000 * major + minor
 _TARGET = "jaxvec_call"
@@ -58,7 +58,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
         return call.read(bound(*operands, **attributes))
     packing = Packing.of(types)
     bound = jax.ffi.ffi_call(_TARGET, packing.transfers, has_side_effect=has_side_effect)
-    return call.read(packing.split(bound(*operands, **attributes, layout=_layout(packing))))
+    return call.read(packing.split(bound(*operands, **attributes, layout=packing.layout)))
 
 
 def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies: int) -> None:
@@ -81,16 +81,6 @@ def prepare(call: Call, operands: Sequence[Any], *, platform: str | None, copies
     calls = 2 * min(copies, devices)
     with suppress(pinned.PinningError), pinned.context():
         _native.load().prepare_cuda(calls, sizes)
-
-
-def _layout(packing: Packing) -> NDArray[np.int64]:
-    """Returns each result's offset in the packed array, or -1, and its dtype, rank and shape, for C++."""
-    layout: list[int] = []
-    for each, place in zip(packing.types, packing.places, strict=True):
-        dtype = np.dtype(each.dtype)
-        start = -1 if place is None else place * WORD
-        layout += [start, ord(dtype.kind) + 256 * dtype.itemsize, len(each.shape), *each.shape]
-    return np.array(layout, np.int64)
 
 
 @cache
@@ -162,9 +152,9 @@ def _serve(
     _check_types([token], [jax.ShapeDtypeStruct((len(token), 3), np.uint32)])
     pool_id, rows = _call.pool_id_of(token), len(token) if fresh else None
     with (
-        jax.profiler.TraceAnnotation(f"{VERBS[verb].function} (FFI by Python)"),
+        jax.profiler.TraceAnnotation(f"{VERBS[verb].function} (by Python)"),
         registry.serving(pool_id, fingerprint, rows) as pool,
-        span(pool.state.recorder, "FFI by Python"),
+        span(pool.state.recorder, "by Python"),
     ):
         if on_device:
             pool.state.errors_late = True

@@ -1,83 +1,122 @@
 """The `io_callback` transport: unordered calls into Python, on every platform.
 
-Callbacks use NumPy only, because calling jax inside a callback can deadlock. `io_callback` transfers each
-input separately, about 15 µs each. So all inputs travel as one array of bytes, and `_packing.py` packs the
-results.
+The program joins its operands to one array, and splits the array of results (`_packing.py`). On the host, C++
+makes the call, as for FFI (`call_packed`), so an ordinary step runs little Python. docs/design.md has the
+costs. Callbacks use NumPy only, because calling jax inside a callback can deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import jax.core
 import numpy as np
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from numpy.typing import NDArray
 
+from jaxvec import _native
 from jaxvec._pool import registry
 from jaxvec._tracing import span
-from jaxvec.callbacks._call import PURE, Call, answer, pool_id_of
-from jaxvec.callbacks._packing import Packing
+from jaxvec.callbacks._call import EFFECT, PURE, Call, answer, pool_id_of
+from jaxvec.callbacks._packing import WORD, Packing
 
-# Up to jax 0.10, reading an input of 100 KiB or more deadlocks if its value was not ready at dispatch and
-# other threads dispatch work. So larger inputs are split.
+# Up to jax 0.10, reading an input of 100 KiB or more of an `io_callback` deadlocks if its value was not ready
+# at dispatch and other threads dispatch work. So larger inputs are split.
 _PIECE = 64 * 1024  # bytes
 
 
-def call(call: Call, *operands: jax.Array, platform: str | None) -> list[jax.Array]:
-    """Adds a call to the program that is being traced; returns the results that the program reads."""
-    packing = Packing.of(call.read(call.results(len(operands[0]))))
-    answer = _Answer(call, len(operands[0]), len(operands[-1]), packing, platform != "cpu")
-    if call.verb in PURE:
-        arrays = jax.pure_callback(answer, packing.transfers, *_pack(operands))
-    else:
-        arrays = io_callback(answer, packing.transfers, *_pack(operands), ordered=False)
-    return packing.split(arrays)
+def call(call: Call, *operands: jax.Array, platform: str | None, native: bool) -> list[jax.Array]:
+    """Adds a call to the program that is being traced; returns the results that the program reads.
+
+    With `native`, C++ answers the call, and asks Python by the functions that `_ffi.py` has set.
+    """
+    rows = len(operands[0])
+    to_host = Packing.of(call.operands(rows, len(operands[-1])), everything=True)
+    to_program = Packing.of(call.results(rows))  # unread results have no rows
+    callback = _Callback(call, to_host, to_program, platform != "cpu", native)
+    words, step = to_host.join(operands), _PIECE // WORD
+    pieces = [words[start : start + step] for start in range(0, words.size, step)]
+    return call.read(to_program.split(_callback_p.bind(*pieces, callback=callback)))
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Callback:
     """The host callback of a call; not a closure, as JAX caches callbacks by hash and equality."""
 
     call: Call
-    rows: int
-    sent: int
-    packing: Packing  # only of results that the program reads
+    to_host: Packing
+    to_program: Packing
     on_device: bool
+    native: bool
+
+    @cached_property
+    def _name(self) -> str:
+        return f"{self.call.verb.function} (io_callback)"
+
+    @cached_property
+    def _answer(self) -> Callable[[Sequence[NDArray[Any]], Sequence[NDArray[Any]]], None]:
+        """Function of the transferred operands and results that makes the call: C++, or Python without it."""
+        call, types = self.call, [*self.to_host.types, *self.to_program.types]
+        if not self.native or any(np.dtype(each.dtype).kind not in "biufc" for each in types):
+            return self._answer_in_python
+        extra = pickle.dumps((call.extra, call.arguments, call.answers))
+        fields = int(call.verb), call.fresh, extra, call.spec.fingerprint
+        return partial(_native.load().call_packed, *fields, self.to_host.layout, self.to_program.layout)
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
-        operands = _unpack(pieces, self.call.operands(self.rows, self.sent))
-        pool_id, fresh = pool_id_of(operands[0]), self.rows if self.call.fresh else None
+        # These arrays may be the program's memory, which is only valid during the call.
+        words = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces)
+        if self.on_device:
+            registry.expect_late_errors(int(words[0]))
+        results = [np.empty(each.shape, each.dtype) for each in self.to_program.transfers]
+        with jax.profiler.TraceAnnotation(self._name):
+            self._answer([words], results)
+        return results
+
+    def _answer_in_python(self, words: Sequence[NDArray[Any]], results: Sequence[NDArray[Any]]) -> None:
+        operands = self.to_host.views(words)
+        pool_id, fresh = pool_id_of(operands[0]), len(operands[0]) if self.call.fresh else None
         with (
-            jax.profiler.TraceAnnotation(f"{self.call.verb.function} (io_callback)"),
             registry.serving(pool_id, self.call.spec.fingerprint, fresh) as pool,
-            span(pool.state.recorder, "io_callback"),
+            span(pool.state.recorder, "by Python"),
         ):
-            if self.on_device:
-                pool.state.errors_late = True
-            return self.packing.pack(self.call.read(answer(self.call, pool, operands)))
+            answer(self.call, pool, operands, self.to_program.views(results))
 
 
-def _pack(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the bytes of all arrays, concatenated, in pieces of `[n]` uint8."""
-    numbers = [array.astype(np.uint8) if array.dtype == np.bool_ else array for array in arrays]
-    packed = jnp.concatenate([jax.lax.bitcast_convert_type(x, np.uint8).reshape(-1) for x in numbers])
-    return [packed[start : start + _PIECE] for start in range(0, packed.size, _PIECE)]
+# The primitive of a callback that takes and returns NumPy arrays. `io_callback` makes a JAX array of each
+# input instead, which takes most of its time. It is used for programs on several devices, because their
+# callbacks need shardings that are private to JAX, and without `emit_python_callback`, which JAX calls
+# temporary.
+_emit: Any = getattr(mlir, "emit_python_callback", None)
+_callback_p = Primitive("jaxvec_callback")
+_callback_p.multiple_results = True
 
 
-def _unpack(pieces: Sequence[Any], types: Sequence[jax.ShapeDtypeStruct]) -> list[NDArray[Any]]:
-    """Returns arrays of the given types from the pieces of `_pack`."""
-    arrays = [np.asarray(piece) for piece in pieces]
-    packed = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    unpacked: list[NDArray[Any]] = []
-    start = 0
-    for each in types:
-        dtype = np.dtype(each.dtype)
-        stop = start + prod(each.shape) * dtype.itemsize
-        unpacked.append(packed[start:stop].view(dtype).reshape(each.shape))
-        start = stop
-    return unpacked
+@_callback_p.def_effectful_abstract_eval
+def _trace(*pieces: Any, callback: _Callback) -> tuple[list[Any], set[Any]]:
+    results = [jax.core.ShapedArray(each.shape, each.dtype) for each in callback.to_program.transfers]
+    return results, set() if callback.call.verb in PURE else {EFFECT}
+
+
+def _lower(ctx: Any, *pieces: Any, callback: _Callback) -> Any:
+    pure, devices = callback.call.verb in PURE, ctx.module_context.axis_context
+    if _emit is not None and getattr(devices, "num_devices", 0) in (None, 1):
+        types = ctx.avals_in, ctx.avals_out
+        return _emit(ctx, callback, None, list(pieces), *types, has_side_effect=not pure)[0]
+
+    def by_jax(*pieces: jax.Array) -> Any:
+        if pure:
+            return jax.pure_callback(callback, callback.to_program.transfers, *pieces)
+        return io_callback(callback, callback.to_program.transfers, *pieces, ordered=False)
+
+    return mlir.lower_fun(by_jax, multiple_results=True)(ctx, *pieces)
+
+
+mlir.register_lowering(_callback_p, _lower, cacheable=False)

@@ -1,13 +1,14 @@
-"""Packs the small results of a call into one array, because each array costs one transfer to the device.
+"""Packs the operands, or the small results, of a call into one array, because each array is one transfer.
 
-Starting a copy to a GPU takes about as long as copying 16 KiB, and a TPU receives each array over its own
-channel. The program splits the packed array again on the device.
+Starting a copy to a GPU takes about as long as copying 16 KiB, and a TPU transfers each array over its own
+channel. The program joins operands and splits results on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -24,14 +25,14 @@ WORD = 4  # bytes; most results are 32-bit and need no conversion
 
 @dataclass(frozen=True)
 class Packing:
-    """The position of each result of a call in the transferred arrays.
+    """The position of each operand or result of a call in the transferred arrays.
 
-    The first array holds the packed results, `[num_words]` uint32, if there are any. Each other array is one
+    The first array holds the packed ones, `[num_words]` uint32, if there are any. Each other array is one
     result, flattened: JAX lowers a callback for several TPUs only if all results have equally many axes.
 
     Attributes:
-        types: Types of the results.
-        places: Index of each result's first word in the packed array, or `None` for a result of its own.
+        types: Types of the operands or results.
+        places: Index of each one's first word in the packed array, or `None` for a result of its own.
         num_words: Size of the packed array in words.
     """
 
@@ -40,13 +41,14 @@ class Packing:
     num_words: int
 
     @classmethod
-    def of(cls, types: Sequence[Struct]) -> Packing:
-        """Packs the results that are small and that every device can build from words."""
+    def of(cls, types: Sequence[Struct], *, everything: bool = False) -> Packing:
+        """Packs the results that are small and that every device can build from words, or `everything`."""
         places: list[int | None] = []
         num_words = 0
         for each in types:
             dtype, size = np.dtype(each.dtype), prod(each.shape)
-            if dtype.kind in "biuf" and dtype.itemsize <= WORD and size * dtype.itemsize < _LARGE:
+            small = dtype.kind in "biuf" and dtype.itemsize <= WORD and size * dtype.itemsize < _LARGE
+            if everything or small:
                 places.append(num_words)
                 num_words += -(-size * dtype.itemsize // WORD)
             else:
@@ -60,17 +62,26 @@ class Packing:
         alone = zip(self.types, self.places, strict=True)
         return words + [Struct((prod(each.shape),), each.dtype) for each, place in alone if place is None]
 
-    def pack(self, results: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Returns the arrays to transfer. Only packed results are copied."""
-        packed = [np.empty(self.num_words, np.uint32)] if self.num_words else []
-        alone = [x.reshape(-1) for x, place in zip(results, self.places, strict=True) if place is None]
-        for target, result, place in zip(self.views([*packed, *alone]), results, self.places, strict=True):
-            if place is not None:
-                target[...] = result
-        return [*packed, *alone]
+    @cached_property
+    def layout(self) -> NDArray[np.int64]:
+        """The packing, for `unpack` in C++.
+
+        The first number is 1 if there is a packed array, else 0. For each operand or result, its offset in
+        the packed array in bytes, or -1, its dtype, rank and shape follow.
+        """
+        layout = [int(self.num_words > 0)]
+        for each, place in zip(self.types, self.places, strict=True):
+            dtype = np.dtype(each.dtype)
+            start = -1 if place is None else place * WORD
+            layout += [start, ord(dtype.kind) + 256 * dtype.itemsize, len(each.shape), *each.shape]
+        return np.array(layout, np.int64)
+
+    def join(self, operands: Sequence[jax.Array]) -> jax.Array:
+        """Returns the packed array of operands, inside a program that packs everything."""
+        return jnp.concatenate([_to_words(operand) for operand in operands])
 
     def views(self, transferred: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Returns the results as views into the transferred arrays, on the host."""
+        """Returns the operands or results as views into the transferred arrays, on the host."""
         others = iter(transferred)
         memory = next(others).view(np.uint8) if self.num_words else np.empty(0, np.uint8)
         views: list[NDArray[Any]] = []
@@ -96,6 +107,15 @@ class Packing:
             else:
                 results.append(_from_words(words, place, each))
         return results
+
+
+def _to_words(array: jax.Array) -> jax.Array:
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8)
+    if array.dtype.itemsize < WORD:
+        per_word = WORD // array.dtype.itemsize
+        array = jnp.pad(array.reshape(-1), (0, -array.size % per_word)).reshape(-1, per_word)
+    return jax.lax.bitcast_convert_type(array, np.uint32).reshape(-1)
 
 
 def _from_words(words: jax.Array, place: int, struct: Struct) -> jax.Array:

@@ -175,7 +175,10 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
         )
     if transport == "ffi":
         _ffi.prepare(call, ctx.avals_in, platform=platform, copies=_copies(devices))
-    fun = partial((_ffi if transport == "ffi" else _io_callback).call, call, platform=platform)
+        fun = partial(_ffi.call, call, platform=platform)
+    else:
+        native = _ffi.reason_unavailable() is None
+        fun = partial(_io_callback.call, call, platform=platform, native=native)
     return mlir.lower_fun(fun, multiple_results=True)(ctx, *operands)
 
 

@@ -17,6 +17,7 @@ from test_cuda import ImageEnv, RaisingEnv, page_locking, pool  # noqa: F401
 import jaxvec
 from jaxvec import _native
 from jaxvec.callbacks import _ffi, _primitive
+from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version
@@ -196,11 +197,8 @@ def test_errors_of_a_program_come_typed(cpu_as_cuda, make):
 )
 def test_a_layout_that_does_not_fit_is_an_error(cpu_as_cuda, make, monkeypatch, layout):
     handle, _ = jaxvec.reset(make(CountingEnv, 2, transport="ffi"))
-    monkeypatch.setattr(_ffi, "_layout", lambda packing: np.array(layout, np.int64))
-    with pytest.raises(
-        RuntimeError,
-        match="not packed as its layout specifies" if layout else "FFI buffers .* do not match the pool's",
-    ):
+    monkeypatch.setattr(Packing, "layout", np.array([1, *layout], np.int64))
+    with pytest.raises(RuntimeError, match="not packed as its layout" if layout else "do not match"):
         jax.block_until_ready(jax.jit(lambda h: jaxvec.step(h, jnp.zeros(2, int)))(handle))
 
 

@@ -21,7 +21,7 @@ from support.ahead_of_time import ImageEnv
 
 import jaxvec
 from jaxvec._dispatch.move import Verb
-from jaxvec.callbacks import _call, _io_callback
+from jaxvec.callbacks import _call
 from jaxvec.callbacks._packing import Packing
 from jaxvec.testing import CountingEnv, NestedEnv
 
@@ -99,7 +99,7 @@ def test_the_callback_steps_the_pool(make, tpu, env):
     lower(jaxvec.step, handle, action)
     (callback,) = tpu.callbacks
     leaves = _call.check_action(handle.spec, action, 2)
-    transferred = callback(*(np.asarray(piece) for piece in _io_callback._pack([handle.token, *leaves])))
+    transferred = callback(packed(handle, *leaves))
     packing = Packing.of(_call.Call(Verb.STEP, handle.spec, "io_callback").results(2))
     token, *rows = packing.views([np.asarray(array) for array in transferred])
     assert token[:, 2].tolist() == [2, 2]
@@ -114,9 +114,14 @@ def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(make, tpu)
         handle, _ = jaxvec.reset(envs)
         jaxvec.step(handle, jnp.zeros(2, int))
         lower(lambda h, a: jaxvec.step(h, a), handle, jnp.zeros(2, int))
-        operands = _io_callback._pack([handle.token, jnp.zeros(2, jnp.int32)])
         with pytest.raises(jaxvec.StaleHandleError):
-            tpu.callbacks[0](*map(np.asarray, operands))
+            tpu.callbacks[0](packed(handle, jnp.zeros(2, jnp.int32)))
+
+
+def packed(handle, *operands):
+    """Returns what a program sends."""
+    operands = [handle.token, *operands]
+    return np.asarray(Packing.of(operands, everything=True).join(operands))
 
 
 def describe(array):

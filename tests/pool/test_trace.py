@@ -114,9 +114,8 @@ def test_all_steps_resets_and_hand_offs_are_in_the_file(drive, way, tmp_path):
     assert program["copy results"] == (12 if way.first_ready else 5)
     assert program["wait for workers"] >= program["copy results"]
     calls = 1 + (5 + 11 if way.first_ready else 5)
-    assert program["io_callback"] == (calls if way.face == "io_callback" else 0)
     in_cpp = calls - 1 if way.dispatch == "native" else 0
-    assert program["FFI by Python"] == (calls - in_cpp if way.face == "ffi" else 0)
+    assert program["by Python"] == (0 if way.face == "python" else calls - in_cpp)
     assert (timeline.about["dropped"], timeline.about["lost"]) == ({}, {})
 
 
@@ -211,8 +210,10 @@ def test_the_earliest_events_are_dropped_and_counted(make, transport, tmp_path):
     assert timeline.remarks[worker] == [
         f"{dropped[worker]} earlier events were dropped; max_events= keeps more"
     ]
-    (program,) = set(timeline.spans) - {worker}
-    assert dropped[program] + sum(timeline.program.values()) == sum(full.program.values())
+    programs = set(timeline.spans) - {worker}  # an XLA thread may run the steps after the main thread's reset
+    assert sum(dropped.get(program, 0) for program in programs) + sum(timeline.program.values()) == sum(
+        full.program.values()
+    )
     assert sum(timeline.program.values()) <= 2 * 10  # of each way to the pool
 
 

@@ -53,16 +53,26 @@ def envs(request, make):
 
 @pytest.fixture
 def hand_offs(monkeypatch):
-    """The verbs of the calls that reach a pool."""
-    calls = []
-    answer = _io_callback.answer
+    """The verbs of the calls that reach a pool, once each: C++ may answer a callback, or ask Python."""
+    calls, in_callback = [], []
+    answer, callback = _call.answer, _io_callback._Callback.__call__
 
     def counting(call, *args, **kwargs):
-        calls.append(call.verb.function)
+        if not in_callback:
+            calls.append(call.verb.function)
         return answer(call, *args, **kwargs)
+
+    def counting_callback(self, *pieces):
+        calls.append(self.call.verb.function)
+        in_callback.append(self)
+        try:
+            return callback(self, *pieces)
+        finally:
+            in_callback.remove(self)
 
     for module in (_call, _io_callback, _primitive):
         monkeypatch.setattr(module, "answer", counting)
+    monkeypatch.setattr(_io_callback._Callback, "__call__", counting_callback)
     return calls
 
 

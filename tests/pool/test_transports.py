@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -445,6 +446,94 @@ def test_unread_results_are_not_copied_and_read_ones_are_unchanged(make, transpo
             for leaf, result in zip(some, got, strict=True):
                 np.testing.assert_array_equal(result, expected[leaf])
     assert envs.stats().total.steps == 4 * 7 * 4
+
+
+@pytest.fixture
+def inputs(monkeypatch):
+    """The types of the inputs of callbacks."""
+    types, callback = [], _io_callback._Callback.__call__
+
+    def recording(self, *pieces):
+        types.extend(map(type, pieces))
+        return callback(self, *pieces)
+
+    monkeypatch.setattr(_io_callback._Callback, "__call__", recording)
+    return types
+
+
+@pytest.mark.parametrize("way", ["direct", "by JAX", "by Python"])
+def test_every_way_of_an_io_callback_gives_the_same_data(make, monkeypatch, inputs, device, way):
+    if way == "by JAX":
+        monkeypatch.setattr(_io_callback, "_emit", None)
+    if way == "by Python":
+        monkeypatch.setattr(_ffi, "reason_unavailable", lambda: "not here")
+    env = partial(NestedEnv, 3)
+    envs = make(env, 4, num_workers=2, transport="io_callback")
+    oracle = make(env, 4, backend="serial")
+    actions = envs.action_space.sample()
+    handle, _ = jaxvec.reset(envs, seed=3)
+    oracle.reset(seed=3)
+    _, timesteps = jax.jit(scan, static_argnums=1)(handle, 7, actions)
+    for index in range(7):
+        expected = oracle.step(actions)
+        got = jax.tree.map(itemgetter(index), timesteps)
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert set(inputs) == {np.ndarray} if way != "by JAX" else np.ndarray not in inputs
+
+
+@needs_ffi
+def test_no_python_answers_an_ordinary_step_over_io_callback(make, monkeypatch):
+    asked, answer = [], _call.answer
+
+    def asking(call, *args, **kwargs):
+        asked.append(call.verb)
+        return answer(call, *args, **kwargs)
+
+    monkeypatch.setattr(_call, "answer", asking)
+    monkeypatch.setattr(_io_callback, "answer", asking)
+    envs = make(CountingEnv, 4, num_workers=1, transport="io_callback", dispatch="native")
+
+    @jax.jit
+    def program():
+        handle, _ = jaxvec.reset(envs)
+        return scan(handle, 50, jnp.zeros(4, int))
+
+    program()
+    assert asked == [Verb.RESET]
+    assert probe.num_served(envs) == 51
+
+
+@pytest.mark.parametrize("transport", [pytest.param("ffi", marks=needs_ffi), "io_callback"])
+def test_an_array_that_an_env_keeps_from_a_call_is_its_own(make, transport):
+    """The operands of a program are valid only during the call."""
+
+    class KeepingEnv(CountingEnv):
+        def keep(self, values):
+            self.__dict__.setdefault("kept", []).append(values)
+
+    envs = make(KeepingEnv, 2, backend="serial", transport=transport)
+    handle, _ = jaxvec.reset(envs)
+
+    @jax.jit
+    def program(handle, values):
+        def body(carry, _):
+            handle, values = carry
+            handle, _ = jaxvec.call(handle, "keep", values)
+            return (handle, values + 1), None
+
+        return jax.lax.scan(body, (handle, values), length=5)[0]
+
+    jax.block_until_ready(program(handle, jnp.zeros((2, 300))))
+    for kept in envs.get_attr("kept"):
+        np.testing.assert_array_equal(kept, np.arange(5)[:, None] * np.ones(300))
+
+
+@needs_ffi
+def test_arrays_that_do_not_fit_their_layout_are_refused():
+    layout, words = np.array([1, 0, ord("u") + 256 * 4, 1, 6]), np.zeros(5, np.uint32)
+    with pytest.raises(TypeError, match="not packed as the program's layouts specify"):
+        _native.load().call_packed(int(Verb.STEP), False, b"", 0, layout, layout, [words], [words])
 
 
 @pytest.mark.parametrize("verb", ["step", "recv"])
