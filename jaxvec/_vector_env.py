@@ -647,10 +647,10 @@ class VectorEnv:
         if cause is None:
             return
         # On a device, JAX may report a failed program only after this block.
-        if kind is None and self._pool.state.errors_late:
-            raise cause
-        if kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
-            raise cause from error
+        late = kind is None and self._pool.state.errors_late
+        if late or (kind is not None and kind.__module__.partition(".")[0] in ("jax", "jaxlib")):
+            # Shows the frames of the user's program, instead of the pool's frames and JAX's copy of the text.
+            raise cause.with_traceback(trace) from cause.__cause__
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self._pool.state.broken_by else "open"

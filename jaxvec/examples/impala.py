@@ -43,23 +43,20 @@ from jaxvec.examples.ppo import ActorCritic, Categorical
 from jaxvec.normalize import RunningMeanStd
 
 
-class Delayed(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Delays each step by a random time with an exponential distribution."""
+def delayed(env_id: str, mean: float) -> Callable[[], gymnasium.Env[Any, Any]]:
+    """Returns a function that makes an env with slower steps, by `mean` seconds on average."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], mean: float) -> None:
-        """`mean` is the mean delay in seconds."""
-        super().__init__(env)
-        self._mean = mean
-        self._random = np.random.default_rng()
+    # A local class is pickled by value. With one of this module, workers would import it, and so JAX.
+    class Delayed(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+            super().__init__(env)
+            self._random = np.random.default_rng()
 
-    def step(self, action: Any) -> Any:
-        time.sleep(self._random.exponential(self._mean))
-        return super().step(action)
+        def step(self, action: Any) -> Any:
+            time.sleep(self._random.exponential(mean))
+            return super().step(action)
 
-
-def make_delayed(env: str, mean: float) -> gymnasium.Env[Any, Any]:
-    """Makes an env from its Gymnasium id, with a mean delay of `mean` seconds per step."""
-    return Delayed(gymnasium.make(env), mean)
+    return lambda: Delayed(gymnasium.make(env_id))
 
 
 @dataclass(frozen=True)
@@ -273,7 +270,7 @@ class Exchange:
 
 
 def run(config: Config) -> Result:
-    env = partial(make_delayed, config.env, config.mean_delay) if config.mean_delay else config.env
+    env = delayed(config.env, config.mean_delay) if config.mean_delay else config.env
     num_pools = max(1, config.num_actors)
     workers = config.num_workers and max(1, config.num_workers // num_pools)
     with ExitStack() as stack:

@@ -491,6 +491,15 @@ class BrokenEnv(gymnasium.Env):
         return np.zeros(2, np.float32), 1.0, self.steps % 10 == 0, False, {}
 
 
+def test_workers_of_impala_with_delays_do_not_import_jax():
+    with jaxvec.make(impala.delayed("CartPole-v1", 1e-6), 2) as envs:
+        envs.reset(seed=0)
+        envs.step([0, 1])
+        for modules in envs.map(lambda env: [name.partition(".")[0] for name in sys.modules]):
+            assert not {"jax", "jaxlib", "flax", "optax"} & {*modules}
+            assert "gymnasium" in modules
+
+
 @pytest.mark.nightly
 def test_what_fails_in_an_actor_ends_the_program_and_is_told(register):
     register("Broken-v0", BrokenEnv, disable_env_checker=True)

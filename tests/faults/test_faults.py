@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -301,8 +302,43 @@ def test_with_raises_the_typed_error_behind_a_programs_error():
         with jaxvec.make(failing("step", FAILURES["picklable"][0]), 4) as envs:
             handle, _ = jaxvec.reset(envs, seed=0)
             jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.full(4, 7)))
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert isinstance(caught.value.__context__, RuntimeError)
     assert envs.closed
+
+
+FAILING_PROGRAM = """
+import jax, jax.numpy as jnp, jaxvec
+
+class Fails(jaxvec.testing.CountingEnv):
+    def step(self, action):
+        if action == 7:
+            raise KeyError("no such room")
+        return super().step(action)
+
+@jax.jit
+def rollout(handle):
+    return jax.lax.scan(lambda h, action: jaxvec.step(h, action), handle, jnp.full((5, 4), 7))
+
+with jaxvec.make(Fails, 4, num_workers=2) as envs:
+    handle, _ = jaxvec.reset(envs, seed=0)
+    rollout(handle)
+"""
+
+
+def test_failing_env_in_a_program_prints_few_lines(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(FAILING_PROGRAM)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200)
+    lines = done.stderr.splitlines()
+    assert len(lines) <= 25, done.stderr
+    assert sum(line.startswith("jaxvec._errors.EnvError: env ") for line in lines) == 1
+    for line in ("    rollout(handle)", '    raise KeyError("no such room")'):  # the user's own frames
+        assert line in lines
+    assert "XLA" not in done.stderr
+    assert "JaxRuntimeError" not in done.stderr
+    internal = [line for line in lines if line.startswith('  File "') and f"{os.sep}jaxvec{os.sep}" in line]
+    assert [line.rpartition(" ")[2] for line in internal] == ["__exit__"]
 
 
 # --- Deaths -----------------------------------------------------------------------------------
