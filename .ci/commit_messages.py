@@ -13,7 +13,7 @@ from pathlib import Path
 
 MAX_SUBJECT = 72  # characters
 FIRST = "b5e8d4a"  # the rule holds for commits after this one
-_SUBJECT = re.compile(r"(?:[\w./{},-]+(?: [\w./{},-]+){0,2}): (?P<verb>[a-z][\w-]*)\b")
+_SUBJECT = re.compile(r"(?:[\w./{},-]+(?: [\w./{},-]+){0,5}): (?P<verb>[a-z][\w-]*)\b")
 _ENDINGS = ("ed", "ing", "es", "ts", "ds", "ns", "ks", "rs", "ps", "ls")  # added, adding, fixes, adds, ...
 _IMPERATIVES = {"bring", "embed", "feed", "need", "proceed", "seed", "speed", "shed"}
 
