@@ -224,7 +224,12 @@ def unpack_states(data: bytes, fingerprint: int, name: str) -> PackedStates:
             f"{name}: the states are of envs with other spaces, or of a pool with other options; make the "
             "pool with the spaces and options of the pool that saved them"
         )
-    return PackedStates(*pickle.loads(content))
+    try:
+        return PackedStates(*pickle.loads(content))
+    except Exception as error:  # an observation may be an object of a class that is not known here
+        raise StateFileError(
+            f"{name}: the states can't be unpickled in this process: {type(error).__name__}: {error}"
+        ) from error
 
 
 def write_states(path: Path, data: bytes) -> None:
@@ -379,8 +384,13 @@ class SavedStates:
         return PackedStates(self._export(numbers), self.table.read(places), self.table.needs_reset[places])
 
     def unpack(self, packed: PackedStates) -> NDArray[np.uint32]:
-        """Keeps states of another pool, and returns their names `[n, 3]`."""
-        slots = np.arange(len(packed.data)) % self._spec.num_envs
+        """Keeps states of another pool, and returns their names `[n, 3]`.
+
+        Raises:
+            EnvStateError: A state is of an env of another class than the env with its index, or with other
+                wrappers.
+        """
+        slots = packed.rows[self._leaf["info", "env_id"]].astype(np.intp) % self._spec.num_envs
         workers = self._worker_of[slots]
         numbers, oldest = self.table.allocate(len(workers)), self.table.oldest
         self._request(
