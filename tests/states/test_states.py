@@ -14,6 +14,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from support.state_game import (
@@ -303,6 +304,23 @@ def test_as_many_are_kept_as_was_said(make, backend):
     assert envs.stats().total.state_bytes <= 2 * stats.total.state_bytes
     with pytest.raises(ValueError, match="8 states at once, because pool .* keeps 6; make it with states=8"):
         envs.simulate(jaxvec.EnvState(np.tile(envs.save().ids, (2, 1))), [0] * 8)
+
+
+def test_memory_of_states_is_taken_when_it_is_used(make):
+    before = psutil.Process().memory_info().rss
+    envs = make(CountingEnv, 2, states=10**8, backend="serial")
+    start = envs.reset(seed=0)
+    states = [envs.save() for _ in range(3)]
+    envs.step([1, 2])
+    equal(envs.restore(states[0]), start)
+    assert envs.stats().states == 6
+    assert psutil.Process().memory_info().rss - before < 200 * 1024**2
+
+
+@pytest.mark.parametrize("states", [10**15, 10**30])
+def test_more_states_than_memory_are_refused(states):
+    with pytest.raises(ValueError, match=f"can't keep {states} states.* keep fewer"):
+        jaxvec.make(CountingEnv, 2, states=states, backend="serial")
 
 
 def test_a_pool_without_states_says_what_to_write(make):
