@@ -587,9 +587,7 @@ class EnvSlice(Slice):
     def _save_slot(self, index: int, slot: int) -> SlotState:
         """Returns the state of the env at `index`, labelled with `slot`."""
         if self._episodes.state[index] > IDLE or index in self._resumed:
-            raise EnvStateError(
-                "a fault interrupted the env's last step, so it has no state to save; step or reset it first"
-            )
+            raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
         info = self._rows.infos[index]
         return SlotState(
             slot,
