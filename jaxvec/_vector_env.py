@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from jaxvec import _arguments, _spec, _tracing
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._envs.constructors import Description
+from jaxvec._errors import EnvStateError, StateFileError
 from jaxvec._memory.segment import Place, copies, placed, views
 from jaxvec._pool import pool_states, registry
 from jaxvec._pool.pool import Pool
@@ -367,7 +368,7 @@ class VectorEnv:
                 print(timestep.info["episode_length"])  # [0 0]
             ```
         """
-        return self._unpack_states(np.asarray(data, np.uint8).tobytes(), "the array")
+        return self._unpack_states(_to_bytes(data, "the array"), "the array")
 
     def stats(self) -> Stats:
         """Returns counters and times of each worker, and their totals, unless the pool is closed.
@@ -666,7 +667,10 @@ class VectorEnv:
 
     def _unpack_states(self, data: bytes, name: str) -> EnvState:
         packed = pool_states.unpack_states(data, self.spec.fingerprint, name)
-        return EnvState(self._pool.import_states(packed))
+        try:
+            return EnvState(self._pool.import_states(packed))
+        except EnvStateError as error:
+            raise StateFileError(f"{name}: {error}") from error
 
     def _call(
         self, name: str, args: Any, kwargs: Any, indices: Any, begun: Any = None, verb: Verb = Verb.CALL
@@ -674,6 +678,19 @@ class VectorEnv:
         slots = _arguments.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
         return tuple(self._pool.env_calls.call(Move(verb, slots), name, each, kwargs, begun=begun))
+
+
+def _to_bytes(data: Any, name: str) -> bytes:
+    if isinstance(data, bytes | bytearray | memoryview):
+        return bytes(data)
+    try:
+        with np.errstate(invalid="ignore"):  # the checksum finds wrong values
+            return np.asarray(data).astype(np.uint8).tobytes()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StateFileError(
+            f"{name}: {type(data).__name__} can't be converted to bytes: {error}; pass an array of "
+            "pack_states"
+        ) from error
 
 
 def _check_at_least(at_least: Any, num_envs: int) -> int:

@@ -566,11 +566,17 @@ class EnvSlice(Slice):
     def import_states(
         self, slots: Sequence[int], numbers: Sequence[int], packed: Sequence[bytes], oldest: int
     ) -> None:
-        """Adds states that `export_states` returned, as states of `slots`."""
+        """Adds states that `export_states` returned, as states of `slots`.
+
+        Raises:
+            EnvFailure: A state can't be unpickled, or does not fit the env of its slot.
+        """
         with self._states.evicting(oldest):
             for slot, number, one in zip(slots, numbers, packed, strict=True):
                 with Failing(slot, "import"):
-                    self._states.add([number], [unpack(one)._replace(slot=slot)])
+                    state = unpack(one)
+                    self._slots.check_fit(slot - self.first, state.env)
+                    self._states.add([number], [state._replace(slot=slot)])
 
     def step_from(self, row: NDArray[Any], state: SlotState) -> SlotState:
         """Restores a state into the env of a row, `[1]`, steps it, and returns the next state."""
@@ -584,9 +590,7 @@ class EnvSlice(Slice):
     def _save_slot(self, index: int, slot: int) -> SlotState:
         """Returns the state of the env at `index`, labelled with `slot`."""
         if self._episodes.state[index] > IDLE or index in self._resumed:
-            raise EnvStateError(
-                "a fault interrupted the env's last step, so it has no state to save; step or reset it first"
-            )
+            raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
         info = self._rows.infos[index]
         return SlotState(
             slot,

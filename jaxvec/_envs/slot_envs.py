@@ -22,8 +22,9 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, derive_seeds
 from jaxvec._config import PoolConfig
-from jaxvec._envs.env_states import StatefulEnv
+from jaxvec._envs.env_states import EnvState, StatefulEnv
 from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
+from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, scalars
 from jaxvec._memory.segment import Arrays
 from jaxvec._spec import KeyPath, Node, build, format_path, leaves
@@ -337,6 +338,17 @@ class SlotEnvs:
     def save(self, index: int) -> tuple[int, int | None, dict[str, Any] | None]:
         """Returns the last seed of an env, and seed and options of its next reset."""
         return self._last_seeds[index], self._new_seeds.get(index), self._kept_options.get(index)
+
+    def check_fit(self, index: int, state: EnvState) -> None:
+        """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
+        env = self.stateful[index]
+        env._update_layers()  # pyright: ignore[reportPrivateUsage]
+        kinds = env._kinds  # pyright: ignore[reportPrivateUsage]
+        if state.kinds != kinds:
+            raise EnvStateError(
+                f"this is a state of {' of '.join(state.kinds)}, but the env is {' of '.join(kinds)}; load "
+                "it into a pool with envs that the same functions make"
+            )
 
     def restore(
         self, index: int, env: Any, seed: int, new_seed: int | None, options: dict[str, Any] | None

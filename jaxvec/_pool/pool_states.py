@@ -38,7 +38,7 @@ from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._workers.base import WorkerGroup
 from jaxvec._workers.supervisor import check_all
 
-_NO_WORKER, _LOST = -1, -2  # values of `StateTable.worker` for a free place, and for a state lost in a fault
+_LOST = -1  # value of `StateTable.worker` for a state lost in a fault
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,24 @@ class StateTable:
     def __init__(self, spec: PoolSpec, capacity: int, *, pool_id: int) -> None:
         self._pool_id, self._capacity = pool_id, capacity
         # `np.zeros` takes pages from the kernel only once they are written, so an unused table costs nothing.
-        self.rows: list[NDArray[Any]] = [
-            np.zeros((capacity, *leaf.shape), object if leaf.is_object else leaf.stored)
-            for leaf in spec.timestep_leaves
-        ]
-        self.worker: NDArray[np.int_] = np.full(capacity, _NO_WORKER)  # index of the worker that keeps it
-        self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # before a step of its env
-        self._incarnations = np.zeros(capacity, np.int64)  # replacements of the worker before the save
-        self._numbers = np.zeros(capacity, np.int64)
+        try:
+            self.rows: list[NDArray[Any]] = [
+                np.zeros((capacity, *leaf.shape), object if leaf.is_object else leaf.stored)
+                for leaf in spec.timestep_leaves
+            ]
+            self.worker: NDArray[np.int_] = np.zeros(capacity, np.int_)  # index of the worker that keeps it
+            self.needs_reset: NDArray[np.bool_] = np.zeros(capacity, np.bool_)  # before a step of its env
+            self._incarnations = np.zeros(capacity, np.int64)  # replacements of the worker before the save
+            self._numbers = np.zeros(capacity, np.int64)  # 0 for a free place
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise ValueError(f"can't keep {capacity} states: {error}; keep fewer") from error
         self._next = 1
 
     @property
     def count(self) -> int:
         """Number of states."""
-        return int(np.count_nonzero(self.worker >= 0))
+        used = slice(min(self._next, self._capacity))  # does not touch the pages of the others
+        return int(np.count_nonzero((self._numbers[used] > 0) & (self.worker[used] != _LOST)))
 
     @property
     def row_bytes(self) -> int:
@@ -94,7 +98,7 @@ class StateTable:
             )
         numbers = np.arange(self._next, self._next + count)
         self._next += count
-        self.worker[self.places(numbers)] = _NO_WORKER
+        self._numbers[self.places(numbers)] = 0
         return numbers
 
     @property
@@ -157,7 +161,7 @@ class StateTable:
         if not self._capacity:
             self.allocate(1)  # raises
         places = self.places(numbers)
-        kept = (self._numbers[places] == numbers) & (self.worker[places] != _NO_WORKER) & (numbers > 0)
+        kept = (self._numbers[places] == numbers) & (numbers > 0)
         gone = np.flatnonzero(~kept)
         if gone.size:
             raise StaleStateError(
@@ -224,7 +228,12 @@ def unpack_states(data: bytes, fingerprint: int, name: str) -> PackedStates:
             f"{name}: the states are of envs with other spaces, or of a pool with other options; make the "
             "pool with the spaces and options of the pool that saved them"
         )
-    return PackedStates(*pickle.loads(content))
+    try:
+        return PackedStates(*pickle.loads(content))
+    except Exception as error:  # an observation may be an object of a class that is not known here
+        raise StateFileError(
+            f"{name}: the states can't be unpickled in this process: {type(error).__name__}: {error}"
+        ) from error
 
 
 def write_states(path: Path, data: bytes) -> None:
@@ -379,8 +388,13 @@ class SavedStates:
         return PackedStates(self._export(numbers), self.table.read(places), self.table.needs_reset[places])
 
     def unpack(self, packed: PackedStates) -> NDArray[np.uint32]:
-        """Keeps states of another pool, and returns their names `[n, 3]`."""
-        slots = np.arange(len(packed.data)) % self._spec.num_envs
+        """Keeps states of another pool, and returns their names `[n, 3]`.
+
+        Raises:
+            EnvStateError: A state is of an env of another class than the env with its index, or with other
+                wrappers.
+        """
+        slots = packed.rows[self._leaf["info", "env_id"]].astype(np.intp) % self._spec.num_envs
         workers = self._worker_of[slots]
         numbers, oldest = self.table.allocate(len(workers)), self.table.oldest
         self._request(

@@ -99,6 +99,9 @@ class _Server:
         self.users = 0  # number of pools; guarded by the module's `_lock`
         self._lock = threading.Lock()  # guards the answers on `_requests`, and `_exitcodes`
         self._exitcodes: dict[int, int] = {}  # by pid, of answers that an interrupted `reap` left
+        # Seconds for an answer; 0 after a timeout, so that a stopped server delays `close` only once.
+        # Guarded by `_lock`.
+        self._patience = _ANSWER_TIMEOUT
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
@@ -132,7 +135,11 @@ class _Server:
         with self._lock, suppress(OSError):
             self._requests.send(REAP + PID.pack(pid))
             # The answer to an interrupted call may come first.
-            while pid not in self._exitcodes and _readable(self._requests.fileno(), _ANSWER_TIMEOUT):
+            while pid not in self._exitcodes:
+                if not _readable(self._requests.fileno(), self._patience):
+                    self._patience = 0
+                    break
+                self._patience = _ANSWER_TIMEOUT
                 answer = self._requests.recv(ANSWER.size)
                 if not answer:
                     break

@@ -365,7 +365,7 @@ class EnvPool(ABC):
         return np.stack(frames)
 
     def close(self, **kwargs: Any) -> None:
-        """Closes the envs and ends the workers, within about five seconds. May be called more than once."""
+        """Closes the envs and ends the workers, within about six seconds. May be called more than once."""
         self.vector_env.close()
 
     def __enter__(self) -> Self:

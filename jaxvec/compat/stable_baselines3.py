@@ -147,7 +147,7 @@ class _PooledVecEnv(_VecEnv):
             return self._result(pool.recv(pool.move_all(Verb.RECV, Caller.HOST)))
 
     def close(self) -> None:
-        """Closes the envs and ends the workers, within about five seconds. May be called more than once."""
+        """Closes the envs and ends the workers, within about six seconds. May be called more than once."""
         with _as_raised():
             self.pool.close()
 

@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ from support.scripts import STEPPING, end, gone, read_pids, run_script
 
 import jaxvec
 from jaxvec._dispatch import dispatch
-from jaxvec._workers import supervisor
+from jaxvec._workers import fork, supervisor
 from jaxvec.compat.gymnasium import AsyncVectorEnv
 from jaxvec.testing import CountingEnv
 
@@ -184,6 +185,31 @@ def test_an_env_that_does_not_close_is_ended_by_force(drive):
     driver = drive(Env)
     driver.reset()
     assert_closes(driver)
+
+
+def test_a_stopped_fork_server_delays_close_only_once(make, monkeypatch):
+    waits = []  # without an answer, in seconds
+    readable = fork._readable
+
+    def record(descriptor, seconds):
+        answered = readable(descriptor, seconds)
+        if not answered:
+            waits.append(seconds)
+        return answered
+
+    envs = make(CountingEnv, 3, workers=jaxvec.Workers(num=3, start_method="forkserver"))
+    envs.reset()
+    stopped = psutil.Process().children(recursive=True)  # the server, too
+    monkeypatch.setattr(fork, "_readable", record)
+    try:
+        for process in stopped:
+            process.suspend()
+        envs.close(timeout=0)
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+    assert sum(waits) == fork._ANSWER_TIMEOUT
 
 
 class SlowToClose(CountingEnv):

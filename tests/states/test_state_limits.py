@@ -13,6 +13,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from test_states import ACTIONS, counting, equal, pool  # noqa: F401
@@ -42,6 +43,23 @@ def test_as_many_are_kept_as_was_said(make, backend):
     assert envs.stats().total.state_bytes <= 2 * stats.total.state_bytes
     with pytest.raises(ValueError, match="8 states at once, because pool .* keeps 6; make it with states=8"):
         envs.simulate(jaxvec.EnvState(np.tile(envs.save().ids, (2, 1))), [0] * 8)
+
+
+def test_memory_of_states_is_taken_when_it_is_used(make):
+    before = psutil.Process().memory_info().rss
+    envs = make(CountingEnv, 2, states=10**8, backend="serial")
+    start = envs.reset(seed=0)
+    states = [envs.save() for _ in range(3)]
+    envs.step([1, 2])
+    equal(envs.restore(states[0]), start)
+    assert envs.stats().states == 6
+    assert psutil.Process().memory_info().rss - before < 200 * 1024**2
+
+
+@pytest.mark.parametrize("states", [10**15, 10**30])
+def test_more_states_than_memory_are_refused(states):
+    with pytest.raises(ValueError, match=f"can't keep {states} states.* keep fewer"):
+        jaxvec.make(CountingEnv, 2, states=states, backend="serial")
 
 
 def test_a_pool_without_states_says_what_to_write(make):
@@ -479,3 +497,48 @@ def test_other_files_are_refused(make, tmp_path):
         other.load_states(tmp_path / "good")
     with pytest.raises(jaxvec.StateFileError, match="the array: "):
         other.unpack_states(envs.pack_states())
+
+
+class Other(CountingEnv):
+    """Another class, with equal spaces."""
+
+
+def limited():
+    return gymnasium.wrappers.TimeLimit(CountingEnv(), 1000)
+
+
+@pytest.mark.parametrize("saver", [CountingEnv, limited])
+def test_files_of_envs_of_another_class_are_refused(make, backend, tmp_path, saver):
+    envs = make(saver, 2, states=4, backend=backend)
+    envs.reset(seed=0)
+    envs.save_states(tmp_path / "file")
+    other = make(Other, 2, states=9, backend=backend)
+    other.reset(seed=0)
+    mine = other.save()
+    with pytest.raises(jaxvec.StateFileError, match=r"file: .*env 0.* state of .*CountingEnv, .*\.Other"):
+        other.load_states(tmp_path / "file")
+    with pytest.raises(jaxvec.StateFileError, match="the array: .*env 0.* state of"):
+        other.unpack_states(envs.pack_states())
+    other.step([1, 2])
+    assert other.restore(mine).obs[:, 1].tolist() == [0, 0]
+
+
+def test_files_keep_which_env_each_state_is_of(make, backend):
+    envs = make([CountingEnv, Other], states=9, backend=backend)
+    envs.reset(seed=0)
+    envs.step([3, 4])
+    data = envs.pack_states(envs.save()[1:])
+    state = envs.unpack_states(data)
+    assert envs.simulate(state, [5])[1].info["env_id"].tolist() == [1]
+    assert envs.restore(state, indices=[1]).obs.tolist() == [[1, 1, 1, 4]]
+
+
+def test_wrong_bytes_are_a_state_file_error(make):
+    envs = make(CountingEnv, 2, states=4, backend="serial")
+    envs.reset(seed=0)
+    data = envs.pack_states()
+    for wrong in (None, "text", b"bytes", 3, [300, -1], np.full(9, np.nan), object(), data[:60], data[::-1]):
+        with pytest.raises(jaxvec.StateFileError, match="the array: "):
+            envs.unpack_states(wrong)
+    for good in (data, data.tobytes(), data.tolist(), data.astype(np.float32)):
+        assert envs.restore(envs.unpack_states(good)).obs[:, 1].tolist() == [0, 0]
