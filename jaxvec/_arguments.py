@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._errors import ActionError, EnvIdError
-from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, format_path
+from jaxvec._spec import DictNode, Leaf, Node, PoolSpec, format_path, leaves
 
 _MAX_SEED = 2**63 - 1
 NO_SEED = -(2**63)  # marks an env that gets no seed
@@ -149,6 +150,40 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
     For a `Dict` space, `action` may also be a tuple or list with one dict per env. With `exact`, values that
     the stored dtype would round are rejected. Raises an `ActionError` that names the leaf.
     """
+    return _check_batch(spec.action, action, num_envs, exact=exact)
+
+
+def check_options(
+    spec: PoolSpec, options: Any, num_envs: int, check: Callable[[Node, Any], list[T]], ones: Callable[..., T]
+) -> list[T]:
+    """Returns the leaves of declared reset options as `spec.option_leaves`; none for the options `None`.
+
+    `check` returns the leaves `[num_envs, ...]` of a value, and `ones` makes arrays.
+
+    Raises:
+        TypeError: The pool has no declared options.
+        ValueError: They have the wrong structure, shape or dtype. The message names the leaf.
+    """
+    if options is None:
+        return []
+    if spec.reset_options is None:
+        raise TypeError("reset_options: declare them with make(reset_options=spaces.Dict(...)) first")
+    try:
+        return [*check(spec.reset_options, options), ones(num_envs, np.bool_)]
+    except ActionError as error:
+        raise ValueError(str(error)) from None
+
+
+def options_on_host(spec: PoolSpec, options: Any, num_envs: int) -> list[NDArray[Any]]:
+    """Returns the leaves of declared reset options; see `check_options`."""
+    check = partial(_check_batch, num_envs=num_envs, one_for_all=True)
+    return check_options(spec, options, num_envs, check, np.ones)
+
+
+def _check_batch(
+    node: Node, batch: Any, num_envs: int, *, exact: bool = False, one_for_all: bool = False
+) -> list[NDArray[Any]]:
+    """Returns the leaves of a batch; with `one_for_all`, a leaf without env axis is for each env."""
 
     def check(leaf: Leaf, value: Any) -> NDArray[Any]:
         if leaf.is_object:
@@ -160,6 +195,8 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
             array = np.asarray(value)
         except ValueError as error:
             raise _unexpected(leaf, shape, "a ragged sequence") from error
+        if one_for_all and array.shape == leaf.shape:
+            array = np.broadcast_to(array, shape)
         if array.shape != shape or not castable(array.dtype, leaf):
             raise _unexpected(leaf, shape, f"{array.dtype} of shape {array.shape}")
         stored = array.astype(leaf.stored, copy=False)
@@ -168,15 +205,16 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
             raise _unexpected(leaf, shape, f"values that don't fit into {leaf.stored}")
         return stored
 
-    if isinstance(spec.action, DictNode) and isinstance(action, (tuple, list)):
+    if isinstance(node, DictNode) and isinstance(batch, (tuple, list)):
         # One sample per env. Not supported for a `Tuple` space, where samples and a batch can look alike.
-        if len(action) != num_envs:
+        if len(batch) != num_envs:
             raise ActionError(
-                f"action: expected a dict, or a list of {num_envs} dicts, one per env, got {len(action)}"
+                f"{format_path(node.path)}: expected a dict, or a list of {num_envs} dicts, one per env, "
+                f"got {len(batch)}"
             )
-        samples = [_take_apart(spec.action, number, sample) for number, sample in enumerate(action)]
-        return [check(leaf, [each[i] for each in samples]) for i, leaf in enumerate(spec.action_leaves)]
-    return flatten(spec.action, action, check)
+        samples = [_take_apart(node, number, sample) for number, sample in enumerate(batch)]
+        return [check(leaf, [each[i] for each in samples]) for i, leaf in enumerate(leaves(node))]
+    return flatten(node, batch, check)
 
 
 def _take_apart(node: Node, number: int, sample: Any) -> list[Any]:

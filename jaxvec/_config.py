@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._errors import JaxvecError
@@ -544,6 +545,7 @@ class PoolConfig:
     on_fault: OnFault | Restart = "raise"
     check: CheckMode = "structure"
     spare_envs: int = 0
+    reset_options: spaces.Dict | None = None
     states: States = States()
     timeouts: Timeouts = Timeouts()
     settings: Settings = field(default_factory=lambda: config.current())
@@ -572,6 +574,8 @@ class PoolConfig:
         manual_reset = autoreset is not None and not autoreset.resets
         if self.spare_envs and manual_reset:
             raise ValueError("spare_envs needs autoreset: without it, no env is reset in advance")
+        if self.reset_options is not None:
+            self._check_reset_options()
         if self.states.max and self.spare_envs:
             raise ValueError(
                 "states and spare_envs cannot be combined: with spare envs, the next episode depends on the "
@@ -629,9 +633,32 @@ class PoolConfig:
             states=States(self.states.max),
             backend="process",
             info=None,
+            reset_options=None,
             env_configs=None,
             on_fault="raise",
         )
+
+    def _check_reset_options(self) -> None:
+        if not isinstance(self.reset_options, spaces.Dict):
+            raise TypeError(
+                "reset_options must be a gymnasium.spaces.Dict with a space for each key of the options, not "
+                f"{self.reset_options!r}; pass options to reset"
+            )
+        if self.spare_envs:
+            raise ValueError(
+                "reset_options and spare_envs cannot be combined: a spare env is reset before the options of "
+                "its episode are known. Remove one of them"
+            )
+        if self.envs_per_instance is not None:
+            raise ValueError(
+                "reset_options does not go with a batched env, which resets its envs itself; pass options to "
+                "reset, or make the envs one by one"
+            )
+        if self.states.max and (isinstance(self.backend, Ray) or self.backend == "ray"):
+            raise ValueError(
+                "reset_options and states cannot be combined on a Ray cluster: a restore would not reach the "
+                "options that this process keeps for the envs. Remove one of them, or use local workers"
+            )
 
     def _merge_workers(self) -> Workers:
         if self.num_workers is None:

@@ -52,7 +52,8 @@ class TimeStep(NamedTuple, Generic[Array]):
             mask `_final_obs`. Each declared key has a mask. With same-step autoreset, `final_info` has the
             same keys and masks, for the steps that ended an episode. `fault` (bool, with
             `on_fault="restart"`) marks steps cut short by a fault. `idle` (bool, with
-            `autoreset_mode="EPISODIC"`) marks idle envs.
+            `autoreset_mode="EPISODIC"`) marks idle envs. `reset_options`, if declared, has the options that
+            started the episode of `obs`, with a mask.
 
     Example:
         ```python
@@ -366,6 +367,8 @@ def _unsupported(space: object, root: KeyPath) -> str:
 # ----------------------------------------------------------------------------------------------------------
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
+_OPTIONS = "reset_options"
+_HAS_OPTIONS = Leaf((f"_{_OPTIONS}",), (), np.dtype(np.bool_), np.dtype(np.bool_))
 _RESERVED = ("final_obs", "_final_obs", "final_info", "fault", "idle")
 
 
@@ -412,7 +415,7 @@ class PoolSpec:
     """The shapes and dtypes of a pool's data, and its autoreset mode. Hashable, compared by value.
 
     Pools with equal specifications can use the same compiled program. `declared` is the part of `info` that
-    the env itself fills in.
+    the env itself fills in. `reset_options` are the declared options of resets, `None` for none.
     """
 
     num_envs: int
@@ -425,6 +428,7 @@ class PoolSpec:
     truncated: Leaf
     info: DictNode
     declared: DictNode
+    reset_options: Node | None = None
 
     def __repr__(self) -> str:
         """Short, because JAX includes it in its own error messages."""
@@ -474,13 +478,19 @@ class PoolSpec:
         return tuple(leaves(self.action))
 
     @cached_property
+    def option_leaves(self) -> tuple[Leaf, ...]:
+        """Leaves of the declared reset options, and last the flag of envs to which some were given."""
+        return () if self.reset_options is None else (*leaves(self.reset_options), _HAS_OPTIONS)
+
+    @cached_property
     def fingerprint(self) -> int:
         """A 63-bit hash of the specification that is equal in every process.
 
         It ignores `num_envs`, except with `batch_size`, because a handle may be to only some of the envs.
         """
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
-        values = tuple(getattr(spec, field.name) for field in fields(spec))
+        given = (getattr(spec, field.name) for field in fields(spec))
+        values = tuple(value for value in given if value is not None)
         return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest()) >> 1
 
     def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -507,12 +517,13 @@ def make_spec(
     declared: Mapping[str, Any],
     policy: DtypePolicy,
     objects: bool = False,
+    reset_options: Space[Any] | None = None,
 ) -> PoolSpec:
     """Makes the specification of a pool of envs with these `spaces`, or raises `UnsupportedSpaceError`.
 
     A `batch_size` of `None` means all envs. `policy` maps an env's dtype to the stored one. With `fault`,
     info has the key `fault`. `declared` is as for `declared_leaves`. With `objects`, leaves of observations
-    and actions may be Python objects.
+    and actions may be Python objects. `reset_options` is the space of the options of a reset.
     """
 
     def scalar(dtype: Any, *path: Any) -> Leaf:
@@ -542,6 +553,13 @@ def make_spec(
             fields["_final_obs"] = scalar(np.bool_, "info", "_final_obs")
         if declared:
             fields["final_info"] = move(declared_node, ("info", "final_info"))
+    options = None
+    if reset_options is not None:
+        options = walk(reset_options, root=(_OPTIONS,), policy=policy)
+        if taken := {_OPTIONS, *_HAS_OPTIONS.path} & {*declared_node.keys}:
+            raise ValueError(f"info: {sorted(taken)} are filled in by jaxvec; remove them, or reset_options")
+        fields[_OPTIONS] = move(options, ("info", _OPTIONS))
+        fields[f"_{_OPTIONS}"] = move(_HAS_OPTIONS, ("info", *_HAS_OPTIONS.path))
     fields |= zip(declared_node.keys, declared_node.children, strict=True)
     return PoolSpec(
         num_envs=num_envs,
@@ -554,6 +572,7 @@ def make_spec(
         truncated=scalar(np.bool_, "truncated"),
         info=DictNode(("info",), tuple(fields), tuple(fields.values())),
         declared=declared_node,
+        reset_options=options,
     )
 
 

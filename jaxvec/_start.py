@@ -84,6 +84,7 @@ def start(
             declared=declared | _learn(learnt, description),
             policy=policy,
             objects=objects,
+            reset_options=config.reset_options,
         )
         pool = Pool(
             workers,

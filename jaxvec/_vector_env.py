@@ -141,12 +141,13 @@ class VectorEnv:
         rows = self._pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
-    def step(self, action: Any) -> TimeStep[NDArray[Any]]:
+    def step(self, action: Any, *, reset_options: Any = None) -> TimeStep[NDArray[Any]]:
         """Steps every env once; see `jaxvec.step`.
 
         Args:
             action: Pytree of the action space with leaves `[num_envs, ...]`. A list with one dict per env may
                 replace a dict.
+            reset_options: Options for the envs that reset themselves in this step; the same holds for them.
 
         Returns:
             The time step, as in `reset`.
@@ -163,15 +164,17 @@ class VectorEnv:
             ```
         """
         actions = _arguments.check_on_host(self.spec, action, self.num_envs)
+        actions += _arguments.options_on_host(self.spec, reset_options, self.num_envs)
         rows = self._pool.step(self._pool.move_all(Verb.STEP, Caller.HOST), actions, deliver=self._deliver)
         return self.spec.build_timestep(rows)
 
-    def send(self, action: Any, env_id: Any = None) -> None:
+    def send(self, action: Any, env_id: Any = None, *, reset_options: Any = None) -> None:
         """Starts a step of some envs without waiting for it; see `jaxvec.send`. Any thread may call it.
 
         Args:
             action: Pytree of the action space with leaves `[k, ...]`.
             env_id: Indices `[k]` of the envs; `None` for all.
+            reset_options: Options for the envs that reset themselves, as in `step`, with leaves `[k, ...]`.
 
         Raises:
             JaxvecError: The errors of `jaxvec.send`.
@@ -186,6 +189,7 @@ class VectorEnv:
         """
         slots = _arguments.check_env_id(env_id, self.num_envs)
         actions = _arguments.check_on_host(self.spec, action, len(slots))
+        actions += _arguments.options_on_host(self.spec, reset_options, len(slots))
         self._pool.send(self._pool.move_all(Verb.SEND, Caller.HOST), slots, actions)
 
     def reset_async(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> None:

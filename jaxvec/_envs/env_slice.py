@@ -109,7 +109,7 @@ class EnvSlice(Slice):
             env_fns,
             Spares() if spares is None else spares,
             first=first,
-            obs=spec.obs,
+            spec=spec,
             rows=rows,
             stats=self._stats,
             config=config,
@@ -373,7 +373,7 @@ class EnvSlice(Slice):
         """Resets an env after its episode, or restores its last saved state and episode after a fault."""
         state = self._resumed.pop(index, None)
         if state is not None:
-            self._restore_env(index, state)
+            self._restore_env(index, state, fault=True)
             if state.episode[0] != ENDED:  # else the restored env has to be reset, too
                 return state.obs, state.info, state.episode
         return *self._slots.autoreset(index), None
@@ -612,10 +612,10 @@ class EnvSlice(Slice):
             self._rows.objects[path][index] = value
         self._final_infos.pop(index, None)
 
-    def _restore_env(self, index: int, state: SlotState) -> None:
+    def _restore_env(self, index: int, state: SlotState, *, fault: bool = False) -> None:
         self._resumed.pop(index, None)  # this restore takes precedence over recovery from a fault
         self._slots.make_ready(index)
-        self._slots.restore(index, state.env, state.seed, state.new_seed, state.options)
+        self._slots.restore(index, state.env, state.seed, state.new_seed, state.options, fault=fault)
 
     def _verify(self, slot: int) -> None:
         """Verifies that envs of this one's kind continue exactly from restored states, once per kind."""

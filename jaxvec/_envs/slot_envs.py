@@ -25,9 +25,9 @@ from jaxvec._config import PoolConfig
 from jaxvec._envs.env_states import EnvState, StatefulEnv
 from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
 from jaxvec._errors import EnvStateError
-from jaxvec._memory.rows import InvalidValue, scalars
+from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
-from jaxvec._spec import KeyPath, Node, build, format_path, leaves
+from jaxvec._spec import KeyPath, PoolSpec, build, format_path, leaves
 from jaxvec._tracing import RecordedEnv, Recorder
 
 # ----------------------------------------------------------------------------------------------------------
@@ -206,6 +206,40 @@ class Spares:
 # ----------------------------------------------------------------------------------------------------------
 
 
+class ResetOptions:
+    """The declared options of resets: those that the program gave last, and those of the running episode."""
+
+    def __init__(self, spec: PoolSpec, rows: Arrays) -> None:
+        assert spec.reset_options is not None
+        self._read = reader(spec.reset_options, rows)
+        self._given = [rows[leaf.path] for leaf in spec.option_leaves]
+        self._running = [rows["info", *leaf.path] for leaf in spec.option_leaves]
+
+    def next(self, index: int) -> dict[str, Any] | None:
+        """Returns the options of the next reset."""
+        if not self._given[-1][index]:
+            return None
+        (options,) = self._read(slice(index, index + 1, 1))
+        return options
+
+    def begin(self, index: int) -> None:
+        """Writes to the row that an episode was started with the options of `next`."""
+        for given, running in zip(self._given, self._running, strict=True):
+            running[index] = given[index]
+
+    def save(self, index: int) -> list[tuple[Any, Any]]:
+        """Returns each leaf of both."""
+        pairs = zip(self._given, self._running, strict=True)
+        return [(given[index].copy(), running[index].copy()) for given, running in pairs]
+
+    def restore(self, index: int, saved: list[tuple[Any, Any]], *, given: bool) -> None:
+        """Restores the options of the running episode and, if `given`, those of the next reset."""
+        for place, (next_one, running) in enumerate(saved):
+            self._running[place][index] = running
+            if given:
+                self._given[place][index] = next_one
+
+
 class SlotEnvs:
     """The envs of a slice, by index in the slice."""
 
@@ -216,7 +250,7 @@ class SlotEnvs:
         spares: Spares,
         *,
         first: int,
-        obs: Node,
+        spec: PoolSpec,
         rows: Arrays,
         stats: memoryview,
         config: PoolConfig,
@@ -243,8 +277,8 @@ class SlotEnvs:
         self._last_seeds = scalars(rows["last_seed",])
         self._stats = stats
         # An env writes the dtype of its space, so it gets its row only if the segment stores this dtype.
-        self._can_lend = all(leaf.stored == leaf.dtype and not leaf.is_object for leaf in leaves(obs))
-        self._obs, self._rows, self._lends = obs, rows, lends
+        self._can_lend = all(leaf.stored == leaf.dtype and not leaf.is_object for leaf in leaves(spec.obs))
+        self._obs, self._rows, self._lends = spec.obs, rows, lends
         # Envs that were never reset. Some can't take a buffer earlier, so their next reset lends it.
         self._unlent = set(range(len(envs) if lends else 0))
         self._borrowers = {index for index in range(len(envs)) if self._buffer_setter(index) is not None}
@@ -253,6 +287,7 @@ class SlotEnvs:
         self.check_member = partial(check_member, space, path=("obs",)) if config.strict else None
         self._new_seeds: dict[int, int] = {}  # for the next unseeded reset of rebuilt envs
         self._kept_options: dict[int, dict[str, Any]] = {}  # for their next reset within a step
+        self._options = None if spec.reset_options is None else ResetOptions(spec, rows)  # if declared
         if not rebuilt:
             rows["last_seed",][:] = NO_SEED
             return
@@ -335,9 +370,13 @@ class SlotEnvs:
         finally:
             self._lend(index)
 
-    def save(self, index: int) -> tuple[int, int | None, dict[str, Any] | None]:
-        """Returns the last seed of an env, and seed and options of its next reset."""
-        return self._last_seeds[index], self._new_seeds.get(index), self._kept_options.get(index)
+    def save(self, index: int) -> tuple[int, int | None, Any]:
+        """Returns the last seed of an env, and seed and options of its next reset.
+
+        If the options are declared, these are the ones of `ResetOptions.save`.
+        """
+        options = self._kept_options.get(index) if self._options is None else self._options.save(index)
+        return self._last_seeds[index], self._new_seeds.get(index), options
 
     def check_fit(self, index: int, state: EnvState) -> None:
         """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
@@ -351,9 +390,12 @@ class SlotEnvs:
             )
 
     def restore(
-        self, index: int, env: Any, seed: int, new_seed: int | None, options: dict[str, Any] | None
+        self, index: int, env: Any, seed: int, new_seed: int | None, options: Any, *, fault: bool
     ) -> None:
-        """Restores the state of an env, `env`, and the values that `save` returned."""
+        """Restores the state of an env, `env`, and the values that `save` returned.
+
+        After a `fault`, the declared options of the next reset stay those that the program gave last.
+        """
         if self.stateful[index].put(env):
             self.targets.note_restore(index, self.called[index])
         else:
@@ -364,7 +406,10 @@ class SlotEnvs:
         self._new_seeds.pop(index, None)
         if new_seed is not None:
             self._new_seeds[index] = new_seed
-        self.keep_options(index, options)
+        if self._options is not None:
+            self._options.restore(index, options, given=not fault)
+        else:
+            self.keep_options(index, options)
 
     def _lend(self, index: int) -> None:
         if not self._lends or self.was_reset(index):
@@ -399,10 +444,14 @@ class SlotEnvs:
             self._unlent.remove(index)
             self._lend(index)
         self.targets.reset_limits(index)
+        if self._options is not None:
+            options = self._options.next(index)
         result = self._call(self.targets.envs[index], self._first + index, seed, options)
         # After the reset: if it fails, the next try needs the same seed and options.
         self._new_seeds.pop(index, None)
         self._kept_options.pop(index, None)
+        if self._options is not None:
+            self._options.begin(index)
         return self._check(result)
 
     def _call(self, env: Any, env_id: int, seed: int | None, options: dict[str, Any] | None = None) -> Any:

@@ -138,8 +138,9 @@ def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[
 def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
     """Yields the path, shape and dtype of every array; the comments name the writers."""
     n = spec.num_envs
-    # The parent writes actions and seeds, and workers write time steps.
-    for leaf in (*spec.action_leaves, *spec.timestep_leaves):
+    # The parent writes actions, reset options and seeds, and workers write time steps. A worker that restores
+    # a state also writes the reset options in it.
+    for leaf in (*spec.action_leaves, *spec.option_leaves, *spec.timestep_leaves):
         if not leaf.is_object:
             yield leaf.path, spec.batch_shape(leaf), leaf.stored
     yield ("raw_info",), (n,), np.dtype(np.uint8)  # `InfoKind`, written by workers
@@ -265,13 +266,24 @@ class Views:
         self.raw_info: NDArray[Any] = arrays["raw_info",]
         self.over: tuple[NDArray[Any], NDArray[Any]] = (arrays["terminated",], arrays["truncated",])
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
+        self._options = [arrays[leaf.path] for leaf in spec.option_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
         self._rows = rows  # `Admission.rows`: converts slots to an index, a slice for all envs
 
     def write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
+        """Writes the leaves of actions, and of reset options if they follow."""
         index = self._index_of(slots)
-        for stored, action in zip(self._actions, actions, strict=True):
+        count = len(self._actions)
+        for stored, action in zip(self._actions, actions[:count], strict=True):
             stored[index] = action
+        self.write_options(slots, actions[count:])
+
+    def write_options(self, slots: NDArray[Any], options: Rows) -> None:
+        """Writes the leaves of reset options; without any, the envs keep those that they have."""
+        if options:
+            index = self._index_of(slots)
+            for stored, option in zip(self._options, options, strict=True):
+                stored[index] = option
 
     def write(self, slots: NDArray[Any], rows: Rows) -> None:
         """Writes the time steps of `slots`, which must belong to the parent."""

@@ -67,6 +67,7 @@ class Pool:
         stops: NDArray[Any],
         generation: NDArray[Any],
         actions: Sequence[NDArray[Any]],
+        num_options: int,
         results: Sequence[NDArray[Any]],
         nonzero: Sequence[NDArray[Any] | None],
         in_flight: NDArray[Any],

@@ -37,6 +37,7 @@ class CEngine(Engine):
         fingerprint: int,
         slices: Sequence[tuple[int, int]],
         actions: Sequence[NDArray[Any]],
+        num_options: int,
         results: Sequence[NDArray[Any]],
         nonzero: Sequence[NDArray[np.bool_] | None],
         batch_size: int,
@@ -50,6 +51,7 @@ class CEngine(Engine):
             fingerprint: Fingerprint of the pool's specification; calls of programs must contain it, too.
             slices: Range `(first, stop)` of each worker's slots.
             actions: Arrays `[num_envs, ...]` in the segment, in the order of a program's operands.
+            num_options: Number of the last of `actions` that are reset options; a move has all or none.
             results: Arrays `[num_envs, ...]` in the segment, in the order of a program's results.
             nonzero: Flags `[num_envs]` for each of `results`, False for rows of zeros; `None` if unknown.
             batch_size: Number of envs that `recv` returns.
@@ -72,6 +74,7 @@ class CEngine(Engine):
             stops=np.array([stop for _, stop in slices]),
             generation=self.generation,
             actions=actions,
+            num_options=num_options,
             results=results,
             nonzero=nonzero,
             in_flight=admission.in_flight,

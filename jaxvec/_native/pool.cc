@@ -17,13 +17,21 @@ constexpr uint32_t kIdType = 'i' + 256 * 4;
 constexpr int64_t kEnterTimeoutNs = 1'000'000'000;
 static_assert(sizeof(TokenRow) == 3 * sizeof(uint32_t));
 
-// Returns whether the arrays after the token have the leaves' types and `rows` rows each, or none if
-// `optional`.
-bool fit(const std::vector<Leaf>& leaves, const std::vector<Array>& arrays, int64_t rows, bool optional) {
+// Returns whether the arrays after the token have the types of the first `count` leaves and `rows` rows each,
+// or none if `optional`.
+bool fit(const std::vector<Leaf>& leaves, size_t count, const std::vector<Array>& arrays, int64_t rows,
+         bool optional) {
   const auto fits = [=](const Leaf& leaf, const Array& array) {
     return leaf.matches(array) && (array.dims[0] == rows || (optional && array.dims[0] == 0));
   };
-  return arrays.size() > leaves.size() && std::equal(leaves.begin(), leaves.end(), arrays.begin() + 1, fits);
+  return arrays.size() > count &&
+         std::equal(leaves.begin(), leaves.begin() + count, arrays.begin() + 1, fits);
+}
+
+// Returns the number of operands of a step or a send that are leaves of the action or of the reset options.
+size_t num_given(uint32_t verb, const std::vector<Array>& operands) {
+  const size_t others = verb == kSend ? 2 : 1;  // the token, and the ids of a send
+  return operands.size() > others ? operands.size() - others : 0;
 }
 
 bool is_token_of(const std::vector<Array>& arrays, int64_t rows) {
@@ -72,7 +80,7 @@ bool Leaf::matches(const Array& array) const {
 }
 
 void Leaf::write(const std::vector<int64_t>& slots, const void* rows) const {
-  if (row == 0) return;  // `rows` may be null then, which memcpy does not allow
+  if (row == 0 || rows == nullptr) return;  // the call does not have this leaf, see `Request`
   char* const target = static_cast<char*>(data);
   if (contiguous(slots)) {
     std::memcpy(target + slots[0] * row, rows, slots.size() * row);
@@ -139,8 +147,8 @@ Status Pool::answer(uint32_t verb, int64_t fingerprint, const std::vector<Array>
     slots.push_back(token[i].env);
     generation.push_back(token[i].generation);
   }
-  std::vector<const void*> actions;
-  for (size_t i = 1; i < operands.size(); ++i) actions.push_back(operands[i].data);
+  std::vector<const void*> actions(actions_.size());
+  for (size_t i = 0; i < num_given(verb, operands); ++i) actions[i] = operands[i + 1].data;
   std::vector<void*> leaves;
   for (size_t i = 1; i < results.size(); ++i) {
     leaves.push_back(results[i].dims[0] > 0 ? results[i].data
@@ -173,19 +181,21 @@ bool Pool::fits(uint32_t verb, const std::vector<Array>& operands, const std::ve
   const int64_t num_slots = plan_.parent->board.num_slots;
   if (operands.empty() || !is_token(operands[0])) return false;
   const int64_t rows = operands[0].dims[0];
+  const size_t given = num_given(verb, operands);
+  const bool complete = given == actions_.size() || given + plan_.num_options == actions_.size();
   if (!is_token_of(results, rows) || (verb != kStep && rows != num_slots)) return false;
   switch (verb) {
     case kStep:
-      return operands.size() == 1 + actions_.size() && fit(actions_, operands, rows, false) &&
-             results.size() == 1 + results_.size() && fit(results_, results, rows, true);
+      return complete && fit(actions_, given, operands, rows, false) &&
+             results.size() == 1 + results_.size() && fit(results_, results_.size(), results, rows, true);
     case kSend: {
       const Array& ids = operands.back();
-      return operands.size() == 2 + actions_.size() && ids.dtype == kIdType && ids.rank == 1 &&
-             ids.dims[0] > 0 && fit(actions_, operands, ids.dims[0], false) && results.size() == 1;
+      return complete && ids.dtype == kIdType && ids.rank == 1 && ids.dims[0] > 0 &&
+             fit(actions_, given, operands, ids.dims[0], false) && results.size() == 1;
     }
     case kRecv:
       return operands.size() == 1 && results.size() == 1 + results_.size() &&
-             fit(results_, results, plan_.batch_size, true);
+             fit(results_, results_.size(), results, plan_.batch_size, true);
     default:
       return false;
   }

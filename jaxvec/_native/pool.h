@@ -77,6 +77,7 @@ struct Plan {
   const int64_t* stops;        // [num_workers] end of each worker's slots, which start at the previous end
   uint32_t* generation;        // [num_slots] current generation of each env
   std::vector<Array> actions;  // leaves in the segment, in the order of a program's operands
+  uint32_t num_options = 0;    // number of the last `actions` that are reset options: a call has all or none
   std::vector<Array> results;  // leaves in the segment, in the order of a program's results
   uint8_t* in_flight;          // [num_slots] whether the env is pending: sent by `send` and not received
   int64_t* sent;               // [num_slots] pending envs in the order in which they were sent
@@ -160,7 +161,7 @@ struct Request {
   const int64_t* slots;        // envs of the handle; null for all envs, if the caller has no handle
   const uint32_t* generation;  // generation of each env in the handle
   const int64_t* sent;         // envs to send
-  const void* const* actions;  // rows of each leaf
+  const void* const* actions;  // rows of each leaf; null for leaves that the call does not have
   void* const* results;        // output: rows of each leaf; null for leaves that are not needed
   int64_t waited_ns;           // output: time waited so far, if the status is kUnderWay
 };

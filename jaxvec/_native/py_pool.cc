@@ -53,6 +53,7 @@ struct Engine {
   Ref kept;                  // the arguments, which own the plan's memory; until `close`
   std::vector<Ref> results;  // leaves in the segment
   uint32_t id = 0, batch_size = 0, num_slots = 0;
+  size_t num_actions = 0;
   uint32_t trace_capacity = 0;
   std::shared_ptr<Pool> pool;
   std::shared_ptr<PythonEnvs> local;  // null if workers have the envs
@@ -92,21 +93,22 @@ struct Engine {
 Pool& pool_of(PyObject* self) { return *OwnOf<Engine>(self).pool; }
 
 PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* names[] = {
-      "pool_id", "parent",      "fingerprint", "batch_size", "in_order",  "together",  "wait_ns", "step_ns",
-      "stops",   "generation",  "actions",     "results",    "nonzero",   "in_flight", "sent",    "num_sent",
-      "due",     "needs_reset", "terminated",  "truncated",  "step_here", "all_slots", nullptr};
+  static const char* names[] = {"pool_id",   "parent",      "fingerprint", "batch_size",  "in_order",
+                                "together",  "wait_ns",     "step_ns",     "stops",       "generation",
+                                "actions",   "num_options", "results",     "nonzero",     "in_flight",
+                                "sent",      "num_sent",    "due",         "needs_reset", "terminated",
+                                "truncated", "step_here",   "all_slots",   nullptr};
   Plan plan{};
   PyObject *parent, *actions, *results, *nonzero, *step_here, *all_slots;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "$IO!lIpIllO&O&OOOO&O&O&O&O&O&O&OO!:Pool", const_cast<char**>(names), &plan.id,
+          args, kwargs, "$IO!lIpIllO&O&OIOOO&O&O&O&O&O&O&OO!:Pool", const_cast<char**>(names), &plan.id,
           parent_type, &parent, &plan.fingerprint, &plan.batch_size, &plan.in_order, &plan.together,
           &plan.wait_ns, &plan.step_ns, ConvertShared<const int64_t>, &plan.stops, ConvertShared<uint32_t>,
-          &plan.generation, &actions, &results, &nonzero, ConvertShared<uint8_t>, &plan.in_flight,
-          ConvertShared<int64_t>, &plan.sent, ConvertShared<uint32_t>, &plan.num_sent, ConvertShared<int64_t>,
-          &plan.due, ConvertShared<uint8_t>, &plan.needs_reset, ConvertShared<const uint8_t>,
-          &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated, &step_here, &PyArray_Type,
-          &all_slots)) {
+          &plan.generation, &actions, &plan.num_options, &results, &nonzero, ConvertShared<uint8_t>,
+          &plan.in_flight, ConvertShared<int64_t>, &plan.sent, ConvertShared<uint32_t>, &plan.num_sent,
+          ConvertShared<int64_t>, &plan.due, ConvertShared<uint8_t>, &plan.needs_reset,
+          ConvertShared<const uint8_t>, &plan.terminated, ConvertShared<const uint8_t>, &plan.truncated,
+          &step_here, &PyArray_Type, &all_slots)) {
     return nullptr;
   }
   Ref self = MakeOwner<Engine>(type);
@@ -124,6 +126,7 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   }
   plan.parent = &OwnOf<ParentEnd>(parent).parent;
   plan.actions = std::move(action_arrays.arrays);
+  engine.num_actions = plan.actions.size();
   plan.results = std::move(result_arrays.arrays);
   if (step_here != Py_None) {
     engine.local = std::make_shared<PythonEnvs>(step_here, all_slots);
@@ -173,6 +176,7 @@ PyObject* pool_move(Engine& engine, uint32_t verb, uint32_t caller_code, bool ne
     if (!action) return nullptr;
     action_pointers.push_back(PyArray_DATA(AsArray(action.get())));
   }
+  action_pointers.resize(engine.num_actions);  // null for reset options that the caller does not have
   std::vector<void*> result_pointers;
   Ref rows(PyList_New(0));
   if (verb != kSend) {

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec import _stats
-from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options
+from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options, options_on_host
 from jaxvec._config import Timeouts
 from jaxvec._dispatch.engine import Admission, Made, Rules, Status, select_whole
 from jaxvec._dispatch.move import Caller, Move, Verb
@@ -57,7 +57,8 @@ class Pool:
     Arguments that several methods share:
 
     - move: The operation, its envs `[n]`, and the caller's handle.
-    - actions: An array `[n, ...]` for each leaf of the action, of the stored dtype.
+    - actions: An array `[n, ...]` for each leaf of the action, of the stored dtype; then those of the reset
+      options, if they are given (`option_leaves`).
     - states: Names `[n, 3]` of saved states.
     - deliver: Function that copies the leaves `[n, ...]` of the time step out of the segment. Methods return
       the delivered leaves.
@@ -173,9 +174,10 @@ class Pool:
             seeds: Seeds `[n]` int64, with `NO_SEED` for an env without one; `None` for no seeds.
             mask: Array `[n]` bool, True for the envs to reset, which must not be pending. `None` resets all
                 envs, and drops the results of pending ones.
-            options: Options for the envs' `reset`, see `expand_options`.
+            options: Options for the envs' `reset`, see `expand_options`, or `options_on_host` if they are
+                declared.
         """
-        options = expand_options(options, move.slots, self.spec.num_envs)
+        options, declared = self._parse_options(options, move.slots)
         first_ready = self.spec.first_ready  # the reset then ends with a recv, one of which runs at a time
         alone = move.generation is None or first_ready or self._changes_options(options, move.slots)
         moved = move.slots if mask is None else move.slots[mask]
@@ -185,7 +187,7 @@ class Pool:
                 chosen = self._envs_to_reset(active, mask)
                 if first_ready and mask is not None:
                     self._check_enough(resetting=len(chosen))
-                self._send_reset(active, chosen, seeds, options, pending=first_ready)
+                self._send_reset(active, chosen, seeds, options, declared, pending=first_ready)
             if first_ready:
                 return self._receive(active, deliver)
             self._wait(active, chosen, len(chosen), Verb.RESET)
@@ -195,9 +197,10 @@ class Pool:
         self, move: Move, *, seeds: NDArray[Any] | None, mask: NDArray[Any] | None, options: Any
     ) -> None:
         """Starts a reset of envs, which are pending until `recv` returns them; see `reset`."""
-        options = expand_options(options, move.slots, self.spec.num_envs)
+        options, declared = self._parse_options(options, move.slots)
         with self._exclusive_move(move) as active:
-            self._send_reset(active, self._envs_to_reset(active, mask), seeds, options, pending=True)
+            chosen = self._envs_to_reset(active, mask)
+            self._send_reset(active, chosen, seeds, options, declared, pending=True)
 
     def step(self, move: Move, actions: Rows, *, deliver: Deliver = copies) -> Rows:
         with self.state.track(move) as active:
@@ -358,6 +361,12 @@ class Pool:
             self.state.enter(move)
             yield active
 
+    def _parse_options(self, options: Any, slots: NDArray[Any]) -> tuple[Options, Rows]:
+        """Returns the options for the control sockets, and those for the segment if they are declared."""
+        if self.spec.reset_options is None:
+            return expand_options(options, slots, self.spec.num_envs), ()
+        return None, options_on_host(self.spec, options, len(slots))
+
     def _changes_options(self, options: Options, slots: NDArray[Any]) -> bool:
         """Returns True if the workers may hold other reset options than these for some of `slots`."""
         held = self._options
@@ -380,15 +389,19 @@ class Pool:
         chosen: NDArray[Any],
         seeds: NDArray[Any] | None,
         options: Options,
+        declared: Rows,
         *,
         pending: bool,
     ) -> None:
-        """Dispatches resets of the envs `chosen`. `seeds` `[n]` are those of all envs of the move."""
+        """Dispatches resets of `chosen`; `seeds` and `declared`, `[n]`, are for all envs of the move."""
         # A batched env also writes rows of envs that the caller's handle does not contain.
         self._engine.wait_for_copies()
         slots = active.move.slots
         idle = ~self._admission.in_flight[slots]  # the workers of pending envs may still read their seeds
         self._views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
+        if declared:
+            mine = np.isin(slots, chosen)  # the workers of pending envs may be reading the others
+            self._views.write_options(slots[mine], [rows[mine] for rows in declared])
         if self._changes_options(options, chosen):
             held = merge_options(self._options, options, chosen, self.spec.num_envs)
             with self.state.breaking():

@@ -259,14 +259,15 @@ class WireFormat:
         answered: NDArray[np.int64],
     ) -> None:
         actions = [leaf.path for leaf in spec.action_leaves if not leaf.is_object]
+        options = [leaf.path for leaf in spec.option_leaves]
         results = [leaf.path for leaf in spec.timestep_leaves if not leaf.is_object]
         final = [path for path in results if path[:2] == ("info", "final_obs")]
         self._arrays = arrays
         self._rows = [*results, *((name,) for name in _WORKER_ROWS), ("completed",)]
         sent = arrays | {("requested",): requested}
         self.requests = {  # packers of each verb's inputs, for the actor
-            Verb.STEP: RowPacker(sent, [("requested",), *actions]),
-            Verb.RESET: RowPacker(sent, [("requested",), ("seed",)]),
+            Verb.STEP: RowPacker(sent, [("requested",), *actions, *options]),
+            Verb.RESET: RowPacker(sent, [("requested",), ("seed",), *options]),
         }
         self.results = RowPacker(  # for the pool
             arrays | {("completed",): answered},

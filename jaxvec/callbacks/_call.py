@@ -25,14 +25,15 @@ from jax.extend.core import Jaxpr
 from jax.interpreters import batching
 from numpy.typing import NDArray
 
-from jaxvec._arguments import NO_SEED, castable, check_mask, check_seeds, expand_seeds, flatten
+from jaxvec._arguments import NO_SEED, castable, check_mask, check_options, check_seeds, expand_seeds, flatten
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import ActionError, EnvDataError, EnvIdError, StaleHandleError
 from jaxvec._memory.rows import InvalidValue, conform
 from jaxvec._memory.segment import Copies, Deliver, Rows, into
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
-from jaxvec._spec import EnvState, Leaf, PoolSpec
+from jaxvec._spec import EnvState, Leaf, Node, PoolSpec, build
+from jaxvec._util import dumps
 
 # ----------------------------------------------------------------------------------------------------------
 # Handles
@@ -172,9 +173,9 @@ class Call:
 
         verb      other operands                                  other results
         RESET     seeds [n, 2] uint32 (low word, high word),      time step [n, ...]
-                  mask [n] bool
-        STEP      action [n, ...]                                 time step [n, ...]
-        SEND      action [k, ...], env ids [k] int32              none
+                  mask [n] bool, arguments [n, ...]
+        STEP      action, arguments [n, ...]                      time step [n, ...]
+        SEND      action, arguments [k, ...], env ids [k] int32   none
         RECV      none                                            time step [batch_size, ...]
         CALL      arguments [n, ...]                              answers [n, ...]
         GET_ATTR  none                                            answers [n, ...], but no token
@@ -187,8 +188,11 @@ class Call:
         spec: Specification of the pool.
         transport: Transport, as returned by `choose_transport`.
         fresh: True for a reset of the whole pool, without a handle.
-        extra: Pickled options and mask flag of a reset, or name, arguments and result structure of a call.
-        arguments, answers: Shape, without the env axis, and dtype of each argument and result of a call.
+        extra: Pickled options, unless declared, and mask flag of a reset, or name, arguments and result
+            structure of a call.
+        arguments: Shape, without the env axis, and dtype of each argument of a call, or of each leaf of the
+            declared reset options, if the program gives them.
+        answers: The same of each result of a call.
         elastic: True for a fresh reset of a pool family, which starts the pool with as many envs as the token
             has rows; see `registry.publish_family`.
         unread: Indices of the results that the program does not read. They are not copied.
@@ -214,9 +218,10 @@ class Call:
         token = _struct((3,), np.uint32, rows)
         match self.verb:
             case Verb.RESET:
-                types = [((2,), np.uint32), ((), np.bool_)]
+                types = [((2,), np.uint32), ((), np.bool_), *self.arguments]
             case Verb.STEP | Verb.SEND:
                 types = [(leaf.shape, leaf.stored) for leaf in self.spec.action_leaves]
+                types += self.arguments
                 types += [((), np.int32)] if self.verb is Verb.SEND else []
             case Verb.RESTORE:
                 types = [_ID]
@@ -290,10 +295,13 @@ def _run(call: Call, pool: Pool, token: Array, rest: Rows, deliver: Deliver) -> 
         case Verb.GET_ATTR:
             return call_envs(call, pool, move, [])
         case Verb.RESET:
-            words, mask = rest
+            words, mask, *rows = rest
             seeds = np.ascontiguousarray(words).view(np.int64).reshape(len(words))
             check_seeds(seeds)
             options, masked = cloudpickle.loads(call.extra)
+            if pool.spec.reset_options is not None and rows:
+                values = dict(zip(pool.spec.option_leaves, rows, strict=True))
+                options = build(pool.spec.reset_options, values.__getitem__)
             mask = mask if masked else None
             given = pool.reset(move, seeds=seeds, mask=mask, options=options, deliver=deliver)
         case Verb.STEP:
@@ -407,13 +415,38 @@ def check_handle(handle: Any, verb: str) -> PoolSpec:
 
 def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
     """Returns the action's leaves, `[num_envs, ...]`, in the order and dtypes of the spec."""
+    return _check_batch(spec.action, action, num_envs)
 
+
+def declared_options(spec: PoolSpec, options: Any, num_envs: int) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Returns the operands and the fields of a `Call` for reset options, none for `None`.
+
+    The options are a pytree of the declared space with leaves `[num_envs, ...]`, or `[...]` for all envs.
+    """
+    check = partial(_check_batch, num_envs=num_envs, one_for_all=True)
+    arrays = check_options(spec, options, num_envs, check, jnp.ones)
+    return arrays, {"arguments": tuple((array.shape[1:], np.dtype(array.dtype)) for array in arrays)}
+
+
+def reset_operands(
+    spec: PoolSpec, options: Any, num_envs: int, *, masked: bool
+) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Returns the last operands and the fields of a reset's `Call`."""
+    if spec.reset_options is None:
+        return [], {"extra": dumps((options, masked))}
+    arrays, fields = declared_options(spec, options, num_envs)
+    return arrays, {"extra": dumps((None, masked)), **fields}
+
+
+def _check_batch(node: Node, batch: Any, num_envs: int, *, one_for_all: bool = False) -> list[jax.Array]:
     def check(leaf: Leaf, value: Any) -> jax.Array:
         try:
             array = jnp.asarray(value)
         except (TypeError, ValueError) as error:
             raise ActionError(f"{leaf}: expected an array, got {type(value).__name__}: {error}") from error
         shape = (num_envs, *leaf.shape)
+        if one_for_all and array.shape == leaf.shape:
+            array = jnp.broadcast_to(array, shape)
         try:
             chex.assert_shape(array, shape)
         except AssertionError:
@@ -426,7 +459,7 @@ def check_action(spec: PoolSpec, action: Any, num_envs: int) -> list[jax.Array]:
             raise ActionError(f"{leaf}: expected {leaf.stored}, got {array.dtype}; {hint}")
         return array.astype(leaf.stored)
 
-    return flatten(spec.action, action, check)
+    return flatten(node, batch, check)
 
 
 def seed_words(seed: Any, num_envs: int) -> jax.Array:

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxvec import _util
 from jaxvec._config import PoolConfig, Workers
 from jaxvec._dispatch.move import Verb
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
@@ -106,16 +105,16 @@ class EnvFamily:
     def reset(self, seed: Any, *, options: dict[str, Any] | None = None) -> tuple[Handle, TimeStep]:
         """Resets one env, or under `vmap`, however nested, one env per instance with a single dispatch.
 
-        `seed` is an integer, a JAX key, or `None`; `options` are fixed at trace time. Returns a handle with a
-        token `[1, 3]`, and the time step without an env axis.
+        `seed` is an integer, a JAX key, or `None`; `options` are fixed at trace time, unless the pool
+        declares them. Returns a handle with a token `[1, 3]`, and the time step without an env axis.
         """
         token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
         handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
         spec = _call.check_handle(handle, "reset")
-        extra = _util.dumps((options, False))  # without a mask
-        call = Call(Verb.RESET, spec, handle.transport, fresh=True, extra=extra, elastic=True)
+        given, fields = _call.reset_operands(spec, options, 1, masked=False)
+        call = Call(Verb.RESET, spec, handle.transport, fresh=True, elastic=True, **fields)
         words, mask = _call.seed_words(seed, 1), _call.mask_array(None, 1)
-        token, *rows = _primitive.bind(call, handle.token, words, mask)
+        token, *rows = _primitive.bind(call, handle.token, words, mask, *given)
         return handle.next(token), _first(spec.build_timestep(rows))
 
     def step(self, handle: Handle, action: Any) -> tuple[Handle, TimeStep]:

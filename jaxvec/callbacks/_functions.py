@@ -18,7 +18,17 @@ from jaxvec._spec import EnvState, TimeStep, check_states_type, state_ids
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _primitive
-from jaxvec.callbacks._call import Call, Handle, Operand, check_action, check_handle, mask_array, seed_words
+from jaxvec.callbacks._call import (
+    Call,
+    Handle,
+    Operand,
+    check_action,
+    check_handle,
+    declared_options,
+    mask_array,
+    reset_operands,
+    seed_words,
+)
 
 
 def reset(
@@ -44,7 +54,9 @@ def reset(
         seed: `None`, an int (env *i* gets `seed + i`), an integer array `[num_envs]`, or a JAX key from which
             a seed for each env is drawn. Arrays and keys may be traced.
         mask: Bool array `[num_envs]` of envs to reset, none of them pending; may be traced. `None` for all.
-        options: A dict for every env's `reset`, or a list with one dict per env. Fixed at trace time.
+        options: A dict for every env's `reset`, or a list with one dict per env, fixed at trace time. With
+            `make(reset_options=...)`, a pytree of that space with leaves `[num_envs, ...]`, or `[...]` for
+            all envs, which may be traced. Envs keep the latest ones for later resets.
 
     Returns:
         The handle for the next step, and the time step. Reset envs have reward 0 and false flags. With
@@ -80,13 +92,13 @@ def reset(
         token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
         handle, fresh = Handle(token, envs.spec, _primitive.choose_transport(envs.transport)), True  # pyright: ignore[reportArgumentType]
     spec = check_handle(handle, "reset")
-    extra = dumps((options, mask is not None))
+    given, fields = reset_operands(spec, options, handle.num_envs, masked=mask is not None)
     words, mask = seed_words(seed, handle.num_envs), mask_array(mask, handle.num_envs)
-    token, *rows = _bind(Verb.RESET, handle, words, mask, fresh=fresh, extra=extra)
+    token, *rows = _bind(Verb.RESET, handle, words, mask, *given, fresh=fresh, **fields)
     return handle.next(token), spec.build_timestep(rows)
 
 
-def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
+def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Handle, TimeStep]:
     """Steps every env of the handle once, even if the result is unused.
 
     Works inside `jit`, `scan`, `while_loop`, `fori_loop`, `cond`, `vmap`, `grad` and `shard_map`, and
@@ -96,12 +108,16 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
         handle: The handle returned by the latest reset or step.
         action: Pytree of the action space with leaves `[num_envs, ...]`. Dtypes are widened (bool, integer,
             float), never narrowed.
+        reset_options: Options for the envs that reset themselves in this step, a pytree of the space of
+            `make(reset_options=...)` with leaves `[num_envs, ...]`, or `[...]` for all envs. Envs keep the
+            latest ones for later resets, so `None` changes nothing.
 
     Returns:
         The handle for the next step, and the time step.
 
     Raises:
         ActionError: The action has the wrong structure, shape or dtype. Raised at trace time.
+        ValueError, TypeError: So have the reset options, or the pool does not declare any.
         StaleHandleError: The handle is not the latest. Nothing was stepped.
         ResetNeededError: Without autoreset, the episode of an env has ended. Nothing was stepped.
         EnvIdError: The handle contains a duplicate env, for example if vmapped instances share it.
@@ -129,7 +145,8 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
     """
     spec = check_handle(handle, "step")
     actions = check_action(spec, action, handle.num_envs)
-    token, *rows = _bind(Verb.STEP, handle, *actions)
+    given, fields = declared_options(spec, reset_options, handle.num_envs)
+    token, *rows = _bind(Verb.STEP, handle, *actions, *given, **fields)
     return handle.next(token), spec.build_timestep(rows)
 
 
@@ -138,7 +155,7 @@ def step(handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
+def send(handle: Handle, action: Any, env_id: Any = None, *, reset_options: Any = None) -> Handle:
     """Starts a step of some envs without waiting for it. They are pending until `recv` returns them.
 
     Works inside `jit`, `scan` and similar transformations, and eagerly; not under `vmap` or `shard_map`.
@@ -147,6 +164,7 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
         handle: The handle returned by the latest call, to all envs of the pool.
         action: Pytree of the action space with leaves `[k, ...]`.
         env_id: Integer array `[k]` of the envs to step, such as `timestep.info["env_id"]`; `None` for all.
+        reset_options: Options for the envs that reset themselves, as in `step`, with leaves `[k, ...]`.
 
     Returns:
         The handle for the next call.
@@ -168,7 +186,8 @@ def send(handle: Handle, action: Any, env_id: Any = None) -> Handle:
     ids = jnp.arange(spec.num_envs) if env_id is None else jnp.asarray(env_id)
     check_ids(ids.dtype, ids.shape)
     actions = check_action(spec, action, ids.size)
-    (token,) = _bind(Verb.SEND, handle, *actions, ids.astype(np.int32))
+    given, fields = declared_options(spec, reset_options, ids.size)
+    (token,) = _bind(Verb.SEND, handle, *actions, *given, ids.astype(np.int32), **fields)
     return handle.next(token)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -144,6 +145,7 @@ def make(
     on_fault: OnFault | Restart = "raise",
     check: CheckMode = "structure",
     spare_envs: int = 0,
+    reset_options: spaces.Dict | None = None,
     states: States | int = 0,
     timeouts: Timeouts = Timeouts(),  # noqa: B008 - it is immutable
     device: Any = None,
@@ -181,6 +183,11 @@ def make(
             so all envs must be alike. Which spare env comes next, and its seed, depend on the pool's seed and
             on the order in which the worker's episodes end, not on timing. `call` and `set_attr` reach the
             envs that currently occupy the slots.
+        reset_options: Space of the options of `env.reset`. They then are arrays, also in programs, which pass
+            them to `reset(options=...)` and, for envs that reset themselves, to `step(reset_options=...)`.
+            `env.reset` gets a dict that the space contains, or `None` until the program has passed some.
+            `info["reset_options"]` has the options of the running episode. Not with `spare_envs` or batched
+            envs.
 
     Args: Workers
         num_workers: Number of worker processes; by default the usable cores, or a Ray cluster's free CPUs.

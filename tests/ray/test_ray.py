@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import leftovers
+from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -174,6 +175,39 @@ def test_the_hosts_verbs_return_what_they_return_of_local_workers(make, make_on_
         run(each("CartPole-v1", NUM_ENVS, **options)) for each in (make_on_ray, partial(make, num_workers=2))
     )
     assert_equal(on_ray, local)
+
+
+class LengthEnv(CountingEnv):
+    """Its episodes have the length that their options say."""
+
+    def reset(self, *, seed=None, options=None):
+        self._length = 1 if options is None else int(options["length"])
+        return super().reset(seed=seed, options=options)
+
+
+def test_declared_reset_options_reach_the_envs_of_actors(make, make_on_ray):
+    lengths = jax.random.randint(jax.random.key(0), (30, NUM_ENVS), 1, 4)
+
+    @jax.jit
+    def rollout(handle):
+        def body(handle, length):
+            action = jnp.zeros(NUM_ENVS, int)
+            return jax.lax.cond(
+                length[0] > 1,
+                lambda: jaxvec.step(handle, action, reset_options={"length": length}),
+                lambda: jaxvec.step(handle, action),
+            )
+
+        handle, timestep = jaxvec.reset(handle, options={"length": 2})
+        return timestep, jax.lax.scan(body, handle, lengths)[1]
+
+    options = {"reset_options": spaces.Dict({"length": spaces.Discrete(9)})}
+    on_ray, local = (
+        rollout(jaxvec.reset(each(LengthEnv, NUM_ENVS, **options))[0])
+        for each in (make_on_ray, partial(make, num_workers=2))
+    )
+    assert_equal(on_ray, local)
+    assert (on_ray[1].info["reset_options"]["length"] == 3).any()
 
 
 def test_batches_in_the_order_sent_are_those_of_local_workers(make, make_on_ray):
