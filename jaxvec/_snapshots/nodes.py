@@ -369,5 +369,6 @@ def take_layer(taker: Taker, layer: Any) -> Fields:
 
 
 def put_layer(putter: Putter, layer: Any, fields: Fields) -> None:
-    if type(layer) is not PassiveEnvChecker:
-        putter.fields(layer, fields, _EXCLUDED_OF_WRAPPERS)
+    excluded = excluded_fields(layer)
+    if excluded is not None:
+        putter.fields(layer, fields, excluded)

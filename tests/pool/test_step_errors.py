@@ -330,7 +330,8 @@ def test_program_error_is_jaxs_with_text_and_typed_from_the_pool(make, how):
     if how == "with":
         with pytest.raises(jaxvec.EnvError, match="seven is bad luck") as caught, envs:
             jax.block_until_ready(program(handle))
-        assert isinstance(caught.value.__cause__, RuntimeError)  # JAX's own
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert isinstance(caught.value.__context__, RuntimeError)  # JAX's own
         assert envs.closed
         return
     with pytest.raises(RuntimeError, match="seven is bad luck") as from_program:

@@ -24,6 +24,7 @@ from gymnasium import spaces
 
 import jaxvec
 from jaxvec._envs.env_states import StatefulEnv, pack, unpack
+from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -539,6 +540,40 @@ def test_a_save_in_this_process_leaves_classes_and_functions(make):
     before = TOTAL
     envs.step([0, 0])
     assert before + 12 == TOTAL
+
+
+class Host(CountingEnv):
+    """An env, not a wrapper, with an attribute `env` that comes and goes."""
+
+    def step(self, action):
+        if action == 1:
+            self.env = {"door": np.arange(3)}
+        elif action == 2:
+            del self.env
+        elif action == 3:
+            self.env["door"] += 1
+        obs, *rest = super().step(action)
+        obs[3] = self.env["door"].sum() if hasattr(self, "env") else -5
+        return obs, *rest
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+def test_an_attribute_named_env_comes_and_goes(make, backend):
+    envs = make(Host, 1, states=9, backend=backend)
+    envs.reset(seed=0)
+    without = envs.save()
+    envs.step([1])
+    present = envs.save()
+    assert envs.step([3]).obs[0, 3] == 6
+    envs.restore(present)
+    assert envs.step([0]).obs[0, 3] == 3
+    envs.restore(without)
+    assert envs.step([0]).obs[0, 3] == -5
+    envs.restore(present)
+    assert envs.step([3]).obs[0, 3] == 6
+    envs.step([2])
+    assert envs.restore(present).obs[0, 3] == 3
+    assert envs.step([3]).obs[0, 3] == 6
 
 
 class Exits(gymnasium.Env):

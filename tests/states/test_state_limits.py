@@ -151,7 +151,7 @@ def test_errors_of_programs_with_only_pure_calls_are_typed(no_jax_log, transport
                 jax.block_until_ready(run(jnp.zeros(2, int)))
             envs.step([0, 0])  # makes the handle stale
             jax.block_until_ready(run(jnp.array([0, 9])))
-    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    assert isinstance(caught.value.__context__, jax.errors.JaxRuntimeError)
 
 
 def test_states_of_a_worker_that_was_replaced_are_gone(make):

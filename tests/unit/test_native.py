@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parents[1] / "support/native"
-SOURCES = HERE.parent.parent / "jaxvec" / "_native"
+SOURCES = HERE.parents[2] / "jaxvec" / "_native"
 
 # Without ffi.cc, which needs jaxlib's headers, and what needs Python's: these only pass calls on.
 PROGRAMS = {
