@@ -1,7 +1,8 @@
 """The rules for saving each type, incremental snapshots, and the comparison of snapshots.
 
 A `Taker` (nodes.py) walks an env's attributes and turns each mutable value into a `Node` (node_types.py,
-arrays.py, ale.py, mujoco.py); a `Putter` turns nodes back into values. `find` selects how a type is saved.
+arrays.py, functions.py, ale.py, mujoco.py); a `Putter` turns nodes back into values. `find` selects how a
+type is saved.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import gymnasium
 import numpy as np
 
 from jaxvec import _native
-from jaxvec._snapshots import arrays, node_types
+from jaxvec._snapshots import arrays, functions, node_types
 from jaxvec._snapshots.ale import WatchedALE, take_ale
 from jaxvec._snapshots.mujoco import take_data, take_model, take_physics
 from jaxvec._snapshots.nodes import (
@@ -70,8 +71,8 @@ _NAMED: dict[str, Taking] = {
     "pygame.font.Font": _take_kept,
     "pygame.freetype.Font": _take_kept,
     "pygame.time.Clock": _take_kept,
-    "_thread.lock": node_types.take_lock,
-    "_thread.RLock": node_types.take_lock,
+    "_thread.lock": functions.take_lock,
+    "_thread.RLock": functions.take_lock,
     "logging.Logger": take_atom,
     "dm_env.specs.Array": take_atom,
     "jaxlib._jax.ArrayImpl": take_atom,
@@ -116,14 +117,14 @@ TAKINGS.update(
         deque: node_types.take_deque,
         set: node_types.take_set,
         frozenset: node_types.take_set,
-        types.FunctionType: node_types.take_function,
-        types.MethodType: node_types.take_method,
-        types.BuiltinMethodType: node_types.take_method,
-        types.MethodWrapperType: node_types.take_method,
-        weakref.ref: node_types.take_weak,
-        weakref.ProxyType: node_types.take_weak_proxy,
-        weakref.CallableProxyType: node_types.take_weak_proxy,
-        types.MappingProxyType: node_types.take_mapping_proxy,
+        types.FunctionType: functions.take_function,
+        types.MethodType: functions.take_method,
+        types.BuiltinMethodType: functions.take_method,
+        types.MethodWrapperType: functions.take_method,
+        weakref.ref: functions.take_weak,
+        weakref.ProxyType: functions.take_weak_proxy,
+        weakref.CallableProxyType: functions.take_weak_proxy,
+        types.MappingProxyType: functions.take_mapping_proxy,
         np.random.SeedSequence: node_types.take_seeds,
         np.void: arrays.take_record,
         np.record: arrays.take_record,

@@ -1,0 +1,237 @@
+"""Nodes of functions with variables, of methods, weak references, mapping proxies and locks."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxvec._snapshots.nodes import ATOMS, CannotCopy, Node, Putter, Taker
+
+
+@dataclass(slots=True, eq=False)
+class _Method(Node):
+    """A method bound to a saved object."""
+
+    function: Any
+    owner: Any
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        owner = putter.value(self.owner, getattr(old, "__self__", None))
+        if isinstance(self.function, str):
+            return getattr(owner, self.function)
+        return types.MethodType(self.function, owner)
+
+
+def take_method(taker: Taker, value: Any) -> Any:
+    owner = value.__self__
+    if owner is None or isinstance(owner, (type, types.ModuleType)):
+        return value
+    function = getattr(value, "__func__", value.__name__)
+    return taker.remember(value, _Method(function, taker.value(owner)))
+
+
+class _Cell(Node):
+    """A variable that functions close over."""
+
+    __slots__ = ("content",)
+
+    content: Any
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        cell = old if old is not None and putter.reuse(old) else types.CellType()
+        putter.begin(self, cell)
+        value = putter.value(self.content, _contents(cell))
+        if value is not EMPTY:
+            cell.cell_contents = value
+        elif _contents(cell) is not EMPTY:
+            del cell.cell_contents
+        return cell
+
+
+class _Function(Node):
+    """A function with variables, attributes or defaults: these are part of the state, and its code is not."""
+
+    __slots__ = ("cells", "defaults", "fields", "function", "keywords", "name")
+
+    cells: list[Any]
+    defaults: Any
+    keywords: Any
+    fields: Any
+
+    def __init__(self, name: str, function: Any) -> None:
+        self.name = name
+        self.function = function
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        target = self._find(putter, old)
+        putter.begin(self, target)
+        for node, cell in zip(self.cells, target.__closure__ or (), strict=True):
+            putter.value(node, cell)
+        target.__defaults__ = putter.value(self.defaults, target.__defaults__)
+        target.__kwdefaults__ = putter.value(self.keywords, target.__kwdefaults__)
+        fresh = putter.value(self.fields, target.__dict__) or {}
+        if fresh is not target.__dict__ and (fresh or target.__dict__):
+            target.__dict__ = fresh
+        return target
+
+    def _find(self, putter: Putter, old: Any) -> Any:
+        """Returns the function in the place of this one, if that has the same variables, or another one."""
+        is_same = type(old) is types.FunctionType and _full_name(old) == self.name
+        if is_same and all(map(putter.is_free_for, self.cells, old.__closure__ or ())) and putter.reuse(old):
+            return old
+        function = self.function if self.function is not None else old if is_same else None
+        if function is None:
+            raise CannotCopy(f"the function {self.name} existed when the state was saved, and does not now")
+        cells = tuple(putter.value(node, None) for node in self.cells)
+        return types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, None, cells or None
+        )
+
+    def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
+        yield f" ({self.name})", self.cells, other.cells
+        yield f" ({self.name})", self.defaults, other.defaults
+        yield f" ({self.name})", self.keywords, other.keywords
+        yield f" ({self.name})", self.fields, other.fields
+
+    def __reduce__(self) -> Any:
+        held = {name: getattr(self, name) for name in ("cells", "defaults", "keywords", "fields")}
+        return _Function, (self.name, None), (None, held)
+
+
+def take_function(taker: Taker, value: Any) -> Any:
+    if (
+        value.__closure__ is None
+        and not value.__dict__
+        and _are_atoms(value.__defaults__, value.__kwdefaults__)
+    ):
+        return value
+    node = _Function(_full_name(value), value)
+    taker.remember(value, node)
+    try:
+        node.cells = [_take_cell(taker, cell) for cell in value.__closure__ or ()]
+        node.defaults = taker.value(value.__defaults__)
+        node.keywords = taker.value(value.__kwdefaults__)
+        node.fields = taker.value(value.__dict__)
+    except CannotCopy as error:
+        error.path.insert(0, f"({value.__qualname__})")
+        raise
+    return node
+
+
+def _take_cell(taker: Taker, cell: Any) -> Any:
+    node = taker.memo.get(id(cell))
+    if node is None:
+        node = _Cell()
+        taker.remember(cell, node)
+        node.content = taker.value(_contents(cell))
+    return node
+
+
+def _are_atoms(defaults: tuple[Any, ...] | None, keywords: dict[str, Any] | None) -> bool:
+    return ATOMS.issuperset(map(type, (*(defaults or ()), *(keywords or {}).values())))
+
+
+def _full_name(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY
+
+
+class _Empty(enum.Enum):
+    EMPTY = "a variable that has no value yet"
+
+
+EMPTY = _Empty.EMPTY
+
+
+@dataclass(slots=True, eq=False)
+class _Weak(Node):
+    target: Any
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        target = putter.value(self.target, old() if isinstance(old, weakref.ref) else None)
+        return weakref.ref(target)
+
+
+def take_weak(taker: Taker, value: Any) -> Any:
+    target = value()
+    if target is None:
+        return value
+    if value.__callback__ is not None:
+        raise CannotCopy("it is a weak reference with a callback")
+    node = _Weak(taker.value(target))
+    taker.remember(value, node)
+    return node
+
+
+class _WeakProxy(Node):
+    __slots__ = ("target",)
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return weakref.proxy(putter.value(self.target, None))
+
+
+def take_weak_proxy(taker: Taker, value: Any) -> Any:
+    try:
+        target = value.__repr__.__self__  # which the proxy hands on
+    except ReferenceError:
+        raise CannotCopy("it is a weak proxy of something that is gone") from None
+    node = _WeakProxy(taker.value(target))
+    taker.remember(value, node)
+    return node
+
+
+class _MappingProxy(Node):
+    __slots__ = ("mapping",)
+
+    mapping: Any
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        return types.MappingProxyType(putter.value(self.mapping, None))
+
+
+def take_mapping_proxy(taker: Taker, value: Any) -> Any:
+    (mapping,) = gc.get_referents(value)
+    if type(mapping) is dict and "__module__" in mapping:
+        return value  # the attributes of a class
+    node = _MappingProxy()
+    taker.remember(value, node)
+    node.mapping = taker.value(mapping)
+    return node
+
+
+class _Lock(Node):
+    """A lock that no thread holds."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def put(self, putter: Putter, old: Any) -> Any:
+        if type(old).__name__ == self.kind and putter.reuse(old):
+            return old
+        return threading.RLock() if self.kind == "RLock" else threading.Lock()
+
+
+def take_lock(taker: Taker, value: Any) -> Any:
+    locked = value._is_owned() if hasattr(value, "_is_owned") else value.locked()
+    if locked:
+        raise CannotCopy("it is a lock that is held")
+    node = _Lock(type(value).__name__)
+    taker.remember(value, node)
+    return node
