@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from zlib import crc32
 
@@ -160,22 +159,6 @@ def _defaults(request: pytest.FixtureRequest) -> None:
         process.choose_start_method = lambda name: _choose_start_method(default if name == "auto" else name)
 
 
-def leftovers() -> dict[str, int]:
-    """Counts what a pool could leave behind in this process and machine."""
-    found = {"children": len(scripts.workers())}
-    for fd in Path("/proc/self/fd").iterdir():
-        try:
-            target = os.readlink(fd)
-        except OSError:
-            continue
-        if target.startswith(("pipe:", "socket:", "anon_inode:", "/memfd:jaxvec")):
-            kind = target.partition(":")[0]
-            found[kind] = found.get(kind, 0) + 1
-    found["shm"] = len(scripts.shared_names())
-    found["segment maps"] = Path("/proc/self/maps").read_text().count("memfd:jaxvec")
-    return found
-
-
 @pytest.fixture(scope="session")
 def kept_by_others() -> Counter[str]:
     """Counts what other libraries never give back; whoever uses one adds to it."""
@@ -187,13 +170,13 @@ def nothing_left_behind(kept_by_others: Counter[str]) -> Iterator[None]:
     """Fails the session if it leaves children, descriptors, maps or /dev/shm entries."""
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1))  # what JAX opens, it opens now
     lifeline.read_end()
-    before = leftovers()
+    before = scripts.leftovers()
     yield
     fork.end_all()
     deadline = time.monotonic() + 5
     while True:
         gc.collect()
-        after = leftovers()
+        after = scripts.leftovers()
         more = {kind: n for kind, n in after.items() if n > before.get(kind, 0) + kept_by_others[kind]}
         if not more or time.monotonic() > deadline:
             break

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from conftest import leftovers
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import settings
@@ -30,6 +29,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from support import disasters, probe, state_game
 from support.disasters import GatedEnv, SleepingEnv, wait_until
 from support.pool_machine import PoolMachine
+from support.scripts import leftovers
 
 import jaxvec
 from jaxvec._ray import cluster as _cluster

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 from gymnasium import spaces
 
 import jaxvec
+
+pytest.importorskip("pettingzoo", reason="pettingzoo is not installed: the extra of its name has it")
 from jaxvec.adapters.pettingzoo import INFO, PettingZooEnv
 
 
