@@ -33,7 +33,7 @@ from jaxvec._memory import pinned
 NUM_ENVS = 8
 PAYLOADS = {"1 kB": 1 << 10, "1 MB": 1 << 20, "30 MB": 30 << 20}  # bytes per step of all envs
 
-Turn = Callable[[int], None]  # steps all envs so many times
+Turn = Callable[[int], None]  # steps all envs that many times
 
 
 class StillEnv(gymnasium.Env[Any, Any]):

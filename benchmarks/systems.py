@@ -24,7 +24,7 @@ from jaxvec._memory.segment import split_evenly
 from jaxvec._util import usable_cores
 from jaxvec.compat.gymnasium import SyncVectorEnv
 
-Run = Callable[[int], None]  # steps every env so many times
+Run = Callable[[int], None]  # steps every env that many times
 System = Callable[[Load], Any]
 
 NUM_ACTIONS = 64  # batches of actions that are drawn in advance

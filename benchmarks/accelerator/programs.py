@@ -201,7 +201,7 @@ def costs(device: jax.Device, steps: int) -> dict[str, float]:
                 )
             )
             handle = jax.device_put(jaxvec.reset(envs)[0], device)
-            name = f"{device.platform}, ffi, a loop whose length is an argument"
+            name = f"{device.platform}, ffi, a loop with a dynamic length"
             found[name] = least(lambda handle: turn(handle, steps), handle, steps)
     return found
 
