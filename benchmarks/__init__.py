@@ -1,1 +1,1 @@
-"""Measurements, side by side in one run. Nothing here is part of the package."""
+"""Benchmarks that compare jaxvec with other systems in one run. They are not part of the package."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: jaxvec, its peers and the limit, side by side in one run."""
+"""Measures jaxvec, its peers and the upper bound in one run: `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# What is imported here, every process of every system under `spawn` imports too. So the rest waits.
+# Functions import the other modules, because the spawned processes of all systems import this module.
 
 
 def machine() -> str:
-    """Says where the figures come from."""
+    """Returns a description of the cores, the Python version and the versions of packages."""
     from jaxvec._util import usable_cores
 
     model = next(
@@ -34,7 +34,7 @@ def machine() -> str:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    """Runs everything and yields the report, line by line."""
+    """Runs all measurements and yields the lines of the report."""
     from benchmarks import costs, report, targets
     from benchmarks.line_up import systems
     from benchmarks.loads import LOADS
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     chosen = systems(options.pufferlib_python)
     unknown = [name for name in options.loads or [] if name not in LOADS]
     if unknown:
-        sys.exit(f"there are no loads {unknown}, only {list(LOADS)}")
+        sys.exit(f"unknown loads {unknown}; choose from {list(LOADS)}")
     results = {}
     for name in options.loads or LOADS:
         print(f"{name} ...", file=sys.stderr, flush=True)
@@ -65,11 +65,11 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line, prints the report and writes it to `--out`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--loads", nargs="+", metavar="LOAD", help="by name; all by default")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of one system in one round")
+    parser.add_argument("--loads", nargs="+", metavar="LOAD", help="names of loads; default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each system")
+    parser.add_argument("--seconds", type=float, default=0.3, help="duration of a measurement")
     parser.add_argument("--pufferlib-python", help="interpreter of an environment with pufferlib 1.0.1")
     parser.add_argument("--out", type=Path, help="folder for results.md and results.svg")
     options = parser.parse_args()

@@ -1,12 +1,12 @@
-"""Trains with a program of `jaxvec.examples` and with CleanRL's for the same time, and keeps both curves.
+"""Trains with a program of `jaxvec.examples` and one of CleanRL for the same time, and saves both curves.
 
     python -m benchmarks.beside_cleanrl ppo_mujoco ppo_continuous_action --cleanrl CHECKOUT --python PYTHON \
         --options "--total-steps 6000000" --cleanrl-options "--total-timesteps 600000" --out curves
 
-Two cores are not enough for both at once, and a machine that does other work is slower at one time than at
-another. So they take turns of a few seconds: one is stopped while the other runs. Only its own turns count
-as a program's time, which begins with the start of its interpreter. CleanRL pins its packages, so it takes
-an interpreter of its own. A curve is a file of lines: env steps, seconds, mean return of 100 episodes.
+The programs alternate every few seconds: one is stopped while the other runs. So they do not compete for
+cores, and other load on the machine affects both. The time of a program is the sum of its turns and includes
+the start of its interpreter. CleanRL pins its dependencies, so it needs a separate interpreter. A curve is a
+CSV file without a header and with the columns env steps, seconds, and mean return of the last 100 episodes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Point = tuple[float, float]  # env steps, mean return
 _RETURN = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
 
 
-def read_ours(line: str) -> Point | None:
-    """Reads a line that `--log` writes."""
+def read_jaxvec(line: str) -> Point | None:
+    """Parses a line that `--log` of jaxvec's programs writes, or returns None for another line."""
     words = line.split(",")
     return (int(words[0]), float(words[2])) if len(words) == 3 and words[0].isdecimal() else None
 
 
-def reads_theirs() -> Callable[[str], Point | None]:
-    """Returns what reads CleanRL's lines, each of an episode."""
+def cleanrl_reader() -> Callable[[str], Point | None]:
+    """Returns a parser for the output of CleanRL, which prints one line per episode."""
     returns: deque[float] = deque(maxlen=100)
 
     def read(line: str) -> Point | None:
@@ -50,14 +50,19 @@ def reads_theirs() -> Callable[[str], Point | None]:
 
 
 class Program:
-    """A training program that runs only in its turns."""
+    """A training program that is stopped except during calls of `run`.
+
+    Args:
+        command: Command line of the program.
+        folder: Working directory of the program.
+        read: Parser for a line of its output. It returns None for lines without a point of the curve.
+    """
 
     def __init__(self, command: Sequence[str], folder: str, read: Callable[[str], Point | None]) -> None:
-        """Starts it, stopped."""
         self.lines: list[str] = []
         self._read = read
-        self._ran = 0.0
-        self._turn_began: float | None = None
+        self._run_time = 0.0
+        self._turn_start: float | None = None
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         self._command = command
         self._process = subprocess.Popen(
@@ -69,12 +74,12 @@ class Program:
 
     @property
     def seconds(self) -> float:
-        """Those of its turns so far."""
-        return self._ran + (0 if self._turn_began is None else time.perf_counter() - self._turn_began)
+        """Returns the total duration of its turns so far."""
+        return self._run_time + (0 if self._turn_start is None else time.perf_counter() - self._turn_start)
 
     def run(self, seconds: float) -> bool:
-        """Lets it run for a turn; returns whether it goes on."""
-        self._turn_began = time.perf_counter()
+        """Resumes the program for a turn and returns whether it is still running."""
+        self._turn_start = time.perf_counter()
         self._process.send_signal(signal.SIGCONT)
         try:
             if code := self._process.wait(seconds):
@@ -84,10 +89,10 @@ class Program:
             self._process.send_signal(signal.SIGSTOP)
             return True
         finally:
-            self._ran, self._turn_began = self.seconds, None
+            self._run_time, self._turn_start = self.seconds, None
 
     def end(self) -> None:
-        """Ends it, wherever it is."""
+        """Kills the program and waits for it."""
         self._process.kill()
         self._process.wait()
         self._reader.join(timeout=10)
@@ -100,35 +105,35 @@ class Program:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line, runs both programs and writes their curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("ours", help="module in jaxvec.examples")
-    parser.add_argument("theirs", help="file in CleanRL's folder cleanrl, without .py")
-    parser.add_argument("--cleanrl", type=Path, required=True, help="its checkout")
-    parser.add_argument("--python", required=True, help="interpreter with CleanRL's packages")
-    parser.add_argument("--options", default="", help="of our program")
-    parser.add_argument("--cleanrl-options", default="", help="of CleanRL's")
-    parser.add_argument("--seconds", type=float, default=600, help="of each")
-    parser.add_argument("--turn", type=float, default=10, help="seconds")
+    parser.add_argument("program", help="module in jaxvec.examples")
+    parser.add_argument("cleanrl_program", help="file in CleanRL's folder `cleanrl`, without .py")
+    parser.add_argument("--cleanrl", type=Path, required=True, help="path of a checkout of CleanRL")
+    parser.add_argument("--python", required=True, help="interpreter with the dependencies of CleanRL")
+    parser.add_argument("--options", default="", help="options of jaxvec's program")
+    parser.add_argument("--cleanrl-options", default="", help="options of CleanRL's program")
+    parser.add_argument("--seconds", type=float, default=600, help="duration of each program")
+    parser.add_argument("--turn", type=float, default=10, help="seconds per turn")
     parser.add_argument("--out", type=Path, required=True, help="folder for the curves")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    script = args.cleanrl.resolve() / "cleanrl" / f"{args.theirs}.py"
+    script = args.cleanrl.resolve() / "cleanrl" / f"{args.cleanrl_program}.py"
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(args.cleanrl.resolve())])
-    ours = [sys.executable, "-m", f"jaxvec.examples.{args.ours}", "--log", "/dev/stdout"]
-    theirs = [args.python, str(script), *shlex.split(args.cleanrl_options)]
+    jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}", "--log", "/dev/stdout"]
+    cleanrl_command = [args.python, str(script), *shlex.split(args.cleanrl_options)]
     with tempfile.TemporaryDirectory() as folder:
         programs = {
-            args.ours: Program([*ours, *shlex.split(args.options)], folder, read_ours),
-            f"cleanrl_{args.theirs}": Program(theirs, folder, reads_theirs()),
+            args.program: Program([*jaxvec_command, *shlex.split(args.options)], folder, read_jaxvec),
+            f"cleanrl_{args.cleanrl_program}": Program(cleanrl_command, folder, cleanrl_reader()),
         }
         try:
-            going = dict(programs)
-            while going:
-                for name, program in list(going.items()):
+            running = dict(programs)
+            while running:
+                for name, program in list(running.items()):
                     turn = min(args.turn, args.seconds - program.seconds)
                     if turn <= 0 or not program.run(turn):
-                        del going[name]
+                        del running[name]
                 for name, program in programs.items():
                     (args.out / f"{name}.csv").write_text("\n".join(program.lines) + "\n")
         finally:

@@ -1,4 +1,4 @@
-"""What a pool costs besides time a step, and how it bears size and many workers."""
+"""Measures memory, scaling with workers and envs, callbacks and copies, for `targets`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CARTPOLES = LOADS["CartPole x 64"]
 
 
 def memory() -> dict[str, float]:
-    """Returns megabytes of proportional set size (PSS) of a process, by its kind."""
+    """Returns the proportional set size (PSS) in megabytes of processes, by description."""
     found: dict[str, float] = {}
     imports = "import numpy, gymnasium, sys; print(flush=True); sys.stdin.read()"
     bare = [
@@ -60,14 +60,14 @@ def memory() -> dict[str, float]:
 
 
 def workers(rounds: int, seconds: float) -> float:
-    """Returns the rate of 8 workers on CartPole x 256 over that of 2."""
+    """Returns the rate of CartPole x 256 with 8 workers relative to 2 workers."""
     systems: dict[str, System] = {str(n): partial(FASTEST, num_workers=n) for n in (2, 8)}
     rates = measure(LOADS["CartPole x 256"], systems, rounds=rounds, seconds=seconds)
     return rate_of(rates["8"]) / rate_of(rates["2"])
 
 
 def size(rounds: int, seconds: float) -> float:
-    """Returns the time per env and step of 4,096 CartPoles over that of 256."""
+    """Returns the time per env step of 4,096 CartPoles relative to 256."""
     load = LOADS["CartPole x 256"]
     large = replace(load, num_envs=4096)
 
@@ -76,12 +76,12 @@ def size(rounds: int, seconds: float) -> float:
 
     systems: dict[str, System] = {"256": FASTEST, "4096": large_system}
     results = measure(load, systems, rounds=rounds, seconds=seconds)
-    # `measure` counts 256 envs for both.
+    # `measure` counts 256 env steps per step for both systems.
     return rate_of(results["256"]) / (rate_of(results["4096"]) * 4096 / 256)
 
 
 def callback(rounds: int, seconds: float) -> float:
-    """Returns the time of a step of 8 no-op envs over `io_callback`, over that of a bare `io_callback`."""
+    """Returns the time per step of 8 no-op envs through `io_callback` relative to a bare `io_callback`."""
     step = partial(jaxvec_scan, transport="io_callback", dispatch="native", num_workers=1)
     systems: dict[str, System] = {"step": step, "bare": _bare_callback}
     rates = measure(LOADS["no-op x 8"], systems, rounds=rounds, seconds=seconds)
@@ -90,7 +90,7 @@ def callback(rounds: int, seconds: float) -> float:
 
 @contextmanager
 def _bare_callback(load: Load) -> Generator[Run]:
-    """Calls a function that returns one small array, by `io_callback` in a jitted scan."""
+    """Calls a function that returns a small array through `io_callback` in a jitted scan."""
     array = np.zeros(load.num_envs, np.float32)
 
     def call(state: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,7 +101,7 @@ def _bare_callback(load: Load) -> Generator[Run]:
 
 
 def memcpy(num_bytes: int, seconds: float) -> float:
-    """Returns bytes a second of a plain copy of so many bytes."""
+    """Returns the bytes per second of a copy of `num_bytes` with NumPy."""
     source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
     return _rate(lambda: np.copyto(target, source), seconds) * num_bytes
 

@@ -1,6 +1,7 @@
-"""A few envs on a machine whose cores are all busy: `python -m benchmarks.crowded`.
+"""Measures a few envs on a machine without an idle core: `python -m benchmarks.crowded`.
 
-Busy loops run at default priority beside all systems, which take turns. Only ratios of one run count.
+Busy loops run at default priority, and the systems alternate beside them. Only the ratios within one run are
+meaningful.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from functools import partial
 
 from benchmarks.__main__ import machine
 
-# What is imported here, every process of every system under `spawn` imports too. So the rest waits.
+# Functions import the other modules, because the spawned processes of all systems import this module.
 
 BASELINE = "Gymnasium SyncVectorEnv"
 
 _LOOP = """
 import os
 parent = os.getppid()
-while os.getppid() == parent:  # ends if this process is killed
+while os.getppid() == parent:  # stop when the benchmark has been killed
     pass
 """
 
 
 @contextmanager
 def busy_loops(count: int) -> Generator[None]:
-    """Runs processes that each keep a core busy."""
+    """Runs `count` processes that each keep a core busy."""
     with ExitStack() as stack:
         for _ in range(count):
             loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", _LOOP]))
@@ -39,7 +40,7 @@ def busy_loops(count: int) -> Generator[None]:
 
 
 def run(sizes: list[int], num_loops: int, rounds: int, seconds: float) -> Iterator[str]:
-    """Yields the report, line by line."""
+    """Measures all systems and yields the lines of the report."""
     from benchmarks import peers
     from benchmarks.loads import LOADS
     from benchmarks.measure import measure
@@ -62,7 +63,7 @@ def run(sizes: list[int], num_loops: int, rounds: int, seconds: float) -> Iterat
         loops = busy_loops(num_loops)
         results[load.name] = measure(load, systems, rounds=rounds, seconds=seconds, beside=loops)
     yield f"on {machine()}, beside {num_loops} busy loops (load {os.getloadavg()[0]:.1f} at the end);"
-    yield f"medians of {rounds} rounds of about {seconds} s; env steps per second over {BASELINE}'s\n"
+    yield f"medians of {rounds} rounds of about {seconds} s; ratio to {BASELINE} (env steps per second)\n"
     yield f"| system | {' | '.join(results)} |"
     yield f"| --- |{' ---: |' * len(results)}"
     for name in systems:
@@ -74,12 +75,12 @@ def run(sizes: list[int], num_loops: int, rounds: int, seconds: float) -> Iterat
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line and prints the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.crowded", description=__doc__)
     parser.add_argument("--sizes", nargs="+", type=int, default=[4, 8, 64], help="numbers of envs")
     parser.add_argument("--loops", type=int, default=4, help="number of busy loops")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of one system in one round")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each system")
+    parser.add_argument("--seconds", type=float, default=0.3, help="duration of a measurement")
     options = parser.parse_args()
     for line in run(options.sizes, options.loops, options.rounds, options.seconds):
         print(line, flush=True)

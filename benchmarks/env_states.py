@@ -1,7 +1,7 @@
-"""What it costs to take an env's state and to put it back: python -m benchmarks.env_states.
+"""Measures the cost of saving and restoring the state of an env: `python -m benchmarks.env_states`.
 
-A figure is the least of many, in microseconds. Families that are not installed are left out. The last line
-is of a pool of 64 CartPoles in two workers, with the way to these and back.
+Figures are minima of many calls, in microseconds. Envs that are not installed are skipped. The last line
+measures a pool of 64 CartPoles in two workers, including the communication with the workers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _envs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "LunarLander-v3 in ReplayEnv, after 20 steps", lambda: ReplayEnv(gymnasium.make("LunarLander-v3"))
 
 
-def _least(call: Callable[[], Any]) -> float:
+def _min_us(call: Callable[[], Any]) -> float:
     once = timeit.timeit(call, number=1)
     number = max(1, int(1e-3 / once))
     repeat = max(5, min(400, int(0.6 / (once * number))))
@@ -66,7 +66,7 @@ def _least(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Prints a table of envs, and a line about a pool."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("MUJOCO_GL", "disabled")
     for module in ("ale_py", "minigrid"):
@@ -74,7 +74,7 @@ def main() -> None:
             gymnasium.register_envs(importlib.import_module(module))
         except ImportError:
             continue
-    print("| env | take | put | a step | bytes when pickled |\n| --- | --- | --- | --- | --- |")
+    print("| env | save, µs | restore, µs | step, µs | pickled bytes |\n| --- | --- | --- | --- | --- |")
     for name, make in _envs():
         try:
             env = make()
@@ -83,10 +83,10 @@ def main() -> None:
             continue
         print(f"| {name} | {' | '.join(_costs(env))} |", flush=True)
         env.close()
-    print(_of_a_pool())
+    print(_pool_costs())
 
 
-def _of_a_pool() -> str:
+def _pool_costs() -> str:
     costs: list[list[float]] = []
     with jaxvec.make("CartPole-v1", 64, states=640, num_workers=2) as envs:
         envs.reset(seed=0)
@@ -96,23 +96,23 @@ def _of_a_pool() -> str:
             envs.step(_ACTIONS)
 
         for _ in range(400):
-            began = time.perf_counter()
+            start = time.perf_counter()
             state = envs.save()
             saved = time.perf_counter()
-            step()  # the first one after a restore takes longer
-            costs.append([saved - began, timeit.timeit(step, number=1)])
+            step()  # not measured, because the first step after a restore is slower
+            costs.append([saved - start, timeit.timeit(step, number=1)])
             costs[-1].append(timeit.timeit(lambda state=state: envs.restore(state), number=1))
     save, usual, restore = np.min(costs, axis=0) * 1e6
     return (
-        f"64 CartPoles in two workers: save {save:.0f}, restore {restore:.0f}, a step {usual:.0f}; "
-        f"the first two take {(save + restore) / usual:.1f} steps' time"
+        f"64 CartPoles in two workers: save {save:.0f}, restore {restore:.0f}, step {usual:.0f} µs; "
+        f"save and restore take as long as {(save + restore) / usual:.1f} steps"
     )
 
 
 def _costs(env: Any) -> list[str]:
     stateful = StatefulEnv(env)
     env.reset(seed=0)
-    actions = copy.deepcopy(env.action_space)  # as of a worker, from whose own nobody samples
+    actions = copy.deepcopy(env.action_space)  # sampling from the original would change the state
     actions.seed(0)
     for _ in range(20):
         env.step(actions.sample())
@@ -124,7 +124,7 @@ def _costs(env: Any) -> list[str]:
         if terminated or truncated:
             env.reset()
 
-    costs = (_least(call) for call in (stateful.take, lambda: stateful.put(state), step))
+    costs = (_min_us(call) for call in (stateful.take, lambda: stateful.put(state), step))
     return [*(f"{cost:.0f}" for cost in costs), f"{size:,}"]
 
 

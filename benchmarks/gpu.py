@@ -1,8 +1,10 @@
-"""What a step costs on a GPU, by its size: `python -m benchmarks.gpu`. Written without one; not run yet.
+"""Measures the time per step on a GPU by payload size: `python -m benchmarks.gpu`.
 
-Each payload's systems take turns. The second figure is what a system takes longer than a program on the CPU.
-The host's loop has no copy at all, so what a system takes longer than that is the way to the device, and the
-payload over that time is its bandwidth.
+It has not run on a GPU yet.
+
+For each payload, the systems alternate. The first figure is the time per step, and the second is the
+difference from a program on the CPU. The host loop copies nothing, so the difference from it is the time of
+the transfer to the device. The bandwidth in the third column is the payload divided by that time.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from benchmarks.accelerator.driver import Driver, timed
 from jaxvec._memory import pinned
 
 NUM_ENVS = 8
-PAYLOADS = {"1 kB": 1 << 10, "1 MB": 1 << 20, "30 MB": 30 << 20}  # of a step of all envs
+PAYLOADS = {"1 kB": 1 << 10, "1 MB": 1 << 20, "30 MB": 30 << 20}  # bytes per step of all envs
 
-Turn = Callable[[int], None]  # steps so often
+Turn = Callable[[int], None]  # steps all envs that many times
 
 
 class StillEnv(gymnasium.Env[Any, Any]):
-    """Observes `size` bytes, always the same."""
+    """An env with a constant observation of `size` bytes."""
 
     def __init__(self, size: int) -> None:
         self.observation_space = spaces.Box(0, 255, (size,), np.uint8)
@@ -43,22 +45,20 @@ class StillEnv(gymnasium.Env[Any, Any]):
         self._observation = np.ones(size, np.uint8)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """Starts over."""
         return self._observation, {}
 
     def step(self, action: Any) -> Any:
-        """Does nothing."""
         return self._observation, 0.0, False, False, {}
 
 
 def make(size: int, transport: str = "auto") -> jaxvec.VectorEnv:
-    """Makes a pool whose steps have so many bytes."""
+    """Makes a pool with observations of `size` bytes in total."""
     with jaxvec.config.override(transport=transport):
         return jaxvec.make(lambda: StillEnv(size // NUM_ENVS), NUM_ENVS, final_obs=False)
 
 
 def host(envs: jaxvec.VectorEnv, device: jax.Device) -> Turn:
-    """A loop in Python that looks at the rows where they are."""
+    """Returns a Python loop that receives results without a copy."""
     envs.reset()
     action = np.zeros(NUM_ENVS, np.int32)
 
@@ -71,10 +71,10 @@ def host(envs: jaxvec.VectorEnv, device: jax.Device) -> Turn:
 
 
 def program(envs: jaxvec.VectorEnv, device: jax.Device) -> Turn:
-    """A scan on the device."""
+    """Returns a jitted loop on the device."""
     state = [jaxvec.reset(envs)[0]]
 
-    # Of a length that is not known, XLA would have the host look at each step whether there is another one.
+    # With a dynamic length, XLA would evaluate the loop condition on the host in each step.
     @partial(jax.jit, static_argnums=1)
     def run(handle: Any, steps: int) -> Any:
         def body(_: Any, carry: Any) -> Any:
@@ -93,7 +93,7 @@ def program(envs: jaxvec.VectorEnv, device: jax.Device) -> Turn:
 
 @contextmanager
 def unpinned() -> Any:
-    """Lets no pool be page-locked."""
+    """Disables page-locking of pools inside the block."""
     name, pinned._LIBRARY = pinned._LIBRARY, "none"
     try:
         yield
@@ -102,7 +102,7 @@ def unpinned() -> Any:
 
 
 def plain_copy(size: int, rounds: int = 20) -> float:
-    """Returns the seconds of a bare copy from page-locked memory to the device."""
+    """Returns the seconds that CUDA's driver takes for a copy from page-locked memory to the device."""
     driver = Driver()
     here, there = driver.allocate_host(size), driver.allocate(size)
 
@@ -117,7 +117,7 @@ def plain_copy(size: int, rounds: int = 20) -> float:
 
 
 def measure(size: int, device: jax.Device, rounds: int, seconds: float) -> dict[str, float]:
-    """Returns the seconds of a step in each system, medians over the rounds."""
+    """Returns the median seconds per step of each system."""
     with ExitStack() as stack, jax.default_device(device):
         with jax.default_device(jax.devices("cpu")[0]):
             on_cpu = program(stack.enter_context(make(size, transport="ffi")), jax.devices("cpu")[0])
@@ -129,7 +129,7 @@ def measure(size: int, device: jax.Device, rounds: int, seconds: float) -> dict[
         }
         with unpinned():
             turn = program(stack.enter_context(make(size, transport="ffi")), device)
-            turn(1)  # the first call of a program is when it would be
+            turn(1)  # a pool is page-locked in the first call of a program
         turns["program, ffi, not page-locked"] = turn
         times: dict[str, list[float]] = {name: [] for name in turns}
         counts: dict[str, int] = {}
@@ -148,13 +148,15 @@ def measure(size: int, device: jax.Device, rounds: int, seconds: float) -> dict[
 
 
 def main() -> None:
-    """Prints a table for each payload."""
+    """Parses the command line and prints a table per payload."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--platform", default="cuda", help="cpu tries the script where there is no GPU")
-    parser.add_argument("--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, help="a file for the figures, in microseconds and GB/s")
+    parser.add_argument("--platform", default="cuda", help="JAX platform; cpu runs the script without a GPU")
+    parser.add_argument(
+        "--payloads", nargs="+", choices=PAYLOADS, default=list(PAYLOADS), help="bytes per step"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each system")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of a measurement")
+    parser.add_argument("--json", type=Path, help="JSON file for the results, in microseconds and GB/s")
     arguments = parser.parse_args()
     device = jax.devices(arguments.platform)[0]
     print(f"jax {jax.__version__}, {device.device_kind}")
@@ -163,8 +165,8 @@ def main() -> None:
         size = PAYLOADS[label]
         results = measure(size, device, arguments.rounds, arguments.seconds)
         bare = results["host loop, no copy"]
-        rows = figures[f"{label} a step"] = {}
-        print(f"\n{label} a step")
+        rows = figures[f"{label} per step"] = {}
+        print(f"\n{label} per step")
         if arguments.platform == "cuda":
             copy = plain_copy(size)
             rows["plain copy"] = {"us": copy * 1e6, "GB/s": size / copy / 1e9}
@@ -173,8 +175,8 @@ def main() -> None:
             added, copying = taken - results["program on the CPU, ffi"], taken - bare
             rate = size / copying / 1e9 if copying > 0 else None
             rows[name] = {"us": taken * 1e6, "GB/s": rate}
-            said = "" if rate is None else f"{rate:8.2f} GB/s"
-            print(f"  {name:32} {taken * 1e6:10.1f} µs {added * 1e6:+10.1f} µs {said}")
+            bandwidth = "" if rate is None else f"{rate:8.2f} GB/s"
+            print(f"  {name:32} {taken * 1e6:10.1f} µs {added * 1e6:+10.1f} µs {bandwidth}")
         if arguments.json:
             arguments.json.write_text(json.dumps(figures, indent=1))
 

@@ -1,9 +1,9 @@
-"""PPO with IMPALA's network on images, synchronous and double-buffered: `python -m benchmarks.images`.
+"""Measures PPO on images, synchronous and double-buffered: `python -m benchmarks.images`.
 
-The envs' 84 x 84 x 4 bytes go to the device by each way there is. A step of the envs takes as long as the
-policy takes for a batch, so a synchronous loop leaves the device idle for half of a rollout, and two halves
-that alternate could at best double it. The device's own time is that of the same program without envs; what a
-program takes longer, the device idles.
+The policy is IMPALA's deep network. Each transport moves observations of 84 x 84 x 4 bytes to the device. A
+step of the envs takes as long as the policy takes for a batch. So a synchronous loop leaves the device idle
+for half of a rollout, and two alternating halves can at most double the rate. The idle time is the difference
+from the same program without envs.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ GAMMA, DECAY, CLIP = 0.99, 0.95, 0.2
 
 
 class CameraEnv(ImageEnv):
-    """Waits for `seconds` a step, as for a simulator elsewhere."""
+    """An env that sleeps for `seconds` per step, like one that waits for a remote simulator."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
 
     def step(self, action: Any) -> Any:
-        """Waits."""
         if self._seconds:
             time.sleep(self._seconds)
         return super().step(action)
 
 
 class Impala(nn.Module):
-    """The convolutions of IMPALA's deep network, and a head each for policy and value."""
+    """IMPALA's deep convolutional network with a policy head and a value head."""
 
     num_actions: int
 
@@ -64,10 +63,10 @@ class Impala(nn.Module):
 
 
 class Batch(NamedTuple):
-    """What is kept of a batch of rows, and of what the policy did with them."""
+    """Results of a batch of envs and the decisions of the policy."""
 
     obs: jax.Array  # [n, 84, 84, 4] uint8
-    reward: jax.Array  # [n] float32, of the action before
+    reward: jax.Array  # [n] float32, of the previous action
     done: jax.Array  # [n] bool
     action: jax.Array  # [n] int32
     log_prob: jax.Array  # [n] float32
@@ -75,35 +74,39 @@ class Batch(NamedTuple):
 
 
 def log_prob_of(logits: jax.Array, action: jax.Array) -> jax.Array:
-    """Returns the actions' log-probabilities, `[n]`."""
+    """Returns the log-probabilities `[n]` of actions `[n]` from logits `[n, num_actions]`."""
     return jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
 
 
 @dataclass(frozen=True)
 class Ppo:
-    """An update of PPO, whatever it is that advances the envs."""
+    """Rollouts and updates of PPO, independent of the function that steps the envs.
+
+    Attributes:
+        num_steps: Number of batches of a rollout.
+        num_minibatches: Number of minibatches of an update.
+        halves: Number of batches that cover all envs, 1 or 2.
+    """
 
     num_steps: int
     num_minibatches: int
-    halves: int  # how many batches there are of all envs
+    halves: int
 
     @property
     def network(self) -> Impala:
-        """Chooses from two actions."""
         return Impala(2)
 
     @property
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam."""
         return optax.adam(1e-4)
 
     def init(self, obs: jax.Array) -> tuple[Any, Any]:
-        """Returns the parameters and the optimizer's state."""
+        """Returns the parameters and the optimizer state for observations like `obs`."""
         params = self.network.init(jax.random.key(0), obs[:1])
         return params, self.optimizer.init(params)
 
     def collect(self, advance: Advance, params: Any, carry: Any, key: jax.Array) -> tuple[Any, Batch]:
-        """Returns the carry, a handle and its rows, and `num_steps` batches."""
+        """Steps the envs `num_steps` times and returns the new carry (handle, time step) and the batches."""
 
         def play(carry: Any, key: jax.Array) -> Any:
             handle, timestep = carry
@@ -117,7 +120,7 @@ class Ppo:
         return jax.lax.scan(play, carry, jax.random.split(key, self.num_steps))
 
     def learn(self, params: Any, opt_state: Any, steps: Batch) -> tuple[Any, Any]:
-        """Takes one pass over the steps, of which each env's last serves its value alone."""
+        """Updates the parameters with one pass over the steps. The last step of an env only bootstraps."""
         steps = jax.tree.map(lambda x: x.reshape(-1, self.halves * x.shape[1], *x.shape[2:]), steps)
 
         def add(later: jax.Array, now: Any) -> Any:
@@ -147,23 +150,26 @@ class Ppo:
         return jax.lax.scan(descend, (params, opt_state), flat)[0]
 
 
-def together(handle: Any, _: jaxvec.TimeStep, action: jax.Array) -> Any:
-    """Steps all envs, and waits for them."""
+def step_all(handle: Any, _: jaxvec.TimeStep, action: jax.Array) -> Any:
+    """Steps all envs and waits for their results."""
     return jaxvec.step(handle, action)
 
 
-def in_turn(handle: Any, timestep: jaxvec.TimeStep, action: jax.Array) -> Any:
-    """Sends one half away, and takes what the other has done meanwhile."""
+def step_halves(handle: Any, timestep: jaxvec.TimeStep, action: jax.Array) -> Any:
+    """Sends actions to one half of the envs and receives the results of the other half."""
     return jaxvec.recv(jaxvec.send(handle, action, timestep.info["env_id"]))
 
 
-def nowhere(handle: Any, timestep: jaxvec.TimeStep, action: jax.Array) -> Any:
-    """Draws the action into the image, as no loop's body may be all the same: what the device does alone."""
+def mark_image(handle: Any, timestep: jaxvec.TimeStep, action: jax.Array) -> Any:
+    """Writes the action into the image, in place of a step of envs.
+
+    The change prevents XLA from moving the policy out of the loop.
+    """
     return handle, timestep._replace(obs=timestep.obs.at[:, 0, 0, 0].set(action.astype(jnp.uint8)))
 
 
 class Program:
-    """A training program, its envs and its state."""
+    """A training program with its envs, its parameters and its compiled functions."""
 
     def __init__(self, ppo: Ppo, advance: Advance, handle: Any, timestep: jaxvec.TimeStep) -> None:
         self._carry = handle, timestep
@@ -173,7 +179,7 @@ class Program:
         @jax.jit
         def rollout(state: Any, carry: Any, key: jax.Array) -> Any:
             carry, steps = ppo.collect(advance, state[0], carry, key)
-            return state, carry, jax.tree.map(jnp.sum, steps)  # so that nothing is left out
+            return state, carry, jax.tree.map(jnp.sum, steps)  # sums, so that XLA removes no step
 
         @jax.jit
         def update(state: Any, carry: Any, key: jax.Array) -> Any:
@@ -182,27 +188,27 @@ class Program:
 
         self._programs = {"rollout": rollout, "update": update}
 
-    def __call__(self, what: str) -> float:
-        """Returns the seconds of a rollout, or of an update, which is a rollout and learning."""
+    def __call__(self, phase: str) -> float:
+        """Runs `"rollout"`, or `"update"` (a rollout and learning), and returns its duration in seconds."""
         start = time.perf_counter()
-        program = self._programs[what]
+        program = self._programs[phase]
         self._state, self._carry, _ = jax.block_until_ready(program(self._state, self._carry, self._key))
         return time.perf_counter() - start
 
 
-def turns(programs: Mapping[str, Program], what: str, rounds: int) -> dict[str, float]:
-    """Returns each program's seconds, medians of rounds in which they take turns."""
+def turns(programs: Mapping[str, Program], phase: str, rounds: int) -> dict[str, float]:
+    """Returns the duration of a phase of each program in seconds, as medians of alternating rounds."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     for attempt in range(rounds + 1):  # the first one compiles
         for name, program in programs.items():
-            taken = program(what)
+            taken = program(phase)
             if attempt:
                 times[name].append(taken)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
 def report(options: argparse.Namespace) -> None:
-    """Measures, prints as it goes, and writes the file of figures if there is to be one."""
+    """Runs all measurements, prints them, and writes them to the file `options.json` if it is set."""
     figures: dict[str, Any] = {}
     size, workers = options.num_envs, options.num_workers
     shape = partial(Ppo, options.num_steps, options.num_minibatches)
@@ -213,12 +219,12 @@ def report(options: argparse.Namespace) -> None:
         jnp.zeros(size, bool),
         {"env_id": jnp.arange(size)},
     )
-    alone = Program(shape(halves=1), nowhere, (), rows)
+    alone = Program(shape(halves=1), mark_image, (), rows)
     seconds = turns({"device": alone}, "rollout", options.rounds)["device"] / options.num_steps
-    print(f"the policy takes {seconds * 1e3:.2f} ms for {size} images, and so do the envs for a step")
+    print(f"policy for {size} images: {seconds * 1e3:.2f} ms; a step of the envs takes as long")
     figures["policy, ms"] = seconds * 1e3
 
-    # Of the envs that a worker steps in one batch, the first waits for all.
+    # A worker steps the envs of a batch one after another, so only the first one sleeps.
     in_batch = size // workers
     fns = [partial(CameraEnv, 0 if i % in_batch else seconds) for i in range(2 * size)]
     with ExitStack() as stack:
@@ -227,16 +233,20 @@ def report(options: argparse.Namespace) -> None:
             stack.enter_context(jaxvec.config.override(transport=transport))
             make = partial(jaxvec.make, num_workers=workers, final_obs=False)
             envs = stack.enter_context(make(fns[:size]))
-            programs[f"synchronous, {transport}"] = Program(shape(halves=1), together, *jaxvec.reset(envs))
+            programs[f"synchronous, {transport}"] = Program(shape(halves=1), step_all, *jaxvec.reset(envs))
             envs = stack.enter_context(make(fns, batch_size=size, recv_order="sent"))
-            programs[f"two halves, {transport}"] = Program(shape(halves=2), in_turn, *jaxvec.reset(envs))
-        for what in ("rollout", "update"):
-            times = turns(programs, what, options.rounds)
-            print(f"\n{what}: {options.num_steps} batches of {size} images")
+            programs[f"two halves, {transport}"] = Program(shape(halves=2), step_halves, *jaxvec.reset(envs))
+        for phase in ("rollout", "update"):
+            times = turns(programs, phase, options.rounds)
+            print(f"\n{phase}: {options.num_steps} batches of {size} images")
             for name, taken in times.items():
                 rate, idle = size * options.num_steps / taken, 1 - times["device alone"] / taken
                 print(f"  {name:26} {taken * 1e3:9.1f} ms {rate:11,.0f} steps/s, device idle {idle:4.0%}")
-                figures.setdefault(what, {})[name] = {"ms": taken * 1e3, "steps/s": rate, "device idle": idle}
+                figures.setdefault(phase, {})[name] = {
+                    "ms": taken * 1e3,
+                    "steps/s": rate,
+                    "device idle": idle,
+                }
             for transport in options.transports:
                 ratio = times[f"synchronous, {transport}"] / times[f"two halves, {transport}"]
                 print(f"  two halves over synchronous, {transport}: {ratio:.2f}")
@@ -245,24 +255,24 @@ def report(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line and prints the report."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.images",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--platform", default="cuda", help="cpu tries the script where there is no GPU")
-    parser.add_argument("--num-envs", type=int, default=64, help="of a batch")
-    parser.add_argument("--num-workers", type=int, default=8)
-    parser.add_argument("--num-steps", type=int, default=32, help="batches of a rollout")
+    parser.add_argument("--platform", default="cuda", help="JAX platform; cpu runs the script without a GPU")
+    parser.add_argument("--num-envs", type=int, default=64, help="envs per batch")
+    parser.add_argument("--num-workers", type=int, default=8, help="workers per pool")
+    parser.add_argument("--num-steps", type=int, default=32, help="batches per rollout")
     parser.add_argument("--num-minibatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each program")
     parser.add_argument("--transports", nargs="+", default=["ffi", "io_callback"])
-    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--json", type=Path, help="JSON file for the results")
     options = parser.parse_args()
     if options.num_envs % options.num_workers:
         parser.error("--num-envs must be a multiple of --num-workers")
-    if options.num_steps % 2 or options.num_steps < 4:  # two halves learn from all steps but the last
+    if options.num_steps % 2 or options.num_steps < 4:  # each half needs at least two steps
         parser.error("--num-steps must be an even number of at least 4")
     device = jax.devices(options.platform)[0]
     print(f"jax {jax.__version__}, {device.device_kind}")

@@ -1,9 +1,9 @@
-"""Draws the README's learning curve, from runs of `python -m jaxvec.examples.ppo` with several seeds.
+"""Trains `jaxvec.examples.ppo` with several seeds and draws the learning curve of the README.
 
     python -m benchmarks.learning_curve --out docs/images/learning_curve.svg
 
-Needs the extra `demo`. The runs take turns: under one `vmap`, jaxlib 0.10.2's batched QR, which makes
-the first weights, was seen to deadlock on two cores.
+It needs the extra `demo`. The seeds run one after another. Under one `vmap`, the batched QR decomposition of
+jaxlib 0.10.2, which initialises the weights, was seen to deadlock on two cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from jaxvec.examples import ppo
 
 
 def plot(config: ppo.Config, curves: NDArray[np.float32], path: Path) -> None:
-    """Saves a picture: the median over the seeds, and each seed's curve."""
+    """Draws the curve of each seed and their median.
+
+    Args:
+        config: Config of the runs.
+        curves: Array `[num_seeds, num_updates]` of mean returns.
+        path: Path of the SVG file.
+    """
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     env_steps = np.arange(1, config.num_updates + 1) * config.steps_per_update
@@ -38,12 +44,12 @@ def plot(config: ppo.Config, curves: NDArray[np.float32], path: Path) -> None:
 
 
 def main() -> None:
-    """Trains and draws as the command line says, and prints the outcome."""
+    """Parses the command line, trains, prints a line per seed and draws the curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--env", default="CartPole-v1", help="as for the example")
+    parser.add_argument("--env", default="CartPole-v1", help="id of the env")
     parser.add_argument("--total-steps", type=int, default=262_144, help="env steps of each seed")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on")
-    parser.add_argument("--out", required=True, type=Path, help="file for the picture, .svg")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, starting with 0")
+    parser.add_argument("--out", required=True, type=Path, help="SVG file to write")
     args = parser.parse_args()
     config = replace(ppo.Config(), env=args.env, total_steps=args.total_steps)
     curves: list[NDArray[np.float32]] = []

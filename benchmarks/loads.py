@@ -1,4 +1,4 @@
-"""The loads: which env, how many of it, and what it is meant to show."""
+"""The loads: each is a number of envs of one type, or of a mixture, that all systems step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxvec.testing import NestedEnv
 
 
 class BusyEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
-    """Keeps a core busy for `microseconds` a step; with 0 it does nothing at all."""
+    """An env that keeps a core busy for `microseconds` per step. With 0, a step returns at once."""
 
     observation_space = spaces.Box(-1, 1, (4,), np.float32)
     action_space = spaces.Discrete(2)
@@ -27,11 +27,9 @@ class BusyEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
         self._obs = np.zeros(4, np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        """Begins an episode."""
         return self._obs, {}
 
     def step(self, action: Any) -> Any:
-        """Spends the time."""
         if self._ns:
             until = time.perf_counter_ns() + self._ns
             while time.perf_counter_ns() < until:
@@ -40,7 +38,7 @@ class BusyEnv(gymnasium.Env[NDArray[np.float32], np.int64]):
 
 
 class ImageEnv(BusyEnv):
-    """Returns 84 x 84 x 4 bytes a step, of which one changes."""
+    """An env with observations of 84 x 84 x 4 bytes. One byte changes per step."""
 
     observation_space = spaces.Box(0, 255, (84, 84, 4), np.uint8)  # pyright: ignore[reportAssignmentType]
 
@@ -49,7 +47,6 @@ class ImageEnv(BusyEnv):
         self._obs = np.zeros((84, 84, 4), np.uint8)  # pyright: ignore[reportAttributeAccessIssue]
 
     def step(self, action: Any) -> Any:
-        """Changes a pixel."""
         self._obs[0, 0, 0] ^= 1
         return super().step(action)
 
@@ -59,15 +56,22 @@ EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 @dataclass(frozen=True)
 class Load:
-    """A number of envs. `env_id` is set where libraries that want an id can take part."""
+    """A number of envs, made by a registered id or by functions.
+
+    Attributes:
+        name: Name of the load in the report.
+        num_envs: Number of envs.
+        env_id: Registered id of the envs, or None. Some systems need an id.
+        make: Function from the index of an env to the function that makes it, used instead of `env_id`.
+    """
 
     name: str
     num_envs: int
     env_id: str | None = None
-    make: Callable[[int], EnvFn] | None = None  # of the env's index
+    make: Callable[[int], EnvFn] | None = None
 
     def env_fns(self, num_envs: int | None = None) -> list[EnvFn]:
-        """Returns picklable functions that make the envs."""
+        """Returns one picklable function per env that makes it, for `self.num_envs` envs by default."""
         number = self.num_envs if num_envs is None else num_envs
         if self.make is not None:
             return [self.make(i) for i in range(number)]

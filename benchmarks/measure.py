@@ -1,4 +1,7 @@
-"""Measures side by side: systems take turns, so a machine that slows down slows all of them."""
+"""Measures the rates and CPU times of several systems that alternate.
+
+Because the systems alternate, a temporary slowdown of the machine affects all of them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,18 @@ from benchmarks.systems import NotRun, Run, System
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the rounds, or why there are none."""
+    """Medians of a system over the rounds, or the reason why it did not run.
 
-    rate: float = 0.0  # env steps a second
-    cpu: float = 0.0  # seconds of CPU an env step, of this process and all its children
-    start: float = 0.0  # seconds from nothing until the envs are reset, once
+    Attributes:
+        rate: Env steps per second.
+        cpu: Seconds of CPU time per env step, of this process and all its children.
+        start: Seconds from the start of the system until its envs are reset, measured once.
+        not_run: Reason why the system did not run, or an empty string.
+    """
+
+    rate: float = 0.0
+    cpu: float = 0.0
+    start: float = 0.0
     not_run: str = ""
 
 
@@ -33,14 +43,14 @@ def measure(
     seconds: float,
     beside: AbstractContextManager[Any] | None = None,
 ) -> dict[str, Result]:
-    """Runs a load on all systems.
+    """Runs a load on all systems and returns a result per system.
 
     Args:
-        load: the envs.
-        systems: by name.
-        rounds: how often each has its turn.
-        seconds: about how long a turn is.
-        beside: what else runs during all turns, but not while the systems start.
+        load: The envs.
+        systems: Systems by name.
+        rounds: Number of measurements of each system.
+        seconds: Approximate duration of a measurement.
+        beside: Context manager of background load. It is entered after all systems have started.
     """
     results: dict[str, Result] = {}
     turns: dict[str, list[tuple[float, float]]] = {}
@@ -76,28 +86,28 @@ def measure(
 
 
 def rate_of(result: Result) -> float:
-    """Returns the rate; raises `RuntimeError` if there is none, with the reason."""
+    """Returns the rate, or raises `RuntimeError` if the system did not run."""
     if result.not_run:
         raise RuntimeError(result.not_run)
     return result.rate
 
 
 def _steps_in(run: Run, seconds: float) -> int:
-    """Finds how many steps take about so many seconds, and warms the run up with them."""
+    """Returns the number of steps that take about `seconds`, after a warm-up with that number."""
     steps = 10
     while True:
-        run(steps)  # compiles this length
+        run(steps)  # compiles the program for this number of steps
         start = time.perf_counter()
         run(steps)
         taken = time.perf_counter() - start
         if taken > seconds / 2:
             return steps
-        # A few steps are too few to guess from: beside other programs, they may run in one slice of time.
+        # The number grows at most tenfold, because a few steps may fit into one time slice of the scheduler.
         steps = max(int(steps * min(seconds / taken, 10)), steps + 1)
 
 
 def _turn(run: Run, steps: int, env_steps: int) -> tuple[float, float]:
-    """Returns env steps a second, and seconds of CPU an env step, of so many steps."""
+    """Runs the steps and returns env steps per second and seconds of CPU time per env step."""
     children, own, start = _children_cpu(), time.process_time(), time.perf_counter()
     run(steps)
     taken, own = time.perf_counter() - start, time.process_time() - own

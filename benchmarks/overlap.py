@@ -1,4 +1,4 @@
-"""What it gains to overlap: a policy with envs, slow envs with quick ones, resets with learning."""
+"""Measures the gain of overlapping a policy with envs, slow with fast envs, and resets with learning."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Policy = Callable[[jax.Array], jax.Array]
 
 
 class WaitingEnv(BusyEnv):
-    """Takes `milliseconds` a step, but no core: as one does that waits for a simulator."""
+    """An env that sleeps for `milliseconds` per step, like one that waits for a remote simulator."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__(0)
         self._seconds = milliseconds / 1000
 
     def step(self, action: Any) -> Any:
-        """Waits."""
         time.sleep(self._seconds)
         return super().step(action)
 
 
 def double_buffering(rounds: int, seconds: float) -> float:
-    """Returns the rate of two halves that alternate over that of a synchronous loop.
+    """Returns the rate of two alternating halves of the envs relative to a synchronous loop.
 
-    Envs of 1 ms, a policy of 1 ms a batch; both with batches of 2 envs, one to each of 2 workers.
+    An env takes 1 ms per step and the policy 1 ms per batch. Both loops use 2 workers and batches of 2 envs,
+    one in each worker.
     """
     load = Load("1 ms x 2", 2, make=lambda _: partial(WaitingEnv, 1))
     policy = _policy(milliseconds=1, num_envs=2)
@@ -47,42 +47,42 @@ def double_buffering(rounds: int, seconds: float) -> float:
 
 
 def mixed(rounds: int, seconds: float) -> float:
-    """Returns the rate of first-ready batches over that of a synchronous pool of as many envs.
+    """Returns the rate of first-ready batches relative to a synchronous pool of as many envs.
 
-    16 envs with a worker each; one env in eight takes 10 ms a step, the others 1 ms.
+    There are 16 envs with one worker each. One env in eight takes 10 ms per step, and the others take 1 ms.
     """
     load = Load("mixed x 16", 16, make=lambda i: partial(WaitingEnv, 1 if i % 8 else 10))
     systems: dict[str, System] = {
-        "synchronous": partial(_synchronous, policy=_answer),
-        "first ready": partial(_first_ready, policy=_answer, num_envs=16, batch_size=4, recv_order="ready"),
+        "synchronous": partial(_synchronous, policy=_push_pole),
+        "first ready": partial(
+            _first_ready, policy=_push_pole, num_envs=16, batch_size=4, recv_order="ready"
+        ),
     }
     return _ratio(load, systems, rounds, seconds)
 
 
 class SlowlyResetEnv(WaitingEnv):
-    """Takes 5 ms a reset, and 0.1 ms a step; its episodes have 20 of those."""
+    """An env with resets of 5 ms, steps of 0.1 ms, and episodes that are truncated after 20 steps."""
 
     def __init__(self) -> None:
         super().__init__(0.1)
         self._steps = 0
 
     def reset(self, **kwargs: Any) -> Any:
-        """Waits."""
         time.sleep(0.005)
         self._steps = 0
         return super().reset(**kwargs)
 
     def step(self, action: Any) -> Any:
-        """Truncates after 20 steps."""
         self._steps += 1
         obs, reward, terminated, _, info = super().step(action)
         return obs, reward, terminated, self._steps == 20, info
 
 
 def resets_in_advance(rounds: int, seconds: float) -> float:
-    """Returns the rate of a pool with four spare envs for each worker over that of one without.
+    """Returns the rate of a pool with four spare envs per worker relative to one without spare envs.
 
-    8 envs on 2 workers; a learner takes 40 ms after each 20 steps, in which all episodes end.
+    There are 8 envs in 2 workers. All episodes end after 20 steps, and then a learner computes for 40 ms.
     """
     load = Load("slow resets x 8", 8, make=lambda _: SlowlyResetEnv)
     learn = _policy(milliseconds=40, num_envs=8)
@@ -137,7 +137,7 @@ def _first_ready(
 
 
 def _run(turn: Callable[..., Any], handle: jaxvec.Handle, timestep: Any, *, turns: int) -> Run:
-    """Returns a run whose step is so many turns, in which `load.num_envs` envs step."""
+    """Returns a `Run` that calls `turn` `turns` times per step of all envs of the load."""
 
     @partial(jax.jit, static_argnums=1)
     def rollout(carry: Any, length: int) -> Any:
@@ -151,18 +151,18 @@ def _run(turn: Callable[..., Any], handle: jaxvec.Handle, timestep: Any, *, turn
     return run
 
 
-def _answer(obs: jax.Array) -> jax.Array:
+def _push_pole(obs: jax.Array) -> jax.Array:
     return (obs[:, 0] > 0).astype(jnp.int32)
 
 
 def _policy(milliseconds: float, num_envs: int) -> Policy:
-    """Returns a policy that takes so long on this machine, for so many envs."""
+    """Returns a policy that takes `milliseconds` per batch of `num_envs` envs on this machine."""
     weights = jnp.eye(64)
 
     def policy(obs: jax.Array, iterations: int) -> jax.Array:
         hidden = jnp.zeros((len(obs), 64)).at[:, :4].set(obs)
         hidden = jax.lax.fori_loop(0, iterations, lambda _, x: jnp.tanh(x @ weights), hidden)
-        return _answer(hidden)
+        return _push_pole(hidden)
 
     obs, iterations = jnp.zeros((num_envs, 4)), 100_000
     timed = jax.jit(policy, static_argnums=1)

@@ -1,4 +1,4 @@
-"""The systems that jaxvec is compared with."""
+"""Systems of other libraries, with the interface that `systems` defines."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def gymnasium_sync(load: Load) -> Generator[Run]:
 
 @contextmanager
 def _async(load: Load) -> Generator[Any]:
-    _check_few(load)
-    # Its own default would fork a process that has JAX's threads.
+    _check_num_processes(load)
+    # The default start method forks this process, which is unsafe because JAX has started threads.
     envs = AsyncVectorEnv(load.env_fns(), context="spawn", autoreset_mode=AutoresetMode.SAME_STEP)
     with _closing(envs):
         yield envs
@@ -50,7 +50,7 @@ def gymnasium_async(load: Load) -> Generator[Run]:
 
 @contextmanager
 def gymnasium_async_in_jit(load: Load) -> Generator[Run]:
-    """Steps `AsyncVectorEnv` by an ordered `io_callback` in a jitted scan, as users do today."""
+    """Steps `AsyncVectorEnv` through an ordered `io_callback` in a jitted scan, without jaxvec."""
     with _async(load) as envs:
         space = envs.observation_space
         if not isinstance(space, gymnasium.spaces.Box):
@@ -72,12 +72,12 @@ def gymnasium_async_in_jit(load: Load) -> Generator[Run]:
 
 @contextmanager
 def stable_baselines3(load: Load, *, name: str, module: str) -> Generator[Run]:
-    """Steps a vector env with Stable-Baselines3's interface: its own, or ours.
+    """Steps a vector env class with the interface of Stable-Baselines3.
 
     Args:
-        load: the envs.
-        name: of the class, `"SubprocVecEnv"` or `"DummyVecEnv"`.
-        module: which has the class.
+        load: The envs.
+        name: Name of the class, `"SubprocVecEnv"` or `"DummyVecEnv"`.
+        module: Name of the module that defines the class, in Stable-Baselines3 or jaxvec.
     """
     spawns = name == "SubprocVecEnv" and module.startswith("stable_baselines3")
     if spawns and ((load.num_envs > 8 and load.env_id is None) or load.num_envs > MAX_PROCESSES):
@@ -86,14 +86,17 @@ def stable_baselines3(load: Load, *, name: str, module: str) -> Generator[Run]:
         cls = getattr(importlib.import_module(module), name)
     except ImportError as error:
         raise NotRun(str(error)) from error
-    options = {"start_method": "spawn"} if spawns else {}  # its default would fork JAX's threads
+    options = {"start_method": "spawn"} if spawns else {}  # the default may fork, see `_async`
     with _closing(cls(load.env_fns(), **options)) as envs:
         yield loop(envs.step, draw(gymnasium.vector.utils.batch_space(envs.action_space, load.num_envs)))
 
 
 @contextmanager
 def gxm(load: Load) -> Generator[Run]:
-    """Steps gxm's Gymnasium adapter, vmapped, in a jitted scan: `pure_callback` over `SyncVectorEnv`."""
+    """Steps gxm's Gymnasium adapter under `vmap` in a jitted scan.
+
+    The adapter calls `SyncVectorEnv` through `pure_callback`.
+    """
     if load.env_id is None:
         raise NotRun("takes registered ids only")
     try:
@@ -108,12 +111,15 @@ def gxm(load: Load) -> Generator[Run]:
         state, timestep = jax.vmap(env.step)(keys, state, action)
         return state, timestep.reward
 
-    yield scan(step, state, draw(_two_each(load)))
+    yield scan(step, state, draw(_binary_actions(load)))
 
 
 @contextmanager
 def envpool_xla(load: Load) -> Generator[Run]:
-    """Steps EnvPool's own CartPole, written in C++, by its `xla()`: what a compiled env can reach."""
+    """Steps EnvPool's C++ CartPole with the functions that its `xla()` returns.
+
+    It shows the rate of a compiled env.
+    """
     if load.env_id != "CartPole-v1":
         raise NotRun("has its own C++ envs only")
     try:
@@ -128,12 +134,15 @@ def envpool_xla(load: Load) -> Generator[Run]:
         handle, (_, reward, *_) = xla_step(handle, action)
         return handle, reward
 
-    yield scan(step, handle, draw(_two_each(load)))
+    yield scan(step, handle, draw(_binary_actions(load)))
 
 
 @contextmanager
 def pufferlib(load: Load, *, python: str | None) -> Generator[Run]:
-    """Steps PufferLib's `Multiprocessing`, in an environment of its own, since it wants old packages."""
+    """Steps PufferLib's `Multiprocessing` in a server process with another interpreter.
+
+    PufferLib 1.0.1 requires old versions of its dependencies, which conflict with those of jaxvec.
+    """
     if python is None:
         raise NotRun("no --pufferlib-python")
     if load.env_id is None:
@@ -149,12 +158,12 @@ def pufferlib(load: Load, *, python: str | None) -> Generator[Run]:
     def run(num_steps: int) -> None:
         assert server.stdin is not None
         assert server.stdout is not None
-        # Its workers wait by looking all the time, which would take a core from the others' turns.
+        # Its workers busy-wait, which would slow other systems, so the group is stopped between runs.
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGCONT)
         print(num_steps, file=server.stdin, flush=True)
         if not select.select([server.stdout], [], [], 120)[0] or server.stdout.readline() != "done\n":
-            raise NotRun("its server did not answer; the standard error may tell why")
+            raise NotRun("the server did not respond within 120 s; see its output on standard error")
         os.killpg(server.pid, signal.SIGSTOP)
 
     try:
@@ -178,11 +187,11 @@ def _closing(envs: Any) -> Generator[Any]:
         envs.close()
 
 
-def _two_each(load: Load) -> gymnasium.Space[Any]:
-    """Returns CartPole's batched action space."""
+def _binary_actions(load: Load) -> gymnasium.Space[Any]:
+    """Returns the batched action space of envs with two actions, such as CartPole."""
     return gymnasium.spaces.MultiDiscrete([2] * load.num_envs)
 
 
-def _check_few(load: Load) -> None:
+def _check_num_processes(load: Load) -> None:
     if load.num_envs > MAX_PROCESSES:
         raise NotRun(f"starts a process per env; not measured above {MAX_PROCESSES}")

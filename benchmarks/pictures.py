@@ -1,4 +1,4 @@
-"""Saves figures as SVG whose ink follows the reader's light or dark scheme."""
+"""Saves figures as SVG files that adapt to the light or dark colour scheme of the browser."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ _STYLE = """<style>
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Saves a figure; what is black in it becomes the ink, and its background is transparent.
+    """Saves a figure as SVG with a transparent background.
 
-    Its other colours should be readable on white and on black.
+    Black becomes the text colour of the scheme. Other colours should be readable on white and on black.
+
+    Args:
+        figure: The figure.
+        path: Path of the SVG file.
     """
     buffer = io.StringIO()
-    # Text stays text, and a figure of the same data is the same file.
+    # Text is not converted to paths, and equal data produce an identical file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxvec"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     drawn = buffer.getvalue().replace("#000000", "currentColor")

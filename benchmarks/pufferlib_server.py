@@ -1,4 +1,7 @@
-"""Runs PufferLib in an interpreter of its own: reads a number of steps a line, answers `done`."""
+"""Server process that steps PufferLib envs for `peers.pufferlib`.
+
+Each line of standard input is a number of steps. The server prints `done` after the steps.
+"""
 
 import functools
 import sys
@@ -10,12 +13,12 @@ import pufferlib.vector
 
 
 def make(env_id):
-    """Makes an env as PufferLib wants it."""
+    """Makes an env and wraps it for PufferLib."""
     return pufferlib.emulation.GymnasiumPufferEnv(env_creator=functools.partial(gymnasium.make, env_id))
 
 
 def main():
-    """Serves until end of file."""
+    """Steps the envs as requested until the end of standard input."""
     env_id, num_envs, num_workers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     envs = pufferlib.vector.make(
         functools.partial(make, env_id),

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.ray`: what a pool on a Ray cluster costs over a local one, and how it scales.
+"""Measures the overhead and the scaling of pools on a Ray cluster: `python -m benchmarks.ray`.
 
-Nodes are simulated: all are Ray's own on this machine, so there is no network between them, and envs sleep
-where others would compute. What is measured is what jaxvec and Ray add.
+Ray simulates the nodes on this machine. So there is no network between them, and the envs sleep instead of
+computing. The figures show the overhead of jaxvec and Ray.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from benchmarks.__main__ import machine
 BATCHES = {"1 kB": 1 << 10, "100 kB": 100 << 10, "2 MB": 2 << 20}
 NUM_ENVS = 8
 PARTS = ("start", "descriptors", "overhead", "grouping", "scaling", "recovery", "rollouts")
-STAGE = "stage"  # a resource that only the simulated nodes have
+STAGE = "stage"  # custom resource of the simulated worker nodes
 ENVS_PER_NODE = 4
-STORE = 100 << 20  # bytes of each node's object store
+STORE = 100 << 20  # bytes per object store of a node
 
 
 class Busy(gymnasium.Env[Any, Any]):
-    """Does nothing for a while, and observes so many bytes."""
+    """An env with observations of `nbytes` bytes that sleeps for `seconds` per step."""
 
     def __init__(self, nbytes: int, seconds: float = 0.0) -> None:
         self.observation_space = spaces.Box(0, 255, (nbytes,), np.uint8)
@@ -56,7 +56,7 @@ class Busy(gymnasium.Env[Any, Any]):
 
 @contextmanager
 def cluster(num_nodes: int) -> Iterator[Cluster]:
-    """Starts a head and so many nodes, each with room for one actor."""
+    """Starts a cluster with a head and `num_nodes` worker nodes, each with resources for one actor."""
     cluster = Cluster()
     try:
         cluster.add_node(num_cpus=4, object_store_memory=STORE)
@@ -72,7 +72,7 @@ def cluster(num_nodes: int) -> Iterator[Cluster]:
 
 @partial(jax.jit, static_argnames="times")
 def _step(handle: Any, times: int) -> Any:
-    """Steps all envs `times` times; returns the handle and a number that needs every observation."""
+    """Steps all envs `times` times and returns the handle and a sum that depends on every observation."""
 
     def body(_: Any, carry: Any) -> Any:
         handle, total = carry
@@ -84,7 +84,7 @@ def _step(handle: Any, times: int) -> Any:
 
 @partial(jax.jit, static_argnames="times")
 def _receive(handle: Any, times: int) -> Any:
-    """Receives batches `times` times, and sends their envs on."""
+    """Receives `times` batches and sends new actions to the envs of each batch."""
 
     def body(_: Any, carry: Any) -> Any:
         handle, total = carry
@@ -97,14 +97,14 @@ def _receive(handle: Any, times: int) -> Any:
 
 @ray.remote
 class Echo:
-    """Returns so many bytes, as an actor of a pool does at the least."""
+    """An actor that returns `nbytes` bytes, the least work of an actor of a pool."""
 
     def answer(self, name: str, operation: int, request: Any, nbytes: int) -> Any:
         return np.zeros(nbytes, np.uint8)
 
 
 class Bare:
-    """What Ray alone takes: a request to each of two actors, and their answers."""
+    """A benchmark of Ray without jaxvec: requests to two actors, which return `nbytes` bytes in total."""
 
     def __init__(self, nbytes: int) -> None:
         self._actors = [Echo.remote() for _ in range(2)]
@@ -113,15 +113,15 @@ class Bare:
     def __call__(self, times: int) -> float:
         """Returns seconds a batch."""
         request = np.zeros(256, np.uint8)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for _ in range(times):
             for answer in [actor.answer.remote("move", 1, request, self._nbytes) for actor in self._actors]:
                 ray.get(answer)
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - start_time) / times
 
 
 class Run:
-    """A pool whose batches can be timed."""
+    """A benchmark of a pool: jitted steps, or batches of a first-ready pool."""
 
     def __init__(self, envs: jaxvec.VectorEnv) -> None:
         self._handle, timestep = jaxvec.reset(envs)
@@ -133,22 +133,25 @@ class Run:
 
     def __call__(self, times: int) -> float:
         """Returns seconds a batch."""
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         self._handle, total = self._advance(self._handle, times)
         jax.block_until_ready(total)
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - start_time) / times
 
 
-def in_turns(runs: dict[Any, Callable[[int], float]], rounds: int, times: int) -> dict[Any, str]:
-    """Returns the medians of all turns: microseconds a batch, and in brackets CPU time of this process."""
+def alternate(runs: dict[Any, Callable[[int], float]], rounds: int, times: int) -> dict[Any, str]:
+    """Runs the benchmarks alternately and returns microseconds per batch as text.
+
+    The text contains the median time, and in brackets the median CPU time of this process.
+    """
     found: dict[Any, list[tuple[float, float]]] = {name: [] for name in runs}
     for run in runs.values():
-        run(times)  # compiles
+        run(times)  # compiles the program
     for _ in range(rounds):
         for name, run in runs.items():
-            began = time.process_time()
+            start_time = time.process_time()
             wall = run(times)
-            found[name].append((wall * 1e6, (time.process_time() - began) / times * 1e6))
+            found[name].append((wall * 1e6, (time.process_time() - start_time) / times * 1e6))
     medians = {
         name: [statistics.median(column) for column in zip(*found[name], strict=True)] for name in runs
     }
@@ -156,12 +159,12 @@ def in_turns(runs: dict[Any, Callable[[int], float]], rounds: int, times: int) -
 
 
 def overhead(rounds: int, times: int) -> Iterator[str]:
-    """Times batches of both backends, in turns."""
+    """Compares batches of the process backend, the Ray backend and Ray alone."""
     yield (
-        f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in two workers, in a jitted loop; in "
-        "brackets, CPU time of the driver.\n"
+        f"\nMicroseconds per batch of {NUM_ENVS} no-op envs in two workers, in a jitted loop; in brackets, "
+        "CPU time of the driver.\n"
     )
-    yield "| batch | local workers | actors, by TCP | actors, by Ray | Ray alone |"
+    yield '| batch | local workers | data="tcp" | data="ray" | Ray alone |'
     yield "| --- | ---: | ---: | ---: | ---: |"
     for name, nbytes in BATCHES.items():
         with ExitStack() as stack:
@@ -171,30 +174,30 @@ def overhead(rounds: int, times: int) -> Iterator[str]:
                 made = jaxvec.make(env, NUM_ENVS, num_workers=2, backend=backend, final_obs=False)
                 runs[str(backend)] = Run(stack.enter_context(made))
             runs["bare"] = Bare(nbytes)
-            yield f"| {name} | {' | '.join(in_turns(runs, rounds, times).values())} |"
+            yield f"| {name} | {' | '.join(alternate(runs, rounds, times).values())} |"
 
 
 def start(rounds: int, _: int) -> Iterator[str]:
-    """Times the start of pools of so many actors, which share this machine with the driver."""
-    yield "\nMedians of the seconds that `make` takes, and of the driver's CPU time, in milliseconds.\n"
+    """Measures the start of pools with 1 to 8 actors on the machine of the driver."""
+    yield "\nMedian seconds of `make`, and median CPU time of the driver in milliseconds.\n"
     yield "| actors | seconds | CPU time of the driver |\n| ---: | ---: | ---: |"
     found: dict[int, list[tuple[float, float]]] = {count: [] for count in (1, 2, 4, 8)}
     backend = jaxvec.Ray(resources_per_worker={"CPU": 0.05})
-    for turn in range(rounds + 1):  # in the first Ray starts processes
+    for turn in range(rounds + 1):  # Ray starts processes in the first round, which is not counted
         for count, each in found.items():
-            began, cpu = time.perf_counter(), time.process_time()
+            start_time, cpu = time.perf_counter(), time.process_time()
             with jaxvec.make(partial(Busy, 128), count, num_workers=count, backend=backend):
                 if turn:
-                    each.append((time.perf_counter() - began, time.process_time() - cpu))
+                    each.append((time.perf_counter() - start_time, time.process_time() - cpu))
     for count, each in found.items():
         wall, cpu = (statistics.median(column) for column in zip(*each, strict=True))
         yield f"| {count} | {wall:.1f} | {cpu * 1e3:.0f} |"
 
 
 def descriptors(rounds: int, _: int) -> Iterator[str]:
-    """Counts what pools hold open in this process."""
-    yield "\nMedians of the file descriptors that a pool adds to those of the driver.\n"
-    yield "| actors | workers in each | descriptors |\n| ---: | ---: | ---: |"
+    """Counts the file descriptors that pools keep open in this process."""
+    yield "\nMedian number of file descriptors that a pool opens in the driver.\n"
+    yield "| actors | workers per actor | descriptors |\n| ---: | ---: | ---: |"
     for actors, workers in ((1, 1), (1, 8), (1, 32), (4, 8), (8, 1)):
         backend = jaxvec.Ray(workers_per_actor=workers, resources_per_worker={"CPU": 0.01})
         count = actors * workers
@@ -208,18 +211,19 @@ def descriptors(rounds: int, _: int) -> Iterator[str]:
 
 
 def on_stage(workers_per_actor: int, data: str = "tcp") -> jaxvec.Ray:
-    """Returns a backend that takes a whole node for each actor."""
+    """Returns a backend that places each actor on a separate worker node."""
     share = {"CPU": 0, STAGE: ENVS_PER_NODE / workers_per_actor}
     return jaxvec.Ray(workers_per_actor=workers_per_actor, resources_per_worker=share, data=data)
 
 
 def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
-    """Times pools on clusters of so many nodes, each with four envs that take 5 ms."""
+    """Measures pools on clusters of several sizes, with four envs per node and steps of 5 ms."""
     yield (
-        f"\nEnv steps a second of envs that take 5 ms, {ENVS_PER_NODE} a simulated node: in one worker, "
-        "which steps them in turn (the limit: 200 a node), and in four (800 a node); in brackets, by Ray.\n"
+        f"\nEnv steps per second of envs with steps of 5 ms, {ENVS_PER_NODE} per simulated node: in one "
+        "worker, which steps them sequentially (limit: 200 per node), and in four (limit: 800 "
+        'per node); in brackets, with `data="ray"` instead of `data="tcp"`.\n'
     )
-    yield "| nodes | one worker | first half ready | four workers | first half ready | of the limits |"
+    yield "| nodes | one worker | asynchronous | four workers | asynchronous | fractions of the limits |"
     yield "| ---: | ---: | ---: | ---: | ---: | --- |"
     for count in counts:
         rates, shares = [], []
@@ -229,7 +233,7 @@ def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
                     found: dict[str, list[float]] = {"tcp": [], "ray": []}
                     for _ in range(rounds):
                         for data, each in found.items():
-                            with jaxvec.make(  # one after the other: each takes all nodes
+                            with jaxvec.make(  # sequentially, because each pool needs all nodes
                                 partial(Busy, 1024, 0.005),
                                 ENVS_PER_NODE * count,
                                 num_workers=workers * count,
@@ -246,12 +250,12 @@ def scaling(counts: list[int], rounds: int, times: int) -> Iterator[str]:
 
 
 def grouping(rounds: int, times: int) -> Iterator[str]:
-    """Times batches of the same workers in several actors and in one, in turns."""
+    """Compares batches of the same workers, grouped into several actors or into one."""
     yield (
-        f"\nMicroseconds a batch of {NUM_ENVS} envs that do nothing, in {NUM_ENVS} workers; in brackets, CPU "
-        "time of the driver.\n"
+        f"\nMicroseconds per batch of {NUM_ENVS} no-op envs in {NUM_ENVS} workers; in brackets, CPU time of "
+        "the driver.\n"
     )
-    yield "| batch | actors | workers in each | by TCP | by Ray |"
+    yield '| batch | actors | workers per actor | data="tcp" | data="ray" |'
     yield "| --- | ---: | ---: | ---: | ---: |"
     for name in ("1 kB", "2 MB"):
         with ExitStack() as stack:
@@ -263,20 +267,20 @@ def grouping(rounds: int, times: int) -> Iterator[str]:
                     env = partial(Busy, BATCHES[name] // NUM_ENVS)
                     made = jaxvec.make(env, NUM_ENVS, num_workers=NUM_ENVS, backend=backend, final_obs=False)
                     runs[size, data] = Run(stack.enter_context(made))
-            found = in_turns(runs, rounds, times)
+            found = alternate(runs, rounds, times)
         for size in (NUM_ENVS, NUM_ENVS // 2, 1):
             yield f"| {name} | {NUM_ENVS // size} | {size} | {found[size, 'tcp']} | {found[size, 'ray']} |"
 
 
 def rollouts(rounds: int, times: int) -> Iterator[str]:
-    """Steps the same envs from the driver and by actors that make rollouts, in turns."""
+    """Compares steps from the driver with actors that run whole rollouts."""
     num_steps, num_actors, num_envs = 64, 2, 8
     times = max(times // num_steps, 1)
     backend = jaxvec.Ray(workers_per_actor=1)
     env = partial(Busy, 1024)
     yield (
-        f"\nOf {num_actors} actors with {num_envs} envs each that observe 1 kB and do nothing, and T = "
-        f"{num_steps}: microseconds of the driver's CPU time for an env step, and env steps a second.\n"
+        f"\nMicroseconds of CPU time of the driver per env step, and env steps per second: {num_actors} "
+        f"actors with {num_envs} no-op envs each, observations of 1 kB, and rollouts of {num_steps} steps.\n"
     )
     yield "| | CPU time of the driver | steps/s |\n| --- | ---: | ---: |"
 
@@ -303,14 +307,14 @@ def rollouts(rounds: int, times: int) -> Iterator[str]:
                 handle, _, trajectory = program(None, handle, timestep, None)
                 jax.block_until_ready(trajectory)
 
-        def by_actors() -> None:
+        def from_actors() -> None:
             for _ in range(times * num_actors):
                 jax.block_until_ready(actors.get().trajectory)
                 actors.push(np.zeros(1000, np.float32))
 
-        runs = {"`make(backend=jaxvec.Ray())`": from_driver, "`jaxvec.Rollouts`": by_actors}
+        runs = {"`make(backend=jaxvec.Ray())`": from_driver, "`jaxvec.Rollouts`": from_actors}
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-        for turn in range(rounds + 1):  # the first compiles
+        for turn in range(rounds + 1):  # the first round compiles and is not counted
             for name, run in runs.items():
                 cpu, wall = time.process_time(), time.perf_counter()
                 run()
@@ -329,8 +333,8 @@ def rollouts(rounds: int, times: int) -> Iterator[str]:
 
 
 def recovery(rounds: int) -> Iterator[str]:
-    """Kills a node under a pool that goes on, with another node waiting."""
-    yield "\nSeconds from the death of one of two nodes to the first batch after it, with a third one idle.\n"
+    """Measures how long a pool takes to recover from the death of a node, with a spare node."""
+    yield "\nSeconds from the death of one of two nodes to the next batch, with a third node idle.\n"
     yield "| round | seconds |\n| ---: | ---: |"
     for number in range(rounds):
         with (
@@ -346,22 +350,24 @@ def recovery(rounds: int) -> Iterator[str]:
                 node for node in nodes.worker_nodes if any(node.node_id[:12] in place for place in busy)
             )
             killer = threading.Thread(target=nodes.remove_node, args=(victim, False))
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             killer.start()
             while not envs.step(np.zeros(8, int)).info["fault"].any():
                 pass
-            yield f"| {number + 1} | {time.perf_counter() - began:.1f} |"
+            yield f"| {number + 1} | {time.perf_counter() - start_time:.1f} |"
             killer.join()
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line and prints the report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ray", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--times", type=int, default=200, help="batches in a turn")
-    parser.add_argument("--nodes", type=int, nargs="*", default=[1, 2, 4, 8], help="simulated")
-    parser.add_argument("--deaths", type=int, default=3, help="nodes to kill")
-    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each system")
+    parser.add_argument("--times", type=int, default=200, help="batches per measurement")
+    parser.add_argument(
+        "--nodes", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of simulated nodes"
+    )
+    parser.add_argument("--deaths", type=int, default=3, help="number of nodes to kill, one per round")
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS, help="benchmarks to run")
     options = parser.parse_args()
     print(f"`python -m benchmarks.ray {' '.join(sys.argv[1:])}`".replace(" `", "`"))
     print(f"on {machine()}, ray {ray.__version__}; nodes are simulated on this machine.")

@@ -1,4 +1,4 @@
-"""The tables and the plot."""
+"""Writes the tables and the plot of `python -m benchmarks`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks import pictures
 from benchmarks.measure import Result
 
 _DRAWN = ("CartPole x 8", "CartPole x 64", "CartPole x 256", "nested Dict x 64")
-_MARKS = ("o", "s", "D", "^")
+_MARKS = ("o", "s", "D", "^")  # one marker per drawn load
 
 Results = Mapping[str, Mapping[str, Result]]  # by load and system
 
 
 def tables(results: Results) -> Iterator[str]:
-    """Yields Markdown: rates, what did not run and why, CPU time."""
+    """Yields Markdown lines: tables of rates, CPU times and start times, and exclusions with reasons."""
     systems = list(next(iter(results.values())))
     limit = systems[0]
     yield "Env steps per second; in parentheses the ratio to the first line.\n"
@@ -54,9 +54,9 @@ def _ratio(rate: float, best: float) -> str:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Draws each system's rates relative to the bare loops, for a few loads; what did not run has no mark."""
+    """Draws the rates of the systems that ran, relative to the bare loops, for a few loads."""
     systems = list(next(iter(results.values())))
-    figure = Figure(figsize=(4.4, 1.2 + 0.36 * len(systems)), layout="constrained")  # as narrow as a phone
+    figure = Figure(figsize=(4.4, 1.2 + 0.36 * len(systems)), layout="constrained")  # fits a phone
     axes = figure.subplots()
     for place, load in enumerate([load for load in _DRAWN if load in results] or results):
         by_system = results[load]
@@ -64,11 +64,11 @@ def plot(results: Results, path: Path) -> None:
         rates = [by_system[system].rate / (by_system[systems[0]].rate or 1) for system in shown]
         axes.plot(rates, [systems.index(system) for system in shown], _MARKS[place % len(_MARKS)], label=load)
     axes.set(
-        xscale="log", ylim=(len(systems) - 0.5, -0.5), xlabel="env steps a second over those of bare loops"
+        xscale="log", ylim=(len(systems) - 0.5, -0.5), xlabel="env steps per second relative to bare loops"
     )
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(systems)), [""] * len(systems))
-    for place, system in enumerate(systems):  # a line above its marks, where it needs no width of its own
+    for place, system in enumerate(systems):  # labels are above the marks, so they need no margin
         axes.text(0.01, place - 0.28, system, fontsize=9, va="center", transform=axes.get_yaxis_transform())
     axes.grid(alpha=0.3)
     axes.axvline(1, color="black", linewidth=0.8)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.soak`: steps pools while workers are killed and envs fail, at random.
+"""Steps pools while workers are killed and envs fail at random: `python -m benchmarks.soak`.
 
-Every field of every row that comes back is foretold from the rows before it, and compared. A pool of each
-kind (hand-off, transport, synchronous or first-ready, `retry`, spare envs; with `--ray`, on a cluster of its
-own) runs for its share of the time, with `on_fault="restart"` and no limits.
+Each field of each result is compared with a prediction from the previous results. Pools with several
+combinations of dispatch, transport, batch size, `retry` and spare envs run for equal times, with unlimited
+restarts. With `--ray`, some pools also run on a separate Ray cluster.
 """
 
 from __future__ import annotations
@@ -33,21 +33,35 @@ import jaxvec
 from jaxvec._workers import fork
 from jaxvec.testing import CountingEnv
 
-LENGTH = 200  # steps, or turns, of one program
+LENGTH = 200  # steps, or pairs of `send` and `recv`, per call of the program
 NUM_ENVS, NUM_WORKERS = 8, 2
-EPISODE = 50  # steps
-SHAPE = (32, 32, 3)  # of an image
+EPISODE = 50  # steps per episode
+SHAPE = (32, 32, 3)  # shape of an image
 
 
-def picture(counts):
-    """Returns the images of envs that have counted so, `[n, 4]`; each pixel tells of when it is."""
+def images_of(counts):
+    """Returns the images that envs observe with given counters.
+
+    Each pixel depends on the counters, so that the check detects pixels of other steps.
+
+    Args:
+        counts: Array `[n, 4]` of resets, steps, steps of the episode, and the last action.
+
+    Returns:
+        Array `[n, *SHAPE]` of uint8.
+    """
     resets, steps, _, action = np.asarray(counts).T[:, :, None]
     pixels = np.arange(math.prod(SHAPE)) * (steps + 1) + 7 * resets + action
     return (pixels % 256).astype(np.uint8).reshape(-1, *SHAPE)
 
 
-class CursedEnv(CountingEnv):
-    """Counts, and at random times meets with a fault, which it first notes in a file."""
+class FaultyEnv(CountingEnv):
+    """A `CountingEnv` that causes a random fault at random times.
+
+    Args:
+        record: File to which the name of each fault is appended before it happens.
+        mean: Mean seconds between faults.
+    """
 
     def __init__(self, record: Path, mean: float) -> None:
         super().__init__(episode_length=EPISODE)
@@ -56,12 +70,12 @@ class CursedEnv(CountingEnv):
         )
         self._record = record
         self._mean = mean
-        self._doom = time.monotonic() + random.expovariate(1 / mean)
+        self._next_fault = time.monotonic() + random.expovariate(1 / mean)
 
     def step(self, action):
         obs, reward, terminated, truncated, info = super().step(action)
-        if time.monotonic() > self._doom:
-            self._doom = time.monotonic() + random.expovariate(1 / self._mean)
+        if time.monotonic() > self._next_fault:
+            self._next_fault = time.monotonic() + random.expovariate(1 / self._mean)
             name = random.choice(list(FAULTS))
             with self._record.open("a") as record:
                 record.write(f"{name}\n")
@@ -70,11 +84,11 @@ class CursedEnv(CountingEnv):
 
     def _observe(self, action):
         counts = super()._observe(action)
-        return {"counts": counts, "image": picture(counts[None])[0]}
+        return {"counts": counts, "image": images_of(counts[None])[0]}
 
 
-class _Deadly(dict):
-    """An observation that kills its process when half of it has been written."""
+class _KillingObservation(dict):
+    """An observation that kills its process between the writes of its two leaves."""
 
     def __getitem__(self, key):
         if key == "image":
@@ -83,10 +97,10 @@ class _Deadly(dict):
 
 
 def _raise(obs):
-    raise ValueError("bad luck")
+    raise ValueError("random fault")
 
 
-def _spoil(obs):
+def _truncate_image(obs):
     return obs | {"image": obs["image"][:1]}
 
 
@@ -96,11 +110,11 @@ def _signal(number):
 
 FAULTS = {
     "exception": _raise,
-    "wrong data": _spoil,
+    "wrong data": _truncate_image,
     "sys.exit": lambda obs: sys.exit(1),
     "os._exit": lambda obs: os._exit(1),
     "SIGKILL": _signal(signal.SIGKILL),
-    "killed in the middle of a row": _Deadly,
+    "SIGKILL while results are written": _KillingObservation,
     "SIGSEGV": lambda obs: ctypes.string_at(0),
     "SIGSTOP": _signal(signal.SIGSTOP),
     "hang": lambda obs: signal.pause(),
@@ -108,8 +122,8 @@ FAULTS = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What a pool is made with."""
+class PoolConfig:
+    """Options of a pool."""
 
     dispatch: str
     transport: str
@@ -124,16 +138,24 @@ class Kind:
         return ", ".join([self.dispatch, self.transport, str(self.batch_size), self.retry, *extras])
 
 
-WAYS = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback")]
-KINDS = [Kind(*way, batch_size) for batch_size in (NUM_ENVS, NUM_ENVS // 2) for way in WAYS]
-KINDS += [replace(kind, retry="reset") for kind in (KINDS[0], KINDS[5])]
-KINDS += [replace(kind, spare_envs=2) for kind in (KINDS[3], KINDS[6])]
-ON_RAY = [replace(kind, backend="ray") for kind in (KINDS[0], KINDS[3], KINDS[7])]
+MODES = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback")]
+CONFIGS = [PoolConfig(*way, batch_size) for batch_size in (NUM_ENVS, NUM_ENVS // 2) for way in MODES]
+CONFIGS += [replace(config, retry="reset") for config in (CONFIGS[0], CONFIGS[5])]
+CONFIGS += [replace(config, spare_envs=2) for config in (CONFIGS[3], CONFIGS[6])]
+ON_RAY = [replace(config, backend="ray") for config in (CONFIGS[0], CONFIGS[3], CONFIGS[7])]
 
 
 @dataclass
 class Tally:
-    """What a pool went through."""
+    """Counters of a run.
+
+    Attributes:
+        steps: Number of results without a fault.
+        fault_rows: Number of results with a fault.
+        wrong: Number of fields that differ from the prediction.
+        faults: Number of caused faults by name.
+        restarts: Number of restarts that the pool reports.
+    """
 
     steps: int = 0
     fault_rows: int = 0
@@ -142,53 +164,60 @@ class Tally:
     restarts: int = 0
 
 
-class Last:
-    """What was delivered of each env last, from which its next row follows.
+class ResultModel:
+    """A model of the pool that predicts the next result of each env from the last one.
 
-    A row does not tell whether its fault took the env's process, or its object, along; the first observation
-    after it does. So does that of an episode which a spare env begins. Either has to be of one that there may
-    be: new, the one that played, or one of the worker's spare ones.
+    A result with a fault does not show whether the process or the env object was replaced. The counters in
+    the next observation do. They also show whether a spare env started the next episode. The counters have
+    to match a possible env: a new one, the previous one, or a spare one of the worker.
+
+    Args:
+        config: Options of the pool.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         self.spare: list[Counter[tuple[int, int]]] = [Counter() for _ in range(NUM_WORKERS)]
-        self.spare_envs = kind.spare_envs
-        self.keeps = kind.retry == "reset"  # the object that raised
+        self.spare_envs = config.spare_envs
+        self.keeps = config.retry == "reset"  # whether an env that raised is reset instead of rebuilt
         self.counts = np.zeros((NUM_ENVS, 4), np.int64)
         self.returns = np.zeros(NUM_ENVS)
         self.lengths = np.zeros(NUM_ENVS, np.int64)
-        self.resets = np.ones(NUM_ENVS, np.bool_)  # whose next row is that of a reset
+        self.resets = np.ones(NUM_ENVS, np.bool_)  # whether the next result is that of a reset
 
-    def begin(self, env_id, counts, fault, told):
-        """Returns what an env counts as its next episode begins: what it has told, if that may be.
+    def first_counts(self, env_id, counts, fault, reported):
+        """Returns the counters of an env in the first observation of its next episode.
+
+        These are the reported counters if a possible env has them, and otherwise those of a new env.
 
         Args:
-            env_id: whose.
-            counts: `[resets, steps, ...]` as its last episode ended, with the step that a fault took.
-            fault: whether it ended by one.
-            told: what it counts by the row.
+            env_id: Index of the env.
+            counts: Counters `[resets, steps, ...]` at the end of the last episode, including a step that a
+                fault interrupted.
+            fault: Whether the last episode ended with a fault.
+            reported: Counters in the result.
         """
-        new, reset_in_vain = (0, 0), (1, 0)  # all are reset in advance before they are with a seed
+        # An env that is reset in advance, and then again with a seed, has counted one unused reset.
+        new, reset_unused = (0, 0), (1, 0)
         ended = int(counts[0]), int(counts[1])
         spare = self.spare[env_id * NUM_WORKERS // NUM_ENVS]
         kept = set() if fault and not self.keeps else {ended}
-        candidates = {*spare, new, reset_in_vain} if self.spare_envs else kept
+        candidates = {*spare, new, reset_unused} if self.spare_envs else kept
         candidates |= {new} if fault else set()
-        found = (int(told[0]) - 1, int(told[1]))
+        found = (int(reported[0]) - 1, int(reported[1]))
         if self.spare_envs:
             spare.update(kept)
             spare -= Counter({found})
-        began = found if found in candidates else new
-        return [began[0] + 1, began[1], 0, -1]
+        start = found if found in candidates else new
+        return [start[0] + 1, start[1], 0, -1]
 
-    def foretell(self, ids, actions, fault, told):
-        """Returns all fields of the next rows of these envs; takes them for delivered.
+    def predict(self, ids, actions, fault, reported):
+        """Returns all fields of the next results of some envs, and updates the model.
 
         Args:
-            ids: of the envs.
-            actions: of each.
-            fault: whether the row says so; all else follows.
-            told: what the rows count, for those of episodes that begin.
+            ids: Array `[n]` of the env ids.
+            actions: Array `[n]` of the actions.
+            fault: Array `[n]` of bool, the field `fault` of the results. It cannot be predicted.
+            reported: Array `[n, 4]` of counters in the results, used for envs that start an episode.
         """
         before, reset = self.counts[ids], self.resets[ids]
         resets, steps, episode, _ = before.T
@@ -196,18 +225,18 @@ class Last:
         plays = ~fault & ~reset
         terminated = plays & (episode + 1 == EPISODE)
         over = terminated | fault
-        last = np.where(fault[:, None], before, stepped)  # of the episodes that are over
+        last = np.where(fault[:, None], before, stepped)  # final observations of finished episodes
         counts = stepped.copy()
-        counts[reset] = [1, 0, 0, -1]  # for the first time
-        for place in np.flatnonzero(over):
-            counts[place] = self.begin(ids[place], stepped[place], fault[place], told[place])
+        counts[reset] = [1, 0, 0, -1]  # the first reset of the pool
+        for index in np.flatnonzero(over):
+            counts[index] = self.first_counts(ids[index], stepped[index], fault[index], reported[index])
         reward = np.where(plays, episode + 1, 0)
         returns, lengths = self.returns[ids] + reward, self.lengths[ids] + plays
         self.counts[ids], self.resets[ids] = counts, False
         self.returns[ids], self.lengths[ids] = np.where(over, 0, returns), np.where(over, 0, lengths)
         hidden = np.zeros((len(ids), *SHAPE), np.uint8)
         return {
-            "obs": {"counts": counts, "image": picture(counts)},
+            "obs": {"counts": counts, "image": images_of(counts)},
             "reward": reward,
             "terminated": terminated,
             "truncated": fault,
@@ -217,18 +246,18 @@ class Last:
             "fault": fault,
             "final_obs": {
                 "counts": np.where(over[:, None], last, 0),
-                "image": np.where(over[:, None, None, None], picture(last), hidden),
+                "image": np.where(over[:, None, None, None], images_of(last), hidden),
             },
             "_final_obs": over,
         }
 
 
-def check(tally, last, actions, timestep):
-    """Checks all fields of the rows of one turn, and counts those that were not foretold."""
+def check(tally, model, actions, timestep):
+    """Compares all fields of a batch with the prediction and counts the differences."""
     ids, fault = timestep.info["env_id"], timestep.info["fault"]
     found = {**timestep._asdict(), **timestep.info}
     del found["info"]
-    expected = last.foretell(ids, actions, fault, timestep.obs["counts"])
+    expected = model.predict(ids, actions, fault, timestep.obs["counts"])
     assert found.keys() == expected.keys()
     tally.steps += int((~fault).sum())
     tally.fault_rows += int(fault.sum())
@@ -237,21 +266,28 @@ def check(tally, last, actions, timestep):
     )
 
 
-def run(kind, seconds, mean, deaths):
-    """Runs one pool for so long; returns its tally."""
+def run(config, seconds, mean, deaths):
+    """Runs one pool and returns its tally.
+
+    Args:
+        config: Options of the pool.
+        seconds: Duration of the run.
+        mean: Mean seconds between faults of an env.
+        deaths: Mean seconds between kills of a worker by this process.
+    """
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "faults")
         record.touch()
-        with jaxvec.config.override(dispatch=kind.dispatch, transport=kind.transport):
+        with jaxvec.config.override(dispatch=config.dispatch, transport=config.transport):
             envs = jaxvec.make(
-                CursedEnv,
+                FaultyEnv,
                 NUM_ENVS,
                 num_workers=NUM_WORKERS,
-                batch_size=None if kind.batch_size == NUM_ENVS else kind.batch_size,
-                backend=kind.backend,
-                spare_envs=kind.spare_envs,
-                on_fault=jaxvec.Restart(retry=kind.retry, max_restarts=None, rate=None),
+                batch_size=None if config.batch_size == NUM_ENVS else config.batch_size,
+                backend=config.backend,
+                spare_envs=config.spare_envs,
+                on_fault=jaxvec.Restart(retry=config.retry, max_restarts=None, rate=None),
                 timeouts=jaxvec.Timeouts(step=1.0),
                 record=record,
                 mean=mean,
@@ -260,17 +296,17 @@ def run(kind, seconds, mean, deaths):
 
         def kill_from_outside():
             while not stop.wait(random.expovariate(1 / deaths)):
-                if kind.backend == "ray":  # whose processes are elsewhere; envs kill theirs
+                if config.backend == "ray":  # actors own the workers; only faults of envs kill them
                     continue
                 workers = envs.pool._workers.supervisor._processes
-                tally.faults["killed from outside"] += 1
-                with suppress(ProcessLookupError):  # it has gone by itself
+                tally.faults["SIGKILL from outside"] += 1
+                with suppress(ProcessLookupError):  # the worker has exited already
                     os.kill(random.choice(workers).pid, signal.SIGKILL)
 
         def turn(carry, action):
             handle, ids = carry
             actions = (action + ids) % 1000
-            if kind.batch_size == NUM_ENVS:
+            if config.batch_size == NUM_ENVS:
                 handle, timestep = jaxvec.step(handle, actions)
             else:
                 handle, timestep = jaxvec.recv(jaxvec.send(handle, actions, ids))
@@ -280,8 +316,8 @@ def run(kind, seconds, mean, deaths):
         killer = threading.Thread(target=kill_from_outside)
         with envs:
             handle, timestep = jaxvec.reset(envs, seed=0)
-            last = Last(kind)
-            check(tally, last, np.zeros(len(timestep.reward), int), jax.tree.map(np.asarray, timestep))
+            model = ResultModel(config)
+            check(tally, model, np.zeros(len(timestep.reward), int), jax.tree.map(np.asarray, timestep))
             sent = np.zeros(NUM_ENVS, int)
             killer.start()
             end = time.monotonic() + seconds
@@ -291,10 +327,10 @@ def run(kind, seconds, mean, deaths):
                     carry, rows = program(carry, jnp.arange(start, start + LENGTH))
                     start += LENGTH
                     rows = jax.tree.map(np.asarray, rows)
-                    for place in range(LENGTH):
-                        ids, actions, timestep = jax.tree.map(lambda leaf, place=place: leaf[place], rows)
+                    for index in range(LENGTH):
+                        ids, actions, timestep = jax.tree.map(lambda leaf, index=index: leaf[index], rows)
                         sent[ids] = actions
-                        check(tally, last, sent[timestep.info["env_id"]], timestep)
+                        check(tally, model, sent[timestep.info["env_id"]], timestep)
             finally:
                 stop.set()
                 killer.join()
@@ -304,39 +340,38 @@ def run(kind, seconds, mean, deaths):
 
 
 def main() -> None:
-    """Runs the soak and prints its report."""
+    """Parses the command line, runs all pools and prints a table.
+
+    The exit status is 1 if a field differs from its prediction.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument(
-        "--mean", type=float, default=20, help="seconds until an env's next fault, on average"
-    )
-    parser.add_argument(
-        "--deaths", type=float, default=5, help="seconds between kills from outside, on average"
-    )
-    parser.add_argument("--ray", action="store_true", help="on Ray, too")
+    parser.add_argument("--minutes", type=float, default=10, help="duration of all runs together")
+    parser.add_argument("--mean", type=float, default=20, help="mean seconds between faults of an env")
+    parser.add_argument("--deaths", type=float, default=5, help="mean seconds between kills of a worker")
+    parser.add_argument("--ray", action="store_true", help="also run pools on Ray")
     options = parser.parse_args()
     logging.getLogger("jaxvec").setLevel(logging.ERROR)
-    kinds = KINDS + ON_RAY if options.ray else KINDS
+    configs = CONFIGS + ON_RAY if options.ray else CONFIGS
     if options.ray:
         import ray
 
-        # "local" is a cluster of its own, though there be others on the machine.
+        # "local" starts a separate cluster, even if another one runs on the machine.
         ray.init(address="local", num_cpus=2 * NUM_WORKERS, log_to_driver=False)
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
-        "| hand-off, transport, envs a turn, retry | steps | faults | restarts | fault rows | wrong fields "
-        "| RSS, MB |"
+        "| dispatch, transport, envs per batch, retry | steps | faults | restarts | faulty results "
+        "| wrong fields | RSS, MB |"
     )
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     wrong = 0
-    seconds = 60 * options.minutes / len(kinds)
-    for kind in kinds:
-        tally = run(kind, seconds, options.mean, options.deaths)
+    seconds = 60 * options.minutes / len(configs)
+    for config in configs:
+        tally = run(config, seconds, options.mean, options.deaths)
         wrong += tally.wrong
         megabytes = process.memory_info().rss / 1e6
         print(
-            f"| {kind} | {tally.steps:,} | {tally.faults.total()} "
+            f"| {config} | {tally.steps:,} | {tally.faults.total()} "
             f"| {tally.restarts} | {tally.fault_rows} | {tally.wrong} | {megabytes:.0f} |",
             flush=True,
         )
@@ -344,7 +379,7 @@ def main() -> None:
     fork.end_all()
     if options.ray:
         ray.shutdown()
-    print(f"\nLeft behind: {len(process.children(recursive=True))} processes.")
+    print(f"\nRemaining child processes: {len(process.children(recursive=True))}.")
     sys.exit(wrong > 0)
 
 

@@ -1,7 +1,8 @@
-"""A system: a context manager that starts it with a load and yields `run(num_steps)`.
+"""The systems of jaxvec and the upper bound. `peers` contains the other systems.
 
-All step the same Python envs with random actions, drawn in advance. One that can't take a load raises
-`NotRun`, and the table says why. Here are jaxvec and the limit; `peers` has the others.
+A system is a context manager that starts the envs of a load and yields `run(num_steps)`. All systems step the
+same Python envs with random actions that were drawn in advance. A system that does not support a load raises
+`NotRun` with the reason, which the report lists.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from jaxvec._memory.segment import split_evenly
 from jaxvec._util import usable_cores
 from jaxvec.compat.gymnasium import SyncVectorEnv
 
-Run = Callable[[int], None]  # takes that many steps of every env
+Run = Callable[[int], None]  # steps every env that many times
 System = Callable[[Load], Any]
 
-NUM_ACTIONS = 64  # drawn in advance, for each env
+NUM_ACTIONS = 64  # batches of actions that are drawn in advance
 
 
 class NotRun(Exception):
-    """Why a system does not take part."""
+    """Exception of a system that does not run a load. Its text is the reason."""
 
 
 def draw(space: Any) -> list[Any]:
-    """Draws `NUM_ACTIONS` batches of actions."""
+    """Samples `NUM_ACTIONS` batches of actions with a fixed seed."""
     space.seed(0)
     return [space.sample() for _ in range(NUM_ACTIONS)]
 
 
 def scan(step: Callable[[Any, Any], tuple[Any, jax.Array]], state: Any, drawn: list[Any]) -> Run:
-    """Returns a run of jitted scans of `step(state, action) -> (state, rewards)`."""
+    """Returns a `Run` that scans `step(state, action) -> (state, rewards)` in a jitted function."""
     actions = jax.tree.map(lambda *leaves: jnp.stack(leaves), *drawn)
 
     @partial(jax.jit, static_argnums=1)
@@ -61,7 +62,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, jax.Array]], state: Any, drawn: l
 
 
 def loop(step: Callable[[Any], Any], actions: list[Any]) -> Run:
-    """Returns a run of a Python loop."""
+    """Returns a `Run` that calls `step(action)` in a Python loop."""
 
     def run(num_steps: int) -> None:
         for i in range(num_steps):
@@ -74,7 +75,7 @@ def loop(step: Callable[[Any], Any], actions: list[Any]) -> Run:
 def jaxvec_scan(
     load: Load, *, transport: str, dispatch: str, num_workers: int | None = None, backend: str = "process"
 ) -> Generator[Run]:
-    """Steps by `jaxvec.step` in a jitted scan."""
+    """Steps the envs with `jaxvec.step` in a jitted scan."""
     fns = load.env_fns()
     with jaxvec.config.override(transport=transport, dispatch=dispatch):
         envs = jaxvec.make(fns, num_workers=num_workers, backend=backend)
@@ -89,7 +90,7 @@ def jaxvec_scan(
 
 @contextmanager
 def jaxvec_host(load: Load, *, backend: str = "process") -> Generator[Run]:
-    """Steps by `VectorEnv.step` in a Python loop."""
+    """Steps the envs with `VectorEnv.step` in a Python loop."""
     with jaxvec.make(load.env_fns(), backend=backend) as envs:
         envs.reset(seed=0)
         yield loop(envs.step, draw(envs.action_space))
@@ -105,28 +106,30 @@ def jaxvec_sync(load: Load) -> Generator[Run]:
 
 @contextmanager
 def bare_loops(load: Load, *, meet: bool = False, unwrapped: bool = False) -> Generator[Run]:
-    """Steps an equal share of the envs in a process per core, with nothing between env and loop.
+    """Steps an equal share of the envs in one process per core, in plain loops over `env.step`.
+
+    This is the upper bound for systems that step Python envs on this machine.
 
     Args:
-        load: the envs.
-        meet: whether the processes wait for each other after each step, as those of a vector env do.
-        unwrapped: whether to leave out the wrappers, with their time limit.
+        load: The envs.
+        meet: Whether the processes synchronise after each step, like the workers of a vector env.
+        unwrapped: Whether to step `env.unwrapped`, without wrappers such as the time limit.
     """
     context = multiprocessing.get_context("spawn")
     pipes: list[Any] = []
     processes: list[Any] = []
     slices = split_evenly(load.num_envs, min(usable_cores(), load.num_envs))
-    bells = [context.Pipe(duplex=False) for _ in slices] if meet else []
+    barriers = [context.Pipe(duplex=False) for _ in slices] if meet else []  # (reader, writer) per process
     for number, (first, stop) in enumerate(slices):
-        ours, theirs = context.Pipe()
+        pipe, child_pipe = context.Pipe()
         env_fns = load.env_fns()[first:stop]
-        bell = bells[number][0] if meet else None
-        others = [ring for other, (_, ring) in enumerate(bells) if other != number]
+        barrier = barriers[number][0] if meet else None
+        others = [writer for other, (_, writer) in enumerate(barriers) if other != number]
         process = context.Process(
-            target=_bare_loop, args=(env_fns, theirs, bell, others, unwrapped), daemon=True
+            target=_bare_loop, args=(env_fns, child_pipe, barrier, others, unwrapped), daemon=True
         )
         process.start()
-        pipes.append(ours)
+        pipes.append(pipe)
         processes.append(process)
 
     def run(num_steps: int) -> None:
@@ -134,11 +137,11 @@ def bare_loops(load: Load, *, meet: bool = False, unwrapped: bool = False) -> Ge
             pipe.send(num_steps)
         for pipe in pipes:
             if not pipe.poll(120):
-                raise TimeoutError("a bare loop did not answer")
+                raise TimeoutError("a process of the bare loops did not respond within 120 s")
             pipe.recv()
 
     try:
-        run(1)  # waits for the envs
+        run(1)  # returns when all envs have been reset
         yield run
     finally:
         for pipe, process in zip(pipes, processes, strict=True):
@@ -146,7 +149,7 @@ def bare_loops(load: Load, *, meet: bool = False, unwrapped: bool = False) -> Ge
             process.join(10)
 
 
-def _bare_loop(env_fns: list[EnvFn], pipe: Any, bell: Any, others: list[Any], unwrapped: bool) -> None:
+def _bare_loop(env_fns: list[EnvFn], pipe: Any, barrier: Any, others: list[Any], unwrapped: bool) -> None:
     envs = [env_fn() for env_fn in env_fns]
     if unwrapped:
         envs = [env.unwrapped for env in envs]
@@ -164,9 +167,10 @@ def _bare_loop(env_fns: list[EnvFn], pipe: Any, bell: Any, others: list[Any], un
                 _, _, terminated, truncated, _ = env.step(action)
                 if terminated or truncated:
                     env.reset()
+            # Each process writes one byte to every other process, and waits for one byte from each.
             for other in others:
                 os.write(other.fileno(), b".")
             missing = len(others)
             while missing:
-                missing -= len(os.read(bell.fileno(), missing))
+                missing -= len(os.read(barrier.fileno(), missing))
         pipe.send(None)

@@ -1,4 +1,4 @@
-"""What jaxvec has to reach, computed from the very run whose tables are printed."""
+"""Computes the performance targets of jaxvec from the results of a run, and whether they are reached."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _IO = "jaxvec in scan: io_callback, native"
 _SERIAL = "jaxvec in scan: ffi, serial backend"
 _HOST = "jaxvec, Python loop"
 _SERIAL_HOST = "jaxvec, Python loop: serial backend"
-_OUR_SYNC = "jaxvec's SyncVectorEnv for Gymnasium"
+_JAXVEC_SYNC = "jaxvec's SyncVectorEnv for Gymnasium"
 _BARE = "bare env.step loops, one per core"
 _MEETING = "bare loops that meet after each step"
 _SYNC, _ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv (spawn)"
 
-
+# Lower bounds of the rates of `_FFI` relative to `_BARE`, by load.
 _OVER_BARE_LOOPS = {
     "CartPole x 8": 0.6,
     "CartPole x 64": 0.95,
@@ -33,7 +33,15 @@ _OVER_BARE_LOOPS = {
 
 @dataclass(frozen=True)
 class Target:
-    """A figure, and the bound that it has to keep."""
+    """A measured value and its bound.
+
+    Attributes:
+        name: Description in the report.
+        value: Measured value.
+        bound: Value to reach.
+        at_least: Whether `bound` is a lower bound. Otherwise, it is an upper bound.
+        unit: Suffix for the value and the bound, with a leading space.
+    """
 
     name: str
     value: float
@@ -53,7 +61,14 @@ def targets(
     rounds: int,
     seconds: float,
 ) -> Iterator[Target]:
-    """Yields the targets whose systems and loads were run."""
+    """Yields the targets for the systems and loads in `results`, and measures the other values.
+
+    Args:
+        results: Results by load and system.
+        memory: Values that `costs.memory` returned.
+        rounds: Number of rounds of further measurements.
+        seconds: Approximate duration of a further measurement.
+    """
     cartpoles = results.get("CartPole x 256", {})
 
     def ratio(load: str, one: str, other: str) -> Iterator[float]:
@@ -68,7 +83,7 @@ def targets(
         yield Target("CartPole x 256 over bare loops that meet after each step", value, 1.1)
     for value in ratio("CartPole x 256", _HOST, _BARE):
         yield Target("CartPole x 256 in a Python loop over bare loops", value, 0.95)
-    for value in ratio("CartPole x 256", _OUR_SYNC, _SYNC):
+    for value in ratio("CartPole x 256", _JAXVEC_SYNC, _SYNC):
         yield Target("CartPole x 256, SyncVectorEnv over Gymnasium's own", value, 1.1)
     if (cpus := [cartpoles.get(name) for name in (_FFI, _BARE)]) and all(cpus):
         quotient = cpus[0].cpu / cpus[1].cpu  # pyright: ignore[reportOptionalMemberAccess]
@@ -98,7 +113,7 @@ def targets(
         row = prod(LOADS["image x 64"].env_fns()[0]().observation_space.shape or ())
         plain = costs.memcpy(64 * row, seconds)
         yield Target("image x 64: bytes handed out over memcpy's", image.rate * row / plain, 0.5)
-        # Each byte is copied into the segment and out again.
+        # Each byte is copied into the shared segment and out of it.
         yield Target("image x 64: bytes written over memcpy's", 2 * image.rate * row / plain, 0.5)
     yield Target("8 workers on CartPole x 256 over 2", costs.workers(rounds, seconds), 0.75)
     yield Target("time per env, 4,096 over 256", costs.size(rounds, seconds), 1.1, at_least=False)
@@ -119,7 +134,7 @@ def targets(
 
 
 def table(found: list[Target]) -> Iterator[str]:
-    """Yields a Markdown table."""
+    """Yields the lines of a Markdown table of targets."""
     yield "| target | measured | wanted | reached |"
     yield "| --- | ---: | ---: | --- |"
     for target in found:

@@ -1,10 +1,11 @@
-"""Seconds until CartPole is solved: `jaxvec.examples.ppo` beside CleanRL's `ppo.py`, each with its defaults.
+"""Measures the seconds until `jaxvec.examples.ppo` and CleanRL's `ppo.py` solve CartPole.
 
     python -m benchmarks.time_to_solve --cleanrl ppo.py --python PYTHON
 
-takes turns, a seed each. Solved is a mean return of the last 100 episodes of at least 475. Each turn is a
-program of its own and is timed from its start until it says so, so importing, starting envs and compiling
-count. CleanRL pins its packages (gymnasium 0.29), so it takes an interpreter of its own, and a checkout.
+The programs alternate, one seed at a time, each with its default options. CartPole is solved when the mean
+return of the last 100 episodes is at least 475. The time counts from the start of the process, so it includes
+imports, the start of envs and compilation. CleanRL pins its dependencies (gymnasium 0.29), so it needs a
+separate interpreter.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SOLVED = 475.0
-_LIMIT = 1800  # seconds of a turn
+_LIMIT = 1800  # seconds per run
 _RETURN = re.compile(r"episodic_return=\[?([\d.]+)")
 
 
 def jaxvec_seconds(seed: int) -> float:
-    """Returns the seconds until our program solved it; infinite if it ended before."""
+    """Returns the seconds until jaxvec's program solves CartPole, or infinity if it ends earlier."""
 
     def solved(line: str) -> bool:
         reached = re.match(r"mean return ([\d.]+)", line)
@@ -39,7 +40,13 @@ def jaxvec_seconds(seed: int) -> float:
 
 
 def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
-    """Returns the seconds until CleanRL's program solved it; infinite if it ended before."""
+    """Returns the seconds until CleanRL's program solves CartPole, or infinity if it ends earlier.
+
+    Args:
+        python: Path of an interpreter with the dependencies of CleanRL.
+        script: Path of `ppo.py`.
+        seed: Seed of the run.
+    """
     returns: deque[float] = deque(maxlen=100)
 
     def solved(line: str) -> bool:
@@ -48,20 +55,23 @@ def cleanrl_seconds(python: str, script: Path, seed: int) -> float:
 
     seconds = _seconds_until(solved, [python, "-u", str(script.resolve()), "--seed", str(seed)])
     if not returns:
-        raise RuntimeError("CleanRL's program told no return; its standard error says why")
+        raise RuntimeError("CleanRL's program printed no episodic return; see its standard error")
     return seconds
 
 
 def _seconds_until(solved: Callable[[str], bool], command: Sequence[str]) -> float:
-    """Returns the seconds from a program's start until a line of its output says that it is solved.
+    """Runs a program and returns the seconds from its start until `solved` accepts a line of its output.
 
-    Infinite if none does, within a limit. Raises `CalledProcessError` if the program failed.
+    The result is infinity if no line is accepted within `_LIMIT` or before the program ends.
+
+    Raises:
+        CalledProcessError: The program failed.
     """
-    with tempfile.TemporaryDirectory() as folder:  # for what it writes
+    with tempfile.TemporaryDirectory() as folder:  # for files that the program writes
         start = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder) as program:
             assert program.stdout is not None
-            limit = threading.Timer(_LIMIT, program.kill)  # it may be silent
+            limit = threading.Timer(_LIMIT, program.kill)  # reading blocks while the program prints nothing
             limit.start()
             try:
                 for line in program.stdout:
@@ -71,26 +81,24 @@ def _seconds_until(solved: Callable[[str], bool], command: Sequence[str]) -> flo
             finally:
                 limit.cancel()
                 program.kill()
-        if code > 0:  # not by the limit
+        if code > 0:  # negative if `limit` killed the program
             raise subprocess.CalledProcessError(code, command)
     return float("inf")
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line, runs all seeds and prints the times."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cleanrl", type=Path, required=True, help="its ppo.py")
-    parser.add_argument(
-        "--python", required=True, help="interpreter of an environment with CleanRL's packages"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 1 on")
+    parser.add_argument("--cleanrl", type=Path, required=True, help="path of CleanRL's ppo.py")
+    parser.add_argument("--python", required=True, help="interpreter with the dependencies of CleanRL")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, starting with 1")
     args = parser.parse_args()
     pairs: list[tuple[float, float]] = []
     for seed in range(1, args.seeds + 1):
         pairs.append((jaxvec_seconds(seed), cleanrl_seconds(args.python, args.cleanrl, seed)))
         print(f"seed {seed}: jaxvec {pairs[-1][0]:.1f} s, CleanRL {pairs[-1][1]:.1f} s", flush=True)
-    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"medians: jaxvec {ours:.1f} s, CleanRL {theirs:.1f} s, {theirs / ours:.1f} times sooner")
+    jaxvec, cleanrl = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"medians: jaxvec {jaxvec:.1f} s, CleanRL {cleanrl:.1f} s, ratio {cleanrl / jaxvec:.1f}")
 
 
 if __name__ == "__main__":

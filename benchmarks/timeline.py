@@ -1,6 +1,6 @@
-"""Draws a part of a trace that `envs.trace` wrote: a row for the program, and one for each worker.
+"""Draws a part of a trace of `envs.trace`, with one row for the program and one per worker.
 
-`python -m benchmarks.timeline TRACE PICTURE [--first 50] [--count 3]`; the whole trace opens in Perfetto.
+Run `python -m benchmarks.timeline TRACE PICTURE [--first 50] [--count 3]`. Perfetto shows the whole trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from benchmarks import pictures
 
-# What a span is, by how its name begins; a later one is drawn over those before it.
+# Label and colour of a span, by the prefix of its name. Later entries are drawn over earlier ones.
 KINDS = {
     "jaxvec.": ("dispatch to the pool", "#4f81ad"),
     "VectorEnv.": ("dispatch to the pool", "#4f81ad"),
@@ -30,22 +30,29 @@ KINDS = {
 
 
 def draw(timeline: dict[str, Any], picture: Path, *, first: int, count: int) -> None:
-    """Draws `count` hand-offs of the program, from number `first` on."""
+    """Draws a part of a trace.
+
+    Args:
+        timeline: Parsed JSON of the trace.
+        picture: Path of the SVG file.
+        first: Index of the first dispatch to draw.
+        count: Number of dispatches to draw.
+    """
     rows = {e["tid"]: e["args"]["name"] for e in timeline["traceEvents"] if e["name"] == "thread_name"}
     spans = [event for event in timeline["traceEvents"] if event["ph"] == "X"]
-    hand_offs = sorted(span["ts"] for span in spans if span["name"].startswith(("jaxvec.", "VectorEnv.")))
-    if len(hand_offs) <= first + count:
-        raise SystemExit(f"the trace has {len(hand_offs)} hand-offs; choose others by --first and --count")
-    start, stop = hand_offs[first], hand_offs[first + count]
+    dispatches = sorted(span["ts"] for span in spans if span["name"].startswith(("jaxvec.", "VectorEnv.")))
+    if len(dispatches) <= first + count:
+        raise SystemExit(f"the trace has {len(dispatches)} dispatches, too few for these --first and --count")
+    start, stop = dispatches[first], dispatches[first + count]
     margin = (stop - start) / 40
     start, stop = start - margin, stop + margin
     figure = Figure(figsize=(10, 0.9 + 0.55 * len(rows)))
     axes = figure.subplots()
     for kind, (_, colour) in KINDS.items():
         for place, tid in enumerate(rows):
-            mine = [span for span in spans if span["tid"] == tid and span["name"].startswith(kind)]
+            matching = [span for span in spans if span["tid"] == tid and span["name"].startswith(kind)]
             shown = [
-                (s["ts"] - start, s["dur"]) for s in mine if start < s["ts"] + s["dur"] and s["ts"] < stop
+                (s["ts"] - start, s["dur"]) for s in matching if start < s["ts"] + s["dur"] and s["ts"] < stop
             ]
             axes.broken_barh(shown, (place - 0.36, 0.72), color=colour, linewidth=0)
     axes.set_xlim(0, stop - start)
@@ -61,12 +68,12 @@ def draw(timeline: dict[str, Any], picture: Path, *, first: int, count: int) -> 
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line and draws the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timeline", description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("--first", type=int, default=50, help="number of the first hand-off to draw")
-    parser.add_argument("--count", type=int, default=3, help="how many")
+    parser.add_argument("trace", type=Path, help="file of `envs.trace`, .json or .json.gz")
+    parser.add_argument("picture", type=Path, help="SVG file to write")
+    parser.add_argument("--first", type=int, default=50, help="index of the first dispatch to draw")
+    parser.add_argument("--count", type=int, default=3, help="number of dispatches to draw")
     options = parser.parse_args()
     read = gzip.open if options.trace.suffix == ".gz" else Path.open
     with read(options.trace) as file:

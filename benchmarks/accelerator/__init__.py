@@ -1,1 +1,1 @@
-"""All that is to be known of jaxvec on a GPU, in ten minutes: `python -m benchmarks.accelerator`."""
+"""Tests and measurements of jaxvec on a GPU, within ten minutes: `python -m benchmarks.accelerator`."""

@@ -1,10 +1,10 @@
-"""Tests and measures jaxvec on a GPU, and leaves all of it in a JSON file. It has not run on a GPU yet.
+"""Tests and measures jaxvec on a GPU, and writes the results to a JSON file. It has not run on a GPU yet.
 
-Each step is a process of its own with a time limit, so what hangs or aborts loses one step. The file is
-written anew after each of them.
+Each step is a separate process with a time limit, so a hang or crash affects only one step. The file is
+rewritten after each step.
 
-Run it in a checkout after `pip install -e ".[test]"`, or, where the wheel is installed, in a folder with the
-checkout's `benchmarks`, `tests` and `pyproject.toml`.
+Run it in a checkout after `pip install -e ".[test]"`. If the wheel is installed, run it in a folder with
+`benchmarks`, `tests` and `pyproject.toml` of the checkout.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-GRACE = 5  # seconds that a step has to end in, once it is told to
-TAIL = 1500  # characters kept of what a step prints
+GRACE = 5  # seconds between SIGINT and SIGKILL for a step that exceeds its limit
+TAIL = 1500  # characters that are kept of the output of a step
 CUDA_TESTS = ("tests/accelerator/test_cuda.py", "tests/accelerator/test_cuda_programs.py")
 GRAPHS = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL,COLLECTIVES"
@@ -39,13 +39,14 @@ ASYNCHRONOUS = {"XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT": "1"}
 
 @dataclass(frozen=True)
 class Step:
-    """A process, and the file that it leaves.
+    """A process that writes its results to a file.
 
     Attributes:
-        name: of the step.
-        seconds: that it may take.
-        command: after the interpreter. `{file}` is what it writes, JSON or JUnit's XML.
-        env: variables beside those that are there.
+        name: Name of the step.
+        seconds: Maximum duration.
+        command: Arguments of the Python interpreter. `{file}` is replaced by the path of the results, which
+            are JSON or JUnit XML.
+        env: Environment variables to add to those of this process.
     """
 
     name: str
@@ -54,12 +55,12 @@ class Step:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, folder: Path, limit: float) -> dict[str, Any]:
-        """Runs it for at most `limit` seconds; returns what came of it."""
+        """Runs the process for at most `limit` seconds and returns its exit status, output and results."""
         file = folder / self.name
         command = [sys.executable, *(part.format(file=file) for part in self.command)]
-        began = time.perf_counter()
+        start = time.perf_counter()
         with open(folder / f"{self.name}.log", "w+b") as log:
-            # A session of its own, so that its workers can be ended with it.
+            # A new session, so that the whole process group, including workers, can be killed.
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -73,34 +74,34 @@ class Step:
                 code = child.wait(limit)
             except subprocess.TimeoutExpired:
                 code = f"took more than {limit:.0f} s"
-                child.send_signal(signal.SIGINT)  # pytest writes down what it has
+                child.send_signal(signal.SIGINT)  # pytest writes its report on SIGINT
                 try:
                     child.wait(GRACE)
                 except subprocess.TimeoutExpired:
-                    code += f", and did not end within {GRACE} s"
+                    code += f", and did not exit within {GRACE} s after SIGINT"
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
             log.seek(0)
             tail = log.read()[-TAIL:].decode(errors="replace")
-        seconds = round(time.perf_counter() - began, 2)
+        seconds = round(time.perf_counter() - start, 2)
         return {"exit": code, "seconds": seconds, "tail": tail, "result": read(file)}
 
 
 def read(file: Path) -> Any:
-    """Returns what a step has written: JSON as it is, of JUnit's XML a summary, or None."""
+    """Returns the results of a step: parsed JSON, a summary of JUnit XML, or None without a file."""
     try:
         text = file.read_text()
         return summarize(text) if text.startswith("<") else json.loads(text)
     except FileNotFoundError:
         return None
-    except (ValueError, ElementTree.ParseError) as error:  # it was ended while it wrote
+    except (ValueError, ElementTree.ParseError) as error:  # the process was killed while it wrote
         return {"unreadable": repr(error)}
 
 
 def summarize(xml: str) -> dict[str, Any]:
-    """Counts outcomes of tests, and keeps why those failed that did."""
+    """Returns the number of tests per outcome, and the messages of failed tests, from JUnit XML."""
     counts = dict.fromkeys(("passed", "failure", "error", "skipped"), 0)
     failed: dict[str, str] = {}
     for case in ElementTree.fromstring(xml).iter("testcase"):
@@ -112,10 +113,15 @@ def summarize(xml: str) -> dict[str, Any]:
 
 
 def steps(where: str, short: bool) -> list[Step]:
-    """Returns all steps, what matters most first; short ones show only that they run."""
+    """Returns all steps in order of importance.
+
+    Args:
+        where: JAX platform.
+        short: Whether to run each step with the least work, to check that it runs.
+    """
 
     def tests(name: str, seconds: float, *arguments: str, env: Mapping[str, str] | None = None) -> Step:
-        # One after the other: there is one GPU. A test that hangs is ended before its step is.
+        # Tests run sequentially because there is one GPU. Their time limit is shorter than that of the step.
         command = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout", "60", "-m", "gpu")
         return Step(name, seconds, (*command, "--junitxml={file}", *arguments), env or {})
 
@@ -155,7 +161,7 @@ def steps(where: str, short: bool) -> list[Step]:
 
 
 def machine() -> dict[str, Any]:
-    """Returns what it was measured on."""
+    """Returns the versions of Python, the kernel and packages, the number of cores, and the GPU."""
     names = ("jax", "numpy", "gymnasium", "nvidia-c", "flax", "optax")
     info: dict[str, Any] = {
         "python": platform.python_version(),
@@ -179,17 +185,19 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line, runs the steps and writes the results."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.accelerator",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--platform", default="cuda", help="of JAX; cpu tries the command without a GPU")
-    parser.add_argument("--seconds", type=float, default=555, help="for all steps")
-    parser.add_argument("--only", default="", help="a regular expression that the steps' names match")
-    parser.add_argument("--short", action="store_true", help="shows that the steps run, and measures little")
-    parser.add_argument("--out", type=Path, default=Path("accelerator.json"), help="the file of results")
+    parser.add_argument("--platform", default="cuda", help="JAX platform; cpu runs the steps without a GPU")
+    parser.add_argument("--seconds", type=float, default=555, help="time limit for all steps together")
+    parser.add_argument("--only", default="", help="regular expression that selects steps by name")
+    parser.add_argument("--short", action="store_true", help="run each step with the least work")
+    parser.add_argument(
+        "--out", type=Path, default=Path("accelerator.json"), help="JSON file for the results"
+    )
     options = parser.parse_args()
 
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".5")
@@ -202,7 +210,7 @@ def main() -> None:
                 continue
             limit = min(step.seconds, deadline - time.monotonic() - GRACE)
             if limit < GRACE:
-                outcome: dict[str, Any] = {"exit": "no time was left"}
+                outcome: dict[str, Any] = {"exit": "skipped, no time left"}
             else:
                 outcome = step.run(Path(folder), limit)
             results["steps"][step.name] = outcome
@@ -212,7 +220,7 @@ def main() -> None:
             print(f"{step.name:14} exit {outcome['exit']}, {outcome.get('seconds', 0)} s", flush=True)
             if outcome["exit"] != 0:
                 print(outcome.get("tail", ""), flush=True)
-    print(f"all of it is in {options.out}")
+    print(f"wrote {options.out}")
     sys.exit(any(outcome["exit"] != 0 for outcome in results["steps"].values()))
 
 

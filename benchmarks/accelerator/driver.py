@@ -1,6 +1,7 @@
-"""What CUDA's driver does with memory of our kind: `python -m benchmarks.accelerator.driver FILE`. No JAX.
+"""Measures CUDA's driver with shared memory, without JAX: `python -m benchmarks.accelerator.driver FILE`.
 
-Times are medians in microseconds, if nothing else is said.
+The shared memory is allocated as for the segment of a pool. Times are medians in microseconds unless the name
+of a result contains another unit.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ ATTRIBUTES = {
     "pageable memory access": 88,
     "registered memory has the same pointer": 91,
     "host memory can be registered": 99,
-    "host's page tables": 100,
+    "uses page tables of the host": 100,
 }
-PORTABLE, NON_BLOCKING, NO_TIMING = 1, 1, 2  # flags of allocations, streams, events
-MEMORY_TYPE = 2  # a pointer's attribute
+PORTABLE, NON_BLOCKING, NO_TIMING = 1, 1, 2  # flags of an allocation, a stream and an event
+MEMORY_TYPE = 2  # an attribute of a pointer
 
 
 def shared(size: int) -> NDArray[np.uint8]:
-    """Returns memory as the pool's segment has it."""
+    """Returns shared memory that is allocated like the segment of a pool."""
     fd = os.memfd_create("jaxvec")
     os.posix_fallocate(fd, 0, size)
     return np.frombuffer(mmap.mmap(fd, size), np.uint8)
 
 
 class Driver:
-    """CUDA's driver, with JAX's own context as the current one, and a stream."""
+    """CUDA's driver, called through `ctypes`, with the primary context, which JAX uses, and one stream."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
@@ -54,7 +55,15 @@ class Driver:
         self.device, self.context, self.stream = device, context, stream
 
     def __call__(self, name: str, *arguments: Any) -> None:
-        """Calls a function; a plain int is a size. Raises `RuntimeError` with CUDA's name of an error."""
+        """Calls a function of the driver.
+
+        Args:
+            name: Name of the function.
+            arguments: Arguments. An `int` is passed as `size_t`, and other values must be `ctypes` objects.
+
+        Raises:
+            RuntimeError: The call failed. The message contains CUDA's name of the error.
+        """
         arguments = tuple(ctypes.c_size_t(x) if isinstance(x, int) else x for x in arguments)
         code = getattr(self._library, name)(*arguments)
         if code:
@@ -63,33 +72,33 @@ class Driver:
             raise RuntimeError(f"{name}: {code} {(text.value or b'').decode()}")
 
     def allocate(self, size: int) -> int:
-        """Returns where there are so many bytes on the device."""
+        """Allocates device memory and returns its address."""
         there = ctypes.c_uint64()
         self("cuMemAlloc_v2", ctypes.byref(there), size)
         return there.value
 
     def allocate_host(self, size: int) -> int:
-        """Returns where there are so many bytes of page-locked memory here."""
+        """Allocates page-locked host memory and returns its address."""
         here = ctypes.c_void_p()
         self("cuMemHostAlloc", ctypes.byref(here), size, PORTABLE)
         assert here.value is not None
         return here.value
 
     def wait(self) -> None:
-        """Waits for the stream."""
+        """Blocks until the stream is idle."""
         self("cuStreamSynchronize", self.stream)
 
     def to_device(self, there: int, here: int, size: int) -> None:
-        """Begins a copy."""
+        """Starts an asynchronous copy from host address `here` to device address `there`."""
         self("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(there), ctypes.c_void_p(here), size, self.stream)
 
     def to_host(self, here: int, there: int, size: int) -> None:
-        """Begins a copy."""
+        """Starts an asynchronous copy from device address `there` to host address `here`."""
         self("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(here), ctypes.c_uint64(there), size, self.stream)
 
 
 def timed(turn: Callable[[], None], rounds: int = 100) -> float:
-    """Returns the median microseconds of a turn."""
+    """Returns the median duration of `turn` in microseconds."""
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -99,7 +108,14 @@ def timed(turn: Callable[[], None], rounds: int = 100) -> float:
 
 
 def fork_writer(rows: NDArray[np.uint8], flags: NDArray[np.int64], rounds: int) -> None:
-    """Begins a process that writes rows as a worker does: when the last ones have been read."""
+    """Forks a process that writes rows like a worker.
+
+    Args:
+        rows: Shared memory that the process fills with `i % 251` in round `i`.
+        flags: Shared array of two elements: the last round written and the last round read. The process
+            writes the next round when the two are equal.
+        rounds: Number of rounds.
+    """
     parent = os.getpid()
     if os.fork():
         return
@@ -113,7 +129,7 @@ def fork_writer(rows: NDArray[np.uint8], flags: NDArray[np.int64], rounds: int) 
 
 
 def main(file: Path) -> None:
-    """Asks one question after the other; what is known is in the file at once."""
+    """Runs all measurements. The file is rewritten after each result, so a crash loses no earlier one."""
     results: dict[str, Any] = {}
 
     def keep(name: str, value: Any) -> None:
@@ -122,7 +138,9 @@ def main(file: Path) -> None:
 
     size, rounds = 4 << 20, 300
     rows, flags = shared(size), shared(4096).view(np.int64)
-    fork_writer(rows, flags, rounds)  # a process that has the driver must not be forked
+    fork_writer(
+        rows, flags, rounds
+    )  # before the driver is initialised, because CUDA does not support fork after that
 
     try:
         driver = Driver()
@@ -141,7 +159,7 @@ def main(file: Path) -> None:
     keep("page-lock 256 MiB, ms", round((time.perf_counter() - start) * 1e3, 2))
     kind = ctypes.c_uint()
     driver("cuPointerGetAttribute", ctypes.byref(kind), MEMORY_TYPE, ctypes.c_uint64(address))
-    keep("memory type of page-locked memory (1: the host's)", kind.value)
+    keep("memory type of page-locked memory (1: host)", kind.value)
 
     there, allocated = driver.allocate(BIG), driver.allocate_host(BIG)
     pageable = shared(BIG)
@@ -162,25 +180,25 @@ def main(file: Path) -> None:
             copies.setdefault(place, {})[count] = {"us": taken, "GB/s": round(count / taken / 1e3, 2)}
             keep("to the device", copies)
 
-    def back(count: int) -> None:
+    def copy_back(count: int) -> None:
         driver.to_host(address, there, count)
         driver.wait()
 
-    keep("to the host", {count: timed(lambda count=count: back(count)) for count in (256, 4096, 65536)})
+    keep("to the host", {count: timed(lambda count=count: copy_back(count)) for count in (256, 4096, 65536)})
     keep("wait for an idle stream", timed(driver.wait))
     event = ctypes.c_void_p()
     driver("cuEventCreate", ctypes.byref(event), ctypes.c_uint(NO_TIMING))
     keep("record an event", timed(lambda: driver("cuEventRecord", event, driver.stream)))
     driver.wait()
 
-    def leaves(count: int) -> None:
+    def copy_leaves(count: int) -> None:
         for i in range(count):
             driver.to_device(there + i * 4096, address + i * 4096, 256)
         driver.wait()
 
     keep(
-        "so many copies of 256 bytes",
-        {count: timed(lambda count=count: leaves(count)) for count in (1, 4, 8, 16)},
+        "copies of 256 bytes, by number",
+        {count: timed(lambda count=count: copy_leaves(count)) for count in (1, 4, 8, 16)},
     )
 
     driver("cuMemHostRegister_v2", ctypes.c_void_p(rows.ctypes.data), size, PORTABLE)
@@ -196,7 +214,7 @@ def main(file: Path) -> None:
         driver.wait()
         wrong += int((mine != i % 251).any())
         done, flags[1] = i, i
-    keep("rows of another process", {"rounds": done, "wrong": wrong})
+    keep("rows written by another process", {"rounds": done, "wrong": wrong})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What JAX does with our programs on a device: `python -m benchmarks.accelerator.programs QUESTION FILE`."""
+"""Examines programs with envs on a device: `python -m benchmarks.accelerator.programs QUESTION FILE`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from gymnasium import spaces
 import jaxvec
 
 NUM_ENVS = 4
-FAILS, HANGS = 99, 98  # actions
+FAILS, HANGS = 99, 98  # actions of `ScriptedEnv`
 
 
-class ObedientEnv(gymnasium.Env[Any, Any]):
-    """Counts its steps, and fails or hangs when it is told to."""
+class ScriptedEnv(gymnasium.Env[Any, Any]):
+    """An env that counts its steps, and that fails or hangs on request of an action."""
 
     observation_space = spaces.Box(-1, 1e6, (4,), np.float32)
     action_space = spaces.Discrete(100)
@@ -37,16 +37,14 @@ class ObedientEnv(gymnasium.Env[Any, Any]):
         self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        """Starts over."""
         self._steps = 0
         return np.zeros(4, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        """Takes its time."""
         if action == FAILS:
-            raise RuntimeError("told to fail")
+            raise RuntimeError("failure requested by the action")
         if action == HANGS:
-            os.write(1, b"hangs\n")  # to the program's own output
+            os.write(1, b"hangs\n")  # to standard output of the program
             threading.Event().wait()
         if self._seconds:
             time.sleep(self._seconds)
@@ -57,13 +55,20 @@ class ObedientEnv(gymnasium.Env[Any, Any]):
 def make(
     seconds: float = 0.0, num_envs: int = NUM_ENVS, transport: str = "auto", **kwargs: Any
 ) -> jaxvec.VectorEnv:
-    """Makes a pool of these envs, a worker each."""
+    """Makes a pool of `ScriptedEnv`s with four workers.
+
+    Args:
+        seconds: Duration of a step.
+        num_envs: Number of envs.
+        transport: Transport of the pool.
+        kwargs: Further options of `jaxvec.make`.
+    """
     with jaxvec.config.override(transport=transport):
-        return jaxvec.make(lambda: ObedientEnv(seconds), num_envs, num_workers=4, final_obs=False, **kwargs)
+        return jaxvec.make(lambda: ScriptedEnv(seconds), num_envs, num_workers=4, final_obs=False, **kwargs)
 
 
 def rollout(length: int, num_envs: int = NUM_ENVS) -> Callable[[Any], Any]:
-    """Returns a program of so many steps."""
+    """Returns a jitted program that steps all envs `length` times."""
 
     @jax.jit
     def run(handle: Any) -> Any:
@@ -75,43 +80,46 @@ def rollout(length: int, num_envs: int = NUM_ENVS) -> Callable[[Any], Any]:
 
 
 class Answers:
-    """What is known, in the file at once: a question may be the last one that the process asks."""
+    """Results by question, in a JSON file.
+
+    The file is rewritten after each question, because a later question may crash or hang the process.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._answers: dict[str, Any] = {"jax": jax.__version__}
 
     def keep(self, question: str, answer: Callable[[], Any]) -> None:
-        """Asks; an error is an answer, too."""
+        """Calls `answer` and stores its result, or its exception, and the duration in seconds."""
         start = time.perf_counter()
         try:
-            known = answer()
-        except Exception as error:  # its text is what we want to know
-            known = f"{type(error).__name__}: {error}"[:800]
+            result = answer()
+        except Exception as error:  # the exception is a result, too
+            result = f"{type(error).__name__}: {error}"[:800]
         seconds = round(time.perf_counter() - start, 3)
-        self._answers[question] = {"answer": known, "seconds": seconds}
+        self._answers[question] = {"answer": result, "seconds": seconds}
         self._file.write_text(json.dumps(self._answers, indent=1))
-        print(question, known, flush=True)
+        print(question, result, flush=True)
 
 
 def calling(answers: Answers, device: jax.Device, short: bool) -> None:
-    """How calls begin, end and fail, and what they cost."""
+    """Examines how calls start, end and fail, and measures their cost."""
     answers.keep("is the segment page-locked", page_locked)
     answers.keep("a program returns when its steps are done", returns)
     answers.keep("an error of an env", error_of_an_env)
-    answers.keep("an error that nobody waits for", unseen_error)
-    answers.keep("us a step", lambda: costs(device, 20 if short else 1500))
+    answers.keep("an error of a call without a wait", unseen_error)
+    answers.keep("us per step", lambda: costs(device, 20 if short else 1500))
 
 
 def page_locked() -> bool:
-    """After a reset inside a program."""
+    """Returns whether the segment is page-locked after a reset inside a jitted program."""
     with make() as envs:
         jax.block_until_ready(jax.jit(lambda: jaxvec.reset(envs))())
         return envs.pool.finalizer.pinned is not None
 
 
 def returns() -> dict[str, Any]:
-    """Whether a call waits for its envs, and whether a step of the host's comes after its own."""
+    """Examines whether a call waits for its envs, and whether the next host step follows all its steps."""
     with make(seconds=0.05) as envs:
         run = rollout(4)
         handle, _ = jax.block_until_ready(run(jaxvec.reset(envs)[0]))
@@ -124,31 +132,31 @@ def returns() -> dict[str, Any]:
         return {
             "returned, s": returned,
             "whole, s": whole,
-            "the host's step is the 9th": seen == [9.0] * NUM_ENVS,
+            "the host step is the 9th": seen == [9.0] * NUM_ENVS,
         }
 
 
 def error_of_an_env() -> dict[str, Any]:
-    """Where it is raised, and whether the device and a new pool go on."""
-    told: dict[str, Any] = {}
+    """Examines where an env's error is raised, and whether the device and a new pool work afterwards."""
+    found: dict[str, Any] = {}
     try:
         with make() as envs:
             handle, _ = jaxvec.reset(envs)
             result = jax.jit(jaxvec.step)(handle, jnp.array([0, FAILS, 0, 0]))
-            told["raised by"] = "the wait"
+            found["raised by"] = "the wait"
             jax.block_until_ready(result)
-            told["raised by"] = "the end of the block"
+            found["raised by"] = "the end of the block"
     except jaxvec.EnvError as error:
-        told["error"] = str(error)[:200]
-    told["the device goes on"] = float(jnp.ones(3).sum()) == 3
+        found["error"] = str(error)[:200]
+    found["the device still works"] = float(jnp.ones(3).sum()) == 3
     with make() as envs:
         _, timesteps = jax.block_until_ready(rollout(3)(jaxvec.reset(envs)[0]))
-        told["a new pool goes on"] = np.asarray(timesteps.obs[:, 0, 0]).tolist() == [1.0, 2.0, 3.0]
-    return told
+        found["a new pool works"] = np.asarray(timesteps.obs[:, 0, 0]).tolist() == [1.0, 2.0, 3.0]
+    return found
 
 
 def unseen_error() -> str:
-    """The end of `with envs:` raises it."""
+    """Returns the text of an error that the end of `with envs:` raises, since no call waits for it."""
     try:
         with make() as envs:
             jax.jit(jaxvec.step)(jaxvec.reset(envs)[0], jnp.full(NUM_ENVS, FAILS))
@@ -158,7 +166,7 @@ def unseen_error() -> str:
 
 
 def costs(device: jax.Device, steps: int) -> dict[str, float]:
-    """The least of three turns, of eight envs that do nothing."""
+    """Measures microseconds per step of eight no-op envs by device and transport, as minima of three."""
 
     def least(turn: Callable[[Any], Any], carry: Any, count: int) -> float:
         carry = jax.block_until_ready(turn(carry))
@@ -186,20 +194,20 @@ def costs(device: jax.Device, steps: int) -> dict[str, float]:
         run = jax.jit(lambda x: jax.lax.scan(lambda x, _: (x + 1, None), x, length=steps)[0])
         found[f"{device.platform}, a scan without envs"] = least(run, jnp.ones(8), steps)
         with make(num_envs=8, transport="ffi") as envs:
-            # The host reads its condition at each step, as it does not for a scan.
+            # In contrast to a scan, the host evaluates the loop condition in each step.
             turn = jax.jit(
                 lambda handle, n: jax.lax.fori_loop(
                     0, n, lambda _, handle: jaxvec.step(handle, jnp.zeros(8, int))[0], handle
                 )
             )
             handle = jax.device_put(jaxvec.reset(envs)[0], device)
-            name = f"{device.platform}, ffi, a loop whose length is an argument"
+            name = f"{device.platform}, ffi, a loop with a dynamic length"
             found[name] = least(lambda handle: turn(handle, steps), handle, steps)
     return found
 
 
 def threads(answers: Answers, device: jax.Device, short: bool) -> None:
-    """Compiling, with autotuning, and a small program, while another thread's program waits for its envs."""
+    """Measures compilation and a small program while a program in another thread waits for its envs."""
     small = jax.jit(lambda x: x + 1)
     one = jnp.ones(3)
 
@@ -240,7 +248,7 @@ def threads(answers: Answers, device: jax.Device, short: bool) -> None:
 
 
 def interrupt(answers: Answers, device: jax.Device, short: bool) -> None:
-    """Ctrl-C while an env hangs, in a process of its own."""
+    """Sends SIGINT to a child process that runs `hang`, and records its output."""
 
     def ctrl_c() -> dict[str, Any]:
         command = [
@@ -254,40 +262,42 @@ def interrupt(answers: Answers, device: jax.Device, short: bool) -> None:
         ]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        first = child.stdout.readline() + child.stdout.readline()  # so the program waits, or is about to
+        first = (
+            child.stdout.readline() + child.stdout.readline()
+        )  # after the second line, the program waits or is about to wait
         start = time.perf_counter()
         child.send_signal(signal.SIGINT)
         try:
-            told, _ = child.communicate(timeout=20)
+            output, _ = child.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-            return {"first": first, "then": "20 s after the signal it has not ended"}
-        return {"first": first, "then": told, "s": time.perf_counter() - start, "exit": child.returncode}
+            return {"first": first, "then": "the process did not exit within 20 s after the signal"}
+        return {"first": first, "then": output, "s": time.perf_counter() - start, "exit": child.returncode}
 
     answers.keep("Ctrl-C", ctrl_c)
 
 
 def hang(answers: Answers, device: jax.Device, short: bool) -> None:
-    """What `interrupt` interrupts."""
+    """Runs a program with an env that hangs, for `interrupt`."""
     envs = make(timeouts=jaxvec.Timeouts(step=None))
     handle, _ = jax.block_until_ready(rollout(1)(jaxvec.reset(envs)[0]))
     print("ready", flush=True)
     try:
         with envs:
             jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.full(NUM_ENVS, HANGS)))
-    except BaseException as error:  # KeyboardInterrupt, or what JAX makes of it
+    except BaseException as error:  # KeyboardInterrupt, or an error of JAX that replaces it
         print(type(error).__name__, str(error)[:200], flush=True)
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Parses the command line and examines one question."""
     questions = {each.__name__: each for each in (calling, threads, interrupt, hang)}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator.programs", description=__doc__)
-    parser.add_argument("question", choices=questions)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--platform", default="cuda")
-    parser.add_argument("--short", action="store_true")
+    parser.add_argument("question", choices=questions, help="function to run")
+    parser.add_argument("file", type=Path, help="JSON file for the results")
+    parser.add_argument("--platform", default="cuda", help="JAX platform")
+    parser.add_argument("--short", action="store_true", help="run fewer steps")
     options = parser.parse_args()
     device = jax.devices(options.platform)[0]
     with jax.default_device(device):

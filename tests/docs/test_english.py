@@ -1,4 +1,4 @@
-"""The text of the package is plain technical English: docstrings, comments, error messages and test names.
+"""The text of the package and the benchmarks is plain technical English, and so are test names.
 
 `problems` finds constructions that a reader has to decode: openings without a subject, *who* for things, and
 private words. What it finds has to be rewritten for the reader, not for the test.
@@ -119,6 +119,7 @@ PARTS: dict[str, list[Path]] = {}
 for _path in sorted((ROOT / "jaxvec").rglob("*")):
     if _path.suffix in (".py", ".cc", ".h"):
         PARTS.setdefault(part_of(_path), []).append(_path)
+PARTS["benchmarks"] = sorted((ROOT / "benchmarks").rglob("*.py"))
 
 
 @pytest.mark.parametrize("part", PARTS)
