@@ -54,7 +54,8 @@ def boxes(draw, wide):
         bound = draw(st.sampled_from([1, 1000, np.inf] if dtype.itemsize > 2 else [1, 1000]))
         return spaces.Box(-bound, bound, shape, dtype)
     limits = np.iinfo(dtype if wide or dtype.itemsize < 8 else f"{dtype.kind}4")
-    low = draw(st.integers(int(limits.min), int(limits.max)))
+    # Not to the ends of 64 bits, where Gymnasium's `sample` overflows.
+    low = draw(st.integers(max(int(limits.min), -(2**62)), min(int(limits.max), 2**62)))
     high = draw(st.integers(low, min(int(limits.max), low + 2**60)))
     return spaces.Box(low, high, shape, dtype)
 
