@@ -129,7 +129,7 @@ class Diagnosis:
     """Errors about workers that died or are late, with the activity that the segment shows."""
 
     def __init__(self, slices: Slices, processes: Sequence[Process], *, recovers: bool) -> None:
-        self._slices, self._processes, self._recovers = slices, processes, recovers
+        self._slices, self.processes, self._recovers = slices, processes, recovers
         self.action: Any = None  # action space
         self.arrays: Arrays | None = None  # of the segment, while the workers serve
 
@@ -155,7 +155,7 @@ class Diagnosis:
 
     def died_error(self, worker: int, request: str | None) -> WorkerDiedError:
         """Returns the error of a worker that has ended; `request` names its unanswered request, if any."""
-        exitcode, ending = self._processes[worker].ending()
+        exitcode, ending = self.processes[worker].ending()
         env_ids = tuple(range(*self._slices[worker]))
         name, activity = self.name(worker), f"answering {request}" if request else "idle or starting"
         for slot, (doing, action) in self._running(env_ids).items():  # at most one
@@ -166,7 +166,7 @@ class Diagnosis:
         return WorkerDiedError(text, worker=worker, env_ids=env_ids, exitcode=exitcode)
 
     def late_start_error(self, worker: int, timeout: float | None) -> EnvTimeoutError:
-        name, place = self.name(worker), self._processes[worker].place
+        name, place = self.name(worker), self.processes[worker].place
         where = place and f": it is {place}"
         return EnvTimeoutError(
             f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}",
@@ -190,7 +190,7 @@ class Diagnosis:
                 for slot, (doing, action) in running.items()
             )
         else:  # a remote worker may be slow because of its node
-            places = [f"worker {each} {it}" for each in workers if (it := self._processes[each].place)]
+            places = [f"worker {each} {it}" for each in workers if (it := self.processes[each].place)]
             activity += f" ({', '.join(places)} has not answered)" if places else ""
         advice = f"Raise Timeouts({_TIMEOUT_FIELDS.get(patience.name, 'step')}=...)"
         if not self._recovers and self.arrays is not None:
@@ -705,7 +705,9 @@ class Supervisor:
             # worker is reaped, its pid can't belong to another process.
             for process in self._processes:
                 stack.callback(process.end)
+            # A new list, as `kill` may iterate the old one. Remote workers keep the segment, so all drop it.
             self._processes, self.channels, self._by_fd = [], [], {}
+            self.diagnosis.processes = []
             self.diagnosis.arrays = None
             self._segment, self.notify_worker = -1, lambda worker: None
 

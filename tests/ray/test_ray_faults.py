@@ -588,7 +588,7 @@ class Pid(CountingEnv):
 
 def test_lost_head_breaks_the_pool_before_ray_ends_the_process():
     script = Path(__file__).parents[1] / "support/lost_head.py"
-    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "9"}
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "9", "PYTHONPATH": str(script.parents[1])}
     said = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=200, env={**os.environ, **patience}
     )
