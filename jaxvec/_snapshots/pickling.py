@@ -114,15 +114,18 @@ def _find_global(module: str, name: str) -> Any:
 
 
 def _globals_of(module: str) -> Iterator[dict[str, Any]]:
-    """Yields the globals of a module: its own, and those of the methods of classes pickled by value."""
-    if module in sys.modules:
-        yield vars(sys.modules[module])
+    """Yields the globals of a module: those of the methods of classes pickled by value, then its own.
+
+    The module itself comes later, because `__main__` of a worker is not the script with the classes.
+    """
+    by_value = [kind for kind in list(_ids._DYNAMIC_CLASS_TRACKER_BY_CLASS) if kind.__module__ == module]
     seen: set[int] = set()
-    for kind in list(_ids._DYNAMIC_CLASS_TRACKER_BY_CLASS):
+    for kind in by_value:
         for held in list(vars(kind).values()):
             names = getattr(held, "__globals__", None)
             if names is not None and names.get("__name__") == module and id(names) not in seen:
                 seen.add(id(names))
                 yield names
-                if getattr(names.get(kind.__name__), "__module__", None) != module:
-                    yield {kind.__name__: kind}  # a class need not be among the globals of its methods
+    if module in sys.modules:
+        yield vars(sys.modules[module])
+    yield {kind.__name__: kind for kind in by_value}  # they need not be among the globals of their methods

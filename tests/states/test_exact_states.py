@@ -13,6 +13,8 @@ import ctypes
 import itertools
 import os
 import random
+import subprocess
+import sys
 import types
 import weakref
 from functools import partial
@@ -23,7 +25,7 @@ import pytest
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec._envs.env_states import StatefulEnv, pack, unpack
+from jaxvec._envs.env_states import SlotState, StatefulEnv, pack, unpack
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -467,8 +469,6 @@ def test_graphs_are_exact_or_refused(name, how):
 
 def copied(state):
     """Returns the state as another process gets it."""
-    from jaxvec._envs.env_states import SlotState
-
     (packed,) = pack([SlotState(0, state, (0, 0, 0), 0, None, None, {}, False, {})])
     return unpack(packed).env
 
@@ -574,6 +574,38 @@ def test_an_attribute_named_env_comes_and_goes(make, backend):
     envs.step([2])
     assert envs.restore(present).obs[0, 3] == 3
     assert envs.step([3]).obs[0, 3] == 6
+
+
+SCRIPT = """
+import gymnasium, jaxvec, numpy as np
+
+BONUS = 5
+
+class Env(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Discrete(100)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.score = 0, lambda steps: steps + BONUS
+        return 0, {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.score(self.steps), 0.0, False, False, {}
+
+with jaxvec.make(Env, 2, num_workers=2, states=8) as envs:
+    envs.reset(seed=0)
+    envs.step([0, 0])
+    envs.restore(envs.unpack_states(envs.pack_states(envs.save())))
+    print(envs.step([0, 0]).obs.tolist())
+"""
+
+
+def test_pickled_lambdas_of_a_script_keep_its_globals():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[7, 7]\n", "")
 
 
 class Exits(gymnasium.Env):
