@@ -172,35 +172,27 @@ def take_array(taker: Taker, value: Any) -> Any:
         return _take_objects(taker, value)
     else:
         node = Array(_copy(value))
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, node)
 
 
 def take_record(taker: Taker, value: Any) -> Any:
     """Takes a record of a structured array, which is a view of that, or has its own memory."""
     if value.dtype.hasobject:
         raise CannotCopy("it is a record with Python objects in it")
-    base: Any = value.base
-    if not isinstance(base, np.ndarray):
-        own = np.empty((), value.dtype)
-        own[()] = value
-        node = _View()
-        node.owner, node.shape, node.strides, node.offset = Array(own), None, (), 0
-        node.kind, node.dtype, node.writeable = type(value), value.dtype, True
+    if isinstance(value.base, np.ndarray):
+        node = _take_view(taker, value, _owner(value.base))
     else:
-        node = _take_view(taker, value, _owner(base))
-        node.shape = None
-    taker.remember(value, node)
-    return node
+        own = np.array(value)
+        node = _take_view(taker, own, own)
+    node.shape = None
+    return taker.remember(value, node)
 
 
 def take_buffer(taker: Taker, value: Any) -> Any:
     """Takes a `bytearray`, an `array.array` or an object of ctypes."""
     if isinstance(value, CData) and not _owns_memory(value):
         raise CannotCopy("it is an object of ctypes that holds pointers or does not own its memory")
-    node = _Buffer(value)
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, _Buffer(value))
 
 
 def take_memoryview(taker: Taker, value: memoryview) -> Any:

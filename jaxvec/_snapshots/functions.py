@@ -36,12 +36,11 @@ def take_method(taker: Taker, value: Any) -> Any:
     return taker.remember(value, _Method(function, taker.value(owner)))
 
 
+@dataclass(slots=True, eq=False)
 class _Cell(Node):
     """A variable that functions close over."""
 
-    __slots__ = ("content",)
-
-    content: Any
+    content: Any = None
 
     def put(self, putter: Putter, old: Any) -> Any:
         cell = old if old is not None and putter.reuse(old) else types.CellType()
@@ -57,7 +56,8 @@ class _Cell(Node):
 class _Function(Node):
     """A function with variables, attributes or defaults: these are part of the state, and its code is not."""
 
-    __slots__ = ("cells", "defaults", "fields", "function", "keywords", "name")
+    _SAVED = ("cells", "defaults", "keywords", "fields")
+    __slots__ = (*_SAVED, "function", "name")
 
     cells: list[Any]
     defaults: Any
@@ -94,13 +94,11 @@ class _Function(Node):
         )
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
-        yield f" ({self.name})", self.cells, other.cells
-        yield f" ({self.name})", self.defaults, other.defaults
-        yield f" ({self.name})", self.keywords, other.keywords
-        yield f" ({self.name})", self.fields, other.fields
+        for name in self._SAVED:
+            yield f" ({self.name})", getattr(self, name), getattr(other, name)
 
     def __reduce__(self) -> Any:
-        held = {name: getattr(self, name) for name in ("cells", "defaults", "keywords", "fields")}
+        held = {name: getattr(self, name) for name in self._SAVED}
         return _Function, (self.name, None), (None, held)
 
 
@@ -170,16 +168,12 @@ def take_weak(taker: Taker, value: Any) -> Any:
         return value
     if value.__callback__ is not None:
         raise CannotCopy("it is a weak reference with a callback")
-    node = _Weak(taker.value(target))
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, _Weak(taker.value(target)))
 
 
+@dataclass(slots=True, eq=False)
 class _WeakProxy(Node):
-    __slots__ = ("target",)
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
+    target: Any
 
     def put(self, putter: Putter, old: Any) -> Any:
         return weakref.proxy(putter.value(self.target, None))
@@ -187,18 +181,15 @@ class _WeakProxy(Node):
 
 def take_weak_proxy(taker: Taker, value: Any) -> Any:
     try:
-        target = value.__repr__.__self__  # which the proxy hands on
+        target = value.__repr__.__self__  # the proxy forwards the attribute to its target
     except ReferenceError:
         raise CannotCopy("it is a weak proxy of something that is gone") from None
-    node = _WeakProxy(taker.value(target))
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, _WeakProxy(taker.value(target)))
 
 
+@dataclass(slots=True, eq=False)
 class _MappingProxy(Node):
-    __slots__ = ("mapping",)
-
-    mapping: Any
+    mapping: Any = None
 
     def put(self, putter: Putter, old: Any) -> Any:
         return types.MappingProxyType(putter.value(self.mapping, None))
@@ -209,18 +200,16 @@ def take_mapping_proxy(taker: Taker, value: Any) -> Any:
     if type(mapping) is dict and "__module__" in mapping:
         return value  # the attributes of a class
     node = _MappingProxy()
-    taker.remember(value, node)
+    taker.remember(value, node)  # first: the mapping may hold the proxy
     node.mapping = taker.value(mapping)
     return node
 
 
+@dataclass(slots=True, eq=False)
 class _Lock(Node):
     """A lock that no thread holds."""
 
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    kind: str
 
     def put(self, putter: Putter, old: Any) -> Any:
         if type(old).__name__ == self.kind and putter.reuse(old):
@@ -232,6 +221,4 @@ def take_lock(taker: Taker, value: Any) -> Any:
     locked = value._is_owned() if hasattr(value, "_is_owned") else value.locked()
     if locked:
         raise CannotCopy("it is a lock that is held")
-    node = _Lock(type(value).__name__)
-    taker.remember(value, node)
-    return node
+    return taker.remember(value, _Lock(type(value).__name__))
