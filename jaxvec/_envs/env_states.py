@@ -254,6 +254,12 @@ class StatefulEnv:
             ) from error
         return taken, own
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of the classes of the wrappers, outermost first, and of the env, as they are now."""
+        self._update_layers()
+        return self._kinds
+
     def put(self, state: EnvState) -> bool:
         """Restores a state, which may be used again.
 
@@ -269,11 +275,11 @@ class StatefulEnv:
         Raises:
             EnvStateError: The state is that of an env of another class, or with other wrappers.
         """
-        self._update_layers()
+        kinds = self.kinds  # updates the layers
         layers = self._layers
-        if self._kinds != state.kinds:
+        if kinds != state.kinds:
             raise EnvStateError(
-                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(self._kinds)}; "
+                f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(kinds)}; "
                 "restore it into an env that the same function made"
             )
         if self._incremental is not None and self._incremental.put(state.layers):

@@ -380,9 +380,7 @@ class SlotEnvs:
 
     def check_fit(self, index: int, state: EnvState) -> None:
         """Raises `EnvStateError` if a state is of an env of another class, or with other wrappers."""
-        env = self.stateful[index]
-        env._update_layers()  # pyright: ignore[reportPrivateUsage]
-        kinds = env._kinds  # pyright: ignore[reportPrivateUsage]
+        kinds = self.stateful[index].kinds
         if state.kinds != kinds:
             raise EnvStateError(
                 f"this is a state of {' of '.join(state.kinds)}, but the env is {' of '.join(kinds)}; load "
