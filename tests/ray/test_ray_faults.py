@@ -21,23 +21,13 @@ import psutil
 import pytest
 from support import disasters, probe
 from support.disasters import DEATHS, FAILURES, SleepingEnv, failing, wait_until, within
-from test_ray import DATA, Parented, assert_equal, cluster, make_on_ray, parents, ray, scan  # noqa: F401
+from test_ray import DATA, Parented, assert_equal, cluster, make_on_ray, parents, pytestmark, ray, scan  # noqa: F401
 
 import jaxvec
 from jaxvec._ray import cluster as _cluster
 from jaxvec._ray import link as _link
 from jaxvec._ray import nodes as _nodes
 from jaxvec.testing import CountingEnv
-
-pytestmark = [
-    pytest.mark.timeout(300),
-    # Ray starts its processes by fork and exec, of which JAX warns, and leaves sockets to the collector.
-    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
 
 # --- Faults ---------------------------------------------------------------------------------------
 
