@@ -50,7 +50,7 @@ def test_no_call_of_a_program_page_locks_memory_on_any_device(cpu_as_cuda, make)
     first = handle(envs)
     assert page_locking(cpu_as_cuda) == []
     compiled = program.lower(first).compile()
-    # Two calls on each device: with few results, as nobody reads those of the reset, and with all.
+    # Two calls on each device: one with few results, as those of the reset are unread, and one with all.
     assert page_locking(cpu_as_cuda) == ["cuMemHostRegister_v2"] * 2 + ["cuMemHostAlloc"] * (4 + 4)
     for each in (first, handle(later)):
         _, timesteps = compiled(each)
@@ -58,7 +58,7 @@ def test_no_call_of_a_program_page_locks_memory_on_any_device(cpu_as_cuda, make)
     assert page_locking(cpu_as_cuda) == []
 
 
-# --- What XLA is told -----------------------------------------------------------------------------
+# --- Traits for XLA -------------------------------------------------------------------------------
 
 needs_ffi = pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason=str(_ffi.reason_unavailable()))
 

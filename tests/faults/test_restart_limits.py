@@ -227,7 +227,9 @@ def test_a_worker_that_is_replaced_gets_the_options_of_resets(make):
     envs = make(lambda: FragileEnv(kill), 1, on_fault=FREE)
     envs.reset(seed=0, options={"level": 3})
     with pytest.raises(jaxvec.NotPicklableError):
-        envs.reset(options={"level": threading.Lock()})  # which nobody gets, the next worker included
+        envs.reset(
+            options={"level": threading.Lock()}
+        )  # rejected, so no worker gets it, not the next one either
     envs.step([HARM])
     assert envs.infos()[0]["final_info"] == {}
     envs.step([1])
@@ -311,7 +313,7 @@ def test_call_before_the_reply_to_a_failed_env_is_answered(make, dispatch):
     while worker.readable():  # wakes for what was received
         worker.receive()
     envs.send([HARM], [0])
-    assert select.select([worker], [], [], 10)[0]  # its report, which nobody has read
+    assert select.select([worker], [], [], 10)[0]  # its report is still unread
     assert envs.call("steps") == (0, 0)
     assert envs.recv().info["fault"].tolist() == [True]
     assert envs.stats().total.restarts == 1

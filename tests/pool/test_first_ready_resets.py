@@ -106,7 +106,7 @@ def spread(num_envs, batch_size):
     return sorted(range(num_envs), key=lambda i: (i % batches, i))
 
 
-# Drawn before the game: who is ready first is no choice of Hypothesis', and its draws must not depend on it.
+# Drawn before the game: Hypothesis does not choose which env is ready first, so draws must not depend on it.
 MOVES = st.lists(
     st.tuples(st.just("send"), st.randoms(use_true_random=True))
     | st.tuples(st.just("recv"), st.none() | st.integers(1, 6)),

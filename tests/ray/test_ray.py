@@ -332,7 +332,7 @@ def test_a_trace_shows_what_actors_do(make_on_ray, tmp_path):
 
 
 def test_a_trace_allows_for_the_clocks_of_other_machines(make_on_ray, monkeypatch):
-    """There is but one machine here, so what is told wrongly has to be seen in the trace."""
+    """All nodes share this machine and its clock, so the test adds an error and expects it in the trace."""
     hour = 3600 * 10**9
     actor_class = _cluster._actor_class
 
@@ -584,7 +584,7 @@ def test_distributed_learners_train_alike_on_local_and_ray_envs(cluster):
 
 @pytest.fixture
 def closed_ports(monkeypatch):
-    """Lets actors tell of a port at which nobody listens."""
+    """Makes actors report a port without a listener."""
     actor_class = _cluster._actor_class
 
     def behind_a_firewall():
