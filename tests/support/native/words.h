@@ -1,11 +1,11 @@
-// The words of a hand-off in plain memory, for threads in place of processes.
+// The words of a dispatch in plain memory, for threads in place of processes.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-#include "handoff.h"
+#include "dispatch.h"
 
 namespace jaxvec {
 
