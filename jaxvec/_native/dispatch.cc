@@ -59,20 +59,38 @@ void futex_wake(Line& line) {
 
 // Polls for a while before a sleep, because an idle core takes tens of microseconds to wake in a virtual
 // machine. Yielding in each turn lets a thread with work use this core first.
+//
+// Beside other programs there is no idle core, and a yield is costly: Linux 6.18 moves the thread behind all
+// others that are runnable, each of which may run for milliseconds. So a thread that loses its core in a poll
+// sleeps at once in the waits of the next `kPauseNs`.
 class Spin {
  public:
-  explicit Spin(int64_t ns) : until_(ns == 0 ? 0 : now_ns() + ns) {}
+  explicit Spin(int64_t ns) {
+    if (ns == 0) return;
+    last_ = now_ns();
+    if (last_ >= paused_until_) until_ = last_ + ns;
+  }
 
   bool again() {
     if (until_ == 0) return false;
     sched_yield();
-    if (now_ns() >= until_) until_ = 0;
+    const int64_t now = now_ns();
+    if (now - last_ > kLostCoreNs) paused_until_ = now + kPauseNs;
+    if (now >= until_ || now < paused_until_) until_ = 0;
+    last_ = now;
     return until_ != 0;
   }
 
  private:
-  int64_t until_;  // 0 when it is over
+  static constexpr int64_t kLostCoreNs = 500'000;  // longer than a worker's ordinary step
+  static constexpr int64_t kPauseNs = 200'000'000;
+  static thread_local int64_t paused_until_;
+
+  int64_t until_ = 0;  // 0 when it is over
+  int64_t last_ = 0;   // time of the latest turn
 };
+
+thread_local int64_t Spin::paused_until_ = 0;
 
 // Compares counters that wrap around, if they differ by less than 2**31.
 bool reached(uint32_t counter, uint32_t target) { return static_cast<int32_t>(counter - target) >= 0; }
