@@ -6,6 +6,7 @@ ipykernel 7, and it has no look at what a notebook prints.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -42,23 +43,39 @@ def test_a_notebook_is_committed_without_outputs(path):
     assert set(json.loads(path.read_text())["metadata"]) == {"kernelspec", "language_info"}
 
 
-@each
-def test_first_code_cell_installs_the_clone_of_the_notebook(path, monkeypatch, tmp_path):
-    """And does nothing where jaxvec is there."""
+def installs(path, monkeypatch, *, installed):
+    """Runs the first code cell, and returns what it would install and the `sys.path` that it leaves."""
     first = next(source for kind, source, _ in read(path) if kind == "code")
     cell, replaced = re.subn(r"%pip (install .*)", r"ran.append(f'\1')", first)
     assert replaced == 1
     ran = []
-    exec(cell, {"ran": ran})
-    assert not ran
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.chdir(path.parent)
-    if (ROOT / "jaxvec").is_dir():  # the tests of a wheel lie elsewhere
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "distributions", lambda name: [name] * installed)
+        patch.setattr(sys, "path", ["", *sys.path])
         exec(cell, {"ran": ran})
-        assert ran == [f'install -q "{ROOT}[demo]"']
+        return ran, sys.path
+
+
+@each
+def test_first_code_cell_installs_a_clone_or_a_wheel(path, monkeypatch, tmp_path):
+    """The working directory may be the notebook's folder, the clone, or the clone's parent."""
+    clone = tmp_path / "jaxvec"
+    (clone / "jaxvec").mkdir(parents=True)
+    (clone / "jaxvec/__init__.py").touch()
+    (clone / "notebooks").mkdir()
+    for folder in (tmp_path, clone, clone / "notebooks"):
+        monkeypatch.chdir(folder)
+        ran, places = installs(path, monkeypatch, installed=False)
+        assert ran == [f'install -q "{clone}[demo]"']
+        assert ("" in places) == (folder != clone)  # the source there must not hide the installed package
+        assert installs(path, monkeypatch, installed=True) == ([], places)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="clone jaxvec's repository"):
-        exec(cell, {"ran": ran})
+    (wheel := tmp_path / "jaxvec-0.1-cp311-abi3-linux_x86_64.whl").touch()
+    assert installs(path, monkeypatch, installed=False)[0] == [f'install -q "{wheel}[demo]"']
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(FileNotFoundError, match="clone of jaxvec's repository, or its wheel"):
+        installs(path, monkeypatch, installed=False)
 
 
 @each
