@@ -55,6 +55,16 @@ def test_a_pool_goes_on_without_its_server(make):
     assert gone(pids)
 
 
+def test_a_reset_that_reads_the_infos_and_fails_names_its_env(make, backend):
+    class Env(CountingEnv):
+        def reset(self, **kwargs):
+            raise ValueError("no luck")
+
+    with pytest.raises(jaxvec.EnvError, match=r"^env 0 (\(worker 0\) )?raised ValueError in reset") as caught:
+        make(Env, 2, backend=backend, info=["seed"])
+    assert (caught.value.env_id, caught.value.operation) == (0, "reset")
+
+
 def test_a_stopped_server_is_a_timeout(make):
     ask(make, "0")
     stopped = server()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +70,15 @@ def test_a_broken_pool_tells_what_it_did_and_a_closed_one_nothing(make):
     envs.close()
     with pytest.raises(jaxvec.PoolClosedError, match=r"call stats\(\) before close\(\)"):
         envs.stats()
+
+
+def test_times_are_parts_of_the_time_that_passed(make, backend):
+    started = time.monotonic()
+    envs = make(CountingEnv, 3, backend=backend, num_workers=1, episode_length=2)
+    envs.reset()
+    for _ in range(6):
+        envs.step(np.zeros(3, int))
+    total = envs.stats().total
+    parts = [total.step_time, total.reset_time, total.wait_time]
+    assert min(parts[:2]) > 0
+    assert sum(parts) <= time.monotonic() - started
