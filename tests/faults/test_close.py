@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import threading
 import time
@@ -273,6 +274,16 @@ def test_an_env_that_fails_in_close_is_logged(drive, caplog):
     assert_closes(driver)
     for env_id in (0, 2):  # the first of each worker
         assert f"env {env_id} (worker {env_id // 2}) raised ValueError in close: won't" in caplog.text
+
+
+def test_close_names_the_env_that_fails(make, backend, caplog):
+    class Env(CountingEnv):
+        def close(self):
+            raise ValueError("won't")
+
+    make([CountingEnv, CountingEnv, Env], num_workers=1, backend=backend).close()
+    (record,) = caplog.records
+    assert re.match(r"env 2 (\(worker 0\) )?raised ValueError in close: won't", record.getMessage())
 
 
 # --- At the end of a program ------------------------------------------------------------------
