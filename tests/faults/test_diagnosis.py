@@ -1,4 +1,4 @@
-"""Messages about workers that died in a step: which worker, which env, and which action."""
+"""Messages about failures: which worker, which env, and which action."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import pytest
 
 import jaxvec
+from jaxvec._envs import failures
 from jaxvec.testing import CountingEnv
 
 
@@ -38,3 +39,11 @@ def test_a_death_in_a_step_names_worker_env_and_action(make, num_workers, name, 
         envs.step([1, 1, 7])
     assert caught.value.env_ids == env_ids
     assert (caught.value.worker, caught.value.exitcode) == (num_workers - 1, -signal.SIGKILL)
+
+
+def test_a_long_action_is_shortened_only_where_something_is_left_out():
+    texts = [failures.describe_action("x" * length) for length in range(2000)]
+    shortened = [length for length, text in enumerate(texts) if "characters left out" in text]
+    assert shortened == [*range(shortened[0], 2000)]
+    assert texts[shortened[0] - 1] == repr("x" * (shortened[0] - 1))
+    assert " 1 characters left out " in texts[shortened[0]]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
 from jaxvec._stats import WorkerStats
@@ -82,3 +83,13 @@ def test_times_are_parts_of_the_time_that_passed(make, backend):
     parts = [total.step_time, total.reset_time, total.wait_time]
     assert min(parts[:2]) > 0
     assert sum(parts) <= time.monotonic() - started
+
+
+def test_steps_of_batched_envs_are_counted_and_timed(make):
+    envs = make(SyncVectorEnv([CountingEnv, CountingEnv]))
+    envs.reset()
+    for _ in range(3):
+        envs.step([0, 0])
+    total = envs.stats().total
+    assert (total.steps, total.resets) == (6, 2)
+    assert total.step_time > 0
