@@ -83,6 +83,31 @@ def test_what_envs_have_started_dies_with_a_killed_parent(way):
 FORKS = "driver.step(); print('stepped', flush=True); signal.pause()"
 
 
+VERIFYING = r"""
+class Hangs(Env):
+    def __init__(self):
+        self.worker = os.getpid()
+    def step(self, action):
+        if os.getpid() != self.worker:
+            os.write(1, b"%d\n" % os.getpid()); signal.pause()
+        return super().step(action)
+envs = jaxvec.make(Hangs, 1, states=2)
+envs.reset()
+envs.save()
+"""
+
+
+def test_the_process_that_verifies_a_state_ends_with_a_killed_program():
+    script = run_script(then="envs.close()" + VERIFYING)
+    try:
+        read_pids(script)
+        child = int(script.stdout.readline())
+        script.kill()
+        assert gone([child])
+    finally:
+        end(script)
+
+
 # --- Pools come and go ------------------------------------------------------------------------
 
 
