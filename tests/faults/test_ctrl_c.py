@@ -212,9 +212,10 @@ def call():
         envs.call("hang")
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-threading.Thread(target=call, daemon=True).start()
+thread = threading.Thread(target=call, daemon=True)
 while True:
     try:
+        thread.ident or thread.start()  # Ctrl-C may come at any time from here on
         signal.pause()
     except KeyboardInterrupt:
         pass
