@@ -272,7 +272,7 @@ def check_indices(indices: Any, num_envs: int) -> NDArray[Any]:
     slots = array.astype(np.intp) % num_envs
     counts = np.bincount(slots)
     if counts.max() > 1:
-        raise EnvIdError(f"indices: env {counts.argmax()} is named twice")
+        raise EnvIdError(f"indices: env {counts.argmax()} is named twice; name each env once")
     return slots
 
 

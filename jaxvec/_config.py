@@ -238,7 +238,10 @@ def _variables(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
                 f"Workers(env=...): {name!r} is {value!r}; names must be strings, and values strings or None"
             )
         if not name or "=" in name or "\0" in name + (value or ""):
-            raise ValueError(f"Workers(env=...): {name!r}={value!r} is not a valid environment variable")
+            raise ValueError(
+                f"Workers(env=...): {name!r}={value!r} is not a valid environment variable: a name must not "
+                "be empty or contain '=', and neither name nor value may contain a NUL"
+            )
     return variables
 
 

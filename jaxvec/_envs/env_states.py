@@ -10,13 +10,11 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import inspect
 import itertools
 import os
 import pickle
 import signal
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -508,14 +506,12 @@ def verify_in_fork(stateful: StatefulEnv, *, fresh: bool) -> None:
     """Runs `StatefulEnv.verify` in a forked child of this process, a worker; raises as that does."""
     stateful.save()  # first: an error here needs no child
     name = type(stateful.env.unwrapped).__name__
-    parent = os.getpid()
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads of libraries, since Python 3.12
         child = os.fork()
-    if child == 0:
+    if child == 0:  # in the worker's process group, so it does not outlive the worker
         with suppress(BaseException):
-            _end_with(parent)
             os.write(writer, _result_of(stateful, fresh=fresh))
         os._exit(0)
     os.close(writer)
@@ -542,14 +538,6 @@ def _result_of(stateful: StatefulEnv, *, fresh: bool) -> bytes:
             EnvStateError(f"cannot verify the state: the env raised {type(error).__name__}: {error}")
         )
     return pickle.dumps(None)
-
-
-def _end_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends, so that a killed worker leaves no child."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)
 
 
 def _describe_exit(status: int) -> str:

@@ -232,7 +232,8 @@ def unpack_states(data: bytes, fingerprint: int, name: str) -> PackedStates:
         return PackedStates(*pickle.loads(content))
     except Exception as error:  # an observation may be an object of a class that is not known here
         raise StateFileError(
-            f"{name}: the states can't be unpickled in this process: {type(error).__name__}: {error}"
+            f"{name}: the states can't be unpickled in this process: {type(error).__name__}: {error}; the "
+            "classes of their objects have to be importable here"
         ) from error
 
 

@@ -212,7 +212,10 @@ class Forker(Launcher):
             with suppress(EOFError):  # the server may have refused, and closed its end
                 ours.send(ProcessContext.here(env), deadline=deadline)
             if not ours.readable(deadline):
-                raise TimeoutError("the fork server did not answer; is a module in preload slow to import?")
+                raise TimeoutError(
+                    "the fork server did not answer in time. If a module in preload is slow to import, "
+                    "remove it, or pass a larger Timeouts(start=...)"
+                )
             answer: Started | Refused = ours.receive(deadline)
             if isinstance(answer, Refused):
                 if not isinstance(answer.error, OSError):  # of its imports: it will refuse every fork

@@ -150,7 +150,7 @@ class EnvFamily:
                 f"the env belongs to process {process}, and this process is a fork of it; make a new env"
             )
         if self.closed:
-            raise PoolClosedError("the env is closed")
+            raise PoolClosedError("the env is closed; make a new env")
 
 
 def _first(tree: Any) -> Any:

@@ -275,6 +275,23 @@ def test_an_env_that_fails_in_close_is_logged(drive, caplog):
         assert f"env {env_id} (worker {env_id // 2}) raised ValueError in close: won't" in caplog.text
 
 
+def test_close_names_the_env_that_fails(make, backend, caplog):
+    class Env(CountingEnv):
+        def close(self):
+            raise ValueError("won't")
+
+    envs = make([CountingEnv, CountingEnv, Env], num_workers=1, backend=backend)
+    text = "raised ValueError in close: won't"
+    if backend == "serial":
+        with pytest.raises(jaxvec.EnvError, match=f"^env 2 {text}"):
+            envs.close()
+    else:
+        envs.close()
+        assert [record.getMessage().partition("\n")[0] for record in caplog.records] == [
+            f"env 2 (worker 0) {text}"
+        ]
+
+
 # --- At the end of a program ------------------------------------------------------------------
 
 

@@ -202,6 +202,37 @@ def test_ctrl_c_while_a_pool_closes_leaves_nothing_behind():
         end(script)
 
 
+CALL_IN_A_THREAD = r"""
+class Hangs(Env):
+    def hang(self):
+        os.write(1, b"called\n"); signal.pause()
+envs = jaxvec.make(Hangs, 1)
+def call():
+    try:
+        envs.call("hang")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+thread = threading.Thread(target=call, daemon=True)
+while True:
+    try:
+        thread.ident or thread.start()  # Ctrl-C may come at any time from here on
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+def test_ctrl_c_ends_a_call_in_a_thread_that_gets_no_signals():
+    script = run_script(then="envs.close()" + CALL_IN_A_THREAD)
+    try:
+        read_pids(script)
+        assert script.stdout.readline() == "called\n"
+        os.kill(script.pid, signal.SIGINT)
+        assert script.stdout.readline() == "interrupted\n"
+    finally:
+        end(script)
+
+
 def interrupt_at(n, call):
     """Does `call`, with Ctrl-C at the n-th point where a handler may run, and in a wait at the latest.
 

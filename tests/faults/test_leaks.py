@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ from support.disasters import WAYS, Driver, failing
 from support.scripts import STEPPING, end, gone, read_pids, run_script, shared_names, workers
 
 import jaxvec
+from jaxvec._workers import fork
 from jaxvec.testing import CountingEnv
 
 # --- The parent is killed ---------------------------------------------------------------------
@@ -81,6 +84,41 @@ def test_what_envs_have_started_dies_with_a_killed_parent(way):
 
 
 FORKS = "driver.step(); print('stepped', flush=True); signal.pause()"
+
+
+VERIFYING = r"""
+class Hangs(Env):
+    def __init__(self):
+        self.worker = os.getpid()
+    def step(self, action):
+        if os.getpid() != self.worker:
+            os.write(1, b"%d %d\n" % (self.worker, os.getpid())); signal.pause()
+        return super().step(action)
+envs = jaxvec.make(Hangs, 1, states=2, workers=jaxvec.Workers(start_method="START_METHOD"))
+envs.reset()
+try:
+    envs.save()
+except jaxvec.WorkerDiedError:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("killed", ["program", "worker"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_a_process_that_verifies_a_state_ends_with_its_parents(killed, start_method):
+    if start_method == "forkserver" and (reason := fork.reason_unavailable()):
+        pytest.skip(reason)
+    script = run_script(then="envs.close()" + VERIFYING.replace("START_METHOD", start_method))
+    try:
+        read_pids(script)
+        worker, child = map(int, script.stdout.readline().split())
+        if killed == "program":
+            script.kill()
+        else:
+            os.kill(worker, signal.SIGKILL)
+        assert gone([child])
+    finally:
+        end(script)
 
 
 # --- Pools come and go ------------------------------------------------------------------------

@@ -247,6 +247,14 @@ def test_a_reset_after_a_replacement_has_no_final_observation(make):
     assert not timestep.info["final_obs"].any()
 
 
+def test_envs_of_a_replacement_are_reset_once(make):
+    envs = make(CountingEnv, 2, num_workers=2, on_fault="restart")
+    envs.reset()
+    psutil.Process(probe.processes(envs)[0].pid).kill()
+    envs.reset()
+    assert envs.get_attr("resets") == (1, 2)
+
+
 # --- Resets, constructors and data --------------------------------------------------------------
 
 
@@ -374,6 +382,29 @@ def test_a_constructor_that_fails_is_tried_again_within_the_limits(make, left):
     worker.kill()
     assert envs.step([1]).info["fault"].tolist() == [True]
     assert envs.stats().total.restarts == 3
+
+
+def test_a_constructor_that_fails_in_a_rebuild_names_its_env(make, left):
+    class Breaks(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            if any(left.iterdir()):
+                throw()
+
+        def step(self, action):
+            if action == HARM:
+                fail(left, 1)
+                throw()
+            return super().step(action)
+
+    once = jaxvec.Restart(retry="rebuild", max_restarts=1, rate=None)
+    envs = make(Breaks, 4, num_workers=2, on_fault=once)
+    envs.reset()
+    with pytest.raises(
+        jaxvec.EnvError, match=r"^env 3 \(worker 1\) raised ValueError in constructor"
+    ) as caught:
+        envs.step([1, 1, 1, HARM])
+    assert caught.value.env_id == 3
 
 
 def test_rebuild_makes_a_new_env_of_one_that_raised(make):

@@ -8,10 +8,12 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from support import probe
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -165,6 +167,45 @@ def test_infos_seeds_options_and_calls(make):
     assert timestep.info["final_info"]["steps"].tolist() == [2, 0, 0]
     assert timestep.info["_steps"].tolist() == [False, True, True]
     assert envs.get_attr("resets") == (2, 1, 1)
+
+
+def test_infos_of_batched_envs_in_several_workers(make):
+    fn = partial(counting, AutoresetMode.SAME_STEP)
+    envs = make(fn, 12, envs_per_instance=3, num_workers=2)
+    envs.reset(seed=5)
+    assert [info["seed"] for info in envs.infos()] == [*range(5, 17)]
+    assert [info["seed"] for info in envs.infos([10, 1])] == [15, 6]
+
+
+def test_infos_that_do_not_belong_to_single_envs_stay_whole(make):
+    info = {"steps": np.array([1, 2]), "names": ["a", "b"], "word": "ab", "limits": np.arange(3)}
+    envs = make(partial(Wrong, info=info), 2, envs_per_instance=2)
+    envs.reset()
+    envs.step([0, 0])
+    for row, mine in enumerate(envs.infos()):
+        assert (mine["steps"], mine["names"], mine["word"]) == (row + 1, "ab"[row], "ab")
+        assert mine["limits"].tolist() == [0, 1, 2]
+
+
+def test_a_declared_info_as_an_array_of_objects(make):
+    vectors = np.empty(2, object)
+    vectors[:] = [np.array([1, 2]), np.array([3, 4])]
+    fn = partial(Wrong, info={"vector": vectors, "_vector": np.ones(2, bool)})
+    envs = make(fn, 2, envs_per_instance=2, info={"vector": np.zeros(2, np.float32)})
+    envs.reset()
+    timestep = envs.step([0, 0])
+    assert timestep.info["vector"].tolist() == [[1, 2], [3, 4]]
+    assert timestep.info["_vector"].all()
+
+
+def test_a_worker_of_batched_envs_that_dies_between_steps_was_idle(make):
+    envs = make(partial(counting, AutoresetMode.SAME_STEP), 6, envs_per_instance=3, num_workers=2)
+    envs.reset()
+    envs.step(np.zeros(6, int))
+    envs.get_attr("resets")  # worker 1 has finished the step
+    psutil.Process(probe.processes(envs)[1].pid).kill()
+    with pytest.raises(jaxvec.WorkerDiedError, match=r"^worker 1 \(envs 3 to 5\) was killed .* while idle"):
+        envs.step(np.zeros(6, int))
 
 
 def test_vmap_over_parts_of_one_batched_env_is_one_hand_off(make):

@@ -248,8 +248,8 @@ def test_indices_are_one_or_some_and_may_count_from_the_end(shared, ask):
     [
         (3, r"indices: 3 is out of range for 3 envs \(-3 to 2\)"),
         ([0, -4], r"indices: -4 is out of range for 3 envs \(-3 to 2\)"),
-        ([0, 1, 0], "indices: env 0 is named twice"),
-        ([2, -1], "indices: env 2 is named twice"),
+        ([0, 1, 0], "indices: env 0 is named twice; name each env once"),
+        ([2, -1], "indices: env 2 is named twice; name each env once"),
         ([0.5], "indices: expected an integer or a list of them, got float64"),
         ([True, False, True], "indices: expected an integer or a list of them, got bool"),
         ([[0, 1]], r"indices: .*got int64 of shape \(1, 2\)"),

@@ -227,11 +227,19 @@ def test_other_envs_are_moved_while_a_call_is_under_way(pool_of):
     assert envs.recv(at_least=1).obs[:, 3].tolist() == [6]
 
 
-def test_an_env_that_is_stepped_is_not_sent_before_its_step_is_done(pool_of, monkeypatch):
+@pytest.mark.parametrize(
+    ("move", "expected"),
+    [
+        (lambda envs: envs.step([1, 1, 1, HELD]), [[1, 1, 1, 1]] * 3 + [[1, 1, 1, 7]]),
+        (lambda envs: envs.reset(seed=[1, 1, 1, HELD]), [[2, 0, 0, -1]] * 4),
+    ],
+    ids=["step", "reset"],
+)
+def test_an_env_that_is_moved_is_not_sent_before_the_move_is_done(pool_of, monkeypatch, move, expected):
     pool = pool_of()
     envs, engine = pool.envs, probe.engine(pool.envs)
     envs.reset()
-    stepping = Background(lambda: envs.step([1, 1, 1, HELD]).obs[:, 1:].tolist())
+    moving = Background(lambda: move(envs).obs.tolist())
     pool.wait_until_inside(3)
     exclusive, waits = engine.exclusive, threading.Event()
     monkeypatch.setattr(engine, "exclusive", lambda slots: waits.set() or exclusive(slots))
@@ -239,8 +247,9 @@ def test_an_env_that_is_stepped_is_not_sent_before_its_step_is_done(pool_of, mon
     wait_until(lambda: waits.is_set() or not sending._thread.is_alive())
     pool.open()
     sending.result()
-    assert stepping.result() == [[1, 1, 1], [1, 1, 1], [1, 1, 1], [1, 1, 7]]
-    assert envs.recv(at_least=1).obs[:, 1:].tolist() == [[2, 2, 5]]
+    assert moving.result() == expected
+    resets, steps, in_episode, _ = expected[3]
+    assert envs.recv(at_least=1).obs.tolist() == [[resets, steps + 1, in_episode + 1, 5]]
 
 
 def test_a_handle_that_a_call_has_is_stale_for_others_at_once(pool_of):

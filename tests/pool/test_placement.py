@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from support import probe
 
 import jaxvec
 from jaxvec.testing import CountingEnv, NestedEnv
@@ -121,3 +122,15 @@ def test_programs_are_not_concerned(make):
 def test_what_can_not_be_is_refused(make, where, error, message):
     with pytest.raises(error, match=message):
         make(CountingEnv, 3, device=where)
+
+
+def test_host_calls_alone_wait_for_the_gpu_copies_of_programs(make, monkeypatch):
+    envs = make(CountingEnv, 2, num_workers=1, transport="io_callback", dispatch="portable")
+    handle, _ = jaxvec.reset(envs)
+    waits = []
+    monkeypatch.setattr(probe.engine(envs), "wait_for_copies", lambda: waits.append("wait"))
+    # A program with the latest handle starts after them.
+    jax.block_until_ready(jax.jit(jaxvec.step)(handle, jnp.zeros(2, int)))
+    assert waits == []
+    envs.get_attr("steps")
+    assert waits == ["wait"]

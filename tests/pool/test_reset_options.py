@@ -20,6 +20,7 @@ from support.oracle import canonical, stack
 import jaxvec
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.compat.gymnasium import AsyncVectorEnv as VectorEnv
+from jaxvec.testing import CountingEnv
 
 SPACE = spaces.Dict(
     {
@@ -450,3 +451,10 @@ def test_wrong_options_name_the_leaf(make):
 def test_what_can_not_go_with_declared_options(make, kwargs, match):
     with pytest.raises((ValueError, TypeError), match=match):
         make(LevelEnv, 2, **{"num_workers": 1, "reset_options": SPACE} | kwargs)
+
+
+def test_options_of_zero_reach_the_env(make, backend):
+    levels = spaces.Dict({"level": spaces.Discrete(3)})
+    envs = make(CountingEnv, 2, backend=backend, episode_length=1, reset_options=levels)
+    envs.reset(options={"level": 0})
+    assert [info["options"] for info in envs.infos()] == [{"level": 0}] * 2

@@ -95,6 +95,30 @@ def test_episodes_with_spare_envs_equal_those_without(make, tmp_path):
     assert len(np.unique(starts)) == len(starts)  # no episode is a repetition of another
 
 
+def test_spare_and_rebuilt_envs_have_different_seeds(make, tmp_path):
+    log = tmp_path / "seeds"
+
+    class Env(CountingEnv):
+        def reset(self, *, seed=None, options=None):
+            with log.open("a") as file:
+                file.write(f"{seed}\n")
+            return super().reset(seed=seed, options=options)
+
+        def step(self, action):
+            if action == 7:
+                raise ValueError("built anew")
+            return super().step(action)
+
+    rebuild = jaxvec.Restart(retry="rebuild", max_restarts=None, rate=None)
+    envs = make(Env, 1, spare_envs=2, on_fault=rebuild, episode_length=2)
+    envs.reset(seed=3)
+    envs.step([7])
+    for _ in range(8):
+        envs.step([1])
+    seeds = [line for line in log.read_text().split() if line != "None"]
+    assert len(seeds) == len({*seeds}) == 4  # of the env, of the rebuilt env, and of both spare envs
+
+
 def test_a_reset_with_another_seed_makes_resets_in_advance_void(make, tmp_path):
     runs = []
     for seeds in ((0, 1), (1,)):

@@ -55,6 +55,22 @@ def test_a_pool_goes_on_without_its_server(make):
     assert gone(pids)
 
 
+def test_a_reset_that_reads_the_infos_and_fails_names_its_env(make, backend):
+    class Env(CountingEnv):
+        def reset(self, **kwargs):
+            raise ValueError("no luck")
+
+    with pytest.raises(jaxvec.EnvError, match=r"^env 0 (\(worker 0\) )?raised ValueError in reset") as caught:
+        make(Env, 2, backend=backend, info=["seed"])
+    assert (caught.value.env_id, caught.value.operation) == (0, "reset")
+
+
+def test_a_worker_that_dies_before_the_pool_is_made_is_not_replaced(make, caplog):
+    with pytest.raises(jaxvec.WorkerDiedError, match=r"^worker 0 \(env 0\) exited with code 3"):
+        make(lambda: os._exit(3), 1, on_fault=FREE)
+    assert not caplog.records
+
+
 def test_a_stopped_server_is_a_timeout(make):
     ask(make, "0")
     stopped = server()

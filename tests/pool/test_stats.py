@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
 from jaxvec._stats import WorkerStats
@@ -69,3 +71,25 @@ def test_a_broken_pool_tells_what_it_did_and_a_closed_one_nothing(make):
     envs.close()
     with pytest.raises(jaxvec.PoolClosedError, match=r"call stats\(\) before close\(\)"):
         envs.stats()
+
+
+def test_times_are_parts_of_the_time_that_passed(make, backend):
+    started = time.monotonic()
+    envs = make(CountingEnv, 3, backend=backend, num_workers=1, episode_length=2)
+    envs.reset()
+    for _ in range(6):
+        envs.step(np.zeros(3, int))
+    total = envs.stats().total
+    parts = [total.step_time, total.reset_time, total.wait_time]
+    assert min(parts[:2]) > 0
+    assert sum(parts) <= time.monotonic() - started
+
+
+def test_steps_of_batched_envs_are_counted_and_timed(make):
+    envs = make(SyncVectorEnv([CountingEnv, CountingEnv]))
+    envs.reset()
+    for _ in range(3):
+        envs.step([0, 0])
+    total = envs.stats().total
+    assert (total.steps, total.resets) == (6, 2)
+    assert total.step_time > 0

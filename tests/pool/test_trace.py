@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import os
 import threading
+import time
 from collections import Counter
 from functools import partial
 
@@ -20,6 +22,7 @@ from support.disasters import failing, in_two_ways, wait_until, wait_until_dead
 import jaxvec
 from jaxvec import _native, _tracing
 from jaxvec._tracing import Record, Span
+from jaxvec.callbacks import _ffi
 from jaxvec.testing import CountingEnv
 
 pytestmark = pytest.mark.jax_version
@@ -119,6 +122,20 @@ def test_all_steps_resets_and_hand_offs_are_in_the_file(drive, way, tmp_path):
     assert (timeline.about["dropped"], timeline.about["lost"]) == ({}, {})
 
 
+@pytest.mark.skipif(_ffi.reason_unavailable() is not None, reason="FFI")
+def test_a_wait_that_cpp_leaves_to_python_has_a_span(make, monkeypatch, tmp_path):
+    class Slow(CountingEnv):
+        def step(self, action):
+            time.sleep(0.01)  # longer than C++ waits
+            return super().step(action)
+
+    monkeypatch.setattr("jaxvec._native.native_engine._WAIT", 1)  # ns, after which Python waits
+    envs = make(Slow, 2, num_workers=1, transport="ffi", dispatch="native")
+    program = run(envs, tmp_path / "pool.json", 10).program
+    assert program["jaxvec.step"] == 10
+    assert program["finish in Python"] == 10
+
+
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 def test_spans_are_as_many_as_the_statistics_say(make, backend, mode, tmp_path):
     more = {} if backend == "serial" else {"num_workers": 2}
@@ -143,6 +160,21 @@ def test_of_batched_envs_each_instance_has_its_spans(make, tmp_path):
         assert timeline.count("step envs 0-1") == 7
         assert timeline.count("reset envs 0-1") == 1  # its envs reset themselves
         assert timeline.count("step envs 2-3") == 7 * (envs.num_envs == 4)
+
+
+def test_batched_envs_are_recorded_no_longer_than_the_trace(make, tmp_path):
+    envs = make(SyncVectorEnv([CountingEnv] * 2))
+    envs.reset()
+    before = recorders()
+    with envs.trace(tmp_path / "pool.json"):
+        envs.step([0, 0])
+        assert recorders() > before
+    assert recorders() == before
+
+
+def recorders():
+    gc.collect()
+    return sum(isinstance(each, _tracing.Recorder) for each in gc.get_objects())
 
 
 def test_resets_in_advance_and_questions_are_there_too(make, tmp_path):
