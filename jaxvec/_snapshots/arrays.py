@@ -332,6 +332,8 @@ def _nbytes(value: Any) -> int:
 def _copy(value: Any) -> Any:
     """Returns a copy that is as writeable: an env may lock its own array, and unlock it for a change."""
     copy = value.copy("K")
+    if value.dtype.names and _is_dense(value):  # `copy` leaves out the bytes between fields, which views show
+        _flat(copy).view(np.uint8)[...] = _flat(value).view(np.uint8)
     if not value.flags.writeable:
         copy.flags.writeable = False
     return copy

@@ -42,15 +42,12 @@ class _Cell(Node):
 
     content: Any = None
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        cell = old if old is not None and putter.reuse(old) else types.CellType()
-        putter.begin(self, cell)
+    def fill(self, putter: Putter, cell: Any) -> None:
         value = putter.value(self.content, _contents(cell))
         if value is not EMPTY:
             cell.cell_contents = value
         elif _contents(cell) is not EMPTY:
             del cell.cell_contents
-        return cell
 
 
 class _Function(Node):
@@ -69,29 +66,28 @@ class _Function(Node):
         self.function = function
 
     def put(self, putter: Putter, old: Any) -> Any:
-        target = self._find(putter, old)
+        is_same = type(old) is types.FunctionType and old.__code__ == self.function.__code__
+        olds = old.__closure__ or () if is_same else ()
+        if is_same and all(map(putter.is_free_for, self.cells, olds)) and putter.reuse(old):
+            target, cells = old, olds
+        elif not is_same and "__name__" not in self.function.__globals__:
+            raise CannotCopy(f"the function {self.name} of another process is not in this place")
+        else:
+            cells = [putter.made(node) or types.CellType() for node in self.cells]
+            target = _with_cells(old if is_same else self.function, cells)
         putter.begin(self, target)
-        for node, cell in zip(self.cells, target.__closure__ or (), strict=True):
-            putter.value(node, cell)
+        fresh = [pair for pair in zip(self.cells, cells, strict=True) if putter.made(pair[0]) is None]
+        for node, cell in fresh:  # all of them first, as functions in one may share another one
+            putter.begin(node, cell)
+            putter.reuse(cell)
+        for node, cell in fresh:
+            node.fill(putter, cell)
         target.__defaults__ = putter.value(self.defaults, target.__defaults__)
         target.__kwdefaults__ = putter.value(self.keywords, target.__kwdefaults__)
-        fresh = putter.value(self.fields, target.__dict__) or {}
-        if fresh is not target.__dict__ and (fresh or target.__dict__):
-            target.__dict__ = fresh
+        held = putter.value(self.fields, target.__dict__) or {}
+        if held is not target.__dict__ and (held or target.__dict__):
+            target.__dict__ = held
         return target
-
-    def _find(self, putter: Putter, old: Any) -> Any:
-        """Returns the function in the place of this one, if that has the same variables, or another one."""
-        is_same = type(old) is types.FunctionType and _full_name(old) == self.name
-        if is_same and all(map(putter.is_free_for, self.cells, old.__closure__ or ())) and putter.reuse(old):
-            return old
-        function = self.function if self.function is not None else old if is_same else None
-        if function is None:
-            raise CannotCopy(f"the function {self.name} existed when the state was saved, and does not now")
-        cells = tuple(putter.value(node, None) for node in self.cells)
-        return types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, None, cells or None
-        )
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         for name in self._SAVED:
@@ -99,7 +95,16 @@ class _Function(Node):
 
     def __reduce__(self) -> Any:
         held = {name: getattr(self, name) for name in self._SAVED}
-        return _Function, (self.name, None), (None, held)
+        function = _with_cells(self.function, [types.CellType() for _ in self.cells])
+        return _Function, (self.name, function), (None, held)
+
+
+def _with_cells(function: Any, cells: list[Any]) -> Any:
+    """Returns a function with the code of another one and with other variables, without attributes."""
+    held = function.__globals__
+    made = types.FunctionType(function.__code__, held, function.__name__, None, tuple(cells) or None)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
 
 
 def take_function(taker: Taker, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import gc
 import importlib
 import marshal
@@ -578,21 +579,34 @@ class _Reduced(Node):
 
 def take_reduced(taker: Taker, value: Any) -> Any:
     try:
-        reduced = value.__reduce_ex__(4)
+        registered = copyreg.dispatch_table.get(type(value))
+        reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
     except Exception as error:
         raise CannotCopy(f"{name_of(type(value))} can't be copied ({error})") from error
     if isinstance(reduced, str):
         return value  # the name of a global
     function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
+    if id(value) in taker.open:
+        raise CannotCopy("it contains itself: it is made of an object that refers to it")
     node = _Reduced()
-    taker.remember(value, node)
     taker.remember(reduced, node)  # keeps the temporary state alive, and so its id
+    taker.open.add(id(value))
+    try:
+        node.arguments = taker.items(arguments)
+    finally:
+        taker.open.discard(id(value))
+    taker.remember(value, node)
     node.function, node.setter = function, setter
-    node.arguments = taker.items(arguments)
     node.state = taker.value(state)
     node.items = taker.items(items or ())
     node.pairs = taker.pairs(dict(pairs or ()))
     return node
+
+
+def take_exception(taker: Taker, value: BaseException) -> Any:
+    if value.__traceback__ is not None or value.__cause__ is not None or value.__context__ is not None:
+        raise CannotCopy("it is an exception with a traceback or a cause", "Keep repr(error) in its place")
+    return take_reduced(taker, value)
 
 
 def take_trusted(taker: Taker, value: Any) -> Any:
