@@ -115,6 +115,9 @@ def take_plain(taker: Taker, value: Any) -> Plain | None:
             node = None
     if not parts.isdisjoint(taker.memo):
         return None
+    for others, container in taker.inside:
+        if not parts.isdisjoint(others):
+            raise TakenAsAWhole(container)
     if node is None:
         node = Plain(_copy_plain(value), identity, parts)
         taker.shared[id(value)] = value, node

@@ -203,6 +203,18 @@ def test_a_set_of_its_owner_stays_one_set():
         assert env.members == {env.owner}
 
 
+def test_two_long_lists_share_a_row():
+    env = Cyclic()
+    row = [0]
+    env.one, env.other = [*range(20), row], [row, *range(20)]
+    stateful = StatefulEnv(env)
+    state = stateful.take()
+    for each in (state, copied(state)):
+        env.one = None
+        stateful.put(each)
+        assert env.one[-1] is env.other[0]
+
+
 def test_an_iterator_in_its_own_list_is_refused():
     env = Cyclic()
     numbers = vars(env).pop("numbers")
