@@ -159,7 +159,9 @@ class _Foreign(Node):
                 np.copyto(old, self.array)
             return old
         memory = bytearray(self.array.tobytes())  # not NumPy's either, so it is taken the same way again
-        return np.ndarray(self.array.shape, self.array.dtype, memory)
+        made = np.ndarray(self.array.shape, self.array.dtype, memory)
+        made.flags.writeable = self.array.flags.writeable
+        return made
 
 
 def take_array(taker: Taker, value: Any) -> Any:
@@ -258,7 +260,7 @@ def _take_part(taker: Taker, value: Any) -> Any:
         raise CannotCopy("it is an array of Python objects in memory of another library")
     if isinstance(memory, _BUFFERS) and (not isinstance(memory, CData) or _owns_memory(memory)):
         return _take_view(taker, value, memory)
-    return _Foreign(value.copy())
+    return _Foreign(_copy(value))
 
 
 def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
