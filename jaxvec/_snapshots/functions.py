@@ -95,8 +95,7 @@ class _Function(Node):
 
     def __reduce__(self) -> Any:
         held = {name: getattr(self, name) for name in self._SAVED}
-        function = _with_cells(self.function, [types.CellType() for _ in self.cells])
-        return _Function, (self.name, function), (None, held)
+        return _Function, (self.name, self.function), (None, held)
 
 
 def _with_cells(function: Any, cells: list[Any]) -> Any:
@@ -114,7 +113,10 @@ def take_function(taker: Taker, value: Any) -> Any:
         and _are_atoms(value.__defaults__, value.__kwdefaults__)
     ):
         return value
-    node = _Function(_full_name(value), value)
+    # Not the function itself, as a state must not keep alive what the env refers to by a weak reference.
+    node = _Function(
+        _full_name(value), _with_cells(value, [types.CellType() for _ in value.__closure__ or ()])
+    )
     taker.remember(value, node)
     try:
         node.cells = [_take_cell(taker, cell) for cell in value.__closure__ or ()]
