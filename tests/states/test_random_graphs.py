@@ -120,7 +120,7 @@ class Player:
     def save(self):
         try:
             state = self.stateful.take()
-        except jaxvec.EnvStateError as error:
+        except (jaxvec.EnvStateError, jaxvec.StateFileError) as error:
             refused[str(error).partition(". If")[0].partition(": attribute ")[2]] += 1
             state = None
         done["save" if state else "refusal"] += 1
@@ -269,7 +269,7 @@ def test_random_graphs_in_workers_pools_and_files(pools, tmp_path_factory, progr
                 states.append((which, pools[which].save(), counts[which].copy()))
             elif states:
                 move(what, which, states[number % len(states)], pools, counts, expected, path)
-        except jaxvec.EnvStateError as error:
+        except (jaxvec.EnvStateError, jaxvec.StateFileError) as error:
             if "did not reproduce" in str(error):
                 raise
             refused[str(error).partition(": attribute ")[2][:60]] += 1
