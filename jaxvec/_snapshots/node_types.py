@@ -88,7 +88,7 @@ class Plain(Node):
 
     def is_equal(self, value: Any) -> bool:
         """Returns whether a value is equal bit for bit: 1 equals 1.0, and so do dicts in different orders."""
-        return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
+        return self.bytes is not None and _bytes(value) == self.bytes and value == self.copy
 
 
 def take_plain(taker: Taker, value: Any) -> Plain | None:
