@@ -119,7 +119,7 @@ class Player:
 
     def save(self):
         try:
-            state = self.stateful.take()
+            state = self.stateful.save()
         except (jaxvec.EnvStateError, jaxvec.StateFileError) as error:
             refused[str(error).partition(". If")[0].partition(": attribute ")[2]] += 1
             state = None
@@ -129,7 +129,7 @@ class Player:
 
     def restore(self, state):
         done["restore"] += 1
-        self.stateful.put(state)
+        self.stateful.restore(state)
         self.check()
 
 
@@ -195,10 +195,10 @@ class Cyclic(gymnasium.Env):
 def test_a_set_of_its_owner_stays_one_set():
     env = Cyclic()
     stateful = StatefulEnv(env)
-    state = stateful.take()
+    state = stateful.save()
     for each in (state, copied(state)):
         env.members = None
-        stateful.put(each)
+        stateful.restore(each)
         assert env.owner.members is env.members
         assert env.members == {env.owner}
 
@@ -208,10 +208,10 @@ def test_two_long_lists_share_a_row():
     row = [0]
     env.one, env.other = [*range(20), row], [row, *range(20)]
     stateful = StatefulEnv(env)
-    state = stateful.take()
+    state = stateful.save()
     for each in (state, copied(state)):
         env.one = None
-        stateful.put(each)
+        stateful.restore(each)
         assert env.one[-1] is env.other[0]
 
 
@@ -221,7 +221,7 @@ def test_an_iterator_in_its_own_list_is_refused():
     env.iterator = iter(numbers)
     numbers.append(env.iterator)
     with pytest.raises(jaxvec.EnvStateError, match=r"Cyclic\.iterator.*contains itself"):
-        StatefulEnv(env).take()
+        StatefulEnv(env).save()
 
 
 MOVES = st.lists(
