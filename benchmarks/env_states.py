@@ -1,5 +1,7 @@
 """Measures the cost of saving and restoring the state of an env: `python -m benchmarks.env_states`.
 
+`python -m benchmarks.env_states families` verifies states of many envs, and counts those that are exact.
+
 Figures are minima of many calls, in microseconds. Envs that are not installed are skipped. The last line
 measures a pool of 64 CartPoles in two workers, including the communication with the workers.
 """
@@ -10,10 +12,13 @@ import copy
 import importlib
 import os
 import pickle
+import sys
 import time
 import timeit
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import gymnasium
@@ -38,8 +43,8 @@ def _dm_control() -> Any:
     return importlib.import_module("jaxvec.adapters.dm_env").DmEnv(suite.load("cheetah", "run"))
 
 
-def _pettingzoo() -> Any:
-    env = importlib.import_module("mpe2.simple_tag_v3").parallel_env()
+def _pettingzoo(name: str = "simple_tag") -> Any:
+    env = importlib.import_module(f"mpe2.{name}_v3").parallel_env()
     return importlib.import_module("jaxvec.adapters.pettingzoo").PettingZooEnv(env)
 
 
@@ -58,6 +63,58 @@ def _envs() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "LunarLander-v3 in ReplayEnv, after 20 steps", lambda: ReplayEnv(gymnasium.make("LunarLander-v3"))
 
 
+def _families() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields envs with the names of their families."""
+    modules = {
+        "classic_control": "Gymnasium classic control",
+        "toy_text": "Gymnasium toy text",
+        "box2d": "Gymnasium Box2D",
+        "mujoco": "Gymnasium MuJoCo",
+        "minigrid": "MiniGrid",
+        "ale_py": "ALE, 10 games",
+    }
+    latest = {spec.name: spec for spec in gymnasium.registry.values() if spec.namespace in (None, "ALE")}
+    games = 0
+    for spec in latest.values():
+        point = str(spec.entry_point)
+        family = next((name for part, name in modules.items() if part in point), None)
+        games += "ale_py" in point
+        if family is not None and not ("ale_py" in point and games > 10):
+            yield family, lambda spec=spec: gymnasium.make(spec)
+    with suppress(ImportError):
+        from dm_control import suite
+
+        adapter = importlib.import_module("jaxvec.adapters.dm_env").DmEnv
+        for domain, task in suite.BENCHMARKING:
+            yield "dm_control suite", lambda domain=domain, task=task: adapter(suite.load(domain, task))
+    for name in ("simple", "simple_adversary", "simple_push", "simple_spread", "simple_tag"):
+        yield "PettingZoo MPE", lambda name=name: _pettingzoo(name)
+
+
+def _verify_families() -> None:
+    counts: dict[str, Counter[str]] = {}
+    for family, make in _families():
+        try:
+            env = make()
+        except Exception as error:
+            print(f"{family}: not made: {error}"[:150])
+            continue
+        result = "exact"
+        try:
+            stateful = StatefulEnv(env)
+            env.reset(seed=0)
+            stateful.verify()
+        except jaxvec.EnvStateError as error:
+            result = "refused" if "cannot save" in str(error) else "not reproduced"
+            print(f"{family}: {getattr(env.unwrapped.spec, 'id', env)}: {error}"[:250], flush=True)
+        counts.setdefault(family, Counter())[result] += 1
+        env.close()
+    print("| family | envs | exact | refused | not reproduced |\n| --- | --- | --- | --- | --- |")
+    for family, found in counts.items():
+        numbers = found.total(), found["exact"], found["refused"], found["not reproduced"]
+        print(f"| {family} | {' | '.join(map(str, numbers))} |")
+
+
 def _min_us(call: Callable[[], Any]) -> float:
     once = timeit.timeit(call, number=1)
     number = max(1, int(1e-3 / once))
@@ -74,6 +131,9 @@ def main() -> None:
             gymnasium.register_envs(importlib.import_module(module))
         except ImportError:
             continue
+    if "families" in sys.argv:
+        _verify_families()
+        return
     print("| env | save, µs | restore, µs | step, µs | pickled bytes |\n| --- | --- | --- | --- | --- |")
     for name, make in _envs():
         try:

@@ -318,6 +318,9 @@ class States:
             restores it in an env that was made by the same function.
         trust: Classes that jaxvec does not copy by itself, to be copied by their own protocol
             (`__reduce__`), which has to be exact.
+        verify: Share of the saves to verify, from 0 to 1. The next 40 steps and resets of the env are then
+            recorded. The first save after them, or the next restore, repeats them from the saved state in a
+            forked process, and raises `EnvStateError` if a result differs.
 
     Example:
         ```python
@@ -337,12 +340,16 @@ class States:
     max: int = 0
     functions: tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None = None
     trust: Sequence[type] = ()
+    verify: float = 0.0
 
     def __post_init__(self) -> None:
         _check_count("States(max=...)", self.max, 0)
         trust: Any = self.trust
         if not isinstance(trust, (tuple, list)) or not all(isinstance(each, type) for each in trust):
             raise TypeError(f"States(trust=...) must be a list of classes, not {trust!r}")
+        share: Any = self.verify
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+            raise ValueError(f"States(verify=...) must be a share of the saves from 0 to 1, not {share!r}")
         functions: Any = self.functions
         if functions is None:
             return

@@ -20,6 +20,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from random import Random
 from time import monotonic_ns
 from typing import Any
 
@@ -29,7 +30,16 @@ from numpy.typing import NDArray
 from jaxvec import _native, _stats
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
-from jaxvec._envs.env_states import LostStates, SavedStates, SlotState, pack, unpack, verify_in_fork
+from jaxvec._envs.env_states import (
+    ForkedProcessEnded,
+    LostStates,
+    Recording,
+    SavedStates,
+    SlotState,
+    call_in_fork,
+    pack,
+    unpack,
+)
 from jaxvec._envs.envs import (
     AttributeErrorContext,
     Env,
@@ -151,6 +161,8 @@ class EnvSlice(Slice):
         # The serial backend runs in the program, and a fork of that would lack its threads.
         self._verifies_in_fork = config.backend != "serial" and hasattr(os, "fork")
         self._unverified = set(range(len(envs)))  # envs without a verified restore
+        self._verified_share, self._random = config.states.verify, Random(first)
+        self._recorded: dict[int, Recording] = {}  # by index, states to verify
         self._simulator = Simulator(
             env_fns,
             first=first,
@@ -448,14 +460,15 @@ class EnvSlice(Slice):
 
     def try_save(self, slots: NDArray[Any]) -> None:
         indices = slots - self.first
-        if not self._unverified.isdisjoint(indices.tolist()):
+        listed = indices.tolist()
+        if not self._unverified.isdisjoint(listed) or any(map(self._is_due, self._recorded.keys() & listed)):
             return
         # After an error, the numbers remain, and the parent's request `save_states` raises it again.
         with self._states.evicting(int(self._oldest_state[0])), suppress(BaseException):
             states: list[SlotState] = []
             for slot in slots.tolist():
                 self._running[0] = slot + 1
-                states.append(self._save_slot(slot - self.first, slot))
+                states.append(self._save_slot(slot - self.first, slot, is_recorded=self._is_chosen()))
             self._states.add(self._state_numbers[indices].tolist(), states)
             self._state_numbers[indices] = 0
         self._running[0] = 0
@@ -464,7 +477,7 @@ class EnvSlice(Slice):
         indices = slots - self.first
         numbers = self._state_numbers[indices].tolist()
         with self._states.evicting(int(self._oldest_state[0])), suppress(BaseException):  # as in `try_save`
-            if self._states.missing(numbers):
+            if self._states.missing(numbers) or self._recorded.keys() & indices.tolist():
                 return
             for slot, number in zip(slots.tolist(), numbers, strict=True):
                 self._running[0] = slot + 1
@@ -491,9 +504,11 @@ class EnvSlice(Slice):
             try:
                 for slot in slots:
                     index = slot - self.first
+                    self._verify_recorded(index, is_last=False)
+                    is_recorded = self._is_chosen()
                     if index in self._unverified:
-                        self._verify(slot)
-                    states.append(self._save_slot(index, slot))
+                        is_recorded |= not self._verify(slot)
+                    states.append(self._save_slot(index, slot, is_recorded=is_recorded))
             except BaseException as error:
                 raise EnvFailure(slot, "save") from error
             self._states.add(numbers, states)
@@ -523,6 +538,7 @@ class EnvSlice(Slice):
             slot = slots[0]
             try:
                 for slot, source in zip(slots, sources, strict=True):
+                    self._verify_recorded(slot - self.first, is_last=True)
                     state = self._states[source] if isinstance(source, int) else unpack(source)
                     self._restore_slot(slot - self.first, state)
             except BaseException as error:
@@ -587,14 +603,25 @@ class EnvSlice(Slice):
         self.step(row)
         return self._save_slot(index, state.slot)
 
-    def _save_slot(self, index: int, slot: int) -> SlotState:
-        """Returns the state of the env at `index`, labelled with `slot`."""
+    def _save_slot(self, index: int, slot: int, *, is_recorded: bool = False) -> SlotState:
+        """Returns the state of the env at `index`, labelled with `slot`.
+
+        If `is_recorded`, it also records the next calls of the env, to verify the state by them later.
+        """
         if self._episodes.state[index] > IDLE or index in self._resumed:
             raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
         info = self._rows.infos[index]
+        stateful = self._slots.stateful[index]
+        is_recorded = is_recorded and index not in self._recorded
+        if is_recorded:  # its results are compared, so they need memory of their own
+            self._slots.set_buffer(index, lend=False)
+        state = stateful.take()
+        if is_recorded:
+            self._recorded[index] = Recording(stateful, state)
+            self._slots.targets.set_env(index, self._recorded[index])
         return SlotState(
             slot,
-            self._slots.stateful[index].save(),
+            state,
             self._episodes.save(index),
             *self._slots.save(index),
             deepcopy(info) if info else {},
@@ -617,16 +644,47 @@ class EnvSlice(Slice):
         self._slots.make_ready(index)
         self._slots.restore(index, state.env, state.seed, state.new_seed, state.options, fault=fault)
 
-    def _verify(self, slot: int) -> None:
-        """Verifies that envs of this one's kind continue exactly from restored states, once per kind."""
+    def _verify(self, slot: int) -> bool:
+        """Verifies that envs of this one's kind continue exactly from restored states, once per kind.
+
+        Returns:
+            False if the env has ended the process that stepped it with random actions.
+        """
         kind, index = self._simulator.kind, slot - self.first
         fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
+        stateful = self._slots.stateful[index]
+        stateful.take()  # first: an error here needs no child
+        try:
+            self._call_apart(index, partial(stateful.verify, fresh=fresh))
+            has_ended = False
+        except ForkedProcessEnded:
+            has_ended = True
+        self._unverified = {each for each in self._unverified if kind(self.first + each) != kind(slot)}
+        return not has_ended
+
+    def _call_apart(self, index: int, verify: Callable[[], None]) -> None:
+        """Calls a function that steps an env, in a forked child of a worker."""
         infos = self._rows.infos
         infos[index] = deepcopy(infos[index])  # the env may reuse the dict that it returned
         with self._slots.unlent(index):
-            stateful = self._slots.stateful[index]
             if self._verifies_in_fork:
-                verify_in_fork(stateful, fresh=fresh)
+                call_in_fork(verify, self._slots.envs[index])
             else:
-                stateful.verify(fresh=fresh)
-        self._unverified = {each for each in self._unverified if kind(self.first + each) != kind(slot)}
+                verify()
+
+    def _is_chosen(self) -> bool:
+        return self._verified_share > 0 and self._random.random() < self._verified_share
+
+    def _is_due(self, index: int) -> bool:
+        """Returns whether a recording is complete, or ended early: user code may have changed the env."""
+        state = self._recorded[index]
+        return state.is_complete or self._slots.targets.envs[index] is not state
+
+    def _verify_recorded(self, index: int, *, is_last: bool) -> None:
+        """Verifies the recorded state of an env if its recording is complete, or `is_last`."""
+        if index not in self._recorded or not (is_last or self._is_due(index)):
+            return
+        state = self._recorded.pop(index)
+        self._slots.changed(index)  # it is stepped without the recording
+        if state.stateful is self._slots.stateful[index]:  # else a fault has replaced the env
+            self._call_apart(index, state.verify)

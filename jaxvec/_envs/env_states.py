@@ -326,7 +326,7 @@ class StatefulEnv:
             played = [first, self._play(actions[num_steps // 2 :])]
             for seed in (1, 2):  # other seeds may produce another map or other bodies
                 _reset(env, seed)
-                self._play(first.actions)
+                self._play(actions[: num_steps // 2])
             points = (start, played), (half_way, played[1:])
             for state, parts in points:
                 self.restore(state)
@@ -336,11 +336,11 @@ class StatefulEnv:
                     raise EnvStateError(
                         f"cannot restore {name}: {attribute} differs after the restore. {_ADVICE}"
                     )
-                self._repeat(parts, name)
+                self.repeat(parts, name)
             for state, parts in points:
                 if (copied := _pickled(state)) is not None:
                     self.restore(copied)
-                    self._repeat(parts, f"{name} from a pickled state")
+                    self.repeat(parts, f"{name} from a pickled state")
         finally:
             self.restore(before)
 
@@ -362,54 +362,106 @@ class StatefulEnv:
                 self._find_layers()
                 return
 
-    def _play(self, actions: list[Any]) -> _Played:
+    def _play(self, actions: list[Any]) -> Recording:
         """Steps the env, and resets it at the end of each episode."""
-        results: list[list[Any]] = []
-        states: list[EnvState] = []
+        recording = Recording(self)
         for action in actions:
             try:
-                result: Any = self.env.step(copy.deepcopy(action))
+                result = recording.step(copy.deepcopy(action))
                 ended = bool(result[2] or result[3])
-            except (Exception, SystemExit) as error:  # not every action of the space is valid; compare errors
-                result, ended = (type(error).__name__, str(error)), True
-            results.append([_value(result)])
+            except (Exception, SystemExit):  # not every action of the space is valid; compare errors
+                ended = True
             if ended:
-                results[-1].append(_value(self.env.reset()))
-            if len(states) < 3:
-                states.append(self.save())
-        return _Played(actions, results, states)
+                recording.reset()
+        return recording
 
-    def _repeat(self, parts: Sequence[_Played], name: str) -> None:
-        """Repeats the actions, and raises `EnvStateError` if a result differs."""
-        done = 0
+    def repeat(self, parts: Sequence[Recording], name: str) -> None:
+        """Repeats the calls of recordings, and raises `EnvStateError` if a result differs."""
+        steps = 0
         for first in parts:
-            again = self._play(first.actions)
-            for number, results in enumerate(zip(first.results, again.results, strict=True), start=1):
+            again = first.replay()
+            for number, results in enumerate(zip(first.results, again.results, strict=False)):
+                steps += first.calls[number][0] == "step"
                 where = _differing_result(*results)
                 if where is None:
                     continue
-                states = zip(first.states[:number], again.states, strict=False)
+                states = zip(first.states[: number + 1], again.states, strict=False)
                 attribute = next(filter(None, itertools.starmap(_differing_attribute, states)), None)
                 named = f"; attribute {attribute} differs, too" if attribute else ""
                 raise EnvStateError(
-                    f"Restoring {name} did not reproduce it: after {done + number} identical actions, "
+                    f"Restoring {name} did not reproduce it: after {steps} identical actions, "
                     f"{where} differs{named}. Some of its state is not in its attributes, but perhaps in a "
                     "global variable or generator (random, np.random), in memory of a C library, or in a "
                     f"clock. {_ADVICE}"
                 )
-            done += len(first.actions)
 
 
-class _Played(NamedTuple):
-    """A sequence of actions and their results."""
+_MAX_RECORDED = 40  # calls
 
-    actions: list[Any]
-    # Per action: a snapshot of `env.step`'s result, and of the reset if the episode ended.
-    results: list[list[Any]]
-    states: list[EnvState]  # after the first few actions, to name an attribute that differs
+
+class Recording:
+    """The next calls of an env and their results, while it is stepped and reset through this object.
+
+    With a saved `state`, it can verify that the env repeats the results from there.
+    """
+
+    def __init__(self, stateful: StatefulEnv, state: EnvState | None = None) -> None:
+        self.stateful = stateful
+        self._state = state
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # method and arguments
+        self.results: list[Any] = []  # a snapshot of each result
+        self.states: list[EnvState] = []  # after the first few calls, to name an attribute that differs
+
+    @property
+    def is_complete(self) -> bool:
+        return self._state is not None and len(self.results) >= _MAX_RECORDED
+
+    def verify(self) -> None:
+        """Restores the state, makes the same calls, and raises `EnvStateError` if a result differs."""
+        assert self._state is not None
+        stateful, before = self.stateful, self.stateful.save()
+        name = type(stateful.env.unwrapped).__name__
+        try:
+            for state, form in ((self._state, ""), (_pickled(self._state), " from a pickled state")):
+                if state is not None:
+                    stateful.restore(state)
+                    stateful.repeat([self], name + form)
+        finally:
+            stateful.restore(before)
+
+    def step(self, action: Any) -> Any:
+        return self._call("step", (action,), {})
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self._call("reset", (), kwargs)
+
+    def replay(self) -> Recording:
+        """Makes the same calls once more, and returns a recording of them."""
+        again = Recording(self.stateful)
+        for call in self.calls[: len(self.results)]:
+            with suppress(Exception, SystemExit):
+                again._call(*copy.deepcopy(call))
+        return again
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = getattr(self.stateful.env, method)
+        if self.is_complete:
+            return call(*args, **kwargs)
+        self.calls[len(self.results) :] = [copy.deepcopy((method, args, kwargs))]
+        try:
+            result = call(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            self.results.append(_value((type(error).__name__, str(error))))
+            raise
+        self.results.append(_value(result))
+        if len(self.states) < 3:
+            with suppress(EnvStateError):
+                self.states.append(self.stateful.save())
+        return result
 
 
 def _value(result: Any) -> Any:
+    """Returns a snapshot of a result."""
     return Saver(find, {}, {}, lenient=True).value(result)
 
 
@@ -423,18 +475,18 @@ def _reset(env: Env, seed: int) -> None:
 _NAMES = {2: ("obs", "info"), 5: ("obs", "reward", "terminated", "truncated", "info")}
 
 
-def _differing_result(first: list[Any], again: list[Any]) -> str | None:
-    """Returns the first field in which two results of an action differ; `None` if they are equal."""
-    # `zip` stops at the shorter list: if only one has a reset, the results of the step differ.
-    for pair in zip(first, again, strict=False):
-        one, other = (getattr(result, "items", result) for result in pair)
-        names = _NAMES.get(len(one), ("",) * len(one))
-        for name, mine, its in zip(names, one, other, strict=True):
-            if name == "info":
-                mine, its = _without_times(mine), _without_times(its)
-            where = difference(mine, its)
-            if where is not None:
-                return f"{name}{where}"
+def _differing_result(first: Any, again: Any) -> str | None:
+    """Returns the first field in which two results of a call differ; `None` if they are equal."""
+    one, other = (getattr(result, "items", result) for result in (first, again))
+    names = _NAMES.get(len(one), ("",) * len(one))
+    if len(one) != len(other):  # one of them is an error
+        return "the result"
+    for name, mine, its in zip(names, one, other, strict=True):
+        if name == "info":
+            mine, its = _without_times(mine), _without_times(its)
+        where = difference(mine, its)
+        if where is not None:
+            return f"{name}{where}"
     return None
 
 
@@ -502,41 +554,51 @@ def _accepts(method: Any, count: int) -> bool:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def verify_in_fork(stateful: StatefulEnv, *, fresh: bool) -> None:
-    """Runs `StatefulEnv.verify` in a forked child of this process, a worker; raises as that does."""
-    stateful.save()  # first: an error here needs no child
-    name = type(stateful.env.unwrapped).__name__
+class ForkedProcessEnded(EnvStateError):
+    """The forked process that stepped an env ended by itself, so nothing is known about the state."""
+
+
+def call_in_fork(function: Callable[[], None], env: Any) -> None:
+    """Calls a function in a forked child of this process, a worker, and raises the error that it raises.
+
+    Raises:
+        ForkedProcessEnded: `env`, which the function steps, has ended the child.
+    """
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads of libraries, since Python 3.12
         child = os.fork()
     if child == 0:  # in the worker's process group, so it does not outlive the worker
         with suppress(BaseException):
-            os.write(writer, _result_of(stateful, fresh=fresh))
+            os.write(writer, _error_of(function))
         os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as file:
-        result = file.read()
-    _, status = os.waitpid(child, 0)
+    try:
+        os.close(writer)
+        with open(reader, "rb") as file:
+            result = file.read()
+    except BaseException:  # such as a signal
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
     if not result:
-        raise EnvStateError(
-            f"cannot verify the state of {name}: the forked process that stepped the env ended with "
-            f"{_describe_exit(status)}. {_ADVICE}"
+        raise ForkedProcessEnded(
+            f"cannot verify the state of {type(env.unwrapped).__name__}: the forked process that stepped the "
+            f"env ended with {_describe_exit(status)}. {_ADVICE}"
         )
     error = pickle.loads(result)
     if error is not None:
         raise error
 
 
-def _result_of(stateful: StatefulEnv, *, fresh: bool) -> bytes:
+def _error_of(function: Callable[[], None]) -> bytes:
     try:
-        stateful.verify(fresh=fresh)
+        function()
     except EnvStateError as error:
         return pickle.dumps(EnvStateError(*error.args))
     except BaseException as error:
-        return pickle.dumps(
-            EnvStateError(f"cannot verify the state: the env raised {type(error).__name__}: {error}")
-        )
+        what = f"cannot verify the state: the env raised {type(error).__name__}: {error}"
+        return pickle.dumps(EnvStateError(what))
     return pickle.dumps(None)
 
 

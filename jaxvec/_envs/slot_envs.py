@@ -324,12 +324,12 @@ class SlotEnvs:
         """Resets an env after its episode, or lets a spare env take its slot."""
         if not self._has_spares:
             return self._reset(index, None, self._kept_options.get(index))
-        self._set_buffer(index, lend=False)
+        self.set_buffer(index, lend=False)
         spare = self.spares.swap(
             self.envs[index], self._new_seeds.pop(index, None), self._kept_options.pop(index, None)
         )
         self.envs[index] = spare.env
-        self._set_buffer(index, lend=True)
+        self.set_buffer(index, lend=True)
         self.changed(index)
         if spare.result is None:
             return self._check(self._call(self.called[index], self._first + index, spare.seed, spare.options))
@@ -364,7 +364,7 @@ class SlotEnvs:
     @contextmanager
     def unlent(self, index: int) -> Generator[None]:
         """Makes an env write to memory of its own within the block, so that its row is unchanged."""
-        self._set_buffer(index, lend=False)
+        self.set_buffer(index, lend=False)
         try:
             yield
         finally:
@@ -411,9 +411,9 @@ class SlotEnvs:
 
     def _lend(self, index: int) -> None:
         if not self._lends or self.was_reset(index):
-            self._set_buffer(index, lend=self._lends)
+            self.set_buffer(index, lend=self._lends)
 
-    def _set_buffer(self, index: int, *, lend: bool) -> None:
+    def set_buffer(self, index: int, *, lend: bool) -> None:
         """Passes an env the memory of its row, nested as the observation space, or `None` to take it back."""
         if (set_buffer := self._buffer_setter(index)) is not None:
             row = build(self._obs, lambda leaf: self._rows[leaf.path][index, ...]) if lend else None

@@ -159,7 +159,9 @@ class _Foreign(Node):
                 np.copyto(old, self.array)
             return old
         memory = bytearray(self.array.tobytes())  # not NumPy's either, so it is taken the same way again
-        return np.ndarray(self.array.shape, self.array.dtype, memory)
+        made = np.ndarray(self.array.shape, self.array.dtype, memory)
+        made.flags.writeable = self.array.flags.writeable
+        return made
 
 
 def save_array(saver: Saver, value: Any) -> Any:
@@ -258,7 +260,7 @@ def _save_part(saver: Saver, value: Any) -> Any:
         raise CannotCopy("it is an array of Python objects in memory of another library")
     if isinstance(memory, _BUFFERS) and (not isinstance(memory, CData) or _owns_memory(memory)):
         return _save_view(saver, value, memory)
-    return _Foreign(value.copy())
+    return _Foreign(_copy(value))
 
 
 def _save_view(saver: Saver, value: Any, owner: Any) -> Any:
@@ -332,6 +334,8 @@ def _nbytes(value: Any) -> int:
 def _copy(value: Any) -> Any:
     """Returns a copy that is as writeable: an env may lock its own array, and unlock it for a change."""
     copy = value.copy("K")
+    if value.dtype.names and _is_dense(value):  # `copy` leaves out the bytes between fields, which views show
+        _flat(copy).view(np.uint8)[...] = _flat(value).view(np.uint8)
     if not value.flags.writeable:
         copy.flags.writeable = False
     return copy

@@ -42,15 +42,12 @@ class _Cell(Node):
 
     content: Any = None
 
-    def restore(self, restorer: Restorer, old: Any) -> Any:
-        cell = old if old is not None and restorer.reuse(old) else types.CellType()
-        restorer.begin(self, cell)
+    def fill(self, restorer: Restorer, cell: Any) -> None:
         value = restorer.value(self.content, _contents(cell))
         if value is not EMPTY:
             cell.cell_contents = value
         elif _contents(cell) is not EMPTY:
             del cell.cell_contents
-        return cell
 
 
 class _Function(Node):
@@ -69,33 +66,28 @@ class _Function(Node):
         self.function = function
 
     def restore(self, restorer: Restorer, old: Any) -> Any:
-        target = self._find(restorer, old)
+        is_same = type(old) is types.FunctionType and old.__code__ == self.function.__code__
+        olds = old.__closure__ or () if is_same else ()
+        if is_same and all(map(restorer.is_free_for, self.cells, olds)) and restorer.reuse(old):
+            target, cells = old, olds
+        elif not is_same and "__name__" not in self.function.__globals__:
+            raise CannotCopy(f"the function {self.name} of another process is not in this place")
+        else:
+            cells = [restorer.made(node) or types.CellType() for node in self.cells]
+            target = _with_cells(old if is_same else self.function, cells)
         restorer.begin(self, target)
-        for node, cell in zip(self.cells, target.__closure__ or (), strict=True):
-            restorer.value(node, cell)
+        fresh = [pair for pair in zip(self.cells, cells, strict=True) if restorer.made(pair[0]) is None]
+        for node, cell in fresh:  # all of them first, as functions in one may share another one
+            restorer.begin(node, cell)
+            restorer.reuse(cell)
+        for node, cell in fresh:
+            node.fill(restorer, cell)
         target.__defaults__ = restorer.value(self.defaults, target.__defaults__)
         target.__kwdefaults__ = restorer.value(self.keywords, target.__kwdefaults__)
-        fresh = restorer.value(self.fields, target.__dict__) or {}
-        if fresh is not target.__dict__ and (fresh or target.__dict__):
-            target.__dict__ = fresh
+        held = restorer.value(self.fields, target.__dict__) or {}
+        if held is not target.__dict__ and (held or target.__dict__):
+            target.__dict__ = held
         return target
-
-    def _find(self, restorer: Restorer, old: Any) -> Any:
-        """Returns the function in the place of this one, if that has the same variables, or another one."""
-        is_same = type(old) is types.FunctionType and _full_name(old) == self.name
-        if (
-            is_same
-            and all(map(restorer.is_free_for, self.cells, old.__closure__ or ()))
-            and restorer.reuse(old)
-        ):
-            return old
-        function = self.function if self.function is not None else old if is_same else None
-        if function is None:
-            raise CannotCopy(f"the function {self.name} existed when the state was saved, and does not now")
-        cells = tuple(restorer.value(node, None) for node in self.cells)
-        return types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, None, cells or None
-        )
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         for name in self._SAVED:
@@ -103,7 +95,15 @@ class _Function(Node):
 
     def __reduce__(self) -> Any:
         held = {name: getattr(self, name) for name in self._SAVED}
-        return _Function, (self.name, None), (None, held)
+        return _Function, (self.name, self.function), (None, held)
+
+
+def _with_cells(function: Any, cells: list[Any]) -> Any:
+    """Returns a function with the code of another one and with other variables, without attributes."""
+    held = function.__globals__
+    made = types.FunctionType(function.__code__, held, function.__name__, None, tuple(cells) or None)
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
 
 
 def save_function(saver: Saver, value: Any) -> Any:
@@ -113,7 +113,10 @@ def save_function(saver: Saver, value: Any) -> Any:
         and _are_atoms(value.__defaults__, value.__kwdefaults__)
     ):
         return value
-    node = _Function(_full_name(value), value)
+    # Not the function itself, as a state must not keep alive what the env refers to by a weak reference.
+    node = _Function(
+        _full_name(value), _with_cells(value, [types.CellType() for _ in value.__closure__ or ()])
+    )
     saver.remember(value, node)
     try:
         node.cells = [_save_cell(saver, cell) for cell in value.__closure__ or ()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import gc
 import importlib
 import marshal
@@ -87,7 +88,7 @@ class Plain(Node):
 
     def is_equal(self, value: Any) -> bool:
         """Returns whether a value is equal bit for bit: 1 equals 1.0, and so do dicts in different orders."""
-        return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
+        return self.bytes is not None and _bytes(value) == self.bytes and value == self.copy
 
 
 def save_plain(saver: Saver, value: Any) -> Plain | None:
@@ -114,6 +115,9 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
             node = None
     if not parts.isdisjoint(saver.memo):
         return None
+    for others, container in saver.inside:
+        if not parts.isdisjoint(others):
+            raise TakenAsAWhole(container)
     if node is None:
         node = Plain(_copy_plain(value), identity, parts)
         saver.shared[id(value)] = value, node
@@ -578,21 +582,34 @@ class _Reduced(Node):
 
 def save_reduced(saver: Saver, value: Any) -> Any:
     try:
-        reduced = value.__reduce_ex__(4)
+        registered = copyreg.dispatch_table.get(type(value))
+        reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
     except Exception as error:
         raise CannotCopy(f"{name_of(type(value))} can't be copied ({error})") from error
     if isinstance(reduced, str):
         return value  # the name of a global
     function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
+    if id(value) in saver.open:
+        raise CannotCopy("it contains itself: it is made of an object that refers to it")
     node = _Reduced()
-    saver.remember(value, node)
     saver.remember(reduced, node)  # keeps the temporary state alive, and so its id
+    saver.open.add(id(value))
+    try:
+        node.arguments = saver.items(arguments)
+    finally:
+        saver.open.discard(id(value))
+    saver.remember(value, node)
     node.function, node.setter = function, setter
-    node.arguments = saver.items(arguments)
     node.state = saver.value(state)
     node.items = saver.items(items or ())
     node.pairs = saver.pairs(dict(pairs or ()))
     return node
+
+
+def save_exception(saver: Saver, value: BaseException) -> Any:
+    if value.__traceback__ is not None or value.__cause__ is not None or value.__context__ is not None:
+        raise CannotCopy("it is an exception with a traceback or a cause", "Keep repr(error) in its place")
+    return save_reduced(saver, value)
 
 
 def save_trusted(saver: Saver, value: Any) -> Any:

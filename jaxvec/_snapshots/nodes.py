@@ -133,12 +133,16 @@ class Restorer:
         done, number = self._done, id(node)
         if number in done:
             return done[number]
-        value = done[number] = node.restore(self, old)
-        return value
+        # A node that refers back to itself has been restored by now.
+        return done.setdefault(number, node.restore(self, old))
 
     def begin(self, node: Node, value: Any) -> None:
         """Records a node's object before its contents are restored, as these may refer to it."""
         self._done[id(node)] = value
+
+    def made(self, node: Node) -> Any:
+        """Returns the object of a node that was restored before, or `None`."""
+        return self._done.get(id(node))
 
     def reuse(self, old: Any) -> bool:
         """Returns whether a node may use the present object; only the first node may.
@@ -160,7 +164,7 @@ class Restorer:
 
     def is_free_for(self, node: Node, old: Any) -> bool:
         """Returns whether a node may stand for `old`: neither of them has another partner yet."""
-        done = self._done.get(id(node))
+        done = self.made(node)
         return done is old or (done is None and id(old) not in self._used)
 
     def items(self, items: list[Any], olds: Any) -> list[Any]:
@@ -204,7 +208,7 @@ ATOMS: set[type] = {
     *(types.ModuleType, types.CodeType, property, types.WrapperDescriptorType),
     types.MethodDescriptorType,
     *(kind for kind in vars(np).values() if isinstance(kind, type) and issubclass(kind, np.generic)),
-} - {np.void, np.object_}
+} - {np.void, np.record, np.object_}  # records are views
 
 
 def save_atom(saver: Saver, value: Any) -> Any:
@@ -282,10 +286,9 @@ class Saver:
             return KEPT
 
     def remember(self, value: Any, node: Any) -> Any:
-        """Records and returns the node of a value, and keeps the value alive."""
-        self.memo[id(value)] = node
+        """Records and returns the node of a value, or returns an earlier one. It keeps the value alive."""
         self._alive.append(value)
-        return node
+        return self.memo.setdefault(id(value), node)
 
     def fields(self, owner: Any, without: frozenset[str] = frozenset()) -> Fields:
         held = attributes_of(owner)

@@ -9,6 +9,7 @@ once, from a definition in the state. Functions are looked up by name, or made w
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import sys
@@ -56,9 +57,10 @@ class _StatePickler(Pickler):
                 return reduced
             number = _ids._get_or_create_tracker_id(obj)
             return _find_class, (number, obj.__module__, obj.__qualname__, self._define(obj))
-        if isinstance(obj, types.FunctionType) and not self._defining and obj.__closure__ is None:
-            code = obj.__code__, obj.__name__, obj.__defaults__, obj.__kwdefaults__
-            return _find_function, (obj.__module__, obj.__qualname__, *code)
+        if isinstance(obj, types.FunctionType) and not self._defining and not _closes_over_values(obj):
+            names = set(_ids._extract_code_globals(obj.__code__)) & obj.__globals__.keys()
+            made = obj.__name__, obj.__defaults__, obj.__kwdefaults__
+            return _find_function, (obj.__module__, obj.__qualname__, obj.__code__, names, *made)
         return reduced
 
     def _define(self, kind: type) -> bytes | None:
@@ -71,6 +73,10 @@ class _StatePickler(Pickler):
             if not self._defining:  # else it may lack the definition of a class around it
                 _definitions[kind] = found
         return found
+
+
+def _closes_over_values(function: types.FunctionType) -> bool:
+    return any(gc.get_referents(cell) for cell in function.__closure__ or ())
 
 
 # --- Where a state is unpickled ---------------------------------------------------------------------------
@@ -90,14 +96,22 @@ def _find_class(number: str, module: str, name: str, definition: bytes | None) -
     return pickle.loads(definition)
 
 
-def _find_function(
-    module: str, name: str, code: types.CodeType, short: str, defaults: Any, keywords: Any
-) -> types.FunctionType:
-    """Returns the function of this name and code here, or makes one with the globals of its module."""
+def _find_function(module: str, name: str, code: Any, names: set[str], *made: Any) -> types.FunctionType:
+    """Returns the function of this name and code here, or makes one.
+
+    It has the globals `names` of its module. If they are not in this process, a function with variables has
+    none: `functions.py` then needs the function of the env that receives the state.
+    """
     found = _find_global(module, name)
     if isinstance(found, types.FunctionType) and found.__code__.co_firstlineno == code.co_firstlineno:
         return found
-    function = types.FunctionType(code, next(_globals_of(module), {}), short, defaults)
+    every = *_globals_of(module), {"__name__": module}
+    held = next((each for each in every if names <= each.keys()), None)
+    if held is None and not code.co_freevars:
+        raise pickle.UnpicklingError(f"{module}.{name} needs the globals {sorted(names)} of its module here")
+    short, defaults, keywords = made
+    cells = tuple(types.CellType() for _ in code.co_freevars)
+    function = types.FunctionType(code, held or {}, short, defaults, cells)
     function.__kwdefaults__, function.__qualname__, function.__module__ = keywords, name, module
     return function
 

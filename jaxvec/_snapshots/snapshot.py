@@ -100,7 +100,7 @@ _NAMED: dict[str, SaveFunction] = {
 _EXACT: tuple[type, ...] = (
     *(slice, BytesIO, StringIO, Decimal, Fraction, UUID, date, datetime, time, timedelta, timezone),
     *(OrderedDict, defaultdict, Counter, partial, itertools.count, itertools.cycle, itertools.repeat),
-    *(operator.itemgetter, operator.attrgetter, operator.methodcaller, re.Pattern, SimpleNamespace),
+    *(operator.itemgetter, operator.attrgetter, operator.methodcaller, SimpleNamespace),
     *(pathlib.PosixPath, pathlib.PurePosixPath, *map(type, (iter([]), iter(()), iter(range(0)), iter("")))),
 )
 _EXACT_NAMES = (  # in other libraries
@@ -143,7 +143,7 @@ def find(kind: type, value: Any) -> SaveFunction:
         named = _NAMED.get(f"builtins.{node_types.name_of(base)}") or _NAMED.get(node_types.name_of(base))
         if named is not None:
             return named
-    if kind is object or issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
+    if kind is object or issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc, re.Pattern)):
         return save_atom
     if issubclass(kind, gymnasium.Space):
         return node_types.save_space
@@ -161,8 +161,10 @@ def find(kind: type, value: Any) -> SaveFunction:
         return node_types.save_object
     if node_types.is_subclass_of_container(kind):
         return node_types.save_subclass
+    if issubclass(kind, BaseException):
+        return node_types.save_exception
     is_immutable = issubclass(kind, _IMMUTABLE) and not slots_of(kind) and not hasattr(value, "__dict__")
-    if is_immutable or issubclass(kind, BaseException) or node_types.name_of(kind) in _EXACT_NAMES:
+    if is_immutable or node_types.name_of(kind) in _EXACT_NAMES:
         return node_types.save_reduced
     return node_types.save_trusted
 

@@ -30,7 +30,6 @@ from jaxvec._dispatch.dispatch import Work, WorkerDispatch
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
-from jaxvec._envs.env_states import StateFunctions
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, EnvFn, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import RequestName, Slice, SlotSettings
@@ -110,7 +109,7 @@ class Setup:
     first: int  # id of the worker's first env
     # Unpickled apart from the message, `init` once `sys_path` is set, and `env_fns` once `init` has run.
     init: bytes | None
-    env_fns: bytes  # with the functions for states
+    env_fns: bytes  # with the options of states, which contain functions and classes of the user
     config: PoolConfig
     equal_spaces: bool
     learn_info: bool
@@ -206,7 +205,7 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
         first=first,
         init=init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)"),
         env_fns=_pickle(
-            (list(recipe.env_fns_of(worker)), config.states.functions),
+            (list(recipe.env_fns_of(worker)), config.states),
             f"the constructor of env {first}",
             ', or use backend="serial"',
         ),
@@ -266,10 +265,9 @@ def run_worker(channel: Channel) -> None:
             if setup.init is not None:
                 with EnvErrorContext(setup.first, "worker_init"):
                     _unpickle(setup.init)()
-            functions: StateFunctions | None
             with EnvErrorContext(setup.first, "constructor"):
-                env_fns, functions = _unpickle(setup.env_fns)
-            config = replace(config, states=replace(config.states, functions=functions))
+                env_fns, states = _unpickle(setup.env_fns)
+            config = replace(config, states=states)
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"

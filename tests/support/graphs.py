@@ -1,0 +1,601 @@
+"""The kinds of objects from which `graph_env.py` builds random graphs."""
+
+from __future__ import annotations
+
+import array
+import collections
+import ctypes
+import datetime
+import decimal
+import enum
+import fractions
+import io
+import itertools
+import operator
+import pathlib
+import random
+import re
+import threading
+import types
+import uuid
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+
+# ----------------------------------------------------------------------------------------------------------
+# The user's classes and functions
+# ----------------------------------------------------------------------------------------------------------
+
+
+class Thing:
+    marks: tuple[int, ...] = ()
+
+    def __init__(self, child: Any, n: int) -> None:
+        self.child, self.n = child, n
+
+    def bump(self, n: int) -> Any:
+        self.n += n
+        return self.n
+
+
+class Slotted:
+    __slots__ = ("child", "hidden", "late")
+
+    def __init__(self, child: Any, n: int) -> None:
+        self.child, self.hidden = child, [n]
+
+    def bump(self, n: int) -> Any:
+        self.hidden.append(n)
+        self.late = n
+        return sum(self.hidden)
+
+
+class Half(Slotted):
+    """Has slots and a dict."""
+
+    def bump(self, n: int) -> Any:
+        self.extra = n
+        return super().bump(n)
+
+
+class Guarded(Thing):
+    """Overrides how attributes are set and read."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, "num_set", getattr(self, "num_set", 0) + 1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "num_set":
+            raise AttributeError(name)
+        return len(name)
+
+
+class Equal(Thing):
+    """Equals every other object of its class."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Equal
+
+    def __hash__(self) -> int:
+        return 7
+
+
+class Reset(Thing):
+    """Loses its state when it is copied, like envs with `EzPickle`."""
+
+    def __getstate__(self) -> Any:
+        return {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(None, 0)
+
+
+@dataclass
+class Data:
+    child: Any
+    n: int
+    items: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DataSlots:
+    child: Any
+    n: int
+
+
+@dataclass(frozen=True)
+class Frozen:
+    child: Any
+    n: int
+
+
+class Pair(NamedTuple):
+    child: Any
+    n: int
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Loud(dict[Any, Any]):
+    count = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.count += 1
+        super().__setitem__(key, value)
+
+
+class Names(list[Any]):
+    pass
+
+
+class Ring(collections.deque[Any]):
+    pass
+
+
+class Marked(set[Any]):
+    pass
+
+
+class Number(int):
+    pass
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Ordered(collections.OrderedDict[Any, Any]):
+    pass
+
+
+class SubRandom(random.Random):
+    draws = 0
+
+    def random(self) -> float:
+        self.draws += 1
+        return super().random()
+
+
+def plain(n: int) -> int:
+    return 3 * n
+
+
+def counter(child: Any, n: int) -> Any:
+    total = n
+
+    def add(n: int) -> int:
+        nonlocal total
+        total += n
+        return total
+
+    def read(n: int) -> Any:
+        return total + n, child
+
+    return [add, read]
+
+
+def defaults(child: Any, n: int) -> Any:
+    def call(n: int, seen: list[Any] = [child], *, more: dict[Any, Any] = {}) -> int:  # noqa: B006
+        seen.append(n)
+        more[n] = child
+        return len(seen)
+
+    return call
+
+
+def with_attributes(child: Any, n: int) -> Any:
+    def call(n: int) -> int:
+        call.num_calls += n  # type: ignore[attr-defined]
+        return call.num_calls  # type: ignore[attr-defined]
+
+    call.num_calls, call.child = n, child  # type: ignore[attr-defined]
+    return call
+
+
+def recursive(child: Any, n: int) -> Any:
+    def call(n: int) -> Any:
+        return n + call(n - 1) if n > 0 else late
+
+    if n % 2:
+        late = child
+    return call
+
+
+def rebinds(child: Any, n: int) -> Any:
+    def call(n: int) -> Any:
+        nonlocal child
+        child = [child] if n % 3 else None
+        return n
+
+    return call
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Kinds of objects: each function builds one around `child`, a part of the graph, and the number `n`.
+# ----------------------------------------------------------------------------------------------------------
+
+
+def _self_list(child: Any, n: int) -> Any:
+    made: list[Any] = [child, n]
+    made.append(made)
+    return made
+
+
+def _objects(child: Any, n: int) -> Any:
+    made = np.empty((2, 3) if n % 2 else 4, object)
+    made[:] = 0
+    made.flat[n % 4] = child
+    if n % 5 == 0:
+        made.flat[3] = made
+    return made
+
+
+def _view(child: Any, n: int) -> Any:
+    """Returns a view of an array; of a new one if `child` is none."""
+    base = child if isinstance(child, np.ndarray) else np.arange(12.0).reshape(3, 4)
+    cuts: list[Any] = [
+        lambda: base[..., n % 3 : n % 3 + 2] if base.ndim else base[...],
+        lambda: base.T,
+        lambda: base[::-1] if base.ndim else base[None],
+        lambda: base[:, 1] if base.ndim > 1 else base[1:],
+        lambda: base.reshape(-1) if base.size else base[...],
+        lambda: base[None],
+        lambda: np.broadcast_to(base, (2, *base.shape)),
+        lambda: (
+            base.view(np.recarray)
+            if base.dtype.names
+            else base.view(np.matrix)
+            if base.ndim == 2
+            else base[...]
+        ),
+        lambda: (
+            base.view(np.uint8)
+            if not base.dtype.hasobject and base.flags.c_contiguous and base.ndim
+            else base[...]
+        ),
+        lambda: base.real if base.dtype.kind == "c" else base[...],
+        lambda: base[base.dtype.names[0]] if base.dtype.names else np.lib.stride_tricks.as_strided(base),
+        lambda: base[1] if base.dtype.names and base.ndim == 1 and len(base) > 1 else base[...],
+    ]
+    return cuts[n % len(cuts)]()
+
+
+def _locked(child: Any, n: int) -> Any:
+    made = np.arange(n % 7 + 2)
+    part = made[1:]
+    made.flags.writeable = False
+    return [made, part] if n % 2 else made
+
+
+def _array(child: Any, n: int) -> Any:
+    dtypes: list[Any] = [
+        *("f8", "f4", "i4", "u1", "?", "c16", "U3", "S3", "M8[s]", "f2", ">i4"),
+        [("x", "f8"), ("y", "i4")],
+        np.dtype([("a", "i1"), ("b", "f8")], align=True),
+        [("p", "i4", (2,)), ("q", [("r", "f4")])],
+    ]
+    shape = [(3,), (2, 3), (), (0,), (40,), (2, 2, 2)][n % 6]
+    order = "F" if n % 4 == 1 else "C"
+    return np.zeros(shape, dtypes[n % len(dtypes)], order)
+
+
+def _record(child: Any, n: int) -> Any:
+    table = np.zeros(4, [("x", float), ("y", int)])
+    return [table[n % 4], table] if n % 3 else table.view(np.recarray)[n % 4]
+
+
+def _over_memory(child: Any, n: int) -> Any:
+    memory: Any = child
+    if not isinstance(child, (bytearray, array.array)) or memoryview(child).nbytes < 16:
+        memory = bytearray(40) if n % 2 else array.array("d", [0.0] * 5)
+    return np.frombuffer(memory, "f8" if n % 3 else "i4", offset=8 * (n % 2), count=1)
+
+
+def _memoryview(child: Any, n: int) -> Any:
+    fits = isinstance(child, (bytearray, array.array))
+    fits = fits or (
+        type(child) is np.ndarray
+        and child.flags.c_contiguous
+        and child.dtype.kind in "fiu"
+        and child.ndim == 1
+    )
+    view = memoryview(child if fits else bytearray(12))
+    return view[n % 3 :] if n % 4 else view.toreadonly()
+
+
+def _generators(child: Any, n: int) -> Any:
+    kinds: list[Any] = [
+        np.random.PCG64,
+        np.random.Philox,
+        np.random.MT19937,
+        np.random.SFC64,
+        np.random.PCG64DXSM,
+    ]
+    bits = kinds[n % 5](n)
+    one = np.random.Generator(bits)
+    return (
+        [one, one, bits, np.random.Generator(bits), one.random][n % 5]
+        if n % 3
+        else [one, np.random.Generator(bits)]
+    )
+
+
+def _spawned(child: Any, n: int) -> Any:
+    sequence = np.random.SeedSequence(n)
+    if n % 4 == 1:
+        return [sequence, np.random.default_rng(sequence)]
+    return sequence if n % 2 else np.random.default_rng(sequence.spawn(2)[1])
+
+
+def _weak(child: Any, n: int) -> Any:
+    target = child if isinstance(child, (Thing, np.ndarray, set, types.FunctionType)) else Thing(child, n)
+    return [weakref.ref(target), target, weakref.proxy(target) if n % 2 else None]
+
+
+def _method(child: Any, n: int) -> Any:
+    if isinstance(child, (Thing, Slotted)):
+        return child.bump
+    if isinstance(child, list):
+        return child.append
+    if isinstance(child, dict):
+        return partial(child.__setitem__, n) if n % 2 else child.setdefault
+    if isinstance(child, set):
+        return child.add
+    return Thing(child, n).bump
+
+
+def _partial(child: Any, n: int) -> Any:
+    made = partial(counter(child, n)[0])
+    if n % 3 == 0:
+        made.child = child
+    return partial(made) if n % 2 else made
+
+
+def _iterator(child: Any, n: int) -> Any:
+    source: Any = child if isinstance(child, (list, tuple)) else [n, 2, 3, 4]
+    kinds: list[Any] = [
+        lambda: iter(source),
+        lambda: itertools.count(n, n % 3 + 1),
+        lambda: itertools.cycle([n, 2, 3]),
+        lambda: itertools.cycle(source),
+        lambda: itertools.repeat(child, n),
+        lambda: iter(range(n)),
+        lambda: iter("abcdef"),
+        lambda: iter((1, 2, child)),
+        lambda: reversed(source) if isinstance(source, list) else iter(source),
+        lambda: enumerate(source),
+        lambda: zip(source, itertools.count(), strict=False),
+        lambda: map(plain, [1, 2, n]),
+        lambda: itertools.chain([1, 2], source),
+        lambda: iter({n: 1, 2: 2}),
+        lambda: iter(deque_of(source)),
+        lambda: itertools.islice(itertools.count(), n),
+    ]
+    return kinds[n % len(kinds)]()
+
+
+def deque_of(values: Any) -> Any:
+    return collections.deque(values, maxlen=4)
+
+
+def _dict_view(child: Any, n: int) -> Any:
+    held: Any = child if isinstance(child, dict) else {n: child}
+    return [held.keys(), held.values(), held.items()][n % 3]
+
+
+def _error(child: Any, n: int) -> Any:
+    made = ValueError(n, child)
+    if n % 3 == 0:
+        made.child = child  # type: ignore[attr-defined]
+    if n % 5 == 0:
+        made.__cause__ = KeyError(n)
+    if n % 7 == 0:
+        try:
+            raise made
+        except ValueError:
+            pass
+    return made
+
+
+def _immutable(child: Any, n: int) -> Any:
+    made: list[Any] = [
+        *(
+            decimal.Decimal(n),
+            fractions.Fraction(n, 3),
+            datetime.datetime(2020, 1, 1 + n % 9),
+            uuid.UUID(int=n),
+        ),
+        *(pathlib.PurePosixPath("a") / str(n), slice(0, n), range(n), re.compile("a+"), Color.RED, Number),
+        *(
+            datetime.timedelta(n),
+            b"abc",
+            np.float32(n),
+            np.int8(n % 100),
+            np.bool_(n % 2),
+            np.datetime64(n, "s"),
+        ),
+        *(
+            operator.itemgetter(n),
+            frozenset({n, "a"}),
+            plain,
+            Text("abc"),
+            np.dtype("f4"),
+            10**30 + n,
+            -0.0,
+            1j,
+        ),
+    ]
+    return made[n % len(made)]
+
+
+def _space(child: Any, n: int) -> Any:
+    made: list[Any] = [
+        spaces.Discrete(5),
+        spaces.Box(0, 1, (2,)),
+        spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(-1, 1)}),
+        spaces.Tuple([spaces.MultiBinary(3)]),
+    ]
+    space = made[n % 4]
+    space.seed(n)
+    return space
+
+
+def _ctypes(child: Any, n: int) -> Any:
+    made = (ctypes.c_double * 4)()
+    return [made, np.ctypeslib.as_array(made)] if n % 2 else made
+
+
+def _number_subclass(child: Any, n: int) -> Any:
+    made = Number(n)
+    made.child = child  # type: ignore[attr-defined]
+    return made
+
+
+def _marked(child: Any, n: int) -> Any:
+    made = Marked({n, 2})
+    made.child = child  # type: ignore[attr-defined]
+    return made
+
+
+def _names(child: Any, n: int) -> Any:
+    made = Names([child, n])
+    if n % 2:
+        made.me = made  # type: ignore[attr-defined]
+    return made
+
+
+def _ordered(child: Any, n: int) -> Any:
+    made: Any = (Ordered if n % 3 == 0 else collections.OrderedDict)({n: child, "b": 1, "c": 2})
+    if n % 4 == 0:
+        made.child = child
+    return made
+
+
+def _default_dict(child: Any, n: int) -> Any:
+    factories: list[Any] = [list, int, counter(child, n)[0].__class__, partial(list, [n])]
+    made: Any = collections.defaultdict(factories[n % 4] if n % 4 != 2 else (lambda: child))
+    made[n] = child
+    return made
+
+
+def _io(child: Any, n: int) -> Any:
+    made: Any = io.BytesIO(b"abcdef") if n % 2 else io.StringIO("abcdef")
+    made.seek(n % 5)
+    if n % 3 == 0:
+        made.child = child
+    return made
+
+
+def _refused(child: Any, n: int) -> Any:
+    made: list[Any] = [
+        lambda: (i for i in [n, 2]),
+        lambda: np.ma.array([1, n], mask=[0, 1]),
+        lambda: open("/dev/null"),  # noqa: SIM115
+        lambda: weakref.WeakValueDictionary({n: Thing(child, n)}),
+        lambda: weakref.WeakKeyDictionary({Thing(child, n): n}),
+        lambda: weakref.WeakSet([Thing(child, n)]),
+        lambda: operator.attrgetter("a"),
+        lambda: threading.local(),
+        lambda: threading.Event(),
+        lambda: types.CellType(child),
+        lambda: np.zeros(3).flat,
+        lambda: np.nditer(np.zeros(3)),
+        lambda: threading.Condition(),
+        lambda: np.array([(1, child)], [("a", int), ("b", object)]),
+        lambda: np.zeros(3, [("a", float), ("b", int)])[["b"]],
+        lambda: ctypes.pointer(ctypes.c_int(n)),
+        lambda: collections.UserDict({n: child}),
+    ]
+    return made[n % len(made)]()
+
+
+def _chain_map(child: Any, n: int) -> Any:
+    return collections.ChainMap({n: child}, child if isinstance(child, dict) else {})
+
+
+KINDS: dict[str, Any] = {
+    "list": lambda child, n: [child, n],
+    "list of itself": _self_list,
+    "long list": lambda child, n: [child, *range(12), n],
+    "list of numbers": lambda child, n: [n, 1, 2],
+    "long list of numbers": lambda child, n: [*range(n % 5, 14)],
+    "grid": lambda child, n: [[n] * 3 for _ in range(10)],
+    "same row": lambda child, n: [[n, child]] * 9,
+    "same child": lambda child, n: [child] * 10,
+    "scalars": lambda child, n: [np.int8(0)] * 10,
+    "dict": lambda child, n: {n: child, "b": [n]},
+    "dict of a thing": lambda child, n: {Thing(child, n): n, Equal(child, n): child},
+    "dict of tuples": lambda child, n: {(n, "a"): child, frozenset({n}): 1},
+    "long dict": lambda child, n: {i: {"x": i} for i in range(10)},
+    "dict of itself": lambda child, n: (lambda made: made.update(me=made) or made)({n: child}),
+    "tuple": lambda child, n: (child, n),
+    "tuple of lists": lambda child, n: ([n], [child], (n, [n])),
+    "named tuple": lambda child, n: Pair(child, n),
+    "set": lambda child, n: {n, 1, 2},
+    "set of things": lambda child, n: {Thing(child, n)},
+    "frozenset": lambda child, n: frozenset({n, (1, 2)}),
+    "deque": lambda child, n: collections.deque([child, n], maxlen=n % 4 + 1 if n % 2 else None),
+    "thing": Thing,
+    "slotted": Slotted,
+    "half slotted": Half,
+    "guarded": Guarded,
+    "equal": Equal,
+    "reset when copied": Reset,
+    "data": Data,
+    "data with slots": DataSlots,
+    "frozen data": Frozen,
+    "loud dict": lambda child, n: Loud({n: child}),
+    "names": _names,
+    "ring": lambda child, n: Ring([child, n], 3),
+    "marked set": _marked,
+    "ordered": _ordered,
+    "default dict": _default_dict,
+    "counter": lambda child, n: collections.Counter({n: 2, "a": 1}),
+    "chain map": _chain_map,
+    "namespace": lambda child, n: types.SimpleNamespace(child=child, n=n),
+    "number": _number_subclass,
+    "array": _array,
+    "view": _view,
+    "second view": _view,
+    "locked": _locked,
+    "record": _record,
+    "objects": _objects,
+    "zero strides": lambda child, n: np.broadcast_to(np.arange(3.0), (4, 3)),
+    "transposed copy": lambda child, n: np.zeros((2, 3, 4)).transpose(1, 0, 2).copy("K"),
+    "bytearray": lambda child, n: bytearray(20 + n % 8),
+    "array.array": lambda child, n: array.array("dib"[n % 3], [1, 2, 3, 4]),
+    "over memory": _over_memory,
+    "memoryview": _memoryview,
+    "io": _io,
+    "generators": _generators,
+    "spawned": _spawned,
+    "random state": lambda child, n: np.random.RandomState(n),
+    "python random": lambda child, n: (SubRandom if n % 2 else random.Random)(n),
+    "closures": counter,
+    "defaults": defaults,
+    "function attributes": with_attributes,
+    "recursive": recursive,
+    "rebinds": rebinds,
+    "lambda": lambda child, n: lambda k: (child, k),
+    "method": _method,
+    "partial": _partial,
+    "weak": _weak,
+    "mapping proxy": lambda child, n: types.MappingProxyType(child if type(child) is dict else {n: child}),
+    "iterator": _iterator,
+    "dict view": _dict_view,
+    "error": _error,
+    "immutable": _immutable,
+    "space": _space,
+    "lock": lambda child, n: threading.RLock() if n % 2 else threading.Lock(),
+    "ctypes": _ctypes,
+    "object": lambda child, n: object(),
+    "refused": _refused,
+}
