@@ -45,7 +45,7 @@ def reachable(level):
     return free, seen, goal
 
 
-def test_plrs_held_out_mazes_are_perfect_and_its_levels_in_their_space():
+def test_plrs_mazes_are_perfect_and_levels_are_in_their_space():
     mazes = plr.perfect_mazes(20)
     for number in range(20):
         level = {name: leaf[number] for name, leaf in mazes.items()}
