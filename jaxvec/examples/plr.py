@@ -368,7 +368,8 @@ def main(argv: Sequence[str] | None = None) -> Trained:
         runs = jax.tree.map(lambda leaf: np.asarray(leaf).reshape(2, config.num_seeds, -1), runs)
     print("updates, and share of the held-out mazes that were solved with uniform levels, and with replay")
     for test, both in enumerate(np.moveaxis(runs.held_out, -1, 0), 1):
-        print(test * config.num_updates // config.num_tests, *[f"{one.mean():.3f} {one}" for one in both])
+        shares = [f"{one.mean():.3f} {one.round(3)}" for one in both]
+        print(test * config.num_updates // config.num_tests, *shares)
     print(f"share of walls in the last levels of training: {runs.walls[:, :, -1].mean(1)}")
     seconds, steps = time.perf_counter() - start, config.num_updates * config.num_envs * TIME_LIMIT
     print(f"{steps:,} env steps per run; {seconds:.0f} s for all runs, including compilation and tests")
