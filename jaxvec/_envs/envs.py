@@ -198,8 +198,8 @@ def conform_reward(reward: Any, shape: tuple[int, ...]) -> Any:
         value = value.reshape(())  # Gymnasium accepts shape (1,) for a scalar, too
     if value.shape != shape:
         raise InvalidValue(
-            f"reward: expected shape {shape}, got {value.shape}; an env with vector rewards must declare "
-            "them in an attribute reward_space"
+            f"reward: expected shape {shape}, got {value.shape}; declare the shape of the env's "
+            "rewards in an attribute reward_space, a Box"
         )
     if value.dtype.kind not in "biuf":
         raise InvalidValue(f"reward: expected a number, got {type(reward).__name__}")

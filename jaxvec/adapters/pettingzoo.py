@@ -15,7 +15,11 @@ from jaxvec._spec import Node, as_is, build, walk
 
 try:
     from pettingzoo import AECEnv, ParallelEnv
-    from pettingzoo.utils.conversions import aec_to_parallel
+    from pettingzoo.utils.conversions import (
+        aec_to_parallel,
+        turn_based_aec_to_parallel,
+        turn_based_aec_to_parallel_wrapper,
+    )
 except ImportError as _error:
     _install = _util.install_command("pettingzoo")
     raise ImportError(f"jaxvec.adapters.pettingzoo needs pettingzoo: {_install}") from _error
@@ -24,7 +28,7 @@ from jaxvec.adapters._adapter import Adapter
 
 __all__ = ["INFO", "PettingZooEnv"]
 
-INFO = ("alive", "terminated", "truncated")
+INFO = ("alive", "turn", "terminated", "truncated")
 """Masks `[num_agents]` that the adapter adds to info. Pools of `jaxvec.make(..., info=INFO)` return them."""
 
 
@@ -36,11 +40,12 @@ class PettingZooEnv(Adapter):
     Rewards are one vector in that order, `[num_agents]` float64. Agents that are not alive have rewards and
     observations of zero, even if their space excludes zero. Their actions are ignored.
 
-    info has each agent's own info under its name, and three masks `[num_agents]` bool: `terminated` and
-    `truncated` for the agents' episodes that this step ended, and `alive` for the agents that act next. The
-    env's episode is over when no agent is alive. It is `terminated` if all agents that took part were,
-    otherwise `truncated`. A pool with same-step autoreset returns the masks of an episode's last step in
-    `info["final_info"]`.
+    info has each agent's own info under its name, and four masks `[num_agents]` bool: `terminated` and
+    `truncated` for the agents' episodes that this step ended, `alive` for the agents that are left, and
+    `turn` for the agents that act in the next step. These are all that are alive, or one in a turn-based
+    env. The env's episode is over when no agent is alive. It is `terminated` if all agents that
+    took part were, otherwise `truncated`. A pool with same-step autoreset returns the masks of an episode's
+    last step in `info["final_info"]`.
 
     Example:
         ```python
@@ -57,16 +62,16 @@ class PettingZooEnv(Adapter):
         """Adapts an env.
 
         Args:
-            env: A `ParallelEnv`, or an `AECEnv` with agents that act in cycles, which PettingZoo's
-                `aec_to_parallel` converts. For any other `AECEnv`, see PettingZoo's
-                `turn_based_aec_to_parallel`.
+            env: A `ParallelEnv` or an `AECEnv`. If the metadata of an `AECEnv` set `is_parallelizable`, all
+                agents act in each step, by PettingZoo's `aec_to_parallel`. Otherwise, as in board and card
+                games, a step is one agent's turn, by `turn_based_aec_to_parallel`.
 
         Raises:
             TypeError: the env is neither, or has no `possible_agents`.
-            AssertionError: PettingZoo can't convert this `AECEnv`.
         """
         if isinstance(env, AECEnv):
-            env = aec_to_parallel(env)
+            parallel = env.metadata.get("is_parallelizable", False)
+            env = aec_to_parallel(env) if parallel else turn_based_aec_to_parallel(env)
         if not isinstance(env, ParallelEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"env must be a ParallelEnv or an AECEnv, not {type(env).__name__}")
         if getattr(env, "possible_agents", None) is None:
@@ -146,7 +151,10 @@ class PettingZooEnv(Adapter):
     def _info(
         self, infos: dict[Any, Any], alive: Iterable[Any], terminated: Iterable[Any], truncated: Iterable[Any]
     ) -> dict[Any, Any]:
-        masks = zip(INFO, (alive, terminated, truncated), strict=True)
+        turn = alive
+        if alive and isinstance(self.adapted, turn_based_aec_to_parallel_wrapper):
+            turn = {self.adapted.aec_env.agent_selection}
+        masks = zip(INFO, (alive, turn, terminated, truncated), strict=True)
         return infos | {name: np.array([agent in which for agent in self._agents]) for name, which in masks}
 
     def _zeros(self, agent: Any) -> Any:

@@ -117,10 +117,10 @@ class EnvFamily:
         token, *rows = _primitive.bind(call, handle.token, words, mask, *given)
         return handle.next(token), _first(spec.build_timestep(rows))
 
-    def step(self, handle: Handle, action: Any) -> tuple[Handle, TimeStep]:
+    def step(self, handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Handle, TimeStep]:
         """Steps one env, or under `vmap` one env per instance, with a single dispatch; see `jaxvec.step`."""
         batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], action)
-        handle, timestep = _functions.step(handle, batch)
+        handle, timestep = _functions.step(handle, batch, reset_options=reset_options)
         return handle, _first(timestep)
 
     def raise_if_failed(self) -> None:

@@ -29,10 +29,12 @@ __all__ = ["EnvParams", "EnvState", "Environment", "make"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EnvParams:
-    """The params that gymnax's API requires. They can't be changed: configure a Python env by `make` instead.
+    """The params that gymnax's API requires. Only `reset_options` can be changed: `make` configures the env.
 
     Attributes:
         max_steps_in_episode: Time limit in the env's spec, `None` if there is none.
+        reset_options: Options of the next episode, a pytree of the space of `make(reset_options=...)`. `None`
+            keeps those that the env was given last.
 
     Example:
         ```python
@@ -45,9 +47,10 @@ class EnvParams:
     """
 
     max_steps_in_episode: int | None = None
+    reset_options: Any = None
 
     def replace(self, **changes: Any) -> Self:
-        """Returns a changed copy, which `reset` and `step` reject."""
+        """Returns a changed copy. `reset` and `step` reject another `max_steps_in_episode`."""
         return dataclasses.replace(self, **changes)
 
 
@@ -127,18 +130,18 @@ class Environment(PooledEnv):
 
         Args:
             key: JAX key, from which the env's seed is made.
-            params: `default_params` or `None`.
+            params: `default_params`, with the episode's `reset_options` if they are declared, or `None`.
 
         Returns:
             The observation and the state.
 
         Raises:
-            ValueError: the params are not the default ones.
+            TypeError: `reset_options` were not declared.
+            ValueError: the time limit differs, or `reset_options` are not of their space.
             JaxvecError: see `jaxvec.reset`. The first reset of a number of envs also raises the errors of
                 `jaxvec.make`.
         """
-        self._check_default(params)
-        handle, timestep = self._family.reset(key)
+        handle, timestep = self._family.reset(key, options=self._options(params))
         return timestep.obs, EnvState(handle, jnp.zeros((), np.int32))
 
     def step(self, key: jax.Array, state: EnvState, action: Any, params: EnvParams | None = None) -> Any:
@@ -148,7 +151,7 @@ class Environment(PooledEnv):
             key: Ignored. The env continues the random numbers of its reset.
             state: The state returned by the latest `reset` or `step`.
             action: Action of the action space.
-            params: `default_params` or `None`.
+            params: `default_params` or `None`. Its `reset_options` are used if the env resets itself.
 
         Returns:
             `(obs, state, reward, done, info)`, or with `num_returns=6`
@@ -163,10 +166,10 @@ class Environment(PooledEnv):
             TypeError: `state` was not returned by `reset` or `step`.
         """
         del key
-        self._check_default(params)
+        options = self._options(params)
         if not isinstance(state, EnvState):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"step takes the state that reset or step returned, got {type(state).__name__}")
-        handle, timestep = self._family.step(state.handle, action)
+        handle, timestep = self._family.step(state.handle, action, reset_options=options)
         obs, reward, terminated, truncated, _ = timestep
         done = terminated | truncated
         info, last_obs = _base.pop_final_obs(timestep, jnp)
@@ -192,9 +195,10 @@ class Environment(PooledEnv):
     def __repr__(self) -> str:
         return f"Environment({self.name!r}, pools of {sorted(self.pools)} envs)"
 
-    def _check_default(self, params: Any) -> None:
+    def _options(self, params: Any) -> Any:
+        """Checks the params, and returns their reset options."""
         if params is None:
-            return
+            return None
         if not isinstance(params, EnvParams):
             raise TypeError(f"params must be those that make returned, got {type(params).__name__}")
         # Traced params can't be compared, so a wrong limit is found only where they are static.
@@ -204,6 +208,9 @@ class Environment(PooledEnv):
                 f"params: max_steps_in_episode is {self._max_steps}, not {limit}; pass the limit to "
                 "jaxvec.compat.gymnax.make(env, max_episode_steps=…) instead"
             )
+        if params.reset_options is not None and self._family.first.spec.reset_options is None:
+            raise TypeError("params: declare reset_options with make(reset_options=spaces.Dict(...)) first")
+        return params.reset_options
 
 
 def make(

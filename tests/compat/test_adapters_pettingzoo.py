@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -149,6 +151,58 @@ def test_rock_paper_scissors_is_played_in_jit(make):
 
     ended = assert_jitted_steps_are_those_by_hand(make, rps, num_envs=3, num_steps=20)
     assert ended == (0, 9, 18)
+
+
+@pytest.mark.parametrize(
+    "name", ["connect_four.connect_four", "tictactoe.tictactoe", "rlcard_envs.leduc_holdem"]
+)
+def test_turn_based_games_are_those_of_an_aec_loop(make, name):
+    """A policy in jit takes legal moves from the observations' masks, also across ends of games."""
+    pytest.importorskip("pygame", reason="pygame is not installed: the extra families has it")
+    if name.endswith("leduc_holdem"):
+        pytest.importorskip("rlcard", reason="rlcard is not installed: the extra families has it")
+
+    def game():
+        return importlib.import_module(f"pettingzoo.classic.{name}").env()
+
+    envs = make(lambda: PettingZooEnv(game()), 3, num_workers=2, info=INFO)
+
+    @jax.jit
+    def play(handle, timestep, key):
+        def body(carry, key):
+            handle, timestep = carry
+            masks = {agent: obs["action_mask"] for agent, obs in timestep.obs.items()}
+            action = {
+                agent: jax.random.categorical(key, jnp.where(mask, 0.0, -1e9))
+                for agent, mask in masks.items()
+            }
+            handle, following = jaxvec.step(handle, action)
+            return (handle, following), (timestep, action, following)
+
+        return jax.lax.scan(body, (handle, timestep), jax.random.split(key, 60))[1]
+
+    before, actions, after = play(*jaxvec.reset(envs, seed=7), jax.random.key(0))
+    if not name.endswith(
+        "leduc_holdem"
+    ):  # the cards of later episodes are drawn by a generator of the env's own
+        assert after.terminated.sum() > 3
+    for n in range(3):
+        env = game()
+        env.reset(seed=7 + n)
+        for t in range(60):
+            agent, agents = env.agent_selection, env.possible_agents
+            assert before.info["turn"][t, n].tolist() == [one == agent for one in agents]
+            assert before.info["alive"][t, n].all()
+            for one in agents:
+                seen = jax.tree.map(lambda leaf, t=t, n=n: np.asarray(leaf[t, n]), before.obs[one])
+                jax.tree.map(np.testing.assert_array_equal, seen, dict(env.observe(one)))
+            env.step(int(actions[agent][t, n]))
+            assert after.reward[t, n].tolist() == [env.rewards[one] for one in agents]
+            over = all(env.terminations.values())
+            assert after.terminated[t, n] == over
+            assert not after.truncated[t, n]
+            if over:
+                env.reset()
 
 
 def test_what_an_agent_says_is_declared_under_its_name(make):

@@ -6,6 +6,7 @@ from functools import partial
 
 import gymnasium
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
@@ -273,3 +274,55 @@ def test_states_of_box2d(name):
     with pytest.raises(jaxvec.EnvStateError, match=r"\.world.* can't copy exactly.*ReplayEnv"):
         StatefulEnv(env).take()
     assert_goes_on(lambda: ReplayEnv(partial(gymnasium.make, name, max_episode_steps=30)), num_steps=90)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "size"),
+    [
+        ("mo_gymnasium", "deep-sea-treasure-v0", 2),
+        ("mo_gymnasium", "minecart-v0", 3),
+        ("rware", "rware-tiny-2ag-v2", 2),
+        ("lbforaging", "Foraging-8x8-2p-1f-v3", 2),
+    ],
+)
+def test_vector_rewards_and_their_statistics(make, module, name, size):
+    """SyncVectorEnv takes no vector rewards, so plain envs are the oracle."""
+    pytest.importorskip(module, reason=f"{module} is not installed: pip install {module}")
+    name, num_envs, num_steps = f"{module}:{name}", 3, 60
+    actions, raw = sample_actions([partial(gymnasium.make, name)] * num_envs, num_steps)
+    envs = make(name, num_envs, num_workers=2)
+    assert envs.reward_space.shape == (size,)
+    handle, _ = jaxvec.reset(envs, seed=5)
+
+    @jax.jit
+    def run(handle, actions):
+        def body(carry, action):
+            handle, stats = carry
+            handle, timestep = jaxvec.step(handle, action)
+            stats = stats.update(timestep.reward)
+            return (handle, stats), (timestep, stats.scale(timestep.reward))
+
+        stats = jaxvec.normalize.RunningMeanStd.create(jnp.zeros(size), count=0)
+        return jax.lax.scan(body, (handle, stats), actions)
+
+    (_, stats), (got, scaled) = run(handle, actions)
+    rewards = np.zeros((num_steps, num_envs, size))
+    for n in range(num_envs):
+        env = gymnasium.make(name)
+        env.reset(seed=5 + n)
+        total = 0
+        for t in range(num_steps):
+            action = jax.tree.map(lambda leaf, t=t, n=n: leaf[t, n], raw)
+            _, reward, terminated, truncated, _ = env.step(action)
+            rewards[t, n] = reward
+            total = total + rewards[t, n]
+            np.testing.assert_array_equal(got.reward[t, n], np.float32(reward))
+            np.testing.assert_allclose(got.info["episode_return"][t, n], total, rtol=1e-6)
+            assert (got.terminated[t, n], got.truncated[t, n]) == (terminated, truncated)
+            if terminated or truncated:
+                env.reset()
+                total = 0
+    np.testing.assert_allclose(stats.mean, rewards.mean((0, 1)), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(stats.var, rewards.var((0, 1)), rtol=1e-3, atol=1e-6)
+    last = np.clip(rewards[-1] / np.sqrt(rewards.var((0, 1)) + 1e-8), -10, 10)
+    np.testing.assert_allclose(scaled[-1], last, rtol=1e-3, atol=1e-5)

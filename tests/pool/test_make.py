@@ -401,6 +401,52 @@ def test_vector_rewards(make, backend):
     assert envs.reward_space.shape == (2,)
 
 
+class TeamEnv(gymnasium.Env):
+    """Returns a list of rewards without a `reward_space`, like RWARE and Level-Based Foraging."""
+
+    n_agents = 2
+    observation_space = spaces.Tuple([spaces.Box(0, 9, (1,), np.float32)] * 2)
+    action_space = spaces.Tuple([spaces.Discrete(5)] * 2)
+
+    def __init__(self, scalar=False):
+        self.scalar = scalar
+
+    def reset(self, *, seed=None, options=None):
+        return (np.zeros(1, np.float32),) * 2, {}
+
+    def step(self, action):
+        reward = [float(one) for one in action]
+        return (np.ones(1, np.float32),) * 2, sum(reward) if self.scalar else reward, False, False, {}
+
+
+def test_one_reward_per_agent_is_seen_by_make(make, backend):
+    envs = make(TeamEnv, 3, backend=backend)
+    assert envs.reward_space == spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    handle, timestep = jaxvec.reset(envs)
+    assert timestep.reward.shape == (3, 2)
+    actions = (np.array([1, 2, 3]), np.array([4, 0, 1]))
+    handle, _ = jaxvec.step(handle, actions)
+    _, timestep = jaxvec.step(handle, actions)
+    assert timestep.reward.tolist() == [[1, 4], [2, 0], [3, 1]]
+    assert timestep.info["episode_return"].tolist() == [[2, 8], [4, 0], [6, 2]]
+
+
+def test_a_shared_reward_of_agents_is_declared(make):
+    envs = make(TeamEnv, 2, scalar=True)
+    envs.reset()
+    with pytest.raises(
+        jaxvec.EnvDataError, match=r"expected shape \(2,\), got \(\); declare .* reward_space"
+    ):
+        envs.step((np.zeros(2, int), np.zeros(2, int)))
+
+    class Shared(TeamEnv):
+        reward_space = spaces.Box(-np.inf, np.inf, (), np.float64)
+
+    envs = make(Shared, 2, scalar=True)
+    envs.reset()
+    assert envs.step((np.ones(2, int), np.ones(2, int))).reward.tolist() == [2, 2]
+
+
 def test_x64_keeps_the_spaces_own_dtypes(tmp_path):
     source = """
     import jax, jaxvec, numpy as np

@@ -19,6 +19,7 @@ from support.oracle import canonical, stack
 
 import jaxvec
 from jaxvec.callbacks._family import EnvFamily
+from jaxvec.compat import gymnax
 from jaxvec.compat.gymnasium import AsyncVectorEnv as VectorEnv
 from jaxvec.testing import CountingEnv
 
@@ -396,6 +397,53 @@ def test_options_in_the_gymnasium_api():
         np.testing.assert_array_equal(obs[:, 7:], [one["level"].ravel()] * 2)
         obs, _ = envs.reset(options=both)
         np.testing.assert_array_equal(obs[:, 7:], both["level"].reshape(2, -1))
+    finally:
+        envs.close()
+
+
+def test_options_in_gymnax_params():
+    first, second = sample(3), sample(3)
+    first["size"][:] = 1
+    env, params = gymnax.make(LevelEnv, reset_options=SPACE)
+    keys, actions = jax.random.split(jax.random.key(0), 3), jnp.zeros(3, int)
+    with env:
+        reset = jax.jit(jax.vmap(lambda key, o: env.reset(key, params.replace(reset_options=o))))
+        obs, state = reset(keys, first)
+        np.testing.assert_array_equal(obs[:, 7:], first["level"].reshape(3, -1))
+        step = jax.vmap(lambda key, s, a, o: env.step(key, s, a, params.replace(reset_options=o)))
+        obs, state, _, done, info = jax.jit(step)(keys, state, actions, second)
+        assert done.all()  # the size 1 is the length
+        np.testing.assert_array_equal(obs[:, 7:], second["level"].reshape(3, -1))
+        np.testing.assert_array_equal(info["reset_options"]["level"], second["level"])
+        obs, *_ = jax.vmap(env.reset, in_axes=(0, None))(keys, params)  # without options, the last ones stay
+        np.testing.assert_array_equal(obs[:, 7:], second["level"].reshape(3, -1))
+    env, params = gymnax.make(LevelEnv)
+    with env, pytest.raises(TypeError, match=r"params: declare reset_options with make\(reset_options="):
+        env.reset(keys[0], params.replace(reset_options=at(first, 0)))
+
+
+def test_options_of_stable_baselines3():
+    options = sample(2)
+    pytest.importorskip("stable_baselines3", reason="the extra sb3 has stable-baselines3")
+    from jaxvec.compat.stable_baselines3 import SubprocVecEnv
+
+    envs = SubprocVecEnv([LevelEnv] * 2, reset_options=SPACE)
+    try:
+        envs.set_options([at(options, i) for i in range(2)])
+        np.testing.assert_array_equal(envs.reset()[:, 7:], options["level"].reshape(2, -1))
+        np.testing.assert_array_equal(envs.reset()[:, 7:], options["level"].reshape(2, -1))
+    finally:
+        envs.close()
+
+
+def test_options_in_the_stoa_api():
+    pytest.importorskip("stoa", reason="the extra stoix has stoa")
+    from jaxvec.compat.stoix import EnvFactory
+
+    envs, options = EnvFactory(LevelEnv, reset_options=SPACE)(2), sample(2)
+    try:
+        timestep = envs.reset(options=options)
+        np.testing.assert_array_equal(timestep.observation[:, 7:], options["level"].reshape(2, -1))
     finally:
         envs.close()
 

@@ -94,5 +94,6 @@ def assert_obs(got, at, expected):
 
 def assert_masks(info, at, agents, alive, terminations, truncations):
     assert info["alive"][at].tolist() == [agent in alive for agent in agents]
+    assert info["turn"][at].tolist() == info["alive"][at].tolist()
     assert info["terminated"][at].tolist() == [bool(terminations.get(agent)) for agent in agents]
     assert info["truncated"][at].tolist() == [bool(truncations.get(agent)) for agent in agents]
