@@ -90,6 +90,23 @@ def _packages(extra: str) -> list[str]:
     return packages
 
 
+def check_versions(user: str, extra: str) -> None:
+    """Raises `ImportError` if an installed package of an extra is older than jaxvec supports."""
+    with suppress(importlib.metadata.PackageNotFoundError):  # jaxvec itself may not be installed
+        for requirement in _packages(extra):
+            name, _, oldest = re.sub(r"\[.*\]|,.*", "", requirement).partition(">=")
+            for found in importlib.metadata.distributions(name=name):
+                if _numbers(found.version) < _numbers(oldest):
+                    raise ImportError(
+                        f"{user} needs {name} {oldest} or newer, but {found.version} is installed: "
+                        + install_command(extra)
+                    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an error; to its text on Python 3.10, which a worker's interpreter may be."""
     if sys.version_info >= (3, 11):
