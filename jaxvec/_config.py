@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -264,6 +265,9 @@ class Workers:
         preload: Modules that the helper process imports before it forks, such as `("ale_py",)`. Use it for
             modules that are slow to import and that every env needs.
         pin: Whether to bind each worker, with the threads of its envs, to its own core. Needs Linux.
+        python: Path of another Python interpreter that runs the workers, for envs that can't be installed
+            beside JAX, such as `".venv-old/bin/python"`. It needs NumPy and the packages of the envs. Ids,
+            and functions in the form `"module:attribute"`, are looked up there.
         max_running: Maximum number of workers that run envs at the same time; the others wait. Use it for
             simulators that need one process each, if there are not enough cores or memory for all at once.
             The waiting time counts towards `Timeouts(step=..., reset=...)`. Needs Linux.
@@ -282,6 +286,7 @@ class Workers:
     init: Callable[..., Any] | None = None
     preload: Iterable[str] = ()
     pin: bool = False
+    python: str | os.PathLike[str] | None = None
     max_running: int | None = None
 
     def __post_init__(self) -> None:
@@ -296,6 +301,11 @@ class Workers:
         _check_choice("Workers(start_method=...)", self.start_method, get_args(StartMethod))
         if self.init is not None and not callable(self.init):
             raise TypeError(f"Workers(init=...) must be a function, or None, not {self.init!r}")
+        if self.python is not None:
+            if not (found := shutil.which(os.path.expanduser(self.python))):
+                raise ValueError(f"Workers(python={self.python!r}): there is no executable of this name")
+            # A virtual environment is known by the link that its executable is, so links are kept.
+            object.__setattr__(self, "python", os.path.abspath(found))
         if self.preload and self.start_method == "spawn":
             raise ValueError('Workers(preload=...) needs the fork server; start_method="spawn" has none')
         if self.max_running is not None:
@@ -599,7 +609,12 @@ class PoolConfig:
                     'Restart(retry="restore") needs autoreset: without it, the program itself resets or '
                     "restores an env after a fault"
                 )
-        if self.workers.max_running is not None and (isinstance(self.backend, Ray) or self.backend == "ray"):
+        on_ray = isinstance(self.backend, Ray) or self.backend == "ray"
+        if self.workers.python is not None and on_ray:
+            raise ValueError(
+                "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
+            )
+        if self.workers.max_running is not None and on_ray:
             raise ValueError(
                 "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs per "
                 "worker"
@@ -611,7 +626,7 @@ class PoolConfig:
         if self.backend == "serial":
             if self.workers.num not in (None, 1):
                 raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
-            options = ("env", "init", "preload", "pin", "max_running")
+            options = ("env", "init", "preload", "pin", "python", "max_running")
             rejected = {f"Workers({name}=...)": getattr(self.workers, name) for name in options}
             rejected["spare_envs"] = self.spare_envs
             _reject('needs worker processes; backend="serial" has none', rejected)
@@ -640,6 +655,8 @@ class PoolConfig:
         return replace(
             self,
             workers=replace(self.workers, init=None),
+            # A name: another interpreter's Gymnasium may lack the enum.
+            autoreset_mode=self.autoreset and self.autoreset.name,
             states=States(self.states.max),
             backend="process",
             info=None,

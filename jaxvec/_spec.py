@@ -11,18 +11,24 @@ Every other part of the package derives shapes, dtypes and order of the data fro
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
+
+if sys.version_info >= (3, 11):
+    from typing import NamedTuple
+else:  # in workers of another interpreter; typing's own can't be generic
+    from typing_extensions import NamedTuple
 
 if TYPE_CHECKING:
     import jax
@@ -380,6 +386,9 @@ class Autoreset(Enum):
     DISABLED = AutoresetMode.DISABLED
     EPISODIC = "Episodic"  # the env is idle until it is reset; reported to Gymnasium as DISABLED
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (Autoreset, self.name)  # another interpreter's Gymnasium may lack the value
+
     @property
     def as_gymnasium(self) -> AutoresetMode:
         """Gymnasium's mode, which users see."""
@@ -491,7 +500,7 @@ class PoolSpec:
         spec = self if self.first_ready else replace(self, num_envs=1, batch_size=1)
         given = (getattr(spec, field.name) for field in fields(spec))
         values = tuple(value for value in given if value is not None)
-        return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest()) >> 1
+        return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
     def batch_shape(self, leaf: Leaf) -> tuple[int, ...]:
         return (self.num_envs, *leaf.shape)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as BatchedVectorEnv
 
 from jaxvec._config import Budget, PoolConfig, Ray
-from jaxvec._envs import constructors
+from jaxvec._envs import constructors, foreign_env
 from jaxvec._envs.constructors import Description
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._memory.segment import Place, split_evenly
@@ -23,7 +24,7 @@ from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import base
+from jaxvec._workers import base, foreign
 from jaxvec._workers.base import Launcher, WorkerGroup
 from jaxvec._workers.process import LocalLauncher, ProcessWorkers
 from jaxvec._workers.serial import SerialWorkers
@@ -67,7 +68,17 @@ def start(
     cluster = _cluster(config)
     num_workers = _num_workers(config, num_envs // together, cluster)
     slices = split_evenly(num_envs, num_workers, together)
+    python = None if config.workers.python is None else foreign.probe(str(config.workers.python))
+    if python is not None:
+        if config.states.max and python.numpy < (2, 0):  # which can't restore generators
+            raise ValueError(
+                f"states need NumPy 2 in the workers, but Workers(python={python.python!r}) has an older "
+                "one; install it there, or leave states out"
+            )
+        env = foreign_env.by_name(env)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
+    if python is not None:
+        env_fns = [partial(foreign_env.build_adapted, env_fn) for env_fn in env_fns]
     declared, learnt = undeclared(config.info)
     recipe = WorkerRecipe(env_fns, slices, config, equal_spaces=equal_spaces)
     workers = _workers(recipe, cluster, learn_info=bool(learnt))
@@ -118,7 +129,9 @@ def _adopt(
 def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bool) -> WorkerGroup:
     config = recipe.config
     budget = Budget(config.restart, len(recipe.slices))
-    dispatch = base.choose_dispatch(config.settings.dispatch)
+    python, dispatch = config.workers.python, config.settings.dispatch
+    portable = dispatch == "auto" and python is not None and not foreign.probe(str(python)).is_native
+    dispatch = "portable" if portable else base.choose_dispatch(dispatch)
     if config.backend == "serial":
         return SerialWorkers(recipe, dispatch=dispatch, budget=budget, learn_info=learn_info)
     launcher: Launcher = LocalLauncher(config) if cluster is None else cluster.launcher(recipe.slices, config)

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -89,6 +90,31 @@ def _packages(extra: str) -> list[str]:
     return packages
 
 
+def check_versions(user: str, extra: str) -> None:
+    """Raises `ImportError` if an installed package of an extra is older than jaxvec supports."""
+    with suppress(importlib.metadata.PackageNotFoundError):  # jaxvec itself may not be installed
+        for requirement in _packages(extra):
+            name, _, oldest = re.sub(r"\[.*\]|,.*", "", requirement).partition(">=")
+            for found in importlib.metadata.distributions(name=name):
+                if _numbers(found.version) < _numbers(oldest):
+                    raise ImportError(
+                        f"{user} needs {name} {oldest} or newer, but {found.version} is installed: "
+                        + install_command(extra)
+                    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note to an error; to its text on Python 3.10, which a worker's interpreter may be."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}",)
+
+
 def run_in_thread(call: Callable[[Callable[[], None]], T]) -> Future[T]:
     """Runs a call in a new daemon thread, and returns its future once no later call can overtake it.
 
@@ -129,10 +155,18 @@ def dumps(value: Any) -> bytes:
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     construct, args = _CLOUDPICKLE_TABLE[CodeType](code)
-    return _code_of_file, (construct, args, code.co_filename)
+    return _code_of_file, (construct, args, code.co_filename, sys.version_info[:2])
 
 
-def _code_of_file(construct: Callable[..., CodeType], args: tuple[Any, ...], filename: str) -> CodeType:
+def _code_of_file(
+    construct: Callable[..., CodeType], args: tuple[Any, ...], filename: str, version: tuple[int, int]
+) -> CodeType:
+    if version != sys.version_info[:2]:
+        theirs, ours = (".".join(map(str, each)) for each in (version, sys.version_info[:2]))
+        raise TypeError(
+            f"a function or class of {filename} is code of Python {theirs}, but this process has {ours}. "
+            'Put it in a module that both can import; an env can be passed as "module:attribute"'
+        )
     return construct(*args).replace(co_filename=filename)
 
 

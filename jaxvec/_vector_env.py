@@ -532,11 +532,15 @@ class VectorEnv:
             )
         self._pool.env_calls.set_attr(slots, name, each)
 
-    def render(self) -> Any:
+    def render(self, *, indices: Any = None) -> Any:
         """Returns each env's frame: an array `[num_envs, H, W, 3]` if all have the same shape, else a tuple.
+
+        Args:
+            indices: Envs, as in `infos`; by default all. They also determine the order of the frames.
 
         Raises:
             ValueError: The envs were made without `render_mode`.
+            EnvIdError: An index is out of range.
             EnvError: An env raised an exception. The pool stays usable.
 
         Example:
@@ -544,9 +548,10 @@ class VectorEnv:
             with jaxvec.make("CartPole-v1", 2, num_workers=1, render_mode="rgb_array") as envs:
                 envs.reset(seed=0)
                 print(envs.render().shape)  # (2, 400, 600, 3)
+                print(envs.render(indices=[1]).shape)  # (1, 400, 600, 3)
             ```
         """
-        frames = self.call("render")
+        frames = self.call("render", indices=indices)
         # Not checked before the call: an env without a render_mode may still return frames.
         if self.render_mode is None and all(frame is None for frame in frames):
             raise ValueError(

@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 
 from jaxvec._memory.rows import InvalidValue
+from jaxvec._util import add_note
 
 # ----------------------------------------------------------------------------------------------------------
 # Construction, attributes and failures
@@ -171,9 +172,10 @@ def explain_reset(error: TypeError, env: Any) -> None:
         try:
             inspect.signature(layer.reset).bind(seed=None, options=None)
         except (TypeError, ValueError):
-            error.add_note(
+            add_note(
+                error,
                 f"{type(layer).__name__}.reset must accept the arguments of Gymnasium's envs: "
-                f"reset(self, *, seed=None, options=None). {OLD_GYM}"
+                f"reset(self, *, seed=None, options=None). {OLD_GYM}",
             )
             return
 

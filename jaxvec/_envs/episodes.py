@@ -172,7 +172,7 @@ class CommittedRows:
     def __init__(self, spec: PoolSpec, rows: Arrays) -> None:
         self._rows = {leaf.path: rows[leaf.path] for leaf in spec.kept_leaves}
         self._kept = {
-            leaf.path: np.empty_like(rows[leaf.path]) if leaf.is_object else rows["kept", *leaf.path]
+            leaf.path: np.empty_like(rows[leaf.path]) if leaf.is_object else rows[("kept", *leaf.path)]
             for leaf in spec.kept_leaves
         }
         self._terminated, self._truncated = rows["terminated",], rows["truncated",]

@@ -213,7 +213,7 @@ class ResetOptions:
         assert spec.reset_options is not None
         self._read = reader(spec.reset_options, rows)
         self._given = [rows[leaf.path] for leaf in spec.option_leaves]
-        self._running = [rows["info", *leaf.path] for leaf in spec.option_leaves]
+        self._running = [rows[("info", *leaf.path)] for leaf in spec.option_leaves]
 
     def next(self, index: int) -> dict[str, Any] | None:
         """Returns the options of the next reset."""

@@ -9,7 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
-#define NPY_TARGET_VERSION NPY_2_0_API_VERSION
+#define NPY_TARGET_VERSION NPY_1_21_API_VERSION  // workers in another interpreter may have an older NumPy
 #define PY_ARRAY_UNIQUE_SYMBOL jaxvec_arrays
 #ifndef JAXVEC_IMPORTS_NUMPY
 #define NO_IMPORT_ARRAY  // module.cc imports NumPy's functions for all files

@@ -19,7 +19,7 @@ from jaxvec._config import PoolConfig, Ray
 from jaxvec._memory.segment import Arrays, Layout, attach_segment
 from jaxvec._ray import nodes
 from jaxvec._ray.link import ActorLink, RemoteWorker, WakePipe
-from jaxvec._util import install_command
+from jaxvec._util import check_versions, install_command
 from jaxvec._workers.base import Launcher, Slices
 
 _CONNECT_TIMEOUT = 10.0  # seconds for the head's machine to answer
@@ -43,6 +43,7 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
         ray = importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(f'backend="ray" needs Ray: {install_command("ray")}') from error
+    check_versions('backend="ray"', "ray")
     runtime_env = options.runtime_env or {}
     if runtime_env:
         nodes.check_runtime_env(runtime_env)

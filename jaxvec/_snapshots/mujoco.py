@@ -17,7 +17,14 @@ from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
 
 def _mujoco() -> Any:
-    return sys.modules["mujoco"]  # already imported, since one of its objects exists
+    mujoco = sys.modules["mujoco"]  # already imported, since one of its objects exists
+    if not hasattr(mujoco, "mj_copyData"):
+        raise CannotCopy(
+            f"it is of MuJoCo {mujoco.__version__}, and states need 3.5 or newer",
+            'Install a newer one (pip install "mujoco>=3.5"), or save the actions by '
+            "jaxvec.adapters.replay.ReplayEnv",
+        )
+    return mujoco
 
 
 class _Memory:
@@ -135,13 +142,13 @@ _free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def save_data(saver: Saver, data: Any) -> Any:
-    model = data.model
+    model, mujoco = data.model, _mujoco()
     saver.value(model)
     free = _free.get(data)
     if free is None:
         free = _free[data] = []
-    copy = free.pop() if free else _mujoco().MjData(model)
-    _mujoco().mj_copyData(copy, model, data)
+    copy = free.pop() if free else mujoco.MjData(model)
+    mujoco.mj_copyData(copy, model, data)
     return saver.remember(data, _Data(copy, free))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
+from jaxvec._workers import foreign
 from jaxvec._workers.base import Launcher, Process, describe_exit
 from jaxvec._workers.forkserver import (
     ANSWER,
@@ -95,7 +96,7 @@ class ForkedWorker(Process):
 class _Server:
     """The program's end of a fork server."""
 
-    def __init__(self, env: Mapping[str, str], modules: tuple[str, ...]) -> None:
+    def __init__(self, env: Mapping[str, str], modules: tuple[str, ...], python: Any) -> None:
         self.users = 0  # number of pools; guarded by the module's `_lock`
         self._lock = threading.Lock()  # guards the answers on `_requests`, and `_exitcodes`
         self._exitcodes: dict[int, int] = {}  # by pid, of answers that an interrupted `reap` left
@@ -105,10 +106,12 @@ class _Server:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                self._process = start("jaxvec._workers.forkserver", theirs.fileno(), os.getpid(), env=env)
+                self._process = start(
+                    "jaxvec._workers.forkserver", theirs.fileno(), os.getpid(), env=env, python=python
+                )
             self.pid = self._process.pid
             with suppress(ConnectionError):  # it has ended; `fork` will raise
-                self._requests.send(pickle.dumps(Imports(modules, list(sys.path))))
+                self._requests.send(pickle.dumps(Imports(modules, *foreign.path_for(python))))
         except BaseException:
             self._requests.close()
             raise
@@ -175,6 +178,7 @@ class Forker(Launcher):
     def __init__(self, config: PoolConfig) -> None:
         self._changes = config.workers.env
         self._modules = tuple(config.workers.preload)
+        self._python = config.workers.python
         self._timeout = config.timeouts.start
         self._server: _Server | None = None
 
@@ -233,8 +237,9 @@ class Forker(Launcher):
                 return self._server
             early = {name: value for name, value in env.items() if name.startswith(_STARTUP_VARIABLES)}
             changes = tuple(sorted(self._changes.items()))
-            key = (*sorted(early.items()), changes, self._modules, sys.executable, process_identity())
-            server = _servers.pop(key, None) or _Server(env, self._modules)
+            python = self._python or sys.executable
+            key = (*sorted(early.items()), changes, self._modules, python, process_identity())
+            server = _servers.pop(key, None) or _Server(env, self._modules, self._python)
             _servers[key] = server
             server.users += 1
             self._server = server

@@ -133,6 +133,7 @@ class Imports:
 
     modules: tuple[str, ...]
     sys_path: list[str]
+    own_path: bool  # whether the server's own `sys.path` comes first
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class _Server:
     def _import(self, imports: Imports) -> Exception | None:
         """Imports the preloaded modules. Returns the error with which every fork is refused, if any."""
         own_path = list(sys.path)
-        sys.path[:] = imports.sys_path
+        sys.path[:] = [*(own_path if imports.own_path else ()), *imports.sys_path]
         for module in imports.modules:
             try:
                 importlib.import_module(module)

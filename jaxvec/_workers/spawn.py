@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 
 from jaxvec._config import PoolConfig
 from jaxvec._dispatch.channel import Channel, channel_pair
-from jaxvec._workers import lifeline
+from jaxvec._workers import foreign, lifeline
 from jaxvec._workers.base import Launcher, Process, describe_exit
 
 # Workers share the machine's cores, so each gets one thread. They never use the accelerator.
@@ -75,12 +76,13 @@ class Spawner(Launcher):
     """Starts workers on this machine as new interpreters."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self._changes = config.workers.env
+        self._changes, self._python = config.workers.env, config.workers.python
 
     def launch(self, worker: int) -> tuple[SpawnedWorker, Channel]:
         ours, theirs = channel_pair()
         try:
-            process = start("jaxvec._workers.worker", theirs, env=environ(self._changes))
+            env = environ(self._changes)
+            process = start("jaxvec._workers.worker", theirs, env=env, python=self._python)
         except BaseException:
             ours.close()
             raise
@@ -96,23 +98,29 @@ def environ(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if value is not None}
 
 
-def start(module: str, descriptor: int, *arguments: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Starts an interpreter that runs `module.main(lifeline, descriptor, *arguments)`.
+def start(
+    module: str, descriptor: int, *arguments: int, env: Mapping[str, str], python: Any = None
+) -> subprocess.Popen[bytes]:
+    """Starts an interpreter, by default this one, that runs `module.main(lifeline, descriptor, *arguments)`.
 
     It ends with this process, inherits `descriptor`, and leads its own process group.
     """
-    if not sys.executable:
+    if not sys.executable and python is None:
         raise FileNotFoundError(
             "there is no Python interpreter to start: sys.executable is empty; set it to the path of one"
         )
     env = dict(env)
-    # For the first imports. A worker then applies the program's sys.path and PYTHONPATH.
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
+    if python is None:
+        command = [sys.executable, "-u", "-P", str(Path(lifeline.__file__))]
+        # For the first imports. A worker then applies the program's sys.path and PYTHONPATH.
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*_roots(), os.environ.get("PYTHONPATH")]))
+    else:
+        command, env = foreign.command(python, env)
     with ExitStack() as stack:
         given = [_above_standard(each, stack) for each in (lifeline.read_end(), descriptor)]
         words = [given[0], module, given[1], *arguments]
         return subprocess.Popen(
-            [sys.executable, "-u", "-P", str(Path(lifeline.__file__)), *map(str, words)],
+            [*command, *map(str, words)],
             env=env,
             pass_fds=given,
             stdin=subprocess.DEVNULL,

@@ -32,13 +32,15 @@ from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, EnvFn, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
+from jaxvec._envs.foreign_env import to_plain
 from jaxvec._envs.slice import RequestName, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.segment import Layout, Marks, attach_segment
 from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._stats import WAIT_NS
 from jaxvec._tracing import span
-from jaxvec._util import dumps
+from jaxvec._util import add_note, dumps
+from jaxvec._workers import foreign
 from jaxvec._workers.base import Slices, worker_end
 
 # ----------------------------------------------------------------------------------------------------------
@@ -104,6 +106,7 @@ class Setup:
     """Request of the parent to build envs."""
 
     sys_path: list[str]
+    own_path: bool  # whether the worker's own `sys.path` comes first; it is another interpreter's
     python_path: str | None
     worker: int
     first: int  # id of the worker's first env
@@ -197,10 +200,12 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
     """Makes the first message to a worker. Raises `TypeError` if a function can't be pickled."""
     first, _ = recipe.slices[worker]
     config = recipe.config
-    init = config.workers.init
+    init, python = config.workers.init, config.workers.python
+    sys_path, own_path = foreign.path_for(python)
     return Setup(
-        sys_path=list(sys.path),
-        python_path=os.environ.get("PYTHONPATH"),
+        sys_path=sys_path,
+        own_path=own_path,
+        python_path=(os.environ if python is None else config.workers.env).get("PYTHONPATH"),
         worker=worker,
         first=first,
         init=init and _pickle(constructors.of_worker(init, worker), "Workers(init=...)"),
@@ -256,7 +261,7 @@ def run_worker(channel: Channel) -> None:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[setup.worker % len(cores)]})
         # The path of the parent, in place of the one that starts an interpreter.
-        sys.path[:] = setup.sys_path
+        sys.path[:] = [*(sys.path if setup.own_path else ()), *setup.sys_path]
         if setup.python_path is None:
             os.environ.pop("PYTHONPATH", None)
         else:
@@ -286,6 +291,8 @@ def run_worker(channel: Channel) -> None:
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )
                     with EnvErrorContext(setup.first, "constructor"):
+                        if setup.own_path:
+                            description = to_plain(description)
                         ready = Ready(dumps(description))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
@@ -408,7 +415,7 @@ def _unpickle(data: bytes) -> Any:
     try:
         return pickle.loads(data)
     except ModuleNotFoundError as error:
-        error.add_note(_IMPORT_HINT.format(error.name))
+        add_note(error, _IMPORT_HINT.format(error.name))
         raise
 
 

@@ -12,7 +12,7 @@ from gymnasium.error import ResetNeeded
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import KeyPath, format_path
-from jaxvec._util import install_command
+from jaxvec._util import check_versions, install_command
 from jaxvec.adapters._adapter import Adapter
 
 try:
@@ -21,6 +21,7 @@ try:
 except ImportError as _error:
     _install = install_command("dm-env")
     raise ImportError(f"jaxvec.adapters.dm_env needs dm_env: {_install}") from _error
+check_versions("jaxvec.adapters.dm_env", "dm-env")
 
 
 __all__ = ["INFO", "DmEnv"]

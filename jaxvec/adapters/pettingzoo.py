@@ -26,6 +26,8 @@ except ImportError as _error:
 
 from jaxvec.adapters._adapter import Adapter
 
+_util.check_versions("jaxvec.adapters.pettingzoo", "pettingzoo")
+
 __all__ = ["INFO", "PettingZooEnv"]
 
 INFO = ("alive", "turn", "terminated", "truncated")

@@ -48,7 +48,8 @@ class Handle:
     """The right to make the next move of some envs of a pool, once.
 
     A pytree with one array, so it works with `jit`, `scan`, `cond` and donation. Its first axis is the env
-    axis: split it like observations, by indexing, reshaping, sharding or `vmap`. Each part is a handle.
+    axis: split it like observations, by indexing, reshaping, sharding or `vmap`. Each part is a handle:
+    `handle[:4]` is that of the first four envs.
 
     Each reset and step returns a new handle and makes the old one stale. This orders the steps of a program.
 
@@ -77,6 +78,12 @@ class Handle:
     def num_envs(self) -> int:
         """Number of envs of this handle."""
         return self.token.shape[0]
+
+    def __getitem__(self, index: Any) -> Handle:
+        """Returns the handle of some of the envs, by a slice or an array of indices."""
+        return self.next(self.token[index])
+
+    __iter__ = None  # a handle is not a sequence: `handle, timestep = ...` must not unpack it
 
     def next(self, token: jax.Array) -> Handle:
         """Returns a handle to the same envs with a new token."""

@@ -29,7 +29,7 @@ from jaxvec._config import (
     Timeouts,
     Workers,
 )
-from jaxvec._envs import constructors
+from jaxvec._envs import constructors, foreign_env
 from jaxvec._memory.segment import ALIGNMENT, Rows
 from jaxvec._spec import as_is, as_jax
 from jaxvec._start import start
@@ -241,7 +241,7 @@ def make(
     """
     given = locals()  # has the fields of PoolConfig under equal names
     env = constructors.listed(env)
-    _refuse_unknown(env, env_kwargs)
+    _refuse_unknown(foreign_env.by_name(env) if getattr(workers, "python", None) else env, env_kwargs)
     config = PoolConfig(**{each.name: given[each.name] for each in fields(PoolConfig) if each.name in given})
     transport = _primitive.choose_transport(config.settings.transport)
     place = Placement.of(device)

@@ -50,6 +50,7 @@ else:
             "jaxvec.compat.stable_baselines3 needs Stable-Baselines3, which can't be imported: "
             + _util.install_command("sb3")
         ) from error
+    _util.check_versions("jaxvec.compat.stable_baselines3", "sb3")
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]
 

@@ -262,6 +262,7 @@ def _convert(space: Space[Any], root: str) -> Any:
 
 
 def _stoa() -> Any:
+    _util.check_versions("jaxvec.compat.stoix", "stoix")
     try:
         return importlib.import_module("stoa")
     except ImportError as error:

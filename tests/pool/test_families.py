@@ -227,6 +227,17 @@ def test_states(name, module, extra):
     assert_goes_on(partial(gymnasium.make, name, max_episode_steps=25), num_steps=60, ends=2)
 
 
+def test_states_with_an_old_mujoco_name_the_needed_version(monkeypatch):
+    mujoco = needs("mujoco", "mujoco")
+    monkeypatch.delattr(mujoco, "mj_copyData")
+    with jaxvec.make("Hopper-v5", 1, states=2, backend="serial") as envs:
+        envs.reset(seed=0)
+        with pytest.raises(
+            jaxvec.EnvStateError, match=r"MuJoCo \d.*, and states need 3\.5 or newer.*ReplayEnv"
+        ):
+            envs.save()
+
+
 @pytest.mark.parametrize("probability", [0.0, 0.8])
 def test_states_of_preprocessed_atari(probability):
     """Also of the action that ALE repeats with some probability, which its own state has not."""

@@ -361,7 +361,7 @@ def test_what_starts_threads_is_not_forked(make, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match='its imports started 1 threads.*start_method="spawn"'):
         make(CountingEnv, 1, workers=jaxvec.Workers(preload=["threaded_module"]))
     # Without preload, what starts them is a plug-in of Gymnasium's, or NumPy's BLAS.
-    monkeypatch.setattr(_fork, "Imports", lambda _, path: forkserver.Imports(("threaded_module",), path))
+    monkeypatch.setattr(_fork, "Imports", lambda _, *path: forkserver.Imports(("threaded_module",), *path))
     worker_env = {"JAXVEC": "threads"}
     (parent,) = ask(make, "os.getppid()", "auto", env=worker_env)
     assert parent == os.getpid()

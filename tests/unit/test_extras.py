@@ -26,6 +26,20 @@ def test_the_command_names_the_packages_of_an_extra(monkeypatch):
     assert _util.install_command("bench") == 'pip install "envpool>=1.2"'
 
 
+def test_an_older_package_is_named_with_both_versions(monkeypatch):
+    requires = [
+        'numpy>=1.0; extra == "fits"',
+        'jaxvec[fits]; extra == "new"',
+        "pytest[all]>=99.1,<100; extra == 'new'",
+    ]
+    monkeypatch.setattr(importlib.metadata, "requires", {"jaxvec": requires}.get)
+    _util.check_versions("jaxvec.something", "fits")
+    with pytest.raises(
+        ImportError, match=r"jaxvec\.something needs pytest 99\.1 or newer, but \d.* pip install "
+    ):
+        _util.check_versions("jaxvec.something", "new")
+
+
 def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch):
     def requires(name):
         raise importlib.metadata.PackageNotFoundError(name)
