@@ -27,11 +27,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Point = tuple[float, float]  # env steps, mean return
+_PROGRESS = re.compile(r" ([\d,]+) steps .* return (-?[\d.]+)$")
 _RETURN = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
 
 
 def read_jaxvec(line: str) -> Point | None:
-    """Parses a line that `--log` of jaxvec's programs writes, or returns None for another line."""
+    """Parses a line of progress or of `--log` of jaxvec's programs, or returns None for another line."""
+    if (found := _PROGRESS.search(line)) is not None:
+        return int(found[1].replace(",", "")), float(found[2])
     words = line.split(",")
     return (int(words[0]), float(words[2])) if len(words) == 3 and words[0].isdecimal() else None
 
@@ -66,7 +69,7 @@ class Program:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         self._command = command
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=environment
         )
         self._process.send_signal(signal.SIGSTOP)
         self._reader = threading.Thread(target=self._keep, daemon=True)
@@ -120,7 +123,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     script = args.cleanrl.resolve() / "cleanrl" / f"{args.cleanrl_program}.py"
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(args.cleanrl.resolve())])
-    jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}", "--log", "/dev/stdout"]
+    log = [] if args.program in ("ppo", "ppo_mujoco") else ["--log", "/dev/stdout"]
+    jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}", *log]
     cleanrl_command = [args.python, str(script), *shlex.split(args.cleanrl_options)]
     with tempfile.TemporaryDirectory() as folder:
         programs = {

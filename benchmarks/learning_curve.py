@@ -9,7 +9,9 @@ jaxlib 0.10.2, which initialises the weights, was seen to deadlock on two cores.
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,12 +56,15 @@ def main() -> None:
     config = replace(ppo.Config(), env=args.env, total_steps=args.total_steps)
     curves: list[NDArray[np.float32]] = []
     for seed in range(args.seeds):
-        result = ppo.run(replace(config, seed=seed))
+        with tempfile.TemporaryDirectory() as folder:
+            result = ppo.train(replace(config, seed=seed), Path(folder))
+            with (Path(folder) / "metrics.csv").open() as file:
+                rows = list(csv.DictReader(file))
         sys.stdout.write(
-            f"seed {seed}: mean return {result.mean_return:.1f} of the last {result.num_episodes} episodes, "
-            f"{result.env_steps:,} env steps in {result.seconds:.1f} s\n"
+            f"seed {seed}: mean return {result.mean_return:.1f} of the last 100 episodes, "
+            f"{result.env_steps:,} env steps in {rows[-1]['seconds']} s\n"
         )
-        curves.append(result.curve)
+        curves.append(np.array([row["episode_return"] for row in rows if row["episode_return"]], np.float32))
     plot(config, np.stack(curves), args.out)
 
 

@@ -31,7 +31,7 @@ def jaxvec_seconds(seed: int) -> float:
     """Returns the seconds until jaxvec's program solves CartPole, or infinity if it ends earlier."""
 
     def solved(line: str) -> bool:
-        reached = re.match(r"mean return ([\d.]+)", line)
+        reached = re.search(r"mean return ([\d.]+)", line)
         return reached is not None and float(reached[1]) >= SOLVED
 
     module = "jaxvec.examples.ppo"

@@ -1,7 +1,8 @@
-"""Draws the learning curves of `docs/programs.md` from the files that the programs wrote with `--log`.
+"""Draws the learning curves of `docs/programs.md` from the files that the programs wrote.
 
     mkdir curves
-    for program in ppo ppo_recurrent dqn sac impala; do
+    python -m jaxvec.examples.ppo --name ppo && cp runs/ppo/metrics.csv curves/ppo.csv
+    for program in ppo_recurrent dqn sac impala; do
         python -m jaxvec.examples.$program --log curves/$program.csv
     done
     python -m benchmarks.beside_cleanrl ...  # for ppo_mujoco and ppo_atari, see its docstring
@@ -13,11 +14,13 @@ Programs without a file in the folder are left out. It needs the extra `demo`.
 from __future__ import annotations
 
 import argparse
+import csv
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from benchmarks import pictures
 
@@ -31,6 +34,17 @@ _PANELS = [
     ("ppo_mujoco\nHalfCheetah", "ppo_mujoco", "cleanrl_ppo_continuous_action"),
     ("ppo_atari\nBreakout", "ppo_atari", "cleanrl_ppo_atari"),
 ]
+
+
+def read(path: Path) -> NDArray[np.float64]:
+    """Returns env steps, seconds and mean return, `[num_rows, 3]`, of a log or a `metrics.csv`."""
+    with path.open() as file:
+        if not file.readline().startswith("env_steps"):
+            return np.loadtxt(path, delimiter=",", ndmin=2)
+    with path.open() as file:
+        names = ("env_steps", "seconds", "episode_return")
+        rows = [[row[name] for name in names] for row in csv.DictReader(file) if row["episode_return"]]
+    return np.array(rows, float)
 
 
 def draw(axes: Axes, title: str, file: Path, cleanrl_file: Path | None) -> None:
@@ -48,7 +62,7 @@ def draw(axes: Axes, title: str, file: Path, cleanrl_file: Path | None) -> None:
     column = 0 if cleanrl_file is None else 1
     for path, label in ((file, "jaxvec"), (cleanrl_file, "CleanRL")):
         if path is not None:
-            rows = np.loadtxt(path, delimiter=",", ndmin=2)
+            rows = read(path)
             axes.plot(rows[:, column] / (1000 if column == 0 else 60), rows[:, 2], label=label)
     axes.set_xlabel("minutes" if cleanrl_file else "thousand env steps", fontsize=9)
 

@@ -1,4 +1,4 @@
-"""The command line: arguments and output of `doctor`, `bench` and `check`.
+"""The command line: arguments and output of `doctor`, `bench`, `check` and `new`.
 
 Each command is a `Command`. `main` parses the arguments, runs the command, and prints its `Outcome` or the
 error.
@@ -21,6 +21,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import gymnasium
@@ -471,10 +472,51 @@ examples:
 
 
 # ----------------------------------------------------------------------------------------------------------
+# new
+# ----------------------------------------------------------------------------------------------------------
+
+_PROGRAMS = ("ppo",)  # example programs that are complete in one file
+
+
+def _run_new(options: Namespace) -> Outcome:
+    source = Path(jaxvec.__file__).parent / "examples" / f"{options.program}.py"
+    text = source.read_text().replace(f"-m jaxvec.examples.{options.program}", options.file.name)
+    try:
+        with options.file.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"cannot write {options.file}: {error.strerror}") from error
+    return Outcome({"schema": "jaxvec.new/1", "file": str(options.file)}, f"wrote {options.file}")
+
+
+def _add_new_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "program", metavar="PROGRAM", choices=_PROGRAMS, help="one of: " + ", ".join(_PROGRAMS)
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="file to write, such as my_ppo.py")
+
+
+_NEW = Command(
+    name="new",
+    summary="write a copy of an example program, to change it",
+    details="""\
+The copy is one file, which needs jaxvec, flax and optax, and no other file. An existing file is not
+overwritten.
+
+--json prints {"schema": "jaxvec.new/1", "file": TEXT}.
+
+examples:
+  python -m jaxvec new ppo my_ppo.py""",
+    add_arguments=_add_new_arguments,
+    run=_run_new,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------
 # The command line
 # ----------------------------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -508,7 +550,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxvec",
-        description="Diagnose this installation; check or benchmark an environment.",
+        description="Diagnose this installation; check or benchmark an environment; start a program.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

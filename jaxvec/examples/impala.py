@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 import jaxvec
+from jaxvec.examples._ppo import ActorCritic, Categorical
 from jaxvec.examples._training import (
     Options,
     Result,
@@ -39,7 +40,6 @@ from jaxvec.examples._training import (
     parse,
     progress,
 )
-from jaxvec.examples.ppo import ActorCritic, Categorical
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -87,7 +87,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     action_space = discrete_actions(config, envs, "IMPALA")
     lr = optax.linear_schedule(config.lr, 0, config.num_updates)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(lr))
-    network = ActorCritic(int(action_space.n), gaussian=False)
+    network = ActorCritic(int(action_space.n))
     return Agent(config, Categorical(action_space), network, optimizer)
 
 

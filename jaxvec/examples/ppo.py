@@ -1,34 +1,53 @@
-"""PPO on Gymnasium envs, with all of training in one `jax.jit`.
+"""PPO on Gymnasium envs, with all of training in one `jax.jit`. The file is complete: copy and change it.
 
-    python -m jaxvec.examples.ppo
     python -m jaxvec.examples.ppo --env Pendulum-v1
+    python -m jaxvec.examples.ppo --resume runs/NAME
 
-The envs are plain Python in worker processes, and `jaxvec.step` steps them from inside the compiled loop. So
-one call of `train` plays, learns and reports until the last step.
+The envs are plain Python in worker processes, and `jaxvec.step` steps them from inside the compiled loop.
+Observations are Box, Discrete, MultiDiscrete or MultiBinary spaces, or Dicts and Tuples of them. A CNN
+processes uint8 images. A leaf `action_mask` of a Dict, or with `--mask-info` an info of this name, marks the
+legal Discrete actions. Each run has a folder in `runs`. Ctrl-C ends a run after the current update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from flax import serialization
 from gymnasium import Space, spaces
 
 import jaxvec
-from jaxvec.examples import _training
-from jaxvec.examples._training import Options, Report, Result, Returns, Trained, finish, option, parse, repeat
+from jaxvec.logging import Episodes, Run
 from jaxvec.normalize import RunningMeanStd
 
 
+def option(default: Any, text: str, kind: Callable[[str], Any] | None = None) -> Any:
+    """Declares a command-line option. `kind` converts its text; by default, the type of `default` does."""
+    flag = {"action": argparse.BooleanOptionalAction} if isinstance(default, bool) else {}
+    return field(default=default, metadata={"help": text, **(flag or {"type": kind or type(default)})})
+
+
 @dataclass(frozen=True)
-class Config(Options):
+class Config:
+    env: str = option("CartPole-v1", "Gymnasium id")
+    num_envs: int = option(64, "number of envs")
+    num_workers: int | None = option(None, "number of worker processes; by default, one per usable core", int)
+    total_steps: int = option(524_288, "env steps, rounded up to a multiple of num-envs x num-steps")
+    num_steps: int = option(64, "steps of each env per update")
     num_epochs: int = option(4, "passes over the steps of an update")
     num_minibatches: int = option(8, "gradient steps per pass")
     lr: float = option(1e-3, "learning rate, falling linearly to 0")
@@ -38,54 +57,70 @@ class Config(Options):
     entropy_weight: float = option(0.005, "weight of the entropy bonus")
     value_weight: float = option(0.5, "weight of the value loss")
     max_grad_norm: float = option(0.5, "maximum norm of the gradient")
+    scale_by_return: bool = option(False, "divide rewards by the standard deviation of discounted returns")
+    mask_info: bool = option(False, "read the legal actions from the info action_mask")
+    stop_at: float | None = option(None, "stop once the mean return reaches this value", float)
+    save_every: int = option(100, "updates between two saves, each with an evaluation")
+    eval_envs: int = option(8, "episodes of an evaluation, with the most probable actions")
+    eval_steps: int = option(10_000, "maximum number of steps of an evaluated episode")
+    seed: int = option(0, "random seed")
+    name: str | None = option(None, "name of the folder in runs; by default program, env, seed and time", str)
+    video: int = option(0, "number of envs to film; needs moviepy")
+    tensorboard: bool = option(False, "write event files for TensorBoard, too; needs tensorboardX")
+    wandb: bool = option(False, "log to Weights & Biases, too; needs wandb")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.num_epochs, self.num_minibatches) < 1:
-            raise ValueError("the numbers of epochs and minibatches must be at least 1")
+        sizes = self.num_envs, self.num_steps, self.total_steps, self.num_epochs, self.num_minibatches
+        if min(*sizes, self.save_every, self.eval_envs) < 1:
+            raise ValueError("the numbers of envs, steps, updates, epochs and minibatches must be at least 1")
         if self.steps_per_update % self.num_minibatches:
             raise ValueError("--num-envs times --num-steps must be a multiple of --num-minibatches")
 
+    @property
+    def steps_per_update(self) -> int:
+        return self.num_envs * self.num_steps
 
-@dataclass(frozen=True)
-class Categorical:
-    """Policy for a `Discrete` space. The network returns logits; actions are `[...]` int32 from 0."""
-
-    space: spaces.Discrete
-
-    def sample(self, logits: jax.Array, key: jax.Array) -> jax.Array:
-        return jax.random.categorical(key, logits)
-
-    def evaluate(self, logits: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the action's log-probability and the policy's entropy, `[...]` in nats."""
-        log_probs = jax.nn.log_softmax(logits)
-        log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
-        return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
-
-    def to_env(self, action: jax.Array) -> jax.Array:
-        """Converts to actions of the env, `[num_envs]`."""
-        return action + int(self.space.start)
+    @property
+    def num_updates(self) -> int:
+        return -(-self.total_steps // self.steps_per_update)
 
 
-@dataclass(frozen=True)
-class Gaussian:
-    """Policy for a `Box`. The network returns means and log standard deviations; actions are `[..., n]`."""
+class Policy:
+    """Distribution of actions. Discrete: logits, actions from 0. Box: means and log standard deviations."""
 
-    space: spaces.Box
+    def __init__(self, space: Space[Any]) -> None:
+        self.space, self.discrete = space, isinstance(space, spaces.Discrete)
+        if isinstance(space, spaces.Discrete):
+            self.size = int(space.n)
+        elif isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+            self.size = int(np.prod(space.shape))
+        else:
+            raise SystemExit(f"this PPO takes Discrete and float Box actions, not {space}")
 
     def sample(self, outputs: jax.Array, key: jax.Array) -> jax.Array:
-        """Samples an action; -1 and 1 are the bounds."""
+        if self.discrete:
+            return jax.random.categorical(key, outputs)
         mean, log_std = jnp.split(outputs, 2, axis=-1)
         return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
 
+    def best(self, outputs: jax.Array) -> jax.Array:
+        return outputs.argmax(-1) if self.discrete else jnp.split(outputs, 2, axis=-1)[0]
+
     def evaluate(self, outputs: jax.Array, action: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the unclipped action's log-density and the policy's entropy, `[...]` in nats."""
+        """Returns the log-density of the action (before it is clipped) and the entropy, `[...]` in nats."""
+        if self.discrete:
+            log_probs = jax.nn.log_softmax(outputs)
+            log_prob = jnp.take_along_axis(log_probs, action[..., None], axis=-1)[..., 0]
+            return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
         mean, log_std = jnp.split(outputs, 2, axis=-1)
         log_prob = jax.scipy.stats.norm.logpdf(action, mean, jnp.exp(log_std))
         return log_prob.sum(-1), (log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1)
 
     def to_env(self, action: jax.Array) -> jax.Array:
-        """Returns `[num_envs, ...]` in the env's units, clipped."""
+        """Converts to actions of the env, `[num_envs, ...]`; -1 and 1 become the bounds of a Box."""
+        if isinstance(self.space, spaces.Discrete):
+            return action + int(self.space.start)
+        assert isinstance(self.space, spaces.Box)
         low, high = self.space.low.astype(np.float64), self.space.high.astype(np.float64)
         bounded = high - low < 1e6  # some spaces use the largest float as infinity
         low, high = np.where(bounded, low, -1), np.where(bounded, high, 1)
@@ -93,255 +128,388 @@ class Gaussian:
         return jnp.clip(middle + reach * action.reshape(-1, *low.shape), self.space.low, self.space.high)
 
 
-class ActorCritic(nn.Module):
-    """Separate networks for policy and value, with two hidden layers each."""
+class Obs(NamedTuple):
+    """Inputs of the network, with any leading axes."""
 
-    num_actions: int
-    gaussian: bool
+    vector: jax.Array  # [..., size] float32, all leaves that are not images
+    images: tuple[jax.Array, ...] = ()  # each [..., height, width, channels] uint8
+    mask: jax.Array | None = None  # [..., num_actions] bool, the legal actions; None if all are
+
+
+def encode(space: Space[Any], obs: Any) -> Obs:
+    """Converts observations of a space, with leaves `[num_envs, ...]`."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        inner: Any = space
+        names = list(space.spaces) if isinstance(space, spaces.Dict) else range(len(space.spaces))
+        parts = [encode(inner[name], obs[name]) for name in names if name != "action_mask"]
+        vector = jnp.concatenate([part.vector for part in parts], axis=-1)
+        mask = obs["action_mask"] > 0 if "action_mask" in names else None
+        return Obs(vector, sum((part.images for part in parts), ()), mask)
+    if isinstance(space, spaces.Discrete):
+        return Obs(jax.nn.one_hot(obs - int(space.start), int(space.n)))
+    if isinstance(space, spaces.Box) and len(space.shape) == 3 and space.dtype == np.uint8:
+        return Obs(jnp.zeros((len(obs), 0)), (obs,))
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        return Obs(obs.reshape(len(obs), -1).astype(jnp.float32))
+    raise SystemExit(f"this PPO takes Box, Discrete, Dict and Tuple observations, not {space}")
+
+
+class Conv(nn.Module):
+    """A convolution without padding that is fast inside a loop on the CPU, too.
+
+    There, XLA's convolution took 24 times as long inside a `scan` as outside (jaxlib 0.10.2, two cores). So
+    on the CPU this is a matrix product with patches. The parameters are those of `nn.Conv`.
+    """
+
+    features: int
+    size: int
+    stride: int
 
     @nn.compact
-    def __call__(self, obs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Maps `[..., obs_size]` to the policy's outputs `[..., num_outputs]` and values `[...]`."""
+    def __call__(self, images: jax.Array) -> jax.Array:
+        shape = (self.size, self.size, images.shape[-1], self.features)
+        kernel = self.param("kernel", nn.initializers.he_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        if jax.default_backend() != "cpu":
+            convolve = partial(jax.lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return bias + convolve(images, kernel, (self.stride, self.stride), "VALID")
+        rows, columns = ((side - self.size) // self.stride * self.stride + 1 for side in images.shape[1:3])
+        corners = [(y, x) for y in range(self.size) for x in range(self.size)]
+        patches = [images[:, y : y + rows : self.stride, x : x + columns : self.stride] for y, x in corners]
+        return bias + jnp.concatenate(patches, axis=-1) @ kernel.reshape(-1, self.features)
+
+
+class ActorCritic(nn.Module):
+    """A small CNN per image, and separate networks for policy and value, with two hidden layers each."""
+
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, obs: Obs) -> tuple[jax.Array, jax.Array]:
+        """Maps observations to the policy's outputs `[..., num_outputs]` and values `[...]`."""
+        inputs = [obs.vector]
+        for image in obs.images:
+            hidden = image.reshape(-1, *image.shape[-3:]).astype(jnp.float32) / 255
+            for features, size, stride in ((16, 4, 2), (32, 4, 2), (32, 3, 1)):
+                if min(hidden.shape[1:3]) >= size:
+                    hidden = nn.relu(Conv(features, size, stride)(hidden))
+            inputs.append(nn.relu(nn.Dense(128)(hidden.reshape(*image.shape[:-3], -1))))
 
         def network(num_outputs: int, scale: float) -> jax.Array:
-            hidden = obs
+            hidden = jnp.concatenate(inputs, axis=-1)
             for _ in range(2):
                 hidden = nn.tanh(nn.Dense(64, kernel_init=nn.initializers.orthogonal(2**0.5))(hidden))
             return nn.Dense(num_outputs, kernel_init=nn.initializers.orthogonal(scale))(hidden)
 
-        outputs = network(self.num_actions, 0.01)  # small, so the initial policy is nearly uniform
-        if self.gaussian:
-            log_std = self.param("log_std", nn.initializers.zeros, (self.num_actions,))
+        outputs = network(self.policy.size, 0.01)  # small, so the initial policy is nearly uniform
+        if not self.policy.discrete:
+            log_std = self.param("log_std", nn.initializers.zeros, (self.policy.size,))
             outputs = jnp.concatenate([outputs, jnp.broadcast_to(log_std, outputs.shape)], axis=-1)
+        elif obs.mask is not None:
+            outputs = jnp.where(obs.mask, outputs, -1e9)
         return outputs, network(1, 1.0)[..., 0]
-
-
-@dataclass(frozen=True)
-class Agent:
-    """The parts that do not change during training."""
-
-    config: Config
-    obs_space: Space[Any]
-    policy: Categorical | Gaussian
-    network: Any  # an ActorCritic; Any because flax annotates no result type for `apply`
-    optimizer: optax.GradientTransformation
-
-    def encode(self, obs: jax.Array) -> jax.Array:
-        """Converts observations `[num_envs, ...]` to `[num_envs, obs_size]` float32."""
-        if isinstance(self.obs_space, spaces.Discrete):
-            return jax.nn.one_hot(obs - int(self.obs_space.start), int(self.obs_space.n))
-        return obs.reshape(len(obs), -1).astype(jnp.float32)
-
-
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Returns Adam with clipped gradients and a learning rate that decays to 0.
-
-    It flattens all parameters into one vector, so there are fewer operations to compile and run.
-    """
-    lr = optax.linear_schedule(config.lr, 0, config.num_updates * config.num_epochs * config.num_minibatches)
-    return optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr)))
-
-
-def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not isinstance(obs_space, spaces.Box | spaces.Discrete):
-        raise SystemExit(f"{config.env}: this PPO takes Box and Discrete observations, not {obs_space}")
-    if isinstance(action_space, spaces.Discrete):
-        policy, num_actions = Categorical(action_space), int(action_space.n)
-    elif isinstance(action_space, spaces.Box) and np.issubdtype(action_space.dtype, np.floating):
-        policy, num_actions = Gaussian(action_space), int(np.prod(action_space.shape))
-    else:
-        raise SystemExit(f"{config.env}: this PPO takes Discrete and float Box actions, not {action_space}")
-    network = ActorCritic(num_actions, gaussian=isinstance(policy, Gaussian))
-    return Agent(config, envs.single_observation_space, policy, network, make_optimizer(config))
 
 
 class State(NamedTuple):
     """State of training between two updates."""
 
+    number: jax.Array  # [] int32, updates so far
     params: Any
     opt_state: Any
-    obs_stats: RunningMeanStd  # [obs_size]
+    obs_stats: RunningMeanStd  # [size], of the vector
     reward_stats: RunningMeanStd  # []
+    discounted: jax.Array  # [num_envs] float32, discounted returns of the running episodes
+    episodes: Episodes
     handle: jaxvec.Handle
-    obs: jax.Array  # [num_envs, obs_size] float32
-    returns: Returns
+    obs: Obs  # [num_envs, ...]
 
 
 class Steps(NamedTuple):
-    """Data of one step of all envs. `collect` stacks them to `[num_steps, num_envs, ...]`."""
+    """Data of one step of all envs, which `collect` stacks to `[num_steps, num_envs, ...]`."""
 
-    obs: jax.Array  # [num_envs, obs_size] float32
-    next_obs: jax.Array  # [num_envs, obs_size] float32, of the same episode
+    obs: Obs
     action: jax.Array  # [num_envs] int32 or [num_envs, num_actions] float32
     log_prob: jax.Array  # [num_envs] float32
+    value: jax.Array  # [num_envs] float32
+    next_value: jax.Array  # [num_envs] float32, of the same episode
     reward: jax.Array  # [num_envs] float32
     terminated: jax.Array  # [num_envs] bool
     done: jax.Array  # [num_envs] bool
-    episode_return: jax.Array  # [num_envs] float32
 
 
-def collect(agent: Agent, state: State, key: jax.Array) -> tuple[State, Steps]:
-
-    def play(carry: tuple[jaxvec.Handle, jax.Array], key: jax.Array) -> tuple[Any, Steps]:
-        handle, obs = carry
-        outputs, _ = agent.network.apply(state.params, state.obs_stats.normalize(obs))
-        action = agent.policy.sample(outputs, key)
-        log_prob, _ = agent.policy.evaluate(outputs, action)
-        handle, timestep = jaxvec.step(handle, agent.policy.to_env(action))
-        next_obs, reward, terminated, truncated, info = timestep
-        next_obs, final_obs = agent.encode(next_obs), agent.encode(info["final_obs"])
-        done = terminated | truncated
-        # At the end of an episode, next_obs is already the first one of the next episode.
-        within = jnp.where(done[:, None], final_obs, next_obs)
-        steps = Steps(obs, within, action, log_prob, reward, terminated, done, info["episode_return"])
-        return (handle, next_obs), steps
-
-    keys = jax.random.split(key, agent.config.num_steps)
-    (handle, obs), steps = jax.lax.scan(play, (state.handle, state.obs), keys)
-    return state._replace(handle=handle, obs=obs), steps
+Metrics = dict[str, jax.Array]
 
 
-def estimate(agent: Agent, params: Any, steps: Steps) -> tuple[jax.Array, jax.Array]:
-    """Returns generalised advantages and value targets, `[num_steps, num_envs]` float32."""
-    _, value = agent.network.apply(params, steps.obs)
-    _, next_value = agent.network.apply(params, steps.next_obs)
-    ends = steps.terminated, steps.done
-    advantage = advantages(agent.config, steps.reward, *ends, value=value, next_value=next_value)
-    return advantage, advantage + value
-
-
-def advantages(
-    config: Config,
-    reward: jax.Array,
-    terminated: jax.Array,
-    done: jax.Array,
-    *,
-    value: jax.Array,
-    next_value: jax.Array,
-) -> jax.Array:
-    """Returns generalised advantages, given the values before and after each step.
-
-    All arrays are `[num_steps, num_envs]`.
-    """
-    gamma, decay = config.gamma, config.gamma * config.gae_lambda
+def advantages(config: Config, steps: Steps) -> jax.Array:
+    """Returns generalised advantages, `[num_steps, num_envs]` float32."""
     # Bootstrap unless the episode terminated: a truncated episode could have continued.
-    surprise = reward + gamma * jnp.where(terminated, 0, next_value) - value
+    surprise = steps.reward + config.gamma * jnp.where(steps.terminated, 0, steps.next_value) - steps.value
 
     def add(later: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        advantage = now[0] + jnp.where(now[1], 0, decay * later)
+        advantage = now[0] + jnp.where(now[1], 0, config.gamma * config.gae_lambda * later)
         return advantage, advantage
 
-    return jax.lax.scan(add, jnp.zeros_like(value[0]), (surprise, done), reverse=True)[1]
+    return jax.lax.scan(add, jnp.zeros_like(steps.value[0]), (surprise, steps.done), reverse=True)[1]
 
 
-class Batch(NamedTuple):
-    """Training data, `[num_steps, num_envs, ...]`, or a minibatch of it."""
+def discount(gamma: float, before: Any, reward: Any, done: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the discounted returns of the running episodes: after the last step, and after each step."""
 
-    obs: jax.Array  # [...], inputs of the network
-    action: jax.Array  # [...], samples of the policy
-    log_prob: jax.Array  # float32
-    advantage: jax.Array  # float32
-    target: jax.Array  # float32, target of the value
+    def add(total: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total = gamma * total + now[0]
+        return jnp.where(now[1], 0, total), total
 
-
-def objective(
-    config: Config, policy: Categorical | Gaussian, outputs: jax.Array, value: jax.Array, batch: Batch
-) -> jax.Array:
-    """Returns PPO's loss of the current outputs and values, `[]` float32."""
-    log_prob, entropy = policy.evaluate(outputs, batch.action)
-    ratio = jnp.exp(log_prob - batch.log_prob)
-    clipped = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
-    gain = jnp.minimum(ratio * batch.advantage, clipped * batch.advantage)
-    error = 0.5 * jnp.square(value - batch.target)
-    return jnp.mean(config.value_weight * error - gain - config.entropy_weight * entropy)
+    return jax.lax.scan(add, before, (reward, done))
 
 
-def standardize(advantage: jax.Array) -> jax.Array:
-    """Scales advantages to mean 0 and standard deviation 1."""
-    return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+class Agent:
+    """The parts that do not change during training, and the functions that are compiled."""
+
+    def __init__(self, config: Config, envs: jaxvec.VectorEnv) -> None:
+        self.config, self.space = config, envs.single_observation_space
+        self.policy = Policy(envs.single_action_space)
+        self.network: Any = ActorCritic(self.policy)  # Any because flax annotates no result type for `apply`
+        num_steps = config.num_updates * config.num_epochs * config.num_minibatches
+        adam = optax.adam(optax.linear_schedule(config.lr, 0, num_steps))
+        # All parameters in one vector: there are fewer operations to compile and run.
+        self.optimizer = optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam))
+
+    def encode(self, obs: Any, info: dict[str, Any]) -> Obs:
+        encoded = encode(self.space, obs)
+        return encoded._replace(mask=info["action_mask"] > 0) if self.config.mask_info else encoded
+
+    def apply(self, params: Any, stats: RunningMeanStd, obs: Obs) -> tuple[jax.Array, jax.Array]:
+        """Returns the policy's outputs `[..., num_outputs]` and the values `[...]`."""
+        return self.network.apply(params, obs._replace(vector=stats.normalize(obs.vector)))
+
+    def begin(self, handle: jaxvec.Handle, timestep: jaxvec.TimeStep) -> State:
+        """Returns the initial state, given the `handle` and `timestep` of a reset."""
+        obs = self.encode(timestep.obs, timestep.info)
+        params = self.network.init(jax.random.key(self.config.seed), obs)
+        stats = RunningMeanStd.create(obs.vector[0], count=0), RunningMeanStd.create(0.0, count=0)
+        zeros = jnp.zeros(self.config.num_envs)
+        start = self.optimizer.init(params), *stats, zeros, Episodes.create()
+        return State(jnp.int32(0), params, *start, handle, obs)
+
+    def collect(self, state: State, key: jax.Array) -> tuple[State, Steps]:
+        act = partial(self.apply, state.params, state.obs_stats)
+
+        def play(carry: Any, key: jax.Array) -> tuple[Any, Steps]:
+            handle, episodes, obs = carry
+            outputs, value = act(obs)
+            action = self.policy.sample(outputs, key)
+            log_prob, _ = self.policy.evaluate(outputs, action)
+            handle, timestep = jaxvec.step(handle, self.policy.to_env(action))
+            _, reward, terminated, truncated, info = timestep
+            # At the end of an episode, timestep.obs is already the first one of the next episode. The value
+            # of its own last observation is needed only if it was truncated, which is rare.
+            final = self.encode(info["final_obs"], info)
+            last = jax.lax.cond(truncated.any(), lambda: act(final)[1], lambda: jnp.zeros_like(value))
+            ends = terminated, terminated | truncated
+            steps = Steps(obs, action, log_prob, value, last, reward, *ends)
+            return (handle, episodes.add(timestep), self.encode(timestep.obs, info)), steps
+
+        keys = jax.random.split(key, self.config.num_steps)
+        (handle, *rest), steps = jax.lax.scan(play, (state.handle, state.episodes, state.obs), keys)
+        state = state._replace(handle=handle, episodes=rest[0], obs=rest[1])
+        following = jnp.concatenate([steps.value[1:], act(state.obs)[1][None]])
+        return state, steps._replace(next_value=jnp.where(steps.done, steps.next_value, following))
+
+    def loss(self, params: Any, stats: RunningMeanStd, steps: Steps, advantage: Any, target: Any) -> Any:
+        """Returns PPO's loss of a minibatch, `[]` float32, and its parts."""
+        outputs, value = self.apply(params, stats, steps.obs)
+        log_prob, entropy = self.policy.evaluate(outputs, steps.action)
+        log_ratio, clip = log_prob - steps.log_prob, self.config.clip
+        ratio = jnp.exp(log_ratio)
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - clip, 1 + clip) * advantage).mean()
+        error, entropy = 0.5 * jnp.square(value - target).mean(), entropy.mean()
+        total = self.config.value_weight * error - gain - self.config.entropy_weight * entropy
+        kl = jnp.mean(ratio - 1 - log_ratio)
+        return total, {"policy_loss": -gain, "value_loss": error, "entropy": entropy, "kl": kl}
+
+    def update(self, state: State) -> tuple[State, Metrics]:
+        """Collects steps and learns from them, once. Also returns metrics, `[]` float32."""
+        config, stats = self.config, state.obs_stats
+        # The key depends only on the number of the update, so a resumed run equals an uninterrupted one.
+        play_key, learn_key = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), state.number))
+        state, steps = self.collect(state, play_key)
+        discounted, so_far = discount(config.gamma, state.discounted, steps.reward, steps.done)
+        if config.scale_by_return:
+            reward_stats = state.reward_stats.update(so_far)
+            steps = steps._replace(reward=reward_stats.scale(steps.reward))
+        else:  # to values of about 1: a value is a sum of about 1 / (1 - gamma) similar rewards
+            reward_stats = state.reward_stats.update(steps.reward)
+            square = reward_stats.mean**2 + reward_stats.var + 1e-8
+            steps = steps._replace(reward=steps.reward * jnp.sqrt(max(1 - config.gamma, 1e-3) / square))
+        advantage = advantages(config, steps)
+        target = advantage + steps.value
+        scaled = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), (steps, scaled, target))
+
+        def descend(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], Metrics]:
+            params, opt_state = carry
+            minibatch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), rows)
+            gradient, metrics = jax.grad(self.loss, has_aux=True)(params, stats, *minibatch)
+            change, opt_state = self.optimizer.update(gradient, opt_state, params)
+            return (optax.apply_updates(params, change), opt_state), metrics
+
+        order = jnp.argsort(jax.random.uniform(learn_key, (config.num_epochs, config.steps_per_update)))
+        chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
+        (params, opt_state), metrics = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
+        metrics = jax.tree.map(jnp.mean, metrics)
+        metrics["explained_variance"] = 1 - jnp.var(advantage) / (jnp.var(target) + 1e-8)
+        state = state._replace(number=state.number + 1, params=params, opt_state=opt_state)
+        obs_stats = stats.update(steps.obs.vector)
+        return state._replace(obs_stats=obs_stats, reward_stats=reward_stats, discounted=discounted), metrics
+
+    def train(self, run: Run, state: State, until: jax.Array) -> tuple[State, jax.Array]:
+        """Repeats `update`, and reports. Also returns whether to stop: by a signal, or with `stop_at`."""
+        goal = jnp.inf if self.config.stop_at is None else self.config.stop_at
+
+        def body(carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+            state, metrics = self.update(carry[0])
+            means = state.episodes.means()
+            run.log(state.number * self.config.steps_per_update, **means, **metrics)
+            return state, run.stopping() | (means["episode_return"] >= goal)
+
+        carry = state, jnp.bool_(False)
+        return jax.lax.while_loop(lambda carry: (carry[0].number < until) & ~carry[1], body, carry)
+
+    def evaluate(self, params: Any, stats: RunningMeanStd, handle: Any, timestep: Any) -> jax.Array:
+        """Plays an episode in each env with the most probable actions. Returns the mean return."""
+
+        def unfinished(carry: Any) -> jax.Array:
+            return jnp.isnan(carry[2]).any() & (carry[3] < self.config.eval_steps)
+
+        def body(carry: Any) -> Any:
+            handle, timestep, returns, number = carry
+            outputs, _ = self.apply(params, stats, self.encode(timestep.obs, timestep.info))
+            handle, timestep = jaxvec.step(handle, self.policy.to_env(self.policy.best(outputs)))
+            first = jnp.isnan(returns) & (timestep.terminated | timestep.truncated)
+            return handle, timestep, jnp.where(first, timestep.info["episode_return"], returns), number + 1
+
+        start = handle, timestep, jnp.full(self.config.eval_envs, jnp.nan), 0
+        _, timestep, returns, _ = jax.lax.while_loop(unfinished, body, start)
+        return jnp.where(jnp.isnan(returns), timestep.info["episode_return"], returns).mean()
 
 
-def descend(agent: Agent, params: Any, opt_state: Any, batch: Batch, key: jax.Array) -> tuple[Any, Any]:
-    """Takes the gradient steps of an update. Returns the next parameters and optimiser state."""
-    config = agent.config
-    batch = batch._replace(advantage=standardize(batch.advantage))
-    rows: Batch = jax.tree.map(lambda leaf: leaf.reshape(config.steps_per_update, *leaf.shape[2:]), batch)
+def make_envs(config: Config, num_envs: int, folder: Path | None = None) -> jaxvec.VectorEnv:
+    """Makes the envs. With a `folder`, it films the first ones there."""
+    env_id, num_films = config.env, config.video
+    options: dict[str, Any] = {"num_workers": config.num_workers, "states": num_envs}
+    options |= {"info": ["action_mask"]} if config.mask_info else {}
+    if folder is None or not num_films:
+        return jaxvec.make(env_id, num_envs, **options)
+    path = str(folder.absolute() / "videos")
 
-    def loss(params: Any, minibatch: Batch) -> jax.Array:
-        outputs, value = agent.network.apply(params, minibatch.obs)
-        return objective(config, agent.policy, outputs, value, minibatch)
+    def film(index: int) -> gymnasium.Env[Any, Any]:  # a worker calls this, and must not import JAX
+        env = gymnasium.make(env_id, render_mode="rgb_array")
+        if index >= num_films:
+            return env
+        return gymnasium.wrappers.RecordVideo(env, path, name_prefix=f"env_{index}", disable_logger=True)
 
-    def step(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], None]:
-        params, opt_state = carry
-        gradient = jax.grad(loss)(params, jax.tree.map(partial(jnp.take, indices=chosen, axis=0), rows))
-        change, opt_state = agent.optimizer.update(gradient, opt_state, params)
-        return (optax.apply_updates(params, change), opt_state), None
-
-    order = jnp.argsort(jax.random.uniform(key, (config.num_epochs, config.steps_per_update)))
-    chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
-    return jax.lax.scan(step, (params, opt_state), chosen)[0]
+    return jaxvec.make(film, num_envs, **options)
 
 
-def learn(agent: Agent, state: State, steps: Steps, key: jax.Array) -> State:
-    advantage, target = estimate(agent, state.params, steps)
-    batch = Batch(steps.obs, steps.action, steps.log_prob, advantage, target)
-    params, opt_state = descend(agent, state.params, state.opt_state, batch, key)
-    return state._replace(params=params, opt_state=opt_state)
+class Result(NamedTuple):
+    """Result of a run."""
+
+    score: float  # mean return of the last evaluation
+    mean_return: float  # of the latest 100 episodes; NaN if none ended
+    env_steps: int
+    folder: Path
 
 
-def update(agent: Agent, state: State, key: jax.Array) -> State:
-    """Collects steps and learns from them, once."""
-    play_key, learn_key = jax.random.split(key)
-    before = state.obs_stats
-    state, steps = collect(agent, state, play_key)
-    reward = state.reward_stats.update(steps.reward)
-    state = state._replace(
-        obs_stats=before.update(steps.obs),
-        reward_stats=reward,
-        returns=state.returns.add(steps.done, steps.episode_return),
+def train(config: Config, folder: Path, *, resume: bool = False) -> Result:
+    """Trains, or continues a run, and writes its folder."""
+    with make_envs(config, config.num_envs, folder) as envs, make_envs(config, config.eval_envs) as eval_envs:
+        agent = Agent(config, envs)
+        state = jax.jit(agent.begin)(*jaxvec.reset(envs, seed=config.seed))
+        if resume:
+            state = load(folder, state, envs)
+        before = int(state.number) * config.steps_per_update if resume else None
+        total = config.num_updates * config.steps_per_update
+        writers = {"tensorboard": config.tensorboard, "wandb": config.wandb}
+        with (
+            Run(folder, asdict(config), total_steps=total, resume_at=before, **writers) as run,
+            run.signals(),
+        ):
+            run.show("compiling")
+            program, evaluate = jax.jit(partial(agent.train, run)), jax.jit(agent.evaluate)
+            stop, score = False, np.nan
+            while state.number < config.num_updates and not stop:
+                until = jnp.minimum(state.number + config.save_every, config.num_updates)
+                state, stop = jax.block_until_ready(program(state, until))
+                save(run, state, envs)
+                start = jaxvec.reset(eval_envs, seed=config.seed + 10_000)
+                score = float(evaluate(state.params, state.obs_stats, *start))
+                run.log(state.number * config.steps_per_update, evaluation=score)
+        steps = int(state.number) * config.steps_per_update
+        if run.stopped:
+            print(f"stopped after {steps:,} env steps, score {score:.6g}; continue with --resume {folder}")
+            raise SystemExit(130)
+        return Result(score, float(state.episodes.means()["episode_return"]), steps, folder)
+
+
+def save(run: Run, state: State, envs: jaxvec.VectorEnv) -> None:
+    """Writes `params.msgpack`, the parameters and statistics, and `state.msgpack`, from which runs resume."""
+    try:
+        packed = envs.pack_states()
+    except jaxvec.EnvStateError:  # an env has a state that cannot be saved, so new episodes start
+        packed = np.zeros(0, np.uint8)
+    learned = {"params": state.params, "stats": vars(state.obs_stats)}
+    run.write("params.msgpack", serialization.to_bytes(learned))
+    leaves = jax.tree.leaves((state._replace(handle=()), packed))
+    run.write("state.msgpack", serialization.to_bytes(list(map(np.asarray, leaves))))
+
+
+def load(folder: Path, state: State, envs: jaxvec.VectorEnv) -> State:
+    """Returns the state that `save` wrote. The arguments are those of a new run."""
+    leaves, structure = jax.tree.flatten((state._replace(handle=()), np.zeros(0, np.uint8)))
+    leaves = serialization.from_bytes(leaves, (folder / "state.msgpack").read_bytes())
+    saved, packed = jax.tree.unflatten(structure, map(jnp.asarray, leaves))
+    if not packed.size:
+        zeros = jnp.zeros_like(state.discounted)
+        return saved._replace(handle=state.handle, obs=state.obs, discounted=zeros)
+    handle, _ = jaxvec.restore(state.handle, envs.unpack_states(packed))
+    return saved._replace(handle=handle)
+
+
+def parse(argv: Sequence[str] | None, kind: type[Config], program: str) -> tuple[Config, Path, bool]:
+    """Returns the options, the folder of the run, and whether to resume it."""
+    parser = argparse.ArgumentParser(
+        description="Train PPO on a Gymnasium env.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    # Scales values to a magnitude of about 1: a value is a sum of about 1 / (1 - gamma) similar rewards.
-    unit = jnp.sqrt((reward.mean**2 + reward.var + 1e-8) / max(1 - agent.config.gamma, 1e-3))
-    steps = steps._replace(
-        obs=before.normalize(steps.obs), next_obs=before.normalize(steps.next_obs), reward=steps.reward / unit
-    )
-    return learn(agent, state, steps, learn_key)
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue the run in this folder")
+    for each in fields(kind):
+        parser.add_argument(f"--{each.name.replace('_', '-')}", default=each.default, **each.metadata)
+    try:
+        if resume := parser.parse_args(argv).resume:  # with its options, except those that are given again
+            parser.set_defaults(**json.loads((resume / "config.json").read_text())["config"])
+        given = vars(parser.parse_args(argv))
+        config = kind(**{name: value for name, value in given.items() if name != "resume"})
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    try:
+        gymnasium.spec(config.env)
+    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
+        parser.error(str(error))
+    except (gymnasium.error.Error, ImportError):
+        pass  # such as an id without a version, which gymnasium.make accepts
+    name = f"{program}_{config.env.replace('/', '-')}_{config.seed}_{time.strftime('%Y%m%d-%H%M%S')}"
+    return config, resume or Path("runs") / (config.name or name), resume is not None
 
 
-def begin(agent: Agent, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array) -> State:
-    """Returns the initial state, given the `handle` and `timestep` of a reset."""
-    obs = agent.encode(timestep.obs)
-    params = agent.network.init(key, obs)
-    return State(
-        params=params,
-        opt_state=agent.optimizer.init(params),
-        obs_stats=RunningMeanStd.create(obs[0], count=0),
-        reward_stats=RunningMeanStd.create(0.0, count=0),
-        handle=handle,
-        obs=obs,
-        returns=Returns.create(),
-    )
-
-
-def train(
-    agent: Agent, report: Report, handle: jaxvec.Handle, timestep: jaxvec.TimeStep, key: jax.Array
-) -> Trained[State]:
-    """Trains, starting at the `handle` and `timestep` of a reset; see `repeat`."""
-    init_key, train_key = jax.random.split(key)
-    state = begin(agent, handle, timestep, init_key)
-    return repeat(partial(update, agent), state, train_key, agent.config, report)
-
-
-def run(config: Config) -> Result:
-    with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
-        return _training.run(config, envs, partial(train, make_agent(config, envs)))
-
-
-def main(argv: Sequence[str] | None = None) -> Result:
-    about = "Train PPO on a Gymnasium env with Box or Discrete observations and actions."
-    config = parse(Config, "ppo", about, argv)
-    return finish(config, "PPO", "ppo", run(config))
+def main(argv: Sequence[str] | None = None, kind: type[Config] = Config, program: str = "ppo") -> Result:
+    config, folder, resume = parse(argv, kind, program)
+    try:
+        result = train(config, folder, resume=resume)
+    except KeyboardInterrupt:  # before or after the training, which handles Ctrl-C itself
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    print(f"score {result.score:.6g}, mean return {result.mean_return:.1f}, {result.env_steps:,} env steps")
+    print(f"results are in {folder}")
+    return result
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ for learning, while the game continues. The reported returns are unclipped score
 
 As in every `ALE/...-v5`, the emulator repeats the last action with probability 0.25 in each frame. To compare
 with older results, disable these sticky actions with `--sticky 0`. The shared parts of PPO are imported from
-`ppo.py`.
+`_ppo.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing
 
 import jaxvec
-from jaxvec.examples import _training, ppo
+from jaxvec.examples import _ppo, _training
+from jaxvec.examples._ppo import Agent, Batch, Categorical
 from jaxvec.examples._training import Report, Result, Returns, Trained, finish, need, option, parse, repeat
-from jaxvec.examples.ppo import Agent, Batch, Categorical
 
 _NUM_FRAMES = 4
 
 
 @dataclass(frozen=True)
-class Config(ppo.Config):
+class Config(_ppo.Config):
     env: str = option("ALE/Pong-v5", "id of an ALE game")
     num_envs: int = option(16, "number of envs, in two alternating halves")
     total_steps: int = option(1_000_000, "env steps of four frames each, rounded up to whole updates")
@@ -186,9 +186,9 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
     state, steps = collect(agent, state, play_key)
     frames, _, action, log_prob, value = steps.decision
     ends = steps.terminated, steps.done
-    advantage = ppo.advantages(agent.config, steps.reward, *ends, value=value, next_value=steps.next_value)
+    advantage = _ppo.advantages(agent.config, steps.reward, *ends, value=value, next_value=steps.next_value)
     batch = Batch(frames, action, log_prob, advantage, advantage + value)
-    params, opt_state = ppo.descend(agent, state.params, state.opt_state, batch, learn_key)
+    params, opt_state = _ppo.descend(agent, state.params, state.opt_state, batch, learn_key)
     returns = state.returns.add(steps.game_over, steps.score)
     return state._replace(params=params, opt_state=opt_state, returns=returns)
 
@@ -242,9 +242,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     actions = envs.single_action_space
     assert isinstance(actions, spaces.Discrete)
     network = NatureNetwork(int(actions.n))
-    return Agent(
-        config, envs.single_observation_space, Categorical(actions), network, ppo.make_optimizer(config)
-    )
+    return Agent(config, Categorical(actions), network, _ppo.make_optimizer(config))
 
 
 def run(config: Config) -> Result:

@@ -5,7 +5,7 @@
 
 With the first command, the agent observes only the positions of cart and pole, so it needs a memory to
 estimate their velocities. The memory is cleared at the end of an episode. The shared parts of PPO are
-imported from `ppo.py`.
+imported from `_ppo.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flax import linen as nn
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.examples import _training, ppo
+from jaxvec.examples import _ppo, _training
+from jaxvec.examples._ppo import Batch, Categorical
 from jaxvec.examples._training import Report, Result, Returns, Trained, finish, option, parse, repeat
-from jaxvec.examples.ppo import Batch, Categorical
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config(ppo.Config):
+class Config(_ppo.Config):
     entries: str = option("0,2", "indices of the observation entries that the agent sees, from 0")
     num_units: int = option(64, "size of the memory")
 
@@ -85,7 +85,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
             f"{config.env}: --entries {max(entries)} is out of range for {obs_space.shape[0]} entries"
         )
     network = RecurrentActorCritic(int(action_space.n), config.num_units)
-    return Agent(config, entries, Categorical(action_space), network, ppo.make_optimizer(config))
+    return Agent(config, entries, Categorical(action_space), network, _ppo.make_optimizer(config))
 
 
 class State(NamedTuple):
@@ -158,7 +158,7 @@ def loss(agent: Agent, params: Any, memory: jax.Array, done: jax.Array, batch: B
         return empty(memory, done), (logits, value)
 
     _, (logits, value) = jax.lax.scan(remember, memory, (batch.obs, done))
-    return ppo.objective(agent.config, agent.policy, logits, value, batch)
+    return _ppo.objective(agent.config, agent.policy, logits, value, batch)
 
 
 def update(agent: Agent, state: State, key: jax.Array) -> State:
@@ -169,9 +169,9 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
     state, steps = collect(agent, state, play_key)
     reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
     ends = steps.terminated, steps.done
-    advantage = ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
+    advantage = _ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
     target = advantage + steps.value
-    batch = Batch(steps.obs, steps.action, steps.log_prob, ppo.standardize(advantage), target)
+    batch = Batch(steps.obs, steps.action, steps.log_prob, _ppo.standardize(advantage), target)
 
     def descend(carry: tuple[Any, Any], envs: jax.Array) -> tuple[tuple[Any, Any], None]:
         params, opt_state = carry

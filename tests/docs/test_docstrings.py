@@ -96,7 +96,7 @@ def _module(module: str) -> Iterator[tuple[str, str]]:
 
 
 def _public() -> Iterator[tuple[str, str]]:
-    for module in ("jaxvec", "jaxvec.adapters", "jaxvec.normalize", "jaxvec.testing"):
+    for module in ("jaxvec", "jaxvec.adapters", "jaxvec.logging", "jaxvec.normalize", "jaxvec.testing"):
         yield from _module(module)
     for module, symbol in (("_config", "Config"), ("_rollouts", "RolloutStats"), ("_stats", "WorkerStats")):
         yield from _docstrings(f"jaxvec.{module}.{symbol}", f"jaxvec.{module}", symbol)

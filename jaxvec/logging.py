@@ -1,0 +1,316 @@
+"""Episode statistics and run folders for training loops, inside or outside of `jit`.
+
+    TimeStep --Episodes.add--> means of the latest episodes --Run.log--> metrics.csv, TensorBoard, W&B
+
+`Episodes` is a pytree that a compiled loop carries. `Run` writes files on the host: a compiled program calls
+it through `jax.debug.callback`.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.metadata
+import json
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from numpy.typing import NDArray
+
+from jaxvec._spec import TimeStep
+
+__all__ = ["Episodes", "Run"]
+
+_PACKAGES = ("jaxvec", "jax", "jaxlib", "gymnasium", "numpy", "flax", "optax")
+_PRINT_INTERVAL = 10.0  # seconds between two lines, if stderr is not a terminal
+
+
+class Episodes(NamedTuple):
+    """Statistics of the latest episodes; a pytree that a compiled loop carries.
+
+    Attributes:
+        last: Dict of float32 arrays `[window]`, in no particular order; NaN while fewer episodes have ended.
+        total: Number of episodes that have ended, int32 `[]`.
+
+    Example:
+        ```python
+        with jaxvec.make("CartPole-v1", 8) as envs:
+            handle, timestep = jaxvec.reset(envs, seed=0)
+            episodes = jaxvec.logging.Episodes.create()
+            for _ in range(100):
+                handle, timestep = jaxvec.step(handle, jnp.zeros(8, int))
+                episodes = episodes.add(timestep)
+            print(sorted(episodes.means()))  # ['episode_length', 'episode_return', 'episodes']
+        ```
+    """
+
+    last: dict[str, jax.Array]
+    total: jax.Array
+
+    @classmethod
+    def create(cls, infos: Sequence[str] = (), *, window: int = 100) -> Self:
+        """Returns statistics without episodes.
+
+        Args:
+            infos: Keys of scalar infos that `make(info=...)` declares, to average over episode ends.
+            window: Number of episodes to average over.
+        """
+        names = ("episode_return", "episode_length", *infos)
+        return cls({name: jnp.full(window, jnp.nan) for name in names}, jnp.int32(0))
+
+    def add(self, timestep: TimeStep) -> Self:
+        """Adds the episodes that ended.
+
+        Args:
+            timestep: Result of a step; or of several steps, with leaves `[num_steps, num_envs]`.
+
+        Raises:
+            ValueError: An info is not declared, or is not one number per env.
+        """
+        done = timestep.terminated | timestep.truncated
+        ends: dict[str, Any] = {**timestep.info, **timestep.info.get("final_info", {})}
+        window = next(iter(self.last.values())).size
+        rank = jnp.cumsum(done.reshape(-1))  # from 1, among the episodes that ended
+        newest = done.reshape(-1) & (rank > rank[-1] - window)
+        slot = jnp.where(newest, (self.total + rank - 1) % window, window)  # the latter is out of range
+        columns: list[jax.Array] = []
+        for name in self.last:
+            if name not in ends or jnp.shape(ends[name]) != done.shape:
+                found = jnp.shape(ends[name]) if name in ends else "no such key; declare it in make"
+                raise ValueError(f"info {name!r}: expected one number per env, {done.shape}, got {found}")
+            columns.append(ends[name].reshape(-1).astype(jnp.float32))
+        # One scatter for all statistics takes less time than one for each.
+        before = jnp.stack(list(self.last.values()), axis=1)
+        after = before.at[slot].set(jnp.stack(columns, axis=1), mode="drop")
+        last = dict(zip(self.last, after.T, strict=True))
+        return type(self)(last, self.total + rank[-1].astype(jnp.int32))
+
+    def means(self) -> dict[str, jax.Array]:
+        """Returns the mean of each statistic, NaN without episodes, and the number of `episodes` so far."""
+        return {"episodes": self.total, **{name: jnp.nanmean(each) for name, each in self.last.items()}}
+
+
+class Run:
+    """A folder with the configuration, the metrics and the results of a training run.
+
+    It writes `config.json` at once, a row of `metrics.csv` and a line of progress per `log`, and
+    `curve.png` at the end, if matplotlib is installed. The training program writes its other files.
+
+    Attributes:
+        folder: Path of the folder.
+
+    Example:
+        ```python
+        import tempfile
+
+        with jaxvec.logging.Run(tempfile.mkdtemp(), {"lr": 0.1}, progress=False) as run:
+            train = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: (run.log(i, loss=x), x / 2)[1], x))
+            train(1.0).block_until_ready()
+        print(run.metrics()["loss"])  # [1.   0.5  0.25]
+        ```
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        total_steps: int | None = None,
+        resume_at: int | None = None,
+        progress: bool = True,
+        tensorboard: bool = False,
+        wandb: bool = False,
+    ) -> None:
+        """Creates the folder.
+
+        Args:
+            folder: Path of the folder, such as `"runs/ppo"`. It must not contain a run, unless resumed.
+            config: Options of the program for `config.json`, which also contains versions of packages.
+            total_steps: Env steps of the whole run, for the progress line.
+            resume_at: Env steps after which the run in `folder` continues. Later rows are removed.
+            progress: Whether to show progress on stderr.
+            tensorboard: Whether to write event files for TensorBoard, too; needs `tensorboardX`.
+            wandb: Whether to log to Weights & Biases, too; needs `wandb`.
+
+        Raises:
+            FileExistsError: The folder contains a run.
+            ImportError: `tensorboardX` or `wandb` is missing.
+        """
+        self.folder = Path(folder)
+        self._csv = self.folder / "metrics.csv"
+        self._total, self._progress = total_steps, progress
+        self._rows: list[dict[str, Any]] = []
+        if resume_at is not None:
+            with self._csv.open() as file:
+                for row in csv.DictReader(file):
+                    if float(row["env_steps"]) <= resume_at:
+                        self._rows.append({name: float(text) for name, text in row.items() if text})
+        elif self._csv.exists():
+            raise FileExistsError(f"{folder} contains a run; choose another name, or resume it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if resume_at is None:
+            record = {"config": dict(config or {}), "versions": _versions()}
+            (self.folder / "config.json").write_text(json.dumps(record, indent=2, default=str) + "\n")
+        writer = importlib.import_module("tensorboardX").SummaryWriter if tensorboard else None
+        self._tensorboard: Any = writer and writer(str(self.folder))
+        self._wandb: Any = None
+        if wandb:
+            library: Any = importlib.import_module("wandb")
+            options = {"dir": str(self.folder), "name": self.folder.name, "config": dict(config or {})}
+            self._wandb = library.init(**options, id=self.folder.name, resume="allow")
+        self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        self._rewrite()
+        before = self._rows[-1] if self._rows else {"env_steps": 0.0, "seconds": 0.0}
+        self._steps, self._seconds = before["env_steps"], before["seconds"]
+        self._start, self._printed = time.perf_counter() - self._seconds, -_PRINT_INTERVAL
+        self._signals: socket.socket | None = None
+        self._stopping = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, env_steps: Any, **metrics: Any) -> None:
+        """Writes a row of metrics. Works inside and outside of `jit`.
+
+        Args:
+            env_steps: Env steps so far, a number or array `[]`.
+            **metrics: Numbers or arrays `[]`, such as those of `Episodes.means`.
+        """
+        jax.debug.callback(self._log, env_steps, metrics)
+
+    def _log(self, env_steps: Any, metrics: Mapping[str, Any]) -> None:
+        # This runs inside a host callback, where calls of JAX can deadlock; NumPy is safe.
+        steps, seconds = np.asarray(env_steps).item(), time.perf_counter() - self._start
+        rate = (steps - self._steps) / max(seconds - self._seconds, 1e-9)
+        row = {"env_steps": steps, "seconds": round(seconds, 3), "steps_per_second": round(rate, 1)}
+        row |= {name: np.asarray(value).item() for name, value in metrics.items()}
+        if steps > self._steps:
+            self._steps, self._seconds = steps, seconds
+            shown = f"{steps:,} steps  {rate:,.0f} steps/s  return {row.get('episode_return', np.nan):.1f}"
+            self.show((f"{steps / self._total:4.0%}  " if self._total else "") + shown, steps == self._total)
+        else:
+            del row["steps_per_second"]  # a second row of the same steps, such as of an evaluation
+        self._rows.append(row)
+        if new := [name for name in row if name not in self._columns]:
+            self._columns += new
+            self._rewrite()
+        else:
+            with self._csv.open("a", newline="") as file:
+                csv.DictWriter(file, self._columns).writerow(row)
+        if self._tensorboard:
+            for name, value in row.items():
+                self._tensorboard.add_scalar(name, value, steps)
+        if self._wandb:
+            self._wandb.log(row, step=int(steps))
+
+    def _rewrite(self) -> None:
+        with self._csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(self._rows)
+
+    def show(self, text: str, always: bool = True) -> None:
+        """Shows a line of progress on stderr; without a terminal at most every 10 s, unless `always`."""
+        if not self._progress:
+            return
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[2K{text}")
+        elif always or time.perf_counter() - self._printed >= _PRINT_INTERVAL:
+            self._printed = time.perf_counter()
+            sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+    @contextmanager
+    def signals(self) -> Generator[None]:
+        """Makes `stopping` return True after Ctrl-C or SIGTERM, instead of ending the program.
+
+        Use it in the main thread, around a program that checks `stopping`.
+        """
+        # Python calls handlers in the main thread, which waits for the compiled program. The wakeup fd
+        # receives the signal at once.
+        self._signals, writer = socket.socketpair()
+        self._signals.setblocking(False)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        caught = (signal.SIGINT, signal.SIGTERM)
+        handlers = [signal.signal(each, lambda *_: None) for each in caught]
+        try:
+            yield
+        finally:
+            self._check()
+            for each, handler in zip(caught, handlers, strict=True):
+                signal.signal(each, handler)
+            signal.set_wakeup_fd(before)
+            writer.close()
+            self._signals.close()
+            self._signals = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether Ctrl-C or SIGTERM has arrived inside `signals`."""
+        return bool(self._check())
+
+    def stopping(self) -> jax.Array:
+        """Returns whether the program should stop, bool `[]`, inside `jit`; see `signals`."""
+        return io_callback(self._check, jax.ShapeDtypeStruct((), jnp.bool_))
+
+    def _check(self) -> np.bool_:
+        try:
+            received = self._signals.recv(64) if self._signals else b""
+        except BlockingIOError:
+            received = b""
+        self._stopping |= bool({signal.SIGINT, signal.SIGTERM} & {*received})
+        return np.bool_(self._stopping)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replaces a file of the folder, in one step: if the program is killed, the old file stays."""
+        temporary = self.folder / f".{name}"
+        temporary.write_bytes(data)
+        temporary.replace(self.folder / name)
+
+    def metrics(self) -> dict[str, NDArray[np.float64]]:
+        """Returns the columns of `metrics.csv`, float64 `[num_rows]`; NaN where a row has no value."""
+        rows = self._rows
+        return {name: np.array([row.get(name, np.nan) for row in rows], float) for name in self._columns}
+
+    def close(self) -> None:
+        """Draws the curve, and closes the files."""
+        jax.effects_barrier()  # waits for the last log
+        if self._progress and sys.stderr.isatty():
+            sys.stderr.write("\n")
+        for writer in filter(None, (self._tensorboard, self._wandb)):
+            (writer.close if writer is self._tensorboard else writer.finish)()
+        if "episode_return" not in self._columns:
+            return
+        try:
+            from matplotlib.figure import Figure  # slow to import, so after the training
+        except ImportError:
+            return
+        figure = Figure(figsize=(7, 4), layout="constrained")  # uses Agg; pyplot might open a window
+        columns = self.metrics()
+        axes: Any = figure.subplots()
+        known = np.isfinite(columns["episode_return"])
+        axes.plot(columns["env_steps"][known], columns["episode_return"][known])
+        axes.set(title=self.folder.name, xlabel="env steps", ylabel="mean return of the latest episodes")
+        figure.savefig(self.folder / "curve.png", dpi=150)
+
+
+def _versions() -> dict[str, str]:
+    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return {"python": platform.python_version()} | {
+        name: installed[name] for name in _PACKAGES if name in installed
+    }

@@ -1,0 +1,336 @@
+"""The program `ppo`, at sizes that take seconds: training, its folder, signals, resuming, kinds of spaces."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+from gymnasium import spaces
+
+import jaxvec
+from jaxvec.cli._main import main as command_line
+from jaxvec.examples import ppo, ppo_mujoco
+from jaxvec.normalize import RunningMeanStd
+
+SMALL = [
+    *("--num-envs", "4", "--num-workers", "1", "--num-steps", "16", "--num-minibatches", "2"),
+    *("--eval-envs", "2", "--eval-steps", "50"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def register():
+    """Yields `gymnasium.register`, undone after the test."""
+    before = set(gymnasium.registry)
+    yield gymnasium.register
+    for env_id in set(gymnasium.registry) - before:
+        del gymnasium.registry[env_id]
+
+
+def rows_of(folder):
+    with (Path(folder) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def column(folder, name):
+    return [float(row[name]) for row in rows_of(folder) if row[name]]
+
+
+class TargetEnv(gymnasium.Env):
+    """Pays 1 for the best action, less for others; says at its end how often it was stepped.
+
+    Raises on actions outside its space: neither bounds nor an offset may get lost on the way.
+    """
+
+    def __init__(self, observation_space, action_space, best, folder):
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.best = best
+        self.folder = folder
+        self.steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.steps += 1
+        reward = max(0.0, 1.0 - abs(float(np.sum(action)) - self.best))
+        return self.observation_space.sample(), reward, False, self.steps % 10 == 0, {}
+
+    def close(self):
+        (self.folder / f"{id(self)}-{self.np_random_seed}").write_text(str(self.steps))
+
+
+@pytest.mark.jax_version
+@pytest.mark.parametrize("env", ["CartPole-v1", pytest.param("Pendulum-v1", marks=pytest.mark.nightly)])
+def test_ppo_trains_and_writes_a_folder(env, capsys):
+    result = ppo.main([*SMALL, "--env", env, "--total-steps", "900", "--name", "a", "--seed", "3"])
+    assert result.env_steps == 960
+    assert result.folder == Path("runs/a")
+    record = json.loads(Path("runs/a/config.json").read_text())
+    assert record["config"]["seed"] == 3
+    assert record["config"]["env"] == env
+    assert record["versions"]["jax"] == jax.__version__
+    assert column("runs/a", "env_steps") == [*range(64, 961, 64), 960]
+    names = "seconds steps_per_second episode_return episode_length policy_loss value_loss entropy kl"
+    assert {*names.split(), "explained_variance", "evaluation"} < {*rows_of("runs/a")[0]}
+    assert all(float(row["kl"]) >= -1e-6 for row in rows_of("runs/a")[:-1])
+    assert column("runs/a", "evaluation") == [pytest.approx(result.score)]
+    assert Path("runs/a/curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    printed = capsys.readouterr()
+    assert f"score {result.score:.6g}" in printed.out
+    assert "\r" not in printed.err
+    assert printed.err.startswith("compiling\n")
+    assert "100%  960 steps" in printed.err
+
+
+def score_of(folder):
+    """Returns the evaluation of the saved parameters, by the public parts of the program."""
+    config = ppo.Config(**json.loads((folder / "config.json").read_text())["config"])
+    saved = serialization.msgpack_restore((folder / "params.msgpack").read_bytes())
+    with ppo.make_envs(config, config.eval_envs) as envs:
+        evaluate = jax.jit(ppo.Agent(config, envs).evaluate)
+        start = jaxvec.reset(envs, seed=config.seed + 10_000)
+        return float(evaluate(saved["params"], RunningMeanStd(**saved["stats"]), *start))
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_copy_of_ppo_with_results(name, capsys):
+    """The copy lies in an empty folder, and imports no other file of the examples."""
+    assert command_line(["new", "ppo", "my_ppo.py"]) == 0
+    assert command_line(["new", "ppo", "my_ppo.py"]) == 2
+    assert "cannot write my_ppo.py: File exists" in capsys.readouterr().err
+    assert "jaxvec.examples" not in Path("my_ppo.py").read_text()
+    words = [sys.executable, "my_ppo.py", *SMALL, "--name", "a", "--total-steps", "100000000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, **pipes) as program:
+        assert program.stderr.readline() == "compiling\n"
+        assert "steps/s" in program.stderr.readline()
+        os.kill(program.pid, signal.Signals[name])
+        out, err = program.communicate(timeout=200)
+    assert program.returncode == 130
+    assert "Traceback" not in err
+    assert out.count("\n") == 1
+    assert out.startswith("stopped after ")
+    assert out.endswith("continue with --resume runs/a\n")
+    score = out.partition("score ")[2].partition(";")[0]
+    assert f"{score_of(Path('runs/a')):.6g}" == score
+    assert f"{column('runs/a', 'evaluation')[-1]:.6g}" == score
+    assert Path("runs/a/curve.png").exists()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one():
+    options = [*SMALL, "--save-every", "3"]
+    whole = ppo.main([*options, "--total-steps", "640", "--name", "whole"])
+    half = ppo.main([*options, "--total-steps", "640", "--name", "half", "--stop-at", "0"])
+    assert half.env_steps < 640
+    with Path("runs/half/metrics.csv").open("a") as file:
+        file.write("99999" + "," * (len(rows_of("runs/half")[0]) - 1) + "\n")  # as after a crash
+    resumed = ppo.main(["--resume", "runs/half", "--stop-at", "1e9"])
+    assert resumed.env_steps == 640
+    assert resumed.score == whole.score
+    assert Path("runs/half/params.msgpack").read_bytes() == Path("runs/whole/params.msgpack").read_bytes()
+    assert Path("runs/half/state.msgpack").read_bytes() == Path("runs/whole/state.msgpack").read_bytes()
+    for name in ("episode_return", "entropy", "value_loss", "explained_variance"):
+        assert column("runs/half", name) == column("runs/whole", name)
+    assert column("runs/half", "env_steps")[-1] == 640
+    seconds = column("runs/half", "seconds")
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize(
+    ("observation_space", "action_space", "best"),
+    [
+        (spaces.Box(0, 255, (2, 3), np.uint8), spaces.Discrete(3, start=-1), 1),
+        (spaces.Discrete(3, start=2), spaces.Box(10, 12, (1,), np.float32), 11.9),
+        (spaces.Box(-1, 1, (), np.float64), spaces.Box(-np.inf, np.inf, (2, 1), np.float64), 0.5),
+    ],
+    ids=["pixels, offset actions", "one-hot, bounded actions", "scalar, unbounded actions"],
+)
+@pytest.mark.nightly
+def test_ppo_learns_and_takes_each_step_once(observation_space, action_space, best, register, tmp_path):
+    counts = tmp_path / "counts"
+    counts.mkdir()
+    register(
+        "Target-v0",
+        lambda: TargetEnv(observation_space, action_space, best, counts),
+        disable_env_checker=True,
+    )
+    options = "--env Target-v0 --num-envs 8 --num-steps 16 --total-steps 10000 --lr 0.005 --gamma 0.5"
+    result = ppo.main([*options.split(), "--name", "a", "--eval-envs", "1"])
+    assert result.env_steps == 10_112  # the next whole update of 128
+    steps = sorted(int(count.read_text()) for count in counts.iterdir())
+    assert steps == [10, *[10_112 // 8] * 8]  # one env is evaluated
+    curve = column("runs/a", "episode_return")
+    assert curve[-1] > 6
+    assert curve[-1] > curve[1] + 1
+
+
+class MaskedEnv(gymnasium.Env):
+    """Shows the rewarded action as a bright column of an image; accepts only the legal actions.
+
+    The legal actions are in a leaf of the observation, and in the info.
+    """
+
+    observation_space = spaces.Dict(
+        {
+            "image": spaces.Box(0, 255, (12, 12, 3), np.uint8),
+            "pair": spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (2,), np.float32))),
+            "action_mask": spaces.MultiBinary(4),
+        }
+    )
+    action_space = spaces.Discrete(4, start=5)
+
+    def __init__(self, leaf=True):
+        self.leaf = leaf
+        if not leaf:
+            self.observation_space = self.observation_space["image"]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.show()
+
+    def show(self):
+        self.best = int(self.np_random.integers(4))
+        self.mask = np.zeros(4, np.int8)
+        self.mask[[self.best, (self.best + 1) % 4]] = 1
+        image = np.zeros((12, 12, 3), np.uint8)
+        image[:, 3 * self.best : 3 * self.best + 3] = 255
+        pair = (np.int64(1), np.zeros(2, np.float32))
+        obs = {"image": image, "pair": pair, "action_mask": self.mask} if self.leaf else image
+        return obs, {} if self.leaf else {"action_mask": self.mask}
+
+    def step(self, action):
+        assert self.mask[action - 5], f"action {action} is not legal: {self.mask}"
+        reward = float(action - 5 == self.best)
+        self.steps += 1
+        obs, info = self.show()
+        return obs, reward, False, self.steps == 10, info
+
+
+@pytest.mark.parametrize("leaf", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_ppo_learns_from_images_with_legal_actions(leaf, register):
+    register("Masked-v0", lambda: MaskedEnv(leaf), disable_env_checker=True)
+    options = "--env Masked-v0 --num-envs 8 --num-workers 1 --num-steps 32 --total-steps 5120 --gamma 0.5"
+    words = [*options.split(), "--eval-envs", "2", "--name", "a", *([] if leaf else ["--mask-info"])]
+    result = ppo.main(words)
+    assert column("runs/a", "episode_return")[0] < 7
+    assert result.score > 8
+
+
+def test_convolutions_on_the_cpu_equal_those_of_jax(monkeypatch):
+    images = jax.random.normal(jax.random.key(0), (5, 11, 14, 3))
+    for size, stride in ((4, 2), (3, 1), (5, 3)):
+        conv = ppo.Conv(7, size, stride)
+        params = conv.init(jax.random.key(1), images)
+        by_patches = conv.apply(params, images)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        np.testing.assert_allclose(by_patches, conv.apply(params, images), rtol=1e-3, atol=1e-4)
+        monkeypatch.undo()
+
+
+@pytest.mark.nightly
+def test_ppo_stops_when_told():
+    options = "--num-envs 8 --num-workers 2 --num-steps 16 --total-steps 100000 --stop-at 15 --name a"
+    result = ppo.main(options.split())
+    curve = column("runs/a", "episode_return")
+    assert result.env_steps == len(curve) * 128 < 100_000
+    assert result.mean_return == pytest.approx(curve[-1])
+    assert curve[-1] >= 15
+    assert not any(mean >= 15 for mean in curve[:-1])
+
+
+def test_mujoco_trains_with_scaled_rewards(capsys):
+    pytest.importorskip("mujoco", reason="mujoco is not installed")
+    result = ppo_mujoco.main([*SMALL, "--num-epochs", "2", "--total-steps", "128", "--name", "a"])
+    assert result.env_steps == 128
+    assert "128 env steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1"])
+def test_ppo_films_envs(env):
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    ppo.main([*SMALL, "--env", env, "--total-steps", "640", "--video", "1", "--name", "a"])
+    assert list(Path("runs/a/videos").glob("env_0-episode-0.mp4"))
+    assert not list(Path("runs/a/videos").glob("env_1*"))
+
+
+@pytest.mark.parametrize(
+    ("spaces_", "message"),
+    [
+        ((spaces.Text(3), spaces.Discrete(2)), "Box, Discrete, Dict and Tuple observations, not Text"),
+        ((spaces.Discrete(2), spaces.MultiBinary(3)), "Discrete and float Box actions, not MultiBinary"),
+    ],
+)
+def test_ppo_says_which_spaces_it_takes(spaces_, message):
+    space, action_space = spaces_
+    with pytest.raises(SystemExit, match=message):
+        ppo.encode(space, jnp.zeros(1, int))
+        ppo.Policy(action_space)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--num-envs 3 --num-steps 3", "multiple of --num-minibatches"),
+        ("--total-steps 0", "at least 1"),
+        ("--env Cartpole-v7", "Cartpole"),
+        ("--resume runs/none", "runs/none/config.json"),
+    ],
+)
+def test_ppo_refuses_options_that_do_not_fit(options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        ppo.main(options.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ppo_advantages_go_on_where_an_episode_was_only_truncated():
+    rng = np.random.default_rng(0)
+    shape = 6, 2
+    reward, value, next_value = rng.normal(size=(3, *shape)).astype(np.float32)
+    terminated, truncated = np.zeros((2, *shape), bool)
+    terminated[1, 0] = truncated[3, 0] = truncated[2, 1] = terminated[5, 1] = True
+    done = terminated | truncated
+    steps = ppo.Steps(None, None, None, value, next_value, reward, terminated, done)
+
+    expected, later = np.zeros(shape), np.zeros(2)
+    for t in reversed(range(6)):
+        bootstrap = np.where(terminated[t], 0, next_value[t])
+        later = np.where(done[t], 0, later)
+        expected[t] = later = reward[t] + 0.9 * bootstrap - value[t] + 0.9 * 0.8 * later
+
+    advantage = ppo.advantages(ppo.Config(gamma=0.9, gae_lambda=0.8), steps)
+    np.testing.assert_allclose(advantage, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_discounted_returns_are_those_of_each_episode_so_far():
+    rng = np.random.default_rng(0)
+    reward, done = rng.normal(size=(8, 3)).astype(np.float32), rng.random((8, 3)) < 0.3
+    expected, total = [], np.zeros(3)
+    for now, ended in zip(reward, done, strict=True):
+        total = 0.9 * total + now
+        expected.append(total)
+        total = np.where(ended, 0, total)
+    before, first = ppo.discount(0.9, jnp.zeros(3), reward[:5], done[:5])
+    after, second = ppo.discount(0.9, before, reward[5:], done[5:])
+    np.testing.assert_allclose(np.concatenate([first, second]), np.stack(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after, total, rtol=1e-5, atol=1e-6)

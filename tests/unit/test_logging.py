@@ -1,0 +1,141 @@
+"""`jaxvec.logging`: the episodes are those of Gymnasium's wrapper, and files contain the logged metrics."""
+
+import csv
+import json
+import sys
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxvec
+from jaxvec.logging import Episodes, Run
+
+
+class LivesEnv(gymnasium.Wrapper):
+    """CartPole with the number of steps so far as an info `age`."""
+
+    def __init__(self):
+        super().__init__(gymnasium.make("CartPole-v1"))
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        self.age = 0
+        return obs, {**info, "age": self.age}
+
+    def step(self, action):
+        self.age += 1
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return obs, reward, terminated, truncated, {**info, "age": self.age}
+
+
+@pytest.mark.jax_version
+@pytest.mark.parametrize("window", [5, 100])
+def test_episodes_are_those_of_gymnasium(window):
+    num_envs, num_steps = 6, 80
+    actions = np.random.default_rng(0).integers(0, 2, (num_steps, num_envs))
+    ended = []
+    for number in range(num_envs):
+        env = gymnasium.wrappers.RecordEpisodeStatistics(LivesEnv())
+        env.reset(seed=number)
+        for step in range(num_steps):
+            *_, terminated, truncated, info = env.step(actions[step, number])
+            if terminated or truncated:
+                ended.append((step, number, info["episode"]["r"], info["episode"]["l"], info["age"]))
+                env.reset()
+    latest = np.array(sorted(ended)[-window:])
+
+    with jaxvec.make(LivesEnv, num_envs, num_workers=1, info={"age": int}) as envs:
+
+        @jax.jit
+        def play(handle):
+            def step(carry, action):
+                handle, episodes = carry
+                handle, timestep = jaxvec.step(handle, action)
+                return (handle, episodes.add(timestep)), timestep
+
+            start = Episodes.create(["age"], window=window)
+            (_, episodes), timesteps = jax.lax.scan(step, (handle, start), actions)
+            return episodes.means(), start.add(timesteps).means()
+
+        for means in play(jaxvec.reset(envs, seed=0)[0]):
+            assert means["episodes"] == len(ended) > 10
+            for column, name in ((2, "episode_return"), (3, "episode_length"), (4, "age")):
+                assert means[name] == pytest.approx(latest[:, column].mean(), rel=1e-5)
+
+        _, timestep = jaxvec.reset(envs, seed=0)
+        with pytest.raises(ValueError, match=r"info 'speed': expected one number per env, .*no such key"):
+            Episodes.create(["speed"]).add(timestep)
+        assert np.isnan(Episodes.create().add(timestep).means()["episode_return"])
+
+
+def rows_of(folder):
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_writes_what_compiled_programs_log(tmp_path, capsys):
+    folder = tmp_path / "run"
+    with Run(folder, {"lr": 0.5, "seed": 1}, total_steps=30) as run:
+
+        @jax.jit
+        def train(loss):
+            def body(number, loss):
+                run.log(10 * number, loss=loss)
+                return loss / 2
+
+            return jax.lax.fori_loop(1, 4, body, loss)
+
+        train(8.0).block_until_ready()
+        jax.effects_barrier()
+        run.log(30, evaluation=7)
+    record = json.loads((folder / "config.json").read_text())
+    assert record["config"] == {"lr": 0.5, "seed": 1}
+    assert record["versions"]["gymnasium"] == gymnasium.__version__
+    rows = rows_of(folder)
+    assert [float(row["env_steps"]) for row in rows] == [10, 20, 30, 30]
+    assert [row["loss"] for row in rows] == ["8.0", "4.0", "2.0", ""]
+    assert [row["evaluation"] for row in rows] == ["", "", "", "7"]
+    np.testing.assert_array_equal(run.metrics()["loss"], [8, 4, 2, np.nan])
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    assert "100%  30 steps" in said
+
+    with pytest.raises(FileExistsError, match="contains a run; choose another name, or resume it"):
+        Run(folder)
+    with Run(folder, resume_at=20) as run:
+        run.log(25, loss=1)
+    assert [float(row["env_steps"]) for row in rows_of(folder)] == [10, 20, 25]
+    assert json.loads((folder / "config.json").read_text()) == record
+
+
+def test_a_run_writes_events_for_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    with Run(tmp_path, tensorboard=True) as run:
+        run.log(jnp.int32(3), loss=jnp.float32(2))
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    assert b"loss" in events.read_bytes()
+
+
+def test_a_run_logs_to_wandb(tmp_path, monkeypatch):
+    calls = []
+
+    class Wandb:
+        def init(self, **options):
+            calls.append(options)
+            return self
+
+        def log(self, row, step):
+            calls.append((row["loss"], step))
+
+        def finish(self):
+            calls.append("finish")
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    with Run(tmp_path / "name", {"lr": 1}, wandb=True) as run:
+        run.log(3, loss=2)
+    assert calls[0]["config"] == {"lr": 1}
+    assert calls[0]["id"] == "name"
+    assert calls[1:] == [(2, 3), "finish"]
