@@ -36,6 +36,7 @@ from jaxvec._stats import Stats
 if TYPE_CHECKING:
     from jaxvec import adapters as adapters
     from jaxvec import normalize as normalize
+    from jaxvec import spaces as spaces
     from jaxvec import testing as testing
     from jaxvec._rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
@@ -93,7 +94,7 @@ __all__ = [
     "step",
 ]
 
-_MODULES = ("adapters", "compat", "normalize", "testing")
+_MODULES = ("adapters", "compat", "normalize", "spaces", "testing")
 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
