@@ -139,7 +139,7 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
 
         return write_integer
 
-    shape, ndarray = leaf.shape, np.ndarray
+    shape, ndarray, narrowed = leaf.shape, np.ndarray, _is_narrowed(leaf)
     dtype = np.dtype(leaf.dtype.str)  # NumPy's own object, for `is` below; an unpickled dtype is a copy
     rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # faster than array[slot]
 
@@ -151,17 +151,17 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
             or value.shape != shape
         ):
             value = conform(leaf, value)
-        _assign(leaf, rows[slot], value)
+        _assign(leaf, rows[slot], value, narrowed)
 
     return write
 
 
-def _assign(leaf: Leaf, row: NDArray[Any], value: NDArray[Any]) -> None:
+def _assign(leaf: Leaf, row: NDArray[Any], value: NDArray[Any], narrowed: bool) -> None:
     if value.dtype.kind == leaf.stored.kind == "f" and leaf.stored.itemsize < value.dtype.itemsize:
         _write_narrower_floats(leaf, row, value)
         return
     row[...] = value
-    if _is_narrowed(leaf) and not np.array_equal(row, value):
+    if narrowed and not np.array_equal(row, value):
         raise InvalidValue(_overflow(leaf, value))
 
 
@@ -418,14 +418,14 @@ def _stack(node: Node, items: Sequence[Any]) -> Any:
 
 
 def _rows_writer(leaf: Leaf, array: NDArray[Any]) -> Callable[[int, NDArray[Any]], None]:
-    dtype, shape = np.dtype(leaf.dtype.str), leaf.shape[1:]
+    dtype, shape, narrowed = np.dtype(leaf.dtype.str), leaf.shape[1:], _is_narrowed(leaf)
 
     def write(slot: int, value: NDArray[Any]) -> None:
         count = len(value)
         if value.dtype != dtype or value.shape[1:] != shape:
             value = conform(replace(leaf, shape=(count, *shape)), value)
         row = array[slot]
-        _assign(leaf, row[:count], value)
+        _assign(leaf, row[:count], value, narrowed)
         row[count:] = 0
 
     return write
