@@ -116,7 +116,7 @@ def _costs(env: Any) -> list[str]:
     actions.seed(0)
     for _ in range(20):
         env.step(actions.sample())
-    state, action = stateful.take(), actions.sample()
+    state, action = stateful.save(), actions.sample()
     size = len(pickle.dumps(state))
 
     def step() -> None:
@@ -124,7 +124,7 @@ def _costs(env: Any) -> list[str]:
         if terminated or truncated:
             env.reset()
 
-    costs = (_min_us(call) for call in (stateful.take, lambda: stateful.put(state), step))
+    costs = (_min_us(call) for call in (stateful.save, lambda: stateful.restore(state), step))
     return [*(f"{cost:.0f}" for cost in costs), f"{size:,}"]
 
 

@@ -21,7 +21,7 @@ KINDS = {
     "jaxvec.": ("dispatch to the pool", "#4f81ad"),
     "VectorEnv.": ("dispatch to the pool", "#4f81ad"),
     "write actions": ("write actions, wake workers", "#f8b195"),
-    "hand over": ("write actions, wake workers", "#f8b195"),
+    "dispatch": ("write actions, wake workers", "#f8b195"),
     "copy results": ("copy results", "#c06c84"),
     "wait": ("wait", "#aeb7c1"),
     "step": ("step of an env", "#6aa84f"),

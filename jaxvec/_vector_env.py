@@ -450,7 +450,7 @@ class VectorEnv:
                 print(future.result(timeout=60))  # (True, True)
             ```
         """
-        return run_in_thread(lambda begun: self._call(name, args, kwargs, indices, begun))
+        return run_in_thread(lambda on_started: self._call(name, args, kwargs, indices, on_started))
 
     def map(self, fn: Callable[..., Any], *args: Any, indices: Any = None) -> tuple[Any, ...]:
         """Runs `fn(env, *args)` on each env with its wrappers, inside its worker.
@@ -677,11 +677,11 @@ class VectorEnv:
             raise StateFileError(f"{name}: {error}") from error
 
     def _call(
-        self, name: str, args: Any, kwargs: Any, indices: Any, begun: Any = None, verb: Verb = Verb.CALL
+        self, name: str, args: Any, kwargs: Any, indices: Any, on_started: Any = None, verb: Verb = Verb.CALL
     ) -> tuple[Any, ...]:
         slots = _arguments.check_indices(indices, self.num_envs)
         each = [args] * len(slots)
-        return tuple(self._pool.env_calls.call(Move(verb, slots), name, each, kwargs, begun=begun))
+        return tuple(self._pool.env_calls.call(Move(verb, slots), name, each, kwargs, on_started=on_started))
 
 
 def _to_bytes(data: Any, name: str) -> bytes:

@@ -106,7 +106,7 @@ class ParentDispatch(Slots, ABC):
         """Sends `slots`, which the parent owns, to their workers. One thread at a time may call it."""
 
     @abstractmethod
-    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+    def forward(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         """Sends `slots` to their workers, with the marks `requests` (`[num_envs]`) of another dispatch."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class ParentDispatch(Slots, ABC):
         """
 
     @abstractmethod
-    def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
+    def start_poll(self, slots: NDArray[Any], count: int, seconds: float) -> float:
         """Prepares a poll of the control sockets by a thread that waits for `count` of `slots`.
 
         Returns the time in seconds that the poll may block, at most `seconds`.
@@ -206,7 +206,7 @@ class PortableParentDispatch(ParentDispatch):
         self._request_number += len(slots)
         self._request(requests(numbers, verb), slots)
 
-    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+    def forward(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         self._request(requests[slots], slots)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
@@ -216,7 +216,7 @@ class PortableParentDispatch(ParentDispatch):
             return False
         return self.enough_completed(slots, count)
 
-    def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
+    def start_poll(self, slots: NDArray[Any], count: int, seconds: float) -> float:
         # Another thread's poll may have taken the wake bytes for these slots, so check them before blocking.
         return 0 if self.enough_completed(slots, count) else seconds
 

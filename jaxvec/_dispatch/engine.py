@@ -40,7 +40,7 @@ from jaxvec._tracing import Record, Recorder, span
 FOREVER_NS = 1 << 60  # 36 years: an infinite timeout that can be added to a time without overflow
 
 
-class Admission:
+class PendingEnvs:
     """Record of the pending envs, and of the envs that must be reset.
 
     Only a thread inside the engine reads or changes it, in Python or in C++. The exception is `needs_reset`:
@@ -147,25 +147,25 @@ class Status(IntEnum):
     DONE = 0
     UNDER_WAY = 1  # started, not finished; the caller holds its slots
     ELSEWHERE = 2  # C++ does not implement this move
-    BARRED = 3  # the pool is closed or broken
+    REFUSED = 3  # the pool is closed or broken
     BUSY = 4  # other threads are inside, or hold slots that the caller needs
     COPYING = 5  # a GPU still copies from the segment
     NO_SUCH_ENV = 6
-    NAMED_TWICE = 7
+    DUPLICATE = 7
     STALE = 8  # the envs were moved since the caller received its handle
-    IN_FLIGHT = 9  # an env is pending
+    PENDING = 9  # an env is pending
     NEEDS_RESET = 10
-    TOO_FEW = 11  # a `recv` would wait for more envs than are pending
+    TOO_FEW_PENDING = 11  # a `recv` would wait for more envs than are pending
     LATE = 12  # a pending env is overdue; envs that are ready first must not hide that
-    PART = 13  # the envs are an incomplete part of a batched env
+    PARTIAL_BATCH = 13  # the envs are an incomplete part of a batched env
 
 
 @dataclass(frozen=True)
-class Rules:
+class EngineConfig:
     """The parts of a pool that its engine uses."""
 
     pool_id: int
-    admission: Admission
+    pending_envs: PendingEnvs
     views: Views  # rows of the segment
     dispatch: Callable[[Verb, NDArray[Any]], None]  # `WorkerGroup.send`, which sends slots to their workers
     in_order: bool  # `recv` returns envs in the order in which they were sent
@@ -174,7 +174,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MoveResult:
     """The outcome of `Engine.move`."""
 
     status: Status
@@ -194,9 +194,9 @@ class Engine(ABC):
     num_served: int  # successful calls of compiled programs, modulo 2**32
     done_at_once: bool = False  # `dispatch` steps the envs in this thread
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._admission = rules.admission
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = rules
+        self._pending_envs = config.pending_envs
         self._fast_path_closed = False
         self._process = os.getpid()  # a fork must not move envs
         self.recorder: Recorder | None = None  # for Python's spans, while the pool is traced
@@ -211,7 +211,7 @@ class Engine(ABC):
         *,
         deliver: Deliver | None = copies,
         at_least: int | None = None,
-    ) -> Made:
+    ) -> MoveResult:
         """Makes a step, a send or a recv if all checks pass; otherwise changes nothing.
 
         It does not wait for other threads (`BUSY`). In Python it does not wait for workers (`UNDER_WAY`).
@@ -223,48 +223,48 @@ class Engine(ABC):
             deliver: Function that copies the rows, if C++ finishes the move; `None` to not finish it.
             at_least: Number of envs that must be pending for a recv, instead of `batch_size`.
         """
-        admission = self._admission
+        pending_envs = self._pending_envs
         slots = move.slots if env_ids is None else env_ids
         with self._entering() as enter:
             if not enter(*self._slots_needed(move, env_ids), 0):
-                return Made(Status.BUSY)
+                return MoveResult(Status.BUSY)
             if self._fast_path_closed or os.getpid() != self._process:
-                return Made(Status.BARRED)
+                return MoveResult(Status.REFUSED)
             status = self.check_handle(move)
             if status is Status.DONE and move.verb is not Verb.RECV:
                 status = self.check_envs(slots, stepped=True)
             elif status is Status.DONE:
-                enough = admission.batch_size if at_least is None else at_least
-                status = Status.DONE if admission.num_sent[0] >= enough else Status.TOO_FEW
+                enough = pending_envs.batch_size if at_least is None else at_least
+                status = Status.DONE if pending_envs.num_sent[0] >= enough else Status.TOO_FEW_PENDING
             if status is not Status.DONE:
-                return Made(status)
+                return MoveResult(status)
             if move.generation is None:
                 # A caller with a fresh handle has waited for earlier GPU copies; other callers have not.
                 self.wait_for_copies()
             if move.verb is Verb.RECV:
-                self.hold(admission.queue)
+                self.hold(pending_envs.queue)
             else:
                 with span(self.recorder, "write actions"):
-                    self._rules.views.write_actions(slots, actions)
+                    self._config.views.write_actions(slots, actions)
                 self.dispatch(Verb.STEP, slots)
             if move.verb is Verb.SEND:
-                admission.note_sent(slots, self._rules.timeout)
+                pending_envs.note_sent(slots, self._config.timeout)
             self.advance(move)
-        return Made(Status.DONE if move.verb is Verb.SEND else Status.UNDER_WAY)
+        return MoveResult(Status.DONE if move.verb is Verb.SEND else Status.UNDER_WAY)
 
     def dispatch(self, verb: Verb, slots: NDArray[Any], held: NDArray[Any] | None = None) -> None:
         """Sends slots to their workers. The caller, which is inside, then holds them, or `held`."""
         self.hold(slots if held is None else held)  # first, because from here on Ctrl-C must break the pool
-        with span(self.recorder, "hand over"):
-            self._rules.dispatch(verb, slots)
+        with span(self.recorder, "dispatch"):
+            self._config.dispatch(verb, slots)
 
     def take(self, slots: NDArray[Any], deliver: Deliver) -> Any:
         """Delivers the rows of completed steps. The caller holds the slots."""
-        if self._rules.ends_need_reset:
-            terminated, truncated = self._rules.views.over
-            self._admission.needs_reset[slots] = terminated[slots] | truncated[slots]
+        if self._config.ends_need_reset:
+            terminated, truncated = self._config.views.over
+            self._pending_envs.needs_reset[slots] = terminated[slots] | truncated[slots]
         with span(self.recorder, "copy results"):
-            return self._rules.views.read(slots, deliver)
+            return self._config.views.read(slots, deliver)
 
     # --- The lock ------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class Engine(ABC):
     def _slots_needed(self, move: Move, env_ids: NDArray[Any] | None) -> tuple[NDArray[Any] | None, bool]:
         """Returns the slots that a move needs (`None` for all and the queue), and if it needs them alone."""
         if move.verb is Verb.RECV:
-            return self._admission.queue, True  # one recv at a time
+            return self._pending_envs.queue, True  # one recv at a time
         if env_ids is not None:
             return env_ids, move.generation is None
         return (None, True) if move.generation is None else (move.slots, False)
@@ -378,7 +378,7 @@ class Engine(ABC):
         """Allows programs on a GPU to move envs without Python."""
 
     def close_fast_path(self) -> None:
-        """Makes every later move return `BARRED`, because the pool is closed or broken."""
+        """Makes every later move return `REFUSED`, because the pool is closed or broken."""
         self._fast_path_closed = True
 
     def start_trace(self, capacity: int) -> None:  # noqa: B027 - a default
@@ -390,7 +390,7 @@ class Engine(ABC):
     def close(self) -> None:
         """Drops all views of the segment."""
         self.close_fast_path()
-        del self._rules
+        del self._config
 
 
 _SIGNALS_INTERVAL = 0.2  # seconds of waiting in C++, after which Python's signal handlers can run
@@ -411,10 +411,10 @@ class PyEngine(Engine):
     last_caller = 0
     num_served = 0
 
-    def __init__(self, rules: Rules, *, done_at_once: bool = False) -> None:
-        super().__init__(rules)
+    def __init__(self, config: EngineConfig, *, done_at_once: bool = False) -> None:
+        super().__init__(config)
         self.done_at_once = done_at_once
-        self.generation = np.zeros(len(self._admission.needs_reset), np.uint32)
+        self.generation = np.zeros(len(self._pending_envs.needs_reset), np.uint32)
         # `_lock` guards `_inside` and `_holds`. An interrupt never leaves it locked: `with` releases it.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -470,28 +470,28 @@ class PyEngine(Engine):
         status = self._check_ids(env_ids)
         if status is not Status.DONE:
             return status
-        rows = self._admission.rows(env_ids)
-        if stepped and self._admission.together > 1 and len(self._admission.part(env_ids)):
-            return Status.PART
-        if self._admission.num_sent[0] and self._admission.in_flight[rows].any():
-            return Status.IN_FLIGHT
-        return Status.NEEDS_RESET if stepped and self._admission.needs_reset[rows].any() else Status.DONE
+        rows = self._pending_envs.rows(env_ids)
+        if stepped and self._pending_envs.together > 1 and len(self._pending_envs.part(env_ids)):
+            return Status.PARTIAL_BATCH
+        if self._pending_envs.num_sent[0] and self._pending_envs.in_flight[rows].any():
+            return Status.PENDING
+        return Status.NEEDS_RESET if stepped and self._pending_envs.needs_reset[rows].any() else Status.DONE
 
     def _check_ids(self, env_ids: NDArray[Any]) -> Status:
         """Returns `DONE` if the ids are in range and distinct."""
-        if env_ids is self._admission.all:
+        if env_ids is self._pending_envs.all:
             return Status.DONE
         if ((env_ids < 0) | (env_ids >= len(self.generation))).any():
             return Status.NO_SUCH_ENV
-        return Status.NAMED_TWICE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
+        return Status.DUPLICATE if np.bincount(env_ids, minlength=1).max() > 1 else Status.DONE
 
     def advance(self, move: Move) -> None:
         if move.caller is not None:
-            self.generation[self._admission.rows(move.slots)] += np.uint32(1)
+            self.generation[self._pending_envs.rows(move.slots)] += np.uint32(1)
             self.last_caller = move.caller_code
 
     def retract(self, move: Move, last_caller: int) -> None:
         if move.caller is not None:
-            self.generation[self._admission.rows(move.slots)] -= np.uint32(1)
+            self.generation[self._pending_envs.rows(move.slots)] -= np.uint32(1)
             if self.last_caller == move.caller_code:
                 self.last_caller = last_caller

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED
 from jaxvec._envs.env_rows import one_of
-from jaxvec._envs.envs import BatchedEnv, EnvFailure, Failing, FailingAttribute, split_reset, wrong_step
+from jaxvec._envs.envs import (
+    AttributeErrorContext,
+    BatchedEnv,
+    EnvErrorContext,
+    EnvFailure,
+    split_reset,
+    wrong_step,
+)
 from jaxvec._envs.slice import Done, Slice
 from jaxvec._memory.rows import InvalidValue, conform, reader, writer
 from jaxvec._memory.segment import Arrays, Marks, kind_of
@@ -86,7 +93,7 @@ class BatchSlice(Slice):
             options = next((one for one in given if one is not None), None)  # one for the whole instance
             if not chosen.all():
                 options = {**(options or {}), "reset_mask": chosen}
-            with self._failing(which, "reset"):
+            with self._error_context(which, "reset"):
                 result: Any = self._targets[which].reset(seed=_as_seed(seeds), options=options)
                 obs, info = split_reset(result)
                 self._write(self._spec.obs, obs, rows)
@@ -96,7 +103,7 @@ class BatchSlice(Slice):
                 self._arrays[path][reset] = 0
             for leaf in (self._spec.reward, self._spec.info.child("episode_return")):
                 self._arrays[leaf.path][reset] = 0
-            with self._failing(which, "reset"):
+            with self._error_context(which, "reset"):
                 self._write_infos(which, rows, info, np.zeros(self._size, np.bool_))
             self._stats[_stats.RESETS] += int(chosen.sum())
             self._stats[_stats.RESET_NS] += monotonic_ns() - started
@@ -107,9 +114,9 @@ class BatchSlice(Slice):
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         for which, rows, _ in self._parts(slots, "step", partly=False):
             started = monotonic_ns()
-            with self._failing(which, "step"):
+            with self._error_context(which, "step"):
                 actions = self._actions(self._spec.action, rows)
-            with self._failing(which, "step", actions):
+            with self._error_context(which, "step", actions):
                 result: Any = self._targets[which].step(actions)
                 if not isinstance(result, tuple) or len(result) != 5:
                     raise wrong_step(result)
@@ -145,7 +152,7 @@ class BatchSlice(Slice):
             attribute = attrgetter(name)(instance)
             return attribute(*mine, **kwargs) if callable(attribute) else attribute
 
-        return self._apply(slots, args, call, lambda slot: FailingAttribute(slot, name))
+        return self._apply(slots, args, call, lambda slot: AttributeErrorContext(slot, name))
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
         def read(instance: Any) -> Any:
@@ -153,10 +160,10 @@ class BatchSlice(Slice):
                 return instance.get_attr(name)
             return attrgetter(name)(instance)
 
-        return self._apply(slots, args, read, lambda slot: FailingAttribute(slot, name))
+        return self._apply(slots, args, read, lambda slot: AttributeErrorContext(slot, name))
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
-        return self._apply(slots, args, function, lambda slot: Failing(slot, "map"))
+        return self._apply(slots, args, function, lambda slot: EnvErrorContext(slot, "map"))
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
         by_instance: dict[int, dict[int, Any]] = {}
@@ -165,7 +172,7 @@ class BatchSlice(Slice):
             by_instance.setdefault(which, {})[row] = value
         for which, rows in by_instance.items():
             instance: Any = self._instances[which]
-            with FailingAttribute(self.first + which * self._size + min(rows), f"set_attr({name!r})"):
+            with AttributeErrorContext(self.first + which * self._size + min(rows), f"set_attr({name!r})"):
                 if not callable(getattr(instance, "set_attr", None)):
                     for value in rows.values():
                         setattr(instance.unwrapped, name, value)
@@ -190,14 +197,14 @@ class BatchSlice(Slice):
         slots: Iterable[int],
         args: Sequence[Any],
         function: Callable[..., Any],
-        failing: Callable[[int], Failing],
+        error_context: Callable[[int], EnvErrorContext],
     ) -> list[Any]:
         answers: dict[int, Any] = {}
         results: list[Any] = []
         for slot, mine in zip(slots, args, strict=True):
             which, row = divmod(slot - self.first, self._size)
             if which not in answers:
-                with failing(slot):
+                with error_context(slot):
                     answers[which] = function(self._instances[which], *mine)
             value = answers[which]
             batched = isinstance(value, (list, tuple, np.ndarray)) and len(value) == self._size
@@ -223,8 +230,8 @@ class BatchSlice(Slice):
             yield which, slice(start, start + self._size), chosen
             completed = [*completed, *range(start, start + self._size)]
 
-    def _failing(self, which: int, operation: str, action: Any = None) -> Failing:
-        return Failing(self.first + which * self._size, operation, action)
+    def _error_context(self, which: int, operation: str, action: Any = None) -> EnvErrorContext:
+        return EnvErrorContext(self.first + which * self._size, operation, action)
 
     def _write(self, node: Node, value: Any, rows: slice) -> None:
         """Writes a batch of values, with Gymnasium's checks and casts."""

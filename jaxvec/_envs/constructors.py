@@ -30,7 +30,7 @@ from jaxvec._config import PoolConfig
 from jaxvec._envs.batch_slice import BatchSlice
 from jaxvec._envs.env_rows import one_of
 from jaxvec._envs.env_slice import EnvSlice
-from jaxvec._envs.envs import AttributeFailure, BatchedEnv, Env, EnvFn, Failing, FailingAttribute
+from jaxvec._envs.envs import AttributeErrorContext, AttributeFailure, BatchedEnv, Env, EnvErrorContext, EnvFn
 from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._spec import EnvSpaces
@@ -228,15 +228,15 @@ def describe(envs: Sequence[Any], *, first: int, learn_info: bool, equal_spaces:
     """Describes envs. Resets the first one if `learn_info`. Raises `EnvFailure` if an env's code raises."""
     info = None
     if learn_info:
-        with Failing(first, "reset"):
+        with EnvErrorContext(first, "reset"):
             info = envs[0].reset()[1]
             info = one_of(info, 0, envs[0].num_envs) if isinstance(envs[0], VectorEnv) else dict(info)
-    with Failing(first, "constructor"):
+    with EnvErrorContext(first, "constructor"):
         spaces, mismatch, env_id = _spaces(envs[0], first), None, first
         for env in envs:
             mismatch = mismatch or compare(spaces, first, _spaces(env, env_id), env_id, equal=equal_spaces)
             env_id += env.num_envs if isinstance(env, VectorEnv) else 1
-        with Failing(first, "metadata"):
+        with EnvErrorContext(first, "metadata"):
             metadata = dict(envs[0].metadata)
         return Description(spaces, metadata, _read(envs[0], first, "render_mode"), info, mismatch)
 
@@ -262,7 +262,7 @@ def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:
         obs, action = (_read(env, env_id, f"single_{name}_space") for name in ("observation", "action"))
         return EnvSpaces(obs, action, None)
     try:
-        with FailingAttribute(env_id, "reward_space"):
+        with AttributeErrorContext(env_id, "reward_space"):
             reward = env.get_wrapper_attr("reward_space")  # MO-Gymnasium's convention
     except AttributeFailure:
         reward = None
@@ -271,7 +271,7 @@ def _spaces(env: Env | BatchedEnv, env_id: int) -> EnvSpaces:
 
 
 def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:
-    with Failing(env_id, name):
+    with EnvErrorContext(env_id, name):
         return getattr(env, name)
 
 

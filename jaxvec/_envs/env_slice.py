@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from jaxvec import _native, _stats
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
-from jaxvec._envs.env_states import Gone, SavedStates, SlotState, pack, unpack, verify_in_fork
+from jaxvec._envs.env_states import LostStates, SavedStates, SlotState, pack, unpack, verify_in_fork
 from jaxvec._envs.envs import (
+    AttributeErrorContext,
     Env,
+    EnvErrorContext,
     EnvFailure,
     EnvFn,
-    Failing,
-    FailingAttribute,
     check_dict,
     conform_reward,
     end_forks,
@@ -236,7 +236,7 @@ class EnvSlice(Slice):
             self.set_attr([slot], [value], name)
         self._slots.keep_options(index, settings.options)
         if settings.state is not None and self._episodes.is_lost(index):
-            with Failing(slot, "restore"):
+            with EnvErrorContext(slot, "restore"):
                 self._resumed[index] = unpack(settings.state)
 
     @property
@@ -345,7 +345,7 @@ class EnvSlice(Slice):
             if not delivered.over_by_fault(index):  # the fault hit no running episode
                 self._resumed.pop(index, None)
         if state[index] == ENDED:
-            with Failing(self.first + index, "reset"):
+            with EnvErrorContext(self.first + index, "reset"):
                 obs = self._start(index, *self._autoreset(index))
         else:
             assert state[index] == IDLE
@@ -425,29 +425,29 @@ class EnvSlice(Slice):
     def call(self, slots: Iterable[int], args: Sequence[Any], name: str, kwargs: Any) -> list[Any]:
         results: list[Any] = []
         for slot, env, arguments in self._accessed(slots, args):
-            with FailingAttribute(slot, name):
+            with AttributeErrorContext(slot, name):
                 attribute = find_attr(env, name)
-            with Failing(slot, name):
+            with EnvErrorContext(slot, name):
                 results.append(attribute(*arguments, **kwargs) if callable(attribute) else attribute)
         return results
 
     def get_attr(self, slots: Iterable[int], args: Sequence[Any], name: str) -> list[Any]:
         values: list[Any] = []
         for slot, env, _ in self._accessed(slots, args):
-            with FailingAttribute(slot, name):
+            with AttributeErrorContext(slot, name):
                 values.append(find_attr(env, name))
         return values
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         results: list[Any] = []
         for slot, env, arguments in self._accessed(slots, args):
-            with Failing(slot, "map"):
+            with EnvErrorContext(slot, "map"):
                 results.append(function(env, *arguments))
         return results
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
         for slot, env, value in self._accessed(slots, values):
-            with FailingAttribute(slot, f"set_attr({name!r})"):
+            with AttributeErrorContext(slot, f"set_attr({name!r})"):
                 put_attr(env, name, value)
 
     def _accessed(self, slots: Iterable[int], args: Sequence[Any]) -> Iterator[tuple[int, Env, Any]]:
@@ -511,7 +511,7 @@ class EnvSlice(Slice):
             self._states.add(numbers, states)
             if not packed:
                 return None
-            with Failing(slot, "save"):
+            with EnvErrorContext(slot, "save"):
                 return pack(state._replace(obs=self._rows.obs(state.slot - self.first)) for state in states)
 
     def restore_states(
@@ -520,7 +520,7 @@ class EnvSlice(Slice):
         sources: Sequence[int | bytes],
         oldest: int,
         rows: Sequence[NDArray[Any]] | None,
-    ) -> Gone | None:
+    ) -> LostStates | None:
         """Restores a state, given by its number or its bytes, into each of `k` envs.
 
         `rows` are the leaves of the states' time steps, `[k, ...]` each; `None` if the parent writes them.
@@ -531,7 +531,7 @@ class EnvSlice(Slice):
         with self._states.evicting(oldest):
             missing = self._states.missing(source for source in sources if isinstance(source, int))
             if missing:
-                return Gone(missing)
+                return LostStates(missing)
             slot = slots[0]
             try:
                 for slot, source in zip(slots, sources, strict=True):
@@ -545,7 +545,7 @@ class EnvSlice(Slice):
 
     def simulate_states(
         self, sources: Sequence[int], numbers: Sequence[int], actions: Sequence[NDArray[Any]], oldest: int
-    ) -> list[NDArray[Any]] | Gone:
+    ) -> list[NDArray[Any]] | LostStates:
         """Steps copies of envs from `k` states, and saves the next states under `numbers`.
 
         `actions` and the result are the leaves of actions and time step, `[k, ...]` each. The caller fills in
@@ -557,7 +557,7 @@ class EnvSlice(Slice):
         with self._states.evicting(oldest):
             missing = self._states.missing(sources)
             if missing:
-                return Gone(missing)
+                return LostStates(missing)
             before = self._simulator.steps
             try:
                 states, rows = self._simulator.step([self._states[source] for source in sources], actions)
@@ -566,13 +566,13 @@ class EnvSlice(Slice):
             self._states.add(numbers, states)
             return rows
 
-    def export_states(self, numbers: Sequence[int]) -> list[bytes] | Gone:
+    def export_states(self, numbers: Sequence[int]) -> list[bytes] | LostStates:
         """Returns states as bytes; raises `EnvFailure` if one can't be pickled."""
         missing = self._states.missing(numbers)
         if missing:
-            return Gone(missing)
+            return LostStates(missing)
         states = [self._states[number] for number in numbers]
-        with Failing(states[0].slot if states else self.first, "export"):
+        with EnvErrorContext(states[0].slot if states else self.first, "export"):
             return pack(states)
 
     def import_states(
@@ -585,7 +585,7 @@ class EnvSlice(Slice):
         """
         with self._states.evicting(oldest):
             for slot, number, one in zip(slots, numbers, packed, strict=True):
-                with Failing(slot, "import"):
+                with EnvErrorContext(slot, "import"):
                     state = unpack(one)
                     self._slots.check_fit(slot - self.first, state.env)
                     self._states.add([number], [state._replace(slot=slot)])
@@ -606,7 +606,7 @@ class EnvSlice(Slice):
         info = self._rows.infos[index]
         return SlotState(
             slot,
-            self._slots.stateful[index].take(),
+            self._slots.stateful[index].save(),
             self._episodes.save(index),
             *self._slots.save(index),
             deepcopy(info) if info else {},

@@ -1,9 +1,9 @@
 """Saved states of envs: how one is taken, restored and verified, and the table of those that a worker keeps.
 
-    env and its wrappers --StatefulEnv.take--> EnvState --+
+    env and its wrappers --StatefulEnv.save--> EnvState --+
     episode, seed, options, info of the slot -------------+--> SlotState --SavedStates.add--> table, by number
 
-`StatefulEnv.put` restores an `EnvState` into the same env, or into another that the same function built. The
+`StatefulEnv.restore` restores an `EnvState` into the same env, or into another that the same function built. The
 snapshots of attributes are taken by `_snapshots/`. The parent keeps the row of the segment of each state.
 """
 
@@ -36,14 +36,14 @@ from jaxvec._snapshots.nodes import (
     CannotCopy,
     Fields,
     Node,
-    Putter,
+    Restorer,
+    Saver,
     Shared,
     TakenAsAWhole,
-    Taker,
     compare_fields,
     layer_nodes,
-    put_layer,
-    take_layer,
+    restore_layer,
+    save_layer,
 )
 from jaxvec._snapshots.pickling import dumps
 from jaxvec._snapshots.snapshot import IncrementalSnapshot, difference, find
@@ -75,7 +75,7 @@ class SlotState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gone:
+class LostStates:
     """Reply to a request that was not carried out, because these states were lost with an earlier worker."""
 
     numbers: list[int]
@@ -162,7 +162,7 @@ _GENERATOR = ("_np_random", "_np_random_seed")  # attributes that `gymnasium.Env
 
 @dataclass(slots=True, eq=False)
 class EnvState:
-    """The immutable result of `StatefulEnv.take`. It pickles if everything in the env does."""
+    """The immutable result of `StatefulEnv.save`. It pickles if everything in the env does."""
 
     kinds: tuple[str, ...]  # the names of the classes of the wrappers, outermost first, and of the env
     layers: list[Fields]  # the attributes of each of them
@@ -170,7 +170,7 @@ class EnvState:
 
 
 class StatefulEnv:
-    """An env that can take its own state, with that of its wrappers, and put it again.
+    """An env that can save its own state, with that of its wrappers, and restore it.
 
     Create it before the env's first reset: from then on it records the actions that ALE may repeat (sticky
     actions), which are in no attribute.
@@ -191,7 +191,7 @@ class StatefulEnv:
         self._find_layers()
         watch_ale(self._layers[-1])
 
-    def take(self) -> EnvState:
+    def save(self) -> EnvState:
         """Returns the state of the env and its wrappers.
 
         It contains their attributes and all objects that these refer to, random generators included. MuJoCo
@@ -203,7 +203,7 @@ class StatefulEnv:
         """
         self._update_layers()
         incremental = self._incremental
-        if incremental is not None and (fields := incremental.take()) is not None:
+        if incremental is not None and (fields := incremental.save()) is not None:
             return EnvState(self._kinds, fields, None)
         if len(self._shared) > _MAX_SHARED_NODES:
             self._shared.clear()
@@ -220,28 +220,28 @@ class StatefulEnv:
     def _walk(self) -> tuple[list[Fields], Any]:
         """Saves the attributes of each layer, and the result of `get_state`."""
         base, functions, methods = self._layers[-1], self._functions, self._methods
-        taker = Taker(find, self._nodes.copy(), self._shared, walked=self._walked, trust=self._trust)
-        taken: list[Fields] = []
+        saver = Saver(find, self._nodes.copy(), self._shared, walked=self._walked, trust=self._trust)
+        layers: list[Fields] = []
         own: Any = None
         layer: Any = base
         try:
             for layer in self._layers:
                 if layer is not base:
-                    taken.append(take_layer(taker, layer))
+                    layers.append(save_layer(saver, layer))
                 elif functions is not None:
                     held = {name: vars(base)[name] for name in _GENERATOR if name in vars(base)}
-                    taken.append(({}, {name: taker.value(value) for name, value in held.items()}, -1))
-                    own = taker.value(functions[0](self.env))
+                    layers.append(({}, {name: saver.value(value) for name, value in held.items()}, -1))
+                    own = saver.value(functions[0](self.env))
                 elif methods is None:
-                    taken.append(take_layer(taker, base))
+                    layers.append(save_layer(saver, base))
                 else:
                     if isinstance(base, gymnasium.Wrapper):
-                        taken.append(NOTHING)  # its `get_state` covers the env inside, too
+                        layers.append(NOTHING)  # its `get_state` covers the env inside, too
                     else:
-                        taker.lenient = True
-                        taken.append(take_layer(taker, base))
-                        taker.lenient = False
-                    own = taker.value(methods[0](base))
+                        saver.lenient = True
+                        layers.append(save_layer(saver, base))
+                        saver.lenient = False
+                    own = saver.value(methods[0](base))
         except CannotCopy as error:
             path = f"{type(layer).__name__}." + "".join(
                 name if name.startswith("[") or not number else f".{name}"
@@ -252,7 +252,7 @@ class StatefulEnv:
             raise EnvStateError(
                 f"cannot save {type(base).__name__}: attribute {path}{reason}. {error.advice or _ADVICE}"
             ) from error
-        return taken, own
+        return layers, own
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ class StatefulEnv:
         self._update_layers()
         return self._kinds
 
-    def put(self, state: EnvState) -> bool:
+    def restore(self, state: EnvState) -> bool:
         """Restores a state, which may be used again.
 
         Values are written into the existing objects, because windows, observation buffers and closures may
@@ -282,18 +282,18 @@ class StatefulEnv:
                 f"cannot restore a state of {' of '.join(state.kinds)} into {' of '.join(kinds)}; "
                 "restore it into an env that the same function made"
             )
-        if self._incremental is not None and self._incremental.put(state.layers):
+        if self._incremental is not None and self._incremental.restore(state.layers):
             return True
         base = layers[-1]
-        putter = Putter(layers)
+        restorer = Restorer(layers)
         try:
             # `set_state` first, so that the saved attributes overwrite its side effects.
             if self._functions is not None:
-                self._functions[1](self.env, putter.value(state.own, None))
+                self._functions[1](self.env, restorer.value(state.own, None))
             elif self._methods is not None:
-                self._methods[1](base, putter.value(state.own, None))
+                self._methods[1](base, restorer.value(state.own, None))
             for layer, fields in zip(layers, state.layers, strict=True):
-                put_layer(putter, layer, fields)
+                restore_layer(restorer, layer, fields)
         except CannotCopy as error:
             raise EnvStateError(
                 f"cannot restore {type(base).__name__}: {error.what}. {error.advice or _ADVICE}"
@@ -315,25 +315,25 @@ class StatefulEnv:
             EnvStateError: A state can't be saved or restored, or results differ. The message names the
                 attribute that differs, too, if there is one.
         """
-        env, before, name = self.env, self.take(), type(self.env.unwrapped).__name__
+        env, before, name = self.env, self.save(), type(self.env.unwrapped).__name__
         space = copy.deepcopy(env.action_space)
         space.seed(0)
         actions = [space.sample() for _ in range(num_steps)]
         try:
             if fresh:
                 _reset(env, 0)
-            start = self.take()
+            start = self.save()
             first = self._play(actions[: num_steps // 2])
-            half_way = self.take()  # at the start of an episode, some envs have no state yet to lose
+            half_way = self.save()  # at the start of an episode, some envs have no state yet to lose
             played = [first, self._play(actions[num_steps // 2 :])]
             for seed in (1, 2):  # other seeds may produce another map or other bodies
                 _reset(env, seed)
                 self._play(first.actions)
             points = (start, played), (half_way, played[1:])
             for state, parts in points:
-                self.put(state)
+                self.restore(state)
                 # Ignores `own`: two results of `get_state` may differ in form until the next step.
-                now, saved = (EnvState(one.kinds, one.layers, None) for one in (self.take(), state))
+                now, saved = (EnvState(one.kinds, one.layers, None) for one in (self.save(), state))
                 if (attribute := _differing_attribute(now, saved)) is not None:
                     raise EnvStateError(
                         f"cannot restore {name}: {attribute} differs after the restore. {_ADVICE}"
@@ -341,10 +341,10 @@ class StatefulEnv:
                 self._repeat(parts, name)
             for state, parts in points:
                 if (copied := _pickled(state)) is not None:
-                    self.put(copied)
+                    self.restore(copied)
                     self._repeat(parts, f"{name} from a pickled state")
         finally:
-            self.put(before)
+            self.restore(before)
 
     def _find_layers(self) -> None:
         self._layers = _layers(self.env)
@@ -378,7 +378,7 @@ class StatefulEnv:
             if ended:
                 results[-1].append(_value(self.env.reset()))
             if len(states) < 3:
-                states.append(self.take())
+                states.append(self.save())
         return _Played(actions, results, states)
 
     def _repeat(self, parts: Sequence[_Played], name: str) -> None:
@@ -412,7 +412,7 @@ class _Played(NamedTuple):
 
 
 def _value(result: Any) -> Any:
-    return Taker(find, {}, {}, lenient=True).value(result)
+    return Saver(find, {}, {}, lenient=True).value(result)
 
 
 def _reset(env: Env, seed: int) -> None:
@@ -506,7 +506,7 @@ def _accepts(method: Any, count: int) -> bool:
 
 def verify_in_fork(stateful: StatefulEnv, *, fresh: bool) -> None:
     """Runs `StatefulEnv.verify` in a forked child of this process, a worker; raises as that does."""
-    stateful.take()  # first: an error here needs no child
+    stateful.save()  # first: an error here needs no child
     name = type(stateful.env.unwrapped).__name__
     parent = os.getpid()
     reader, writer = os.pipe()

@@ -43,7 +43,7 @@ class AttributeFailure(EnvFailure):
     """A missing attribute of an env, or one that can't be set."""
 
 
-class Failing:
+class EnvErrorContext:
     """Context manager that turns an exception of its block into an `EnvFailure`, unless it is one already."""
 
     def __init__(self, env_id: int, operation: str, action: Any = None) -> None:
@@ -57,8 +57,8 @@ class Failing:
             raise EnvFailure(*self._arguments) from error
 
 
-class FailingAttribute(Failing):
-    """A `Failing` for access to an attribute, which turns `AttributeError` into `AttributeFailure`."""
+class AttributeErrorContext(EnvErrorContext):
+    """A `EnvErrorContext` for access to an attribute, which turns `AttributeError` into `AttributeFailure`."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, AttributeError):

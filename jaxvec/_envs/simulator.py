@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxvec import _stats
 from jaxvec._envs.env_states import SlotState
-from jaxvec._envs.envs import Env, EnvFailure, EnvFn, Failing, build_env
+from jaxvec._envs.envs import Env, EnvErrorContext, EnvFailure, EnvFn, build_env
 from jaxvec._envs.episodes import IDLE
 from jaxvec._memory.segment import Arrays, make_layout, private_segment
 from jaxvec._spec import PoolSpec
@@ -124,7 +124,7 @@ class Simulator:
     def _build(self, kind: Hashable, slot: int) -> None:
         env_fn = self._env_fns[slot - self._first]
         envs = build_env([env_fn], slot)
-        with Failing(slot, "simulate"):
+        with EnvErrorContext(slot, "simulate"):
             arrays = private_segment(self._layout)
             # Before the reset, because `StatefulEnv` has to observe the env from its first reset on.
             stepper = self._stepper_of(envs * _MAX_ROWS, env_fn, arrays)

@@ -395,7 +395,7 @@ class SlotEnvs:
 
         After a `fault`, the declared options of the next reset stay those that the program gave last.
         """
-        if self.stateful[index].put(env):
+        if self.stateful[index].restore(env):
             self.targets.note_restore(index, self.called[index])
         else:
             self.changed(index)

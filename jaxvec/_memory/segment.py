@@ -67,7 +67,7 @@ class Marks:
         completed: int64 `[num_slots]`, written by workers: the request completed last.
         completed_at: int64 `[num_slots]`, written by workers: monotonic time of the completion, in ns.
         doorbell, worker_notices, asleep, finished, target, sleepers, parent_notices: Words of the native
-            dispatch; `_native/handoff.h` documents their writers.
+            dispatch; `_native/dispatch.h` documents their writers.
     """
 
     running: NDArray[np.uint32]
@@ -268,7 +268,7 @@ class Views:
         self._actions = [arrays[leaf.path] for leaf in spec.action_leaves]
         self._options = [arrays[leaf.path] for leaf in spec.option_leaves]
         self._results = [arrays[leaf.path] for leaf in spec.timestep_leaves]
-        self._rows = rows  # `Admission.rows`: converts slots to an index, a slice for all envs
+        self._rows = rows  # `PendingEnvs.rows`: converts slots to an index, a slice for all envs
 
     def write_actions(self, slots: NDArray[Any], actions: Rows) -> None:
         """Writes the leaves of actions, and of reset options if they follow."""

@@ -1,6 +1,6 @@
 // The extension module `jaxvec._native._ext`.
 //
-//   py_dispatch.cc  Parent, Worker: the two ends of the dispatch (`handoff.h`)
+//   py_dispatch.cc  Parent, Worker: the two ends of the dispatch (`dispatch.h`)
 //   py_pool.cc      Pool: the engine of a pool that compiled programs step without Python (pool.h)
 //   py_calls.cc     XLA's handlers, calls that Python answers, interrupts (ffi.h, call.h, cuda.h)
 //   stepper.cc      the stepping loop and the writers of rows; states.cc: incremental snapshots of envs

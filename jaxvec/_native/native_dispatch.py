@@ -1,4 +1,4 @@
-"""The native dispatch: futexes in the segment, waits without the GIL. Wraps `handoff.cc`."""
+"""The native dispatch: futexes in the segment, waits without the GIL. Wraps `dispatch.cc`."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class NativeParentDispatch(ParentDispatch):
         for worker, part in self._partition.of(slots):
             self._native_end.send(worker, verb, part)
 
-    def pass_on(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
+    def forward(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
         for worker, part in self._partition.of(slots):
-            self._native_end.pass_on(worker, requests[part], part)
+            self._native_end.forward(worker, requests[part], part)
 
     def wait(self, slots: NDArray[Any], count: int, seconds: float) -> bool:
         # Returns early after a signal, so that Python's handlers can run.
         return self._native_end.wait(slots, count, int(seconds * 1e9))
 
-    def begin_look(self, slots: NDArray[Any], count: int, seconds: float) -> float:
+    def start_poll(self, slots: NDArray[Any], count: int, seconds: float) -> float:
         self._native_end.mark_notices_seen()  # before the poll, so a later notice still ends the next wait
         return 0  # do not block: `wait` has slept already
 

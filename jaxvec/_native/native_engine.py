@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.dispatch import ParentDispatch
-from jaxvec._dispatch.engine import FOREVER_NS, Engine, Made, Rules, Status
+from jaxvec._dispatch.engine import FOREVER_NS, Engine, EngineConfig, MoveResult, Status
 from jaxvec._dispatch.move import VERBS, Caller, Move, name_caller
 from jaxvec._memory.segment import Copies, Deliver, Rows, copies
 from jaxvec._native import load
@@ -18,7 +18,7 @@ from jaxvec._tracing import Record, Span
 _WAIT = 200_000_000  # ns; the longest wait in C++, during which no Python signal handler can run
 
 _STATUSES = tuple(Status)
-_PARTS = ("write actions", "hand over", "wait for workers", "copy results")
+_PARTS = ("write actions", "dispatch", "wait for workers", "copy results")
 _CALLER_CODES = [verb + caller for verb in VERBS for caller in Caller]
 _NAMES = {code: name_caller(code) for code in _CALLER_CODES} | dict(enumerate(_PARTS, start=32))
 
@@ -32,7 +32,7 @@ class CEngine(Engine):
     def __init__(
         self,
         dispatch: ParentDispatch,
-        rules: Rules,
+        config: EngineConfig,
         *,
         fingerprint: int,
         slices: Sequence[tuple[int, int]],
@@ -47,7 +47,7 @@ class CEngine(Engine):
 
         Args:
             dispatch: The pool's native dispatch.
-            rules: The rules of the pool's moves.
+            config: The rules of the pool's moves.
             fingerprint: Fingerprint of the pool's specification; calls of programs must contain it, too.
             slices: Range `(first, stop)` of each worker's slots.
             actions: Arrays `[num_envs, ...]` in the segment, in the order of a program's operands.
@@ -57,18 +57,18 @@ class CEngine(Engine):
             batch_size: Number of envs that `recv` returns.
             step_here: Function that steps the envs, if they are in this process; `None` if workers do.
         """
-        super().__init__(rules)
-        admission = rules.admission
-        terminated, truncated = rules.views.over if rules.ends_need_reset else (None, None)
-        timeout_ns = FOREVER_NS if rules.timeout is None else int(rules.timeout * 1e9)
-        self.generation = np.zeros(len(admission.needs_reset), np.uint32)
+        super().__init__(config)
+        pending_envs = config.pending_envs
+        terminated, truncated = config.views.over if config.ends_need_reset else (None, None)
+        timeout_ns = FOREVER_NS if config.timeout is None else int(config.timeout * 1e9)
+        self.generation = np.zeros(len(pending_envs.needs_reset), np.uint32)
         self._pool = load().Pool(
-            pool_id=rules.pool_id,
+            pool_id=config.pool_id,
             parent=dispatch.native_end,
             fingerprint=fingerprint,
             batch_size=batch_size,
-            in_order=rules.in_order,
-            together=admission.together,
+            in_order=config.in_order,
+            together=pending_envs.together,
             wait_ns=min(_WAIT, timeout_ns),
             step_ns=timeout_ns,
             stops=np.array([stop for _, stop in slices]),
@@ -77,15 +77,15 @@ class CEngine(Engine):
             num_options=num_options,
             results=results,
             nonzero=nonzero,
-            in_flight=admission.in_flight,
-            sent=admission.sent_words,
-            num_sent=admission.num_sent,
-            due=admission.due,
-            needs_reset=admission.needs_reset,
+            in_flight=pending_envs.in_flight,
+            sent=pending_envs.sent_words,
+            num_sent=pending_envs.num_sent,
+            due=pending_envs.due,
+            needs_reset=pending_envs.needs_reset,
             terminated=terminated,
             truncated=truncated,
             step_here=step_here,
-            all_slots=admission.all,
+            all_slots=pending_envs.all,
         )
 
     @property
@@ -110,14 +110,16 @@ class CEngine(Engine):
         *,
         deliver: Deliver | None = copies,
         at_least: int | None = None,
-    ) -> Made:
+    ) -> MoveResult:
         if at_least is None and isinstance(deliver, Copies):
             made = self._move(move, actions, env_ids, deliver.unread)
             if made.status not in (Status.ELSEWHERE, Status.COPYING, Status.LATE):
                 return made
         return super().move(move, actions, env_ids, deliver=deliver, at_least=at_least)
 
-    def _move(self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]) -> Made:
+    def _move(
+        self, move: Move, actions: Rows, env_ids: NDArray[Any] | None, unread: frozenset[int]
+    ) -> MoveResult:
         """Makes a move with one call into C++; its status is `ELSEWHERE` if C++ does not support it."""
         slots = None if move.generation is None else move.slots
         status, rows, waited_ns = self._pool.move(
@@ -130,7 +132,7 @@ class CEngine(Engine):
             actions,
             unread,
         )
-        return Made(_STATUSES[status], rows, waited_ns / 1e9, recorded=True)
+        return MoveResult(_STATUSES[status], rows, waited_ns / 1e9, recorded=True)
 
     def check_handle(self, move: Move) -> Status:
         return _STATUSES[self._pool.check_handle(move.slots, move.generation)]

@@ -300,7 +300,7 @@ Status Pool::recv(Request& request, const std::vector<int64_t>& handle, Target& 
 // Stores the envs that the caller may move: those of its handle, if it is fresh, or all for a caller without
 // one, which must wait for copies of other callers. The caller is inside.
 Status Pool::admit(const Request& request, std::vector<int64_t>* slots) {
-  if (!state.open) return Status::kBarred;
+  if (!state.open) return Status::kRefused;
   if (request.slots == nullptr) {
     *slots = all_;
     return copying() ? Status::kCopying : Status::kDone;
@@ -321,11 +321,11 @@ Status Pool::check_handle(const int64_t* slots, const uint32_t* generation, uint
 Status Pool::check_envs(const int64_t* slots, uint32_t count, bool stepped) {
   const Status status = check_ids(slots, count);
   if (status != Status::kDone) return status;
-  if (stepped && is_part(slots, count)) return Status::kPart;
+  if (stepped && is_part(slots, count)) return Status::kPartialBatch;
   const auto any = [&](const uint8_t* flags) {
     return std::any_of(slots, slots + count, [flags](int64_t slot) { return flags[slot]; });
   };
-  if (any(plan_.in_flight)) return Status::kInFlight;
+  if (any(plan_.in_flight)) return Status::kPending;
   return stepped && any(plan_.needs_reset) ? Status::kNeedsReset : Status::kDone;
 }
 
@@ -337,7 +337,7 @@ Status Pool::check_ids(const int64_t* slots, uint32_t count) {
   }
   ++num_checks_;
   for (uint32_t i = 0; i < count; ++i) {
-    if (std::exchange(checked_[slots[i]], num_checks_) == num_checks_) return Status::kNamedTwice;
+    if (std::exchange(checked_[slots[i]], num_checks_) == num_checks_) return Status::kDuplicate;
   }
   return Status::kDone;
 }
@@ -383,7 +383,7 @@ void Pool::dispatch(const std::vector<int64_t>& given, const void* const* action
 // Checks that a recv can be made. An overdue env is an error of its own, because recv would not notice it
 // while enough other envs are ready.
 Status Pool::check_queue() const {
-  if (*plan_.num_sent < plan_.batch_size) return Status::kTooFew;
+  if (*plan_.num_sent < plan_.batch_size) return Status::kTooFewPending;
   const Board& board = plan_.parent->board;
   const int64_t now = now_ns();
   const bool overdue = std::any_of(plan_.sent, plan_.sent + *plan_.num_sent, [&](int64_t slot) {

@@ -20,7 +20,7 @@
 #include <thread>
 #include <vector>
 
-#include "handoff.h"
+#include "dispatch.h"
 #include "trace.h"
 
 namespace jaxvec {
@@ -138,17 +138,17 @@ enum class Status : uint32_t {
   kDone = 0,
   kUnderWay,   // started, not finished or failed: Python ends it. The caller must release its slots
   kElsewhere,  // not a move for C++: another verb, a program for other envs, or the child of a fork
-  kBarred,     // the pool is closed or broken
+  kRefused,    // the pool is closed or broken
   kBusy,       // other threads are inside, or hold slots that the caller needs
   kCopying,    // a GPU still copies from the segment
   kNoSuchEnv,
-  kNamedTwice,
-  kStale,     // the envs were moved since the caller got its handle
-  kInFlight,  // an env is pending
+  kDuplicate,
+  kStale,    // the envs were moved since the caller got its handle
+  kPending,  // an env is pending
   kNeedsReset,
-  kTooFew,  // too few envs are pending for a `recv`
-  kLate,    // a pending env is overdue, which `recv` would miss if enough others are ready
-  kPart,    // the slots contain only a part of a batched env
+  kTooFewPending,  // too few envs are pending for a `recv`
+  kLate,           // a pending env is overdue, which `recv` would miss if enough others are ready
+  kPartialBatch,   // the slots contain only a part of a batched env
 };
 
 // A move that a program, or Python for another caller, requests.

@@ -83,9 +83,9 @@ void parent_send(ParentEnd& end, uint32_t worker, uint32_t operation, const Slot
   WithoutGil([&] { send(end.parent, worker, operation, slots.data, slots.count); });
 }
 
-void parent_pass_on(ParentEnd& end, uint32_t worker, const Slots& requests, const Slots& slots) {
+void parent_forward(ParentEnd& end, uint32_t worker, const Slots& requests, const Slots& slots) {
   if (!check(end.parent.board, worker, slots)) return;
-  WithoutGil([&] { pass_on(end.parent, worker, requests.data, slots.data, slots.count); });
+  WithoutGil([&] { forward(end.parent, worker, requests.data, slots.data, slots.count); });
 }
 
 void parent_notify_worker(ParentEnd& end, uint32_t worker) {
@@ -107,7 +107,7 @@ void parent_close(ParentEnd& end) { end.marks.reset(); }
 
 PyMethodDef parent_methods[] = {
     Define<parent_send>("send"),
-    Define<parent_pass_on>("pass_on"),
+    Define<parent_forward>("forward"),
     Define<parent_notify_worker>("notify_worker"),
     Define<parent_wait>("wait"),
     Define<parent_mark_notices_seen>("mark_notices_seen"),

@@ -298,17 +298,17 @@ struct Enumerator {
 constexpr Enumerator kStatuses[] = {{"DONE", Status::kDone},
                                     {"UNDER_WAY", Status::kUnderWay},
                                     {"ELSEWHERE", Status::kElsewhere},
-                                    {"BARRED", Status::kBarred},
+                                    {"REFUSED", Status::kRefused},
                                     {"BUSY", Status::kBusy},
                                     {"COPYING", Status::kCopying},
                                     {"NO_SUCH_ENV", Status::kNoSuchEnv},
-                                    {"NAMED_TWICE", Status::kNamedTwice},
+                                    {"DUPLICATE", Status::kDuplicate},
                                     {"STALE", Status::kStale},
-                                    {"IN_FLIGHT", Status::kInFlight},
+                                    {"PENDING", Status::kPending},
                                     {"NEEDS_RESET", Status::kNeedsReset},
-                                    {"TOO_FEW", Status::kTooFew},
+                                    {"TOO_FEW_PENDING", Status::kTooFewPending},
                                     {"LATE", Status::kLate},
-                                    {"PART", Status::kPart}};
+                                    {"PARTIAL_BATCH", Status::kPartialBatch}};
 
 bool add_enumerators(PyObject* module) {
   const Ref statuses(PyDict_New());

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <vector>
 
-#include "handoff.h"
+#include "dispatch.h"
 
 namespace jaxvec {
 

@@ -84,14 +84,14 @@ class EnvCalls:
         args: Sequence[Sequence[Any]],
         kwargs: Mapping[str, Any],
         *,
-        begun: Callable[[], None] | None = None,
+        on_started: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Calls a method of each env, or reads an attribute; both are looked up through wrappers.
 
-        `args`, `[n]`, are the positional arguments of each env's call. `begun` is called once no other call
+        `args`, `[n]`, are the positional arguments of each env's call. `on_started` is called once no other call
         can overtake this one.
         """
-        return self._call_envs(move, "call", args, name, kwargs, begun=begun)
+        return self._call_envs(move, "call", args, name, kwargs, on_started=on_started)
 
     def get_attr(self, slots: NDArray[Any], name: str) -> list[Any]:
         """Returns an attribute of each env, `[n]`. A method is returned, not called."""
@@ -148,10 +148,10 @@ class EnvCalls:
         name: RequestName,
         args: Sequence[Sequence[Any]],
         *more: Any,
-        begun: Callable[[], None] | None = None,
+        on_started: Callable[[], None] | None = None,
     ) -> list[Any]:
         slots = move.slots
-        with self._holding_workers(move, begun):
+        with self._holding_workers(move, on_started):
             if move.verb is Verb.CALL and name != "get_attr" and self._workers.env_settings is not None:
                 self._workers.env_settings.call(slots)
             slices = self.request_each(name, slots, args, *more)
@@ -161,7 +161,7 @@ class EnvCalls:
 
     @contextmanager
     def _holding_workers(
-        self, move: Move, begun: Callable[[], None] | None = None, *, name: str | None = None
+        self, move: Move, on_started: Callable[[], None] | None = None, *, name: str | None = None
     ) -> Generator[None]:
         """Holds all envs of the workers concerned for a block that makes a request.
 
@@ -171,8 +171,8 @@ class EnvCalls:
         held = self.of_workers(move.slots)
         with self._state.track(move, name):
             with self._engine.exclusive(held):
-                if begun is not None:
-                    begun()
+                if on_started is not None:
+                    on_started()
                 self._state.enter(move)
                 self._engine.hold(held, alone=True)
                 last_caller = self._engine.last_caller

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._arguments import NO_SEED, Options, expand_options, merge_options, options_on_host
 from jaxvec._config import Timeouts
-from jaxvec._dispatch.engine import Admission, Made, Rules, Status, select_whole
+from jaxvec._dispatch.engine import EngineConfig, MoveResult, PendingEnvs, Status, select_whole
 from jaxvec._dispatch.move import Caller, Move, Verb
 from jaxvec._errors import JaxvecError, PendingEnvError, PoolClosedError
 from jaxvec._memory import pinned
@@ -43,7 +43,7 @@ from jaxvec._pool.state import ActiveMove, PoolFinalizer, PoolState
 from jaxvec._spec import Autoreset, PoolSpec
 from jaxvec._stats import Stats
 from jaxvec._tracing import Record, Recorder, span
-from jaxvec._workers.base import Patience, WorkerGroup
+from jaxvec._workers.base import WaitLimits, WorkerGroup
 
 _logger = logging.getLogger("jaxvec")
 
@@ -89,23 +89,25 @@ class Pool:
         self._timeouts = timeouts
         layout = make_layout(spec, len(slices))
         arrays = workers.attach(layout, spec)
-        self._admission = Admission(spec.num_envs, spec.batch_size, together)
-        self.all: NDArray[np.int_] = self._admission.all  # ids of all envs
+        self._pending_envs = PendingEnvs(spec.num_envs, spec.batch_size, together)
+        self.all: NDArray[np.int_] = self._pending_envs.all  # ids of all envs
         self._moves: dict[tuple[Verb, Caller | None], Move] = {}  # cache of `move_all`
-        self._views = Views(spec, arrays, self._admission.rows)
+        self._views = Views(spec, arrays, self._pending_envs.rows)
         self._segment = whole_segment(arrays, layout)
         self._pinning_tried = False
         self.id: int = next(_ids)  # in the handles and states of this pool
         self._options: Options = None  # the reset options that the workers hold
         if not resets_required:
-            self._admission.needs_reset[:] = False
+            self._pending_envs.needs_reset[:] = False
         ends_need_reset = resets_required and spec.autoreset is Autoreset.DISABLED
         views, step_timeout = self._views, timeouts.step
         self._engine = workers.open_engine(
-            Rules(self.id, self._admission, views, workers.send, in_order, ends_need_reset, step_timeout)
+            EngineConfig(
+                self.id, self._pending_envs, views, workers.send, in_order, ends_need_reset, step_timeout
+            )
         )
         self.finalizer: PoolFinalizer = PoolFinalizer(workers, self._engine)
-        self.state: PoolState = PoolState(self.id, self._engine, self._admission, self.finalizer)
+        self.state: PoolState = PoolState(self.id, self._engine, self._pending_envs, self.finalizer)
         self.env_calls: EnvCalls = EnvCalls(
             workers, self.state, self._engine, slices=slices, raw_info=views.raw_info, timeout=step_timeout
         )
@@ -213,17 +215,17 @@ class Pool:
         worker has a report. `interrupt` raises if Ctrl-C was pressed since the call started. The caller
         holds the slots.
         """
-        started = Made(Status.UNDER_WAY, waited=waited, recorded=True)
+        started = MoveResult(Status.UNDER_WAY, waited=waited, recorded=True)
         self._finish(ActiveMove(move, interrupt), started, into(out))
 
-    def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_they_are: bool = False) -> None:
+    def send(self, move: Move, env_ids: NDArray[Any], actions: Rows, *, as_objects: bool = False) -> None:
         """Starts a step of the envs `env_ids`, `[k]`, which are pending until `recv` returns them.
 
-        With `as_they_are`, `actions` are `k` Python objects, which the envs receive unconverted. They travel
+        With `as_objects`, `actions` are `k` Python objects, which the envs receive unconverted. They travel
         over the control sockets, which is slower.
         """
         with self.state.track(move) as active:
-            if not as_they_are:
+            if not as_objects:
                 self._start(active, actions, env_ids)
                 return
             with self._engine.exclusive(self.env_calls.of_workers(env_ids)):
@@ -232,7 +234,7 @@ class Pool:
                 self.env_calls.request_each("give_actions", env_ids, actions)
                 with self.state.breaking():
                     self._engine.dispatch(Verb.STEP, env_ids)
-                self._admission.note_sent(env_ids, self._timeouts.step)
+                self._pending_envs.note_sent(env_ids, self._timeouts.step)
                 self._engine.advance(move)
 
     def recv(
@@ -242,7 +244,7 @@ class Pool:
         deliver: Deliver = copies,
         timeout: float | None = None,
         at_least: int | None = None,
-        everything: bool = False,
+        wait_for_all: bool = False,
     ) -> Rows:
         """Waits until `batch_size` of the pending envs are completed, and receives their time steps.
 
@@ -251,22 +253,24 @@ class Pool:
             deliver: See the class. The leaves have the shape `[batch_size, ...]`.
             timeout: Seconds after which `NotReadyError` is raised. The envs are still pending then.
             at_least: Number of envs to wait for, instead of `batch_size`. All completed envs are received.
-            everything: True to wait for all pending envs, and to return the rows of all envs of the pool.
+            wait_for_all: True to wait for all pending envs, and to return the rows of all envs of the pool.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        enough = 0 if everything else at_least
+        enough = 0 if wait_for_all else at_least
         with self.state.track(move) as active:
             if timeout is None and enough is None:
                 return self._finish(active, self._start(active, deliver=deliver), deliver)
             self._start(active, deliver=None, at_least=enough)
-            return self._receive(active, deliver, give_up=give_up, at_least=at_least, everything=everything)
+            return self._receive(
+                active, deliver, give_up=give_up, at_least=at_least, wait_for_all=wait_for_all
+            )
 
     def save(self, move: Move) -> NDArray[np.uint32]:
         """Saves the states of envs, and returns their names. A failure leaves the pool usable."""
         slots = move.slots
         with self._exclusive_move(move) as active:
             self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
-            needs_reset, send = self._admission.needs_reset[slots], partial(self._send_states, active)
+            needs_reset, send = self._pending_envs.needs_reset[slots], partial(self._send_states, active)
             ids = self._saved.save(send, slots, needs_reset, self._read)
             self._engine.advance(move)
             return ids
@@ -288,7 +292,7 @@ class Pool:
             with self.state.breaking():
                 self._saved.restore(partial(self._send_states, active), slots, sources, rows)
             self._views.write(slots, rows)
-            self._admission.needs_reset[slots] = needs_reset
+            self._pending_envs.needs_reset[slots] = needs_reset
             self._engine.advance(move)
             return self._views.read(slots, deliver)
 
@@ -374,13 +378,13 @@ class Pool:
 
     def _envs_to_reset(self, active: ActiveMove, mask: NDArray[Any] | None) -> NDArray[Any]:
         """Returns the envs that a reset sends, in sending order. They are not pending any more."""
-        slots, sent = active.move.slots, self._admission.sent
+        slots, sent = active.move.slots, self._pending_envs.sent
         if mask is None and len(slots) == self.spec.num_envs and len(sent):
             self._wait(active, sent, len(sent))
-            self._admission.note_received(sent)
+            self._pending_envs.note_received(sent)
         chosen = slots if mask is None else slots[mask]
         self.state.check_status(self._engine.check_envs(chosen, stepped=False), chosen)
-        spread = self._admission.spread
+        spread = self._pending_envs.spread
         return spread[np.isin(spread, chosen)] if self.spec.first_ready else chosen
 
     def _send_reset(
@@ -397,7 +401,7 @@ class Pool:
         # A batched env also writes rows of envs that the caller's handle does not contain.
         self._engine.wait_for_copies()
         slots = active.move.slots
-        idle = ~self._admission.in_flight[slots]  # the workers of pending envs may still read their seeds
+        idle = ~self._pending_envs.in_flight[slots]  # the workers of pending envs may still read their seeds
         self._views.seeds[slots[idle]] = NO_SEED if seeds is None else seeds[idle]
         if declared:
             mine = np.isin(slots, chosen)  # the workers of pending envs may be reading the others
@@ -410,10 +414,10 @@ class Pool:
         if self._workers.env_settings is not None:
             self._workers.env_settings.reset(chosen, options)
         with self.state.breaking():
-            self._engine.dispatch(Verb.RESET, chosen, self._admission.queue if pending else chosen)
-        self._admission.needs_reset[chosen] = False
+            self._engine.dispatch(Verb.RESET, chosen, self._pending_envs.queue if pending else chosen)
+        self._pending_envs.needs_reset[chosen] = False
         if pending:
-            self._admission.note_sent(chosen, self._timeouts.reset)
+            self._pending_envs.note_sent(chosen, self._timeouts.reset)
         self._engine.advance(active.move)
 
     def _send_states(
@@ -448,7 +452,7 @@ class Pool:
         timeout = self._timeouts.reset if verb is Verb.RESET else self._timeouts.step
         with span(self.state.recorder, "wait for workers"), self.state.breaking():
             check_wait()
-            self._workers.wait(slots, count, Patience(verb.word, timeout, check_wait, waited, give_up))
+            self._workers.wait(slots, count, WaitLimits(verb.word, timeout, check_wait, waited, give_up))
 
     def _start(
         self,
@@ -458,13 +462,13 @@ class Pool:
         *,
         deliver: Deliver | None = copies,
         at_least: int | None = None,
-    ) -> Made:
+    ) -> MoveResult:
         """Starts a step, a send or a recv; waits for other threads if it must. See `Engine.move`."""
         move, engine = active.move, self._engine
         attempt = partial(engine.move, move, actions, env_ids, deliver=deliver, at_least=at_least)
         try:
-            made = attempt()
-            if made.status not in (Status.DONE, Status.UNDER_WAY):
+            result = attempt()
+            if result.status not in (Status.DONE, Status.UNDER_WAY):
                 with engine.inside(move, env_ids):
                     self.state.enter(move)
                     if move.verb is Verb.RECV:
@@ -472,30 +476,30 @@ class Pool:
                     else:
                         slots = move.slots if env_ids is None else env_ids
                         self.state.check_status(engine.check_envs(slots, stepped=True), slots)
-                    made = attempt()  # succeeds, because the checks passed and this thread is inside
-                    assert made.status in (Status.DONE, Status.UNDER_WAY), made.status
+                    result = attempt()  # succeeds, because the checks passed and this thread is inside
+                    assert result.status in (Status.DONE, Status.UNDER_WAY), result.status
         except Exception:
             if not engine.holds():
                 raise  # no env was moved
             with self.state.breaking():
                 raise
-        active.recorded = made.recorded
-        return made
+        active.recorded = result.recorded
+        return result
 
-    def _finish(self, active: ActiveMove, made: Made, deliver: Deliver) -> Any:
+    def _finish(self, active: ActiveMove, result: MoveResult, deliver: Deliver) -> Any:
         """Waits for a started move, and returns the rows of a step or a recv."""
-        if made.status is Status.DONE:
+        if result.status is Status.DONE:
             # The steps of a program may all be so short that no wait notices Ctrl-C.
             active.interrupt()
-            return made.rows
+            return result.rows
         slots = active.move.slots
-        with span(self.state.recorder if made.recorded else None, "finish in Python"):
+        with span(self.state.recorder if result.recorded else None, "finish in Python"):
             if active.move.verb is Verb.RECV:
-                return self._receive(active, deliver, waited=made.waited)
+                return self._receive(active, deliver, waited=result.waited)
             if self._engine.done_at_once:
                 self.state.check()  # another thread may have closed the pool during the step
             else:
-                self._wait(active, slots, len(slots), Verb.STEP, waited=made.waited)
+                self._wait(active, slots, len(slots), Verb.STEP, waited=result.waited)
             return self._engine.take(slots, deliver)
 
     def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
@@ -510,27 +514,29 @@ class Pool:
         waited: float = 0,
         give_up: float | None = None,
         at_least: int | None = None,
-        everything: bool = False,
+        wait_for_all: bool = False,
     ) -> Rows:
         """Receives a batch of pending envs, see `recv`. The caller holds the queue, but others may send."""
-        overdue = self._admission.overdue()
+        overdue = self._pending_envs.overdue()
         if len(overdue):
             # Other envs may be ready first every time. Without this, an env that hangs would never time out.
             self._wait(active, overdue, len(overdue), waited=math.inf)
-        sent = self._admission.sent
+        sent = self._pending_envs.sent
         if at_least is not None:
             slots = self._wait_for_some(active, sent, at_least, waited=waited, give_up=give_up)
-        elif self._admission.together > 1 and self.spec.first_ready and not (self._in_order or everything):
+        elif (
+            self._pending_envs.together > 1 and self.spec.first_ready and not (self._in_order or wait_for_all)
+        ):
             size = self.spec.batch_size
             slots = self._wait_for_some(active, sent, size, waited=waited, give_up=give_up)[:size]
         else:
-            count = len(sent) if everything else self.spec.batch_size
+            count = len(sent) if wait_for_all else self.spec.batch_size
             sent = sent[: count if self._in_order else None]
             self._wait(active, sent, count, waited=waited, give_up=give_up)
             slots = sent if self._in_order else self._workers.first_completed(sent, count)
-            slots = self.all if everything or not self.spec.first_ready else slots
+            slots = self.all if wait_for_all or not self.spec.first_ready else slots
         with self._engine.shared():
-            self._admission.note_received(slots)
+            self._pending_envs.note_received(slots)
             self._engine.hold(slots)  # until their rows are read
         return self._engine.take(slots, deliver)
 
@@ -538,7 +544,7 @@ class Pool:
         self, active: ActiveMove, sent: NDArray[Any], at_least: int, *, waited: float, give_up: float | None
     ) -> NDArray[Any]:
         """Waits for `at_least` of `sent`. Returns all that are completed by then, in the order of `recv`."""
-        together, slots = self._admission.together, sent[:0]
+        together, slots = self._pending_envs.together, sent[:0]
         # A worker marks the slots of a batched env one by one, and this thread may look between two of them.
         # So it waits for one more slot until enough batched envs are whole. Single envs need one pass.
         for count in range(at_least, len(sent) + 1):
@@ -555,7 +561,7 @@ class Pool:
 
     def _check_enough(self, at_least: int | None = None, *, resetting: int | None = None) -> None:
         """Raises if a `recv`, after a reset of `resetting` envs by mask, would wait for too many envs."""
-        pending = int(self._admission.num_sent[0])
+        pending = int(self._pending_envs.num_sent[0])
         count = self.spec.batch_size if at_least is None else at_least
         if pending + (resetting or 0) >= count:
             return

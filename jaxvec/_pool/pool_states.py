@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._dispatch.move import Verb
-from jaxvec._envs.env_states import Gone
+from jaxvec._envs.env_states import LostStates
 from jaxvec._envs.slice import RequestName
 from jaxvec._errors import ResetNeededError, StaleStateError, StateFileError
 from jaxvec._memory.segment import Deliver, Index, Rows, index_of
@@ -491,7 +491,7 @@ class SavedStates:
         if not workers.size:
             return []
         answers = self._env_calls.request(name, each)
-        gone = [number for answer in answers if isinstance(answer, Gone) for number in answer.numbers]
+        gone = [number for answer in answers if isinstance(answer, LostStates) for number in answer.numbers]
         if gone:
             raise self.table.lost(np.array(gone))
         return answers

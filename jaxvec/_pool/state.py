@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._dispatch.engine import Admission, Engine, Status
+from jaxvec._dispatch.engine import Engine, PendingEnvs, Status
 from jaxvec._dispatch.move import Move, name_caller
 from jaxvec._errors import (
     EnvIdError,
@@ -100,10 +100,12 @@ class PoolState:
     Closing is the job of `PoolFinalizer`.
     """
 
-    def __init__(self, pool_id: int, engine: Engine, admission: Admission, finalizer: PoolFinalizer) -> None:
+    def __init__(
+        self, pool_id: int, engine: Engine, pending_envs: PendingEnvs, finalizer: PoolFinalizer
+    ) -> None:
         self._pool_id = pool_id
         self._engine = engine
-        self._admission = admission
+        self._pending_envs = pending_envs
         self._finalizer = finalizer
         # The last error of a program, and the value of `engine.num_served` when it was raised.
         self._program_error: tuple[int, BaseException] | None = None
@@ -177,7 +179,7 @@ class PoolState:
         """
         if status is Status.DONE:
             return
-        engine, admission, num_envs = self._engine, self._admission, len(self._engine.generation)
+        engine, pending_envs, num_envs = self._engine, self._pending_envs, len(self._engine.generation)
         match status:
             case Status.NO_SUCH_ENV:
                 foreign = env_ids[(env_ids < 0) | (env_ids >= num_envs)]
@@ -185,7 +187,7 @@ class PoolState:
                     f"env_id {foreign[0]} is out of range for pool {self._pool_id} of {num_envs} envs "
                     f"(0 to {num_envs - 1}); nothing was stepped"
                 )
-            case Status.NAMED_TWICE:
+            case Status.DUPLICATE:
                 raise EnvIdError(
                     f"duplicate env_id {np.bincount(env_ids).argmax()}; nothing was stepped. Under vmap, "
                     "give each instance a handle to different envs"
@@ -201,21 +203,21 @@ class PoolState:
                     "pass on the handle returned by the latest call. After a call on the host, start again "
                     "with jaxvec.reset(envs). To reset within a program that steps, use jaxvec.reset(handle)"
                 )
-            case Status.PART:
-                some, together = admission.part(env_ids), admission.together
+            case Status.PARTIAL_BATCH:
+                some, together = pending_envs.part(env_ids), pending_envs.together
                 first = int(some[0]) // together * together
                 named = np.sort(some[some // together == first // together]).tolist()
                 raise EnvIdError(
                     f"envs {first} to {first + together - 1} are one batched env, which moves as a whole, "
                     f"but the call names only {named}; name all of them or none. Nothing was stepped"
                 )
-            case Status.IN_FLIGHT:
+            case Status.PENDING:
                 raise PendingEnvError(
-                    f"envs {env_ids[admission.in_flight[env_ids]].tolist()} are pending: they were sent and "
+                    f"envs {env_ids[pending_envs.in_flight[env_ids]].tolist()} are pending: they were sent and "
                     "not yet received; call recv first. Nothing was stepped"
                 )
             case Status.NEEDS_RESET:
-                waiting = env_ids[admission.needs_reset[env_ids]].tolist()
+                waiting = env_ids[pending_envs.needs_reset[env_ids]].tolist()
                 fresh = not engine.generation.any()
                 why = "have not been reset" if fresh else "have ended their episode or were never reset"
                 raise ResetNeededError(

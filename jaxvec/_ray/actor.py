@@ -133,7 +133,7 @@ class ActorHost:
         """Dispatches slots to their workers."""
         slots = self._wire.requests[verb].unpack(request)
         # Before `run` sees the request: until then, the slots look completed.
-        self._dispatch.pass_on(self._requested, slots)
+        self._dispatch.forward(self._requested, slots)
         with self._lock:
             self._requests.append(slots)
         self._wake_run()
@@ -180,7 +180,7 @@ class ActorHost:
         count = missing.size if len(requests) == 1 and not self._first_ready else 1
         deadline = time.monotonic() + _BATCH_TIMEOUT
         while not self._dispatch.wait(missing, count, time_left(deadline)):
-            if self._poll_channels(self._dispatch.begin_look(missing, count, time_left(deadline))):
+            if self._poll_channels(self._dispatch.start_poll(missing, count, time_left(deadline))):
                 break
             if time_left(deadline) <= 0 and not self._dispatch.enough_completed(missing, count):
                 return True
@@ -255,7 +255,7 @@ class ActorHost:
             self._segment = create_segment(attach.layout, sparse=True)
             arrays = attach_segment(self._segment, attach.layout)
             self._marks = Marks.of(arrays)
-            self._requested = np.zeros_like(self._marks.requested)  # received requests, for `pass_on`
+            self._requested = np.zeros_like(self._marks.requested)  # received requests, for `forward`
             self._wire = WireFormat(
                 attach.spec, arrays, self._workers, requested=self._requested, answered=self._marks.completed
             )

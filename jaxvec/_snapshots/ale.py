@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
+from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
 _PERIOD, _SHIFT = 624, 397  # n and m of MT19937, ALE's random generator
 _NUMBERS = re.compile(rb"(?:\d+ ){%d}\d+" % _PERIOD)
@@ -123,7 +123,7 @@ class _ALE(Node):
     action: Any
     times: int
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         watched = isinstance(old, WatchedALE)
         ale = old.ale if watched else old
         if not _is_ale(ale):
@@ -144,7 +144,7 @@ class _ALE(Node):
         yield "", self.state.serialize(), other.state.serialize()
 
 
-def take_ale(taker: Taker, value: Any) -> Any:
+def save_ale(saver: Saver, value: Any) -> Any:
     watched = isinstance(value, WatchedALE)
     ale = value.ale if watched else value
     state = ale.cloneState(include_rng=True)
@@ -164,4 +164,4 @@ def take_ale(taker: Taker, value: Any) -> Any:
         times = int(takes.argmax()) + 1
         if not takes.any():
             times = 0  # ALE would never accept it
-    return taker.remember(value, _ALE(state, action, times))
+    return saver.remember(value, _ALE(state, action, times))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
+from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
 # Array classes without further attributes.
 _ARRAY_CLASSES = (np.ndarray, np.recarray, np.matrix)
@@ -29,7 +29,7 @@ class Array(Node):
     def __init__(self, array: Any) -> None:
         self.array = array
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         return _copy(self.array)
 
 
@@ -41,7 +41,7 @@ class _Constant(Node):
     def __init__(self, array: Any) -> None:
         self.array = array
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         return self.array
 
 
@@ -58,9 +58,9 @@ class _View(Node):
     offset: int
     writeable: bool
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         old_owner = None if isinstance(self.owner, (Array, _Objects)) else _memory_of(old)
-        owner = putter.value(self.owner, old_owner)
+        owner = restorer.value(self.owner, old_owner)
         shape = () if self.shape is None else self.shape
         if isinstance(owner, np.ndarray):
             locked = not owner.flags.writeable
@@ -90,15 +90,15 @@ class _Objects(Node):
     items: list[Any]
     writeable: bool
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         inverse = np.argsort(self.axes) if self.axes else ()
         new = np.empty([self.shape[axis] for axis in self.axes], object).transpose(*inverse).copy("K")
-        putter.begin(self, new)
+        restorer.begin(self, new)
         flat = new.transpose(self.axes).reshape(-1)
         same = type(old) is np.ndarray and old.dtype == object and old.shape == self.shape
         olds: list[Any] = old.transpose(self.axes).ravel().tolist() if same else [None] * len(self.items)
         for number, item in enumerate(self.items):
-            flat[number] = putter.value(item, olds[number])
+            flat[number] = restorer.value(item, olds[number])
         new.flags.writeable = self.writeable
         return new
 
@@ -113,8 +113,8 @@ class _Buffer(Node):
         self.typecode = value.typecode if isinstance(value, array.array) else None
         self.content = bytes(memoryview(value).cast("B"))
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is not self.kind or _nbytes(old) != len(self.content) or not putter.reuse(old):
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        if type(old) is not self.kind or _nbytes(old) != len(self.content) or not restorer.reuse(old):
             if self.typecode is not None:
                 return self.kind(self.typecode, self.content)
             if self.kind is bytearray:
@@ -137,8 +137,8 @@ class _MemoryView(Node):
     shape: tuple[int, ...]
     readonly: bool
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        owner = putter.value(self.owner, old.obj if isinstance(old, memoryview) else None)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        owner = restorer.value(self.owner, old.obj if isinstance(old, memoryview) else None)
         part: Any = memoryview(owner).cast("B")[self.offset : self.offset + self.nbytes]
         view = part.cast(self.format, self.shape) if self.shape != (self.nbytes,) else part.cast(self.format)
         return view.toreadonly() if self.readonly else view
@@ -152,9 +152,9 @@ class _Foreign(Node):
     def __init__(self, array: Any) -> None:
         self.array = array
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         fits = _is_foreign(old) and (old.shape, old.dtype) == (self.array.shape, self.array.dtype)
-        if fits and putter.reuse(old):  # what were several may be one array now
+        if fits and restorer.reuse(old):  # what were several may be one array now
             if old.flags.writeable:
                 np.copyto(old, self.array)
             return old
@@ -162,40 +162,40 @@ class _Foreign(Node):
         return np.ndarray(self.array.shape, self.array.dtype, memory)
 
 
-def take_array(taker: Taker, value: Any) -> Any:
+def save_array(saver: Saver, value: Any) -> Any:
     """Takes an array, and the memory that it shares with others."""
     if type(value) not in _ARRAY_CLASSES:
         raise CannotCopy(f"it is a {type(value).__qualname__}, which may hold more than an array")
     if value.base is not None:
-        node = _take_part(taker, value)
+        node = _save_part(saver, value)
     elif value.dtype.hasobject:
-        return _take_objects(taker, value)
+        return _save_objects(saver, value)
     else:
         node = Array(_copy(value))
-    return taker.remember(value, node)
+    return saver.remember(value, node)
 
 
-def take_record(taker: Taker, value: Any) -> Any:
+def save_record(saver: Saver, value: Any) -> Any:
     """Takes a record of a structured array, which is a view of that, or has its own memory."""
     if value.dtype.hasobject:
         raise CannotCopy("it is a record with Python objects in it")
     if isinstance(value.base, np.ndarray):
-        node = _take_view(taker, value, _owner(value.base))
+        node = _save_view(saver, value, _owner(value.base))
     else:
         own = np.array(value)
-        node = _take_view(taker, own, own)
+        node = _save_view(saver, own, own)
     node.shape = None
-    return taker.remember(value, node)
+    return saver.remember(value, node)
 
 
-def take_buffer(taker: Taker, value: Any) -> Any:
+def save_buffer(saver: Saver, value: Any) -> Any:
     """Takes a `bytearray`, an `array.array` or an object of ctypes."""
     if isinstance(value, CData) and not _owns_memory(value):
         raise CannotCopy("it is an object of ctypes that holds pointers or does not own its memory")
-    return taker.remember(value, _Buffer(value))
+    return saver.remember(value, _Buffer(value))
 
 
-def take_memoryview(taker: Taker, value: memoryview) -> Any:
+def save_memoryview(saver: Saver, value: memoryview) -> Any:
     """Takes a view of memory that another object owns."""
     owner: Any = value.obj
     if isinstance(owner, bytes):
@@ -205,8 +205,8 @@ def take_memoryview(taker: Taker, value: memoryview) -> Any:
     if isinstance(owner, np.ndarray) and not owner.flags.c_contiguous:
         raise CannotCopy("it is a memoryview of an array that is not contiguous")
     node = _MemoryView()
-    taker.remember(value, node)
-    node.owner = taker.value(owner)
+    saver.remember(value, node)
+    node.owner = saver.value(owner)
     node.offset = _address(value) - _address(owner)
     node.nbytes, node.format, node.readonly = value.nbytes, value.format, value.readonly
     node.shape = tuple(value.shape or ())
@@ -246,29 +246,29 @@ def _is_foreign(value: Any) -> bool:
     return isinstance(value, np.ndarray) and not _owner(value).flags.owndata
 
 
-def _take_part(taker: Taker, value: Any) -> Any:
+def _save_part(saver: Saver, value: Any) -> Any:
     """Takes an array that has no memory of its own."""
     owner = _owner(value)
     if owner.flags.owndata:
-        return _take_view(taker, value, owner)
+        return _save_view(saver, value, owner)
     memory = _memory_of(value)
     if isinstance(memory, bytes):
         return _Constant(value)
     if value.dtype.hasobject:
         raise CannotCopy("it is an array of Python objects in memory of another library")
     if isinstance(memory, _BUFFERS) and (not isinstance(memory, CData) or _owns_memory(memory)):
-        return _take_view(taker, value, memory)
+        return _save_view(saver, value, memory)
     return _Foreign(value.copy())
 
 
-def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
+def _save_view(saver: Saver, value: Any, owner: Any) -> Any:
     node = _View()
     if isinstance(owner, np.ndarray):
         if owner.dtype != object and owner.dtype.hasobject:
             raise CannotCopy("it is in an array of records with Python objects in them")
         if not _is_dense(owner):
             raise CannotCopy("it is in an array whose memory has gaps")
-    node.owner = taker.value(owner)
+    node.owner = saver.value(owner)
     node.kind, node.dtype = type(value), value.dtype
     node.shape, node.strides = value.shape, value.strides
     node.offset = value.__array_interface__["data"][0] - _address(owner)
@@ -276,15 +276,15 @@ def _take_view(taker: Taker, value: Any, owner: Any) -> Any:
     return node
 
 
-def _take_objects(taker: Taker, value: Any) -> Any:
+def _save_objects(saver: Saver, value: Any) -> Any:
     if value.dtype != object:
         raise CannotCopy("it is an array of records with Python objects in them")
     if not _is_dense(value):
         raise CannotCopy("it is an array of Python objects whose memory has gaps")
     node = _Objects()
-    taker.remember(value, node)
+    saver.remember(value, node)
     node.shape, node.axes, node.writeable = value.shape, _axes(value), value.flags.writeable
-    node.items = taker.items(value.transpose(node.axes).reshape(-1).tolist())
+    node.items = saver.items(value.transpose(node.axes).reshape(-1).tolist())
     return node
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvec._snapshots.nodes import ATOMS, CannotCopy, Node, Putter, Taker
+from jaxvec._snapshots.nodes import ATOMS, CannotCopy, Node, Restorer, Saver
 
 
 @dataclass(slots=True, eq=False)
@@ -21,19 +21,19 @@ class _Method(Node):
     function: Any
     owner: Any
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        owner = putter.value(self.owner, getattr(old, "__self__", None))
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        owner = restorer.value(self.owner, getattr(old, "__self__", None))
         if isinstance(self.function, str):
             return getattr(owner, self.function)
         return types.MethodType(self.function, owner)
 
 
-def take_method(taker: Taker, value: Any) -> Any:
+def save_method(saver: Saver, value: Any) -> Any:
     owner = value.__self__
     if owner is None or isinstance(owner, (type, types.ModuleType)):
         return value
     function = getattr(value, "__func__", value.__name__)
-    return taker.remember(value, _Method(function, taker.value(owner)))
+    return saver.remember(value, _Method(function, saver.value(owner)))
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +42,10 @@ class _Cell(Node):
 
     content: Any = None
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        cell = old if old is not None and putter.reuse(old) else types.CellType()
-        putter.begin(self, cell)
-        value = putter.value(self.content, _contents(cell))
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        cell = old if old is not None and restorer.reuse(old) else types.CellType()
+        restorer.begin(self, cell)
+        value = restorer.value(self.content, _contents(cell))
         if value is not EMPTY:
             cell.cell_contents = value
         elif _contents(cell) is not EMPTY:
@@ -68,27 +68,31 @@ class _Function(Node):
         self.name = name
         self.function = function
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        target = self._find(putter, old)
-        putter.begin(self, target)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        target = self._find(restorer, old)
+        restorer.begin(self, target)
         for node, cell in zip(self.cells, target.__closure__ or (), strict=True):
-            putter.value(node, cell)
-        target.__defaults__ = putter.value(self.defaults, target.__defaults__)
-        target.__kwdefaults__ = putter.value(self.keywords, target.__kwdefaults__)
-        fresh = putter.value(self.fields, target.__dict__) or {}
+            restorer.value(node, cell)
+        target.__defaults__ = restorer.value(self.defaults, target.__defaults__)
+        target.__kwdefaults__ = restorer.value(self.keywords, target.__kwdefaults__)
+        fresh = restorer.value(self.fields, target.__dict__) or {}
         if fresh is not target.__dict__ and (fresh or target.__dict__):
             target.__dict__ = fresh
         return target
 
-    def _find(self, putter: Putter, old: Any) -> Any:
+    def _find(self, restorer: Restorer, old: Any) -> Any:
         """Returns the function in the place of this one, if that has the same variables, or another one."""
         is_same = type(old) is types.FunctionType and _full_name(old) == self.name
-        if is_same and all(map(putter.is_free_for, self.cells, old.__closure__ or ())) and putter.reuse(old):
+        if (
+            is_same
+            and all(map(restorer.is_free_for, self.cells, old.__closure__ or ()))
+            and restorer.reuse(old)
+        ):
             return old
         function = self.function if self.function is not None else old if is_same else None
         if function is None:
             raise CannotCopy(f"the function {self.name} existed when the state was saved, and does not now")
-        cells = tuple(putter.value(node, None) for node in self.cells)
+        cells = tuple(restorer.value(node, None) for node in self.cells)
         return types.FunctionType(
             function.__code__, function.__globals__, function.__name__, None, cells or None
         )
@@ -102,7 +106,7 @@ class _Function(Node):
         return _Function, (self.name, None), (None, held)
 
 
-def take_function(taker: Taker, value: Any) -> Any:
+def save_function(saver: Saver, value: Any) -> Any:
     if (
         value.__closure__ is None
         and not value.__dict__
@@ -110,24 +114,24 @@ def take_function(taker: Taker, value: Any) -> Any:
     ):
         return value
     node = _Function(_full_name(value), value)
-    taker.remember(value, node)
+    saver.remember(value, node)
     try:
-        node.cells = [_take_cell(taker, cell) for cell in value.__closure__ or ()]
-        node.defaults = taker.value(value.__defaults__)
-        node.keywords = taker.value(value.__kwdefaults__)
-        node.fields = taker.value(value.__dict__)
+        node.cells = [_save_cell(saver, cell) for cell in value.__closure__ or ()]
+        node.defaults = saver.value(value.__defaults__)
+        node.keywords = saver.value(value.__kwdefaults__)
+        node.fields = saver.value(value.__dict__)
     except CannotCopy as error:
         error.path.insert(0, f"({value.__qualname__})")
         raise
     return node
 
 
-def _take_cell(taker: Taker, cell: Any) -> Any:
-    node = taker.memo.get(id(cell))
+def _save_cell(saver: Saver, cell: Any) -> Any:
+    node = saver.memo.get(id(cell))
     if node is None:
         node = _Cell()
-        taker.remember(cell, node)
-        node.content = taker.value(_contents(cell))
+        saver.remember(cell, node)
+        node.content = saver.value(_contents(cell))
     return node
 
 
@@ -157,51 +161,51 @@ EMPTY = _Empty.EMPTY
 class _Weak(Node):
     target: Any
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        target = putter.value(self.target, old() if isinstance(old, weakref.ref) else None)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        target = restorer.value(self.target, old() if isinstance(old, weakref.ref) else None)
         return weakref.ref(target)
 
 
-def take_weak(taker: Taker, value: Any) -> Any:
+def save_weak(saver: Saver, value: Any) -> Any:
     target = value()
     if target is None:
         return value
     if value.__callback__ is not None:
         raise CannotCopy("it is a weak reference with a callback")
-    return taker.remember(value, _Weak(taker.value(target)))
+    return saver.remember(value, _Weak(saver.value(target)))
 
 
 @dataclass(slots=True, eq=False)
 class _WeakProxy(Node):
     target: Any
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        return weakref.proxy(putter.value(self.target, None))
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        return weakref.proxy(restorer.value(self.target, None))
 
 
-def take_weak_proxy(taker: Taker, value: Any) -> Any:
+def save_weak_proxy(saver: Saver, value: Any) -> Any:
     try:
         target = value.__repr__.__self__  # the proxy forwards the attribute to its target
     except ReferenceError:
         raise CannotCopy("it is a weak proxy of something that is gone") from None
-    return taker.remember(value, _WeakProxy(taker.value(target)))
+    return saver.remember(value, _WeakProxy(saver.value(target)))
 
 
 @dataclass(slots=True, eq=False)
 class _MappingProxy(Node):
     mapping: Any = None
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        return types.MappingProxyType(putter.value(self.mapping, None))
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        return types.MappingProxyType(restorer.value(self.mapping, None))
 
 
-def take_mapping_proxy(taker: Taker, value: Any) -> Any:
+def save_mapping_proxy(saver: Saver, value: Any) -> Any:
     (mapping,) = gc.get_referents(value)
     if type(mapping) is dict and "__module__" in mapping:
         return value  # the attributes of a class
     node = _MappingProxy()
-    taker.remember(value, node)  # first: the mapping may hold the proxy
-    node.mapping = taker.value(mapping)
+    saver.remember(value, node)  # first: the mapping may hold the proxy
+    node.mapping = saver.value(mapping)
     return node
 
 
@@ -211,14 +215,14 @@ class _Lock(Node):
 
     kind: str
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        if type(old).__name__ == self.kind and putter.reuse(old):
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        if type(old).__name__ == self.kind and restorer.reuse(old):
             return old
         return threading.RLock() if self.kind == "RLock" else threading.Lock()
 
 
-def take_lock(taker: Taker, value: Any) -> Any:
+def save_lock(saver: Saver, value: Any) -> Any:
     locked = value._is_owned() if hasattr(value, "_is_owned") else value.locked()
     if locked:
         raise CannotCopy("it is a lock that is held")
-    return taker.remember(value, _Lock(type(value).__name__))
+    return saver.remember(value, _Lock(type(value).__name__))

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxvec._snapshots.nodes import CannotCopy, Node, Putter, Taker
+from jaxvec._snapshots.nodes import CannotCopy, Node, Restorer, Saver
 
 
 def _mujoco() -> Any:
@@ -95,7 +95,7 @@ class _Model(Node):
 
     numbers: Any
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         _check(old, "MjModel")
         memory = _memory(old)
         if memory.read(old.opt) is not self.numbers:
@@ -103,8 +103,8 @@ class _Model(Node):
         return old
 
 
-def take_model(taker: Taker, model: Any) -> Any:
-    return taker.remember(model, _Model(_memory(model).read(model.opt)))
+def save_model(saver: Saver, model: Any) -> Any:
+    return saver.remember(model, _Model(_memory(model).read(model.opt)))
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class _Data(Node):
     data: Any
     free: list[Any]
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         _check(old, "MjData")
         _mujoco().mj_copyData(old, old.model, self.data)
         return old
@@ -134,15 +134,15 @@ class _Data(Node):
 _free: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
-def take_data(taker: Taker, data: Any) -> Any:
+def save_data(saver: Saver, data: Any) -> Any:
     model = data.model
-    taker.value(model)
+    saver.value(model)
     free = _free.get(data)
     if free is None:
         free = _free[data] = []
     copy = free.pop() if free else _mujoco().MjData(model)
     _mujoco().mj_copyData(copy, model, data)
-    return taker.remember(data, _Data(copy, free))
+    return saver.remember(data, _Data(copy, free))
 
 
 @dataclass(slots=True, eq=False)
@@ -152,15 +152,15 @@ class _Physics(Node):
     model: Any
     data: Any
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         _check(old, "Physics")
-        putter.value(self.model, old.model.ptr)
-        putter.value(self.data, old.data.ptr)
+        restorer.value(self.model, old.model.ptr)
+        restorer.value(self.data, old.data.ptr)
         return old
 
 
-def take_physics(taker: Taker, physics: Any) -> Any:
-    return taker.remember(physics, _Physics(taker.value(physics.model.ptr), taker.value(physics.data.ptr)))
+def save_physics(saver: Saver, physics: Any) -> Any:
+    return saver.remember(physics, _Physics(saver.value(physics.model.ptr), saver.value(physics.data.ptr)))
 
 
 def _check(old: Any, name: str) -> None:

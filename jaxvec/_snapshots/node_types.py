@@ -23,9 +23,9 @@ from jaxvec._snapshots.nodes import (
     CannotCopy,
     Fields,
     Node,
-    Putter,
+    Restorer,
+    Saver,
     TakenAsAWhole,
-    Taker,
     compare_fields,
     slots_of,
 )
@@ -34,7 +34,7 @@ from jaxvec._snapshots.nodes import (
 # Large containers that rarely change, such as tables of transitions.
 #
 # A container of atoms is one node, if no container in it is also reached in another way. All snapshots of an
-# env share one copy of it while it is unchanged. `Taker.inside` lists the containers in it. If one of them is
+# env share one copy of it while it is unchanged. `Saver.inside` lists the containers in it. If one of them is
 # found elsewhere, the snapshot is taken again, with the items of the outer container saved one by one.
 # ----------------------------------------------------------------------------------------------------------
 
@@ -67,10 +67,10 @@ class Plain(Node):
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.copy, other.copy
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         if type(old) is type(self.copy):
             parts = self._parts_if_same(old)
-            if parts is not None and putter.reuse_all(parts):
+            if parts is not None and restorer.reuse_all(parts):
                 return old
         return _copy_plain(self.copy)
 
@@ -90,11 +90,11 @@ class Plain(Node):
         return self.bytes is not None and value == self.copy and _bytes(value) == self.bytes
 
 
-def take_plain(taker: Taker, value: Any) -> Plain | None:
+def save_plain(saver: Saver, value: Any) -> Plain | None:
     """Takes a container of atoms; `None` if it has to be walked through."""
-    if id(value) in taker.walked:
+    if id(value) in saver.walked:
         return None
-    known = taker.shared.get(id(value))
+    known = saver.shared.get(id(value))
     node: Plain | None = known[1] if known is not None and known[0] is value else None
     identity: int | None = None
     if _native.ext is not None:
@@ -112,12 +112,12 @@ def take_plain(taker: Taker, value: Any) -> Plain | None:
             return None
         if node is not None and not node.is_equal(value):
             node = None
-    if not parts.isdisjoint(taker.memo):
+    if not parts.isdisjoint(saver.memo):
         return None
     if node is None:
         node = Plain(_copy_plain(value), identity, parts)
-        taker.shared[id(value)] = value, node
-    taker.inside.append((parts, value))
+        saver.shared[id(value)] = value, node
+    saver.inside.append((parts, value))
     return node
 
 
@@ -174,9 +174,9 @@ def _copy_plain(value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _check_not_inside(taker: Taker, value: Any) -> None:
+def _check_not_inside(saver: Saver, value: Any) -> None:
     """Starts the snapshot anew if a value is a part of a container that was taken as a whole."""
-    for parts, container in taker.inside:
+    for parts, container in saver.inside:
         if id(value) in parts:
             raise TakenAsAWhole(container)
 
@@ -185,20 +185,20 @@ def _check_not_inside(taker: Taker, value: Any) -> None:
 class _List(Node):
     items: list[Any] = field(default_factory=list)
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         target: list[Any] = []
-        putter.begin(self, target)
-        target.extend(putter.items(self.items, old if type(old) is list else ()))
+        restorer.begin(self, target)
+        target.extend(restorer.items(self.items, old if type(old) is list else ()))
         return target
 
 
-def take_list(taker: Taker, value: list[Any]) -> Any:
-    _check_not_inside(taker, value)
-    if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
-        return taker.remember(value, plain)
+def save_list(saver: Saver, value: list[Any]) -> Any:
+    _check_not_inside(saver, value)
+    if len(value) > LARGE and (plain := save_plain(saver, value)) is not None:
+        return saver.remember(value, plain)
     node = _List()
-    taker.remember(value, node)
-    node.items = taker.items(value)
+    saver.remember(value, node)
+    node.items = saver.items(value)
     return node
 
 
@@ -207,17 +207,17 @@ class _Deque(Node):
     maxlen: int | None
     items: list[Any] = field(default_factory=list)
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         target: deque[Any] = deque(maxlen=self.maxlen)
-        putter.begin(self, target)
-        target.extend(putter.items(self.items, old if type(old) is deque else ()))
+        restorer.begin(self, target)
+        target.extend(restorer.items(self.items, old if type(old) is deque else ()))
         return target
 
 
-def take_deque(taker: Taker, value: deque[Any]) -> Any:
+def save_deque(saver: Saver, value: deque[Any]) -> Any:
     node = _Deque(value.maxlen)
-    taker.remember(value, node)
-    node.items = taker.items(value)
+    saver.remember(value, node)
+    node.items = saver.items(value)
     return node
 
 
@@ -225,46 +225,46 @@ def take_deque(taker: Taker, value: deque[Any]) -> Any:
 class _Tuple(Node):
     items: list[Any]
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        return tuple(putter.items(self.items, old if type(old) is tuple else ()))
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        return tuple(restorer.items(self.items, old if type(old) is tuple else ()))
 
 
-def take_tuple(taker: Taker, value: tuple[Any, ...]) -> Any:
-    if id(value) in taker.open:
+def save_tuple(saver: Saver, value: tuple[Any, ...]) -> Any:
+    if id(value) in saver.open:
         raise CannotCopy("it is a tuple that contains itself")
-    taker.open.add(id(value))
+    saver.open.add(id(value))
     try:
-        items = taker.items(value)
+        items = saver.items(value)
     finally:
-        taker.open.discard(id(value))
+        saver.open.discard(id(value))
     if all(item is one for item, one in zip(items, value, strict=True)):
         return value
-    return taker.remember(value, _Tuple(items))
+    return saver.remember(value, _Tuple(items))
 
 
 @dataclass(slots=True, eq=False)
 class _Dict(Node):
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         target: dict[Any, Any] = {}
-        putter.begin(self, target)
+        restorer.begin(self, target)
         olds: dict[Any, Any] = old if type(old) is dict else {}
         for key, item in self.pairs:
             if isinstance(key, Node):
-                target[putter.value(key, None)] = putter.value(item, None)
+                target[restorer.value(key, None)] = restorer.value(item, None)
             else:
-                target[key] = putter.value(item, olds.get(key)) if isinstance(item, Node) else item
+                target[key] = restorer.value(item, olds.get(key)) if isinstance(item, Node) else item
         return target
 
 
-def take_dict(taker: Taker, value: dict[Any, Any]) -> Any:
-    _check_not_inside(taker, value)
-    if len(value) > LARGE and (plain := take_plain(taker, value)) is not None:
-        return taker.remember(value, plain)
+def save_dict(saver: Saver, value: dict[Any, Any]) -> Any:
+    _check_not_inside(saver, value)
+    if len(value) > LARGE and (plain := save_plain(saver, value)) is not None:
+        return saver.remember(value, plain)
     node = _Dict()
-    taker.remember(value, node)
-    node.pairs = taker.pairs(value)
+    saver.remember(value, node)
+    node.pairs = saver.pairs(value)
     return node
 
 
@@ -273,18 +273,18 @@ class _Set(Node):
     cls: type
     items: list[Any]
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        return self.cls(putter.value(item, None) for item in self.items)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        return self.cls(restorer.value(item, None) for item in self.items)
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", len(self.items), len(other.items)  # items have no order to compare in
 
 
-def take_set(taker: Taker, value: Any) -> Any:
-    _check_not_inside(taker, value)
+def save_set(saver: Saver, value: Any) -> Any:
+    _check_not_inside(saver, value)
     if all(map(_is_leaf, value)):
-        return taker.remember(value, Plain(value.copy()))
-    return taker.remember(value, _Set(type(value), taker.items(value)))
+        return saver.remember(value, Plain(value.copy()))
+    return saver.remember(value, _Set(type(value), saver.items(value)))
 
 
 @dataclass(slots=True, eq=False)
@@ -296,24 +296,24 @@ class _Subclass(Node):
     content: list[Any] = field(default_factory=list)
     fields: Fields | None = None
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        target = old if type(old) is self.cls and putter.reuse(old) else self.cls.__new__(self.cls)
-        putter.begin(self, target)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        target = old if type(old) is self.cls and restorer.reuse(old) else self.cls.__new__(self.cls)
+        restorer.begin(self, target)
         # The base class's methods: those of the class may have side effects.
         if isinstance(target, dict):
             dict.clear(target)
             for key, value in self.content:
-                dict.__setitem__(target, putter.value(key, None), putter.value(value, None))
+                dict.__setitem__(target, restorer.value(key, None), restorer.value(value, None))
         elif isinstance(target, list):
             list.clear(target)
-            list.extend(target, putter.items(self.content, ()))
+            list.extend(target, restorer.items(self.content, ()))
         elif isinstance(target, deque):
-            deque.__init__(target, putter.items(self.content, ()), self.maxlen)
+            deque.__init__(target, restorer.items(self.content, ()), self.maxlen)
         else:
             set.clear(target)
-            set.update(target, putter.items(self.content, ()))
+            set.update(target, restorer.items(self.content, ()))
         if self.fields is not None:
-            putter.fields(target, self.fields)
+            restorer.fields(target, self.fields)
         return target
 
 
@@ -328,16 +328,16 @@ def is_subclass_of_container(kind: type) -> bool:
     return all(getattr(kind, name, None) is getattr(base, name, None) for name in _COPYING)
 
 
-def take_subclass(taker: Taker, value: Any) -> Any:
+def save_subclass(saver: Saver, value: Any) -> Any:
     node = _Subclass(type(value), value.maxlen if isinstance(value, deque) else None)
-    taker.remember(value, node)
+    saver.remember(value, node)
     if isinstance(value, dict):
-        node.content = [(taker.value(key), taker.value(one)) for key, one in dict.items(value)]
+        node.content = [(saver.value(key), saver.value(one)) for key, one in dict.items(value)]
     else:
         base = next(base for base in _BASES if isinstance(value, base))
-        node.content = taker.items(base.__iter__(value))
+        node.content = saver.items(base.__iter__(value))
     if hasattr(value, "__dict__") or slots_of(type(value)):
-        node.fields = taker.fields(value)
+        node.fields = saver.fields(value)
     return node
 
 
@@ -353,18 +353,18 @@ class Generator(Node):
     cls: type
     bits: Any
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         if type(old) is not self.cls:
-            return self.cls(putter.value(self.bits, None))
+            return self.cls(restorer.value(self.bits, None))
         before = old.bit_generator
-        bits = putter.value(self.bits, before)
-        return old if bits is before and putter.reuse(old) else self.cls(bits)
+        bits = restorer.value(self.bits, before)
+        return old if bits is before and restorer.reuse(old) else self.cls(bits)
 
 
-def take_generator(taker: Taker, value: Any) -> Any:
+def save_generator(saver: Saver, value: Any) -> Any:
     bits = value.bit_generator
-    node = Generator(type(value), taker.memo.get(id(bits)) or take_bits(taker, bits))
-    taker.memo[id(value)] = node
+    node = Generator(type(value), saver.memo.get(id(bits)) or save_bits(saver, bits))
+    saver.memo[id(value)] = node
     return node
 
 
@@ -380,8 +380,8 @@ class BitGenerator(Node):
     sequence: Any
     num_spawned: int
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        if type(old) is not self.cls or not putter.reuse(old):
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        if type(old) is not self.cls or not restorer.reuse(old):
             old = self.cls()
         self.apply_to(old)
         return old
@@ -414,16 +414,16 @@ def _seed(sequence: Any) -> Any:
     return sequence.entropy, sequence.spawn_key, sequence.pool_size
 
 
-def take_bits(taker: Taker, value: Any) -> Any:
+def save_bits(saver: Saver, value: Any) -> Any:
     sequence = value.seed_seq
-    if isinstance(taker.memo.get(id(sequence)), _Seeds):
+    if isinstance(saver.memo.get(id(sequence)), _Seeds):
         raise CannotCopy("its SeedSequence is an attribute, too", "Keep one of SeedSequence.spawn(1) there")
-    taker.sequences.add(id(sequence))
+    saver.sequences.add(id(sequence))
     if type(sequence) is np.random.SeedSequence:
         node = BitGenerator(type(value), value.state, sequence, sequence.n_children_spawned)
     else:
         node = BitGenerator(type(value), value.state, None, 0)
-    taker.memo[id(value)] = node
+    saver.memo[id(value)] = node
     return node
 
 
@@ -435,9 +435,9 @@ class _Random(Node):
     state: Any
     fields: Fields | None = None
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        target: Any = old if type(old) is self.cls and putter.reuse(old) else self.cls.__new__(self.cls)
-        putter.begin(self, target)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        target: Any = old if type(old) is self.cls and restorer.reuse(old) else self.cls.__new__(self.cls)
+        restorer.begin(self, target)
         if isinstance(target, np.random.RandomState):
             if target is not old:
                 target.__init__()
@@ -445,19 +445,19 @@ class _Random(Node):
         else:
             random.Random.setstate(target, self.state)
         if self.fields is not None:
-            putter.fields(target, self.fields)
+            restorer.fields(target, self.fields)
         return target
 
 
-def take_random(taker: Taker, value: Any) -> Any:
+def save_random(saver: Saver, value: Any) -> Any:
     if isinstance(value, np.random.RandomState):
         state = value.get_state(legacy=False)
     else:
         state = random.Random.getstate(value)
     node = _Random(type(value), state)
-    taker.remember(value, node)
+    saver.remember(value, node)
     if hasattr(value, "__dict__"):
-        node.fields = taker.fields(value, _GAUSS)  # which is in the state
+        node.fields = saver.fields(value, _GAUSS)  # which is in the state
     return node
 
 
@@ -473,7 +473,7 @@ class _Seeds(Node):
         self.sequence = sequence
         self.children = sequence.n_children_spawned
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         entropy, key, size = _seed(self.sequence)
         return np.random.SeedSequence(
             entropy, spawn_key=key, pool_size=size, n_children_spawned=self.children
@@ -483,17 +483,17 @@ class _Seeds(Node):
         yield "", (_seed(self.sequence), self.children), (_seed(other.sequence), other.children)
 
     def __reduce__(self) -> Any:
-        return _Seeds, (self.put(Putter([]), None),)
+        return _Seeds, (self.restore(Restorer([]), None),)
 
 
-def take_seeds(taker: Taker, value: Any) -> Any:
+def save_seeds(saver: Saver, value: Any) -> Any:
     """Takes a sequence of seeds, which no generator of the env may have: a generator makes its own anew."""
-    if id(value) in taker.sequences:
+    if id(value) in saver.sequences:
         raise CannotCopy(
             "it is a SeedSequence that a generator uses, too", "Keep one of SeedSequence.spawn(1)"
         )
     node = _Seeds(value)
-    taker.remember(value, node)
+    saver.remember(value, node)
     return node
 
 
@@ -507,11 +507,11 @@ class _Object(Node):
     cls: type
     fields: Fields = NOTHING
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        fits = type(old) is self.cls and putter.reuse(old)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        fits = type(old) is self.cls and restorer.reuse(old)
         target = old if fits else object.__new__(self.cls)
-        putter.begin(self, target)
-        putter.fields(target, self.fields)
+        restorer.begin(self, target)
+        restorer.fields(target, self.fields)
         return target
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -519,10 +519,10 @@ class _Object(Node):
         yield from compare_fields(self.fields, other.fields)
 
 
-def take_object(taker: Taker, value: Any) -> Any:
+def save_object(saver: Saver, value: Any) -> Any:
     node = _Object(type(value))
-    taker.remember(value, node)
-    node.fields = taker.fields(value)
+    saver.remember(value, node)
+    node.fields = saver.fields(value)
     return node
 
 
@@ -555,10 +555,10 @@ class _Reduced(Node):
     pairs: list[tuple[Any, Any]]
     setter: Any
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        target = self.function(*putter.items(self.arguments, ()))
-        putter.begin(self, target)
-        state = putter.value(self.state, None)
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        target = self.function(*restorer.items(self.arguments, ()))
+        restorer.begin(self, target)
+        state = restorer.value(self.state, None)
         if state is not None:
             if self.setter is not None:
                 self.setter(target, state)
@@ -569,14 +569,14 @@ class _Reduced(Node):
                 vars(target).update(held or {})
                 for name, value in (slots or {}).items():
                     setattr(target, name, value)
-        for item in putter.items(self.items, ()):
+        for item in restorer.items(self.items, ()):
             target.append(item)
         for key, value in self.pairs:
-            target[putter.value(key, None)] = putter.value(value, None)
+            target[restorer.value(key, None)] = restorer.value(value, None)
         return target
 
 
-def take_reduced(taker: Taker, value: Any) -> Any:
+def save_reduced(saver: Saver, value: Any) -> Any:
     try:
         reduced = value.__reduce_ex__(4)
     except Exception as error:
@@ -585,20 +585,20 @@ def take_reduced(taker: Taker, value: Any) -> Any:
         return value  # the name of a global
     function, arguments, state, items, pairs, setter = (*reduced, *[None] * (6 - len(reduced)))
     node = _Reduced()
-    taker.remember(value, node)
-    taker.remember(reduced, node)  # keeps the temporary state alive, and so its id
+    saver.remember(value, node)
+    saver.remember(reduced, node)  # keeps the temporary state alive, and so its id
     node.function, node.setter = function, setter
-    node.arguments = taker.items(arguments)
-    node.state = taker.value(state)
-    node.items = taker.items(items or ())
-    node.pairs = taker.pairs(dict(pairs or ()))
+    node.arguments = saver.items(arguments)
+    node.state = saver.value(state)
+    node.items = saver.items(items or ())
+    node.pairs = saver.pairs(dict(pairs or ()))
     return node
 
 
-def take_trusted(taker: Taker, value: Any) -> Any:
+def save_trusted(saver: Saver, value: Any) -> Any:
     """Takes something that is on no list by its own copy protocol, if the user trusts that."""
     kind = type(value)
-    if not isinstance(value, taker.trust):
+    if not isinstance(value, saver.trust):
         if kind.__reduce__ is not object.__reduce__ and isinstance(_reduce(value), str):
             return value  # a global, such as a logger
         raise CannotCopy(
@@ -606,7 +606,7 @@ def take_trusted(taker: Taker, value: Any) -> Any:
             f"If copy.deepcopy copies it exactly, pass States(trust=[{kind.__qualname__}]). Otherwise give"
             " the env methods get_state() and set_state(state), or use jaxvec.adapters.replay.ReplayEnv",
         )
-    return take_reduced(taker, value)
+    return save_reduced(saver, value)
 
 
 def _reduce(value: Any) -> Any:
@@ -647,7 +647,7 @@ class Space(Node):
     def __reduce__(self) -> Any:
         return Space, (self.space, self.generators)
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         if id(old) not in self.equal:
             if type(old) is not type(self.space) or old != self.space:
                 old = copy.deepcopy(self.space)
@@ -658,20 +658,20 @@ class Space(Node):
             old._np_random = None
             return old
         for space, generator in zip(_spaces_in(old), self.generators, strict=True):
-            space._np_random = putter.value(generator, space._np_random)
+            space._np_random = restorer.value(generator, space._np_random)
         return old
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
         yield "", self.generators, other.generators
 
 
-def take_space(taker: Taker, value: Any) -> Any:
+def save_space(saver: Saver, value: Any) -> Any:
     if type(value) in _SIMPLE_SPACES and value._np_random is None:
-        known = taker.shared.get(id(value))
+        known = saver.shared.get(id(value))
         if known is None:
-            known = taker.shared[id(value)] = value, Space(value, None)
+            known = saver.shared[id(value)] = value, Space(value, None)
         return known[1]
-    return taker.remember(value, Space(value, [taker.value(space._np_random) for space in _spaces_in(value)]))
+    return saver.remember(value, Space(value, [saver.value(space._np_random) for space in _spaces_in(value)]))
 
 
 def _spaces_in(space: Any) -> list[Any]:
@@ -704,7 +704,7 @@ class Picture(Node):
     surface: Any
     is_drawn = True
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         return self.surface
 
     def parts(self, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -723,8 +723,8 @@ def _picture(pixels: bytes, size: tuple[int, int], flags: int) -> Picture:
     return Picture(surface)
 
 
-def take_picture(taker: Taker, value: Any) -> Any:
+def save_picture(saver: Saver, value: Any) -> Any:
     pygame: Any = importlib.import_module("pygame")
     if pygame.display.get_init() and value is pygame.display.get_surface():
         return KEPT
-    return taker.remember(value, Picture(value))
+    return saver.remember(value, Picture(value))

@@ -17,7 +17,7 @@ from gymnasium.wrappers import PassiveEnvChecker
 # ----------------------------------------------------------------------------------------------------------
 
 # Attributes that are atoms; nodes of the others, including attributes that were not atoms at an earlier
-# snapshot; and the number of all attributes, including excluded ones. With -1, none are deleted by `Putter`.
+# snapshot; and the number of all attributes, including excluded ones. With -1, none are deleted by `Restorer`.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
 NOTHING: Fields = {}, {}, -1
 
@@ -91,7 +91,7 @@ class Node:
     __slots__ = ()
     is_drawn = False  # whether it is a picture, which an env may redraw in each frame
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         """Returns the saved object: the present object `old` with its contents restored, or a new one."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class _Kept(Node):
 
     __slots__ = ()
 
-    def put(self, putter: Putter, old: Any) -> Any:
+    def restore(self, restorer: Restorer, old: Any) -> Any:
         return old
 
     def __reduce__(self) -> str:
@@ -116,7 +116,7 @@ class _Kept(Node):
 KEPT = _Kept()
 
 
-class Putter:
+class Restorer:
     """Restores one snapshot to `layers`, an env's wrappers and the env."""
 
     def __init__(self, layers: list[Any]) -> None:
@@ -133,7 +133,7 @@ class Putter:
         done, number = self._done, id(node)
         if number in done:
             return done[number]
-        value = done[number] = node.put(self, old)
+        value = done[number] = node.restore(self, old)
         return value
 
     def begin(self, node: Node, value: Any) -> None:
@@ -207,7 +207,7 @@ ATOMS: set[type] = {
 } - {np.void, np.object_}
 
 
-def take_atom(taker: Taker, value: Any) -> Any:
+def save_atom(saver: Saver, value: Any) -> Any:
     return value
 
 
@@ -222,12 +222,12 @@ _CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_
 # snapshot checks, so that the types of all other attributes are tested by one call.
 _others: dict[type, tuple[str, ...]] = {}
 
-# Functions that save a value, by class. `snapshot.py` fills it, and `Taker` adds the classes that it meets.
-Taking: TypeAlias = Callable[["Taker", Any], Any]
-TAKINGS: dict[type, Taking] = {}
+# Functions that save a value, by class. `snapshot.py` fills it, and `Saver` adds the classes that it meets.
+SaveFunction: TypeAlias = Callable[["Saver", Any], Any]
+SAVE_FUNCTIONS: dict[type, SaveFunction] = {}
 
 
-class Taker:
+class Saver:
     """Saves one snapshot. Each object has one node, so aliases stay aliases.
 
     Attributes:
@@ -243,7 +243,7 @@ class Taker:
 
     def __init__(
         self,
-        find: Callable[[type, Any], Taking],
+        find: Callable[[type, Any], SaveFunction],
         memo: dict[int, Any],
         shared: Shared,
         *,
@@ -251,7 +251,7 @@ class Taker:
         trust: tuple[type, ...] = (),
         lenient: bool = False,
     ) -> None:
-        """Starts a snapshot; `find` returns the function that saves a class that `TAKINGS` lacks."""
+        """Starts a snapshot; `find` returns the function that saves a class that `SAVE_FUNCTIONS` lacks."""
         self._find = find
         self.walked = walked
         self.trust = trust
@@ -271,9 +271,9 @@ class Taker:
         node = self.memo.get(id(value))
         if node is not None:
             return node
-        taking = TAKINGS.get(kind)
+        taking = SAVE_FUNCTIONS.get(kind)
         if taking is None:
-            taking = TAKINGS[kind] = self._find(kind, value)
+            taking = SAVE_FUNCTIONS[kind] = self._find(kind, value)
         if not self.lenient:
             return taking(self, value)
         try:
@@ -307,27 +307,27 @@ class Taker:
         return self.fields(owner, without)
 
     def items(self, values: Any) -> list[Any]:
-        taken: list[Any] = []
+        saved: list[Any] = []
         for number, value in enumerate(values):
             if type(value) in ATOMS:
-                taken.append(value)
+                saved.append(value)
                 continue
             try:
-                taken.append(self.value(value))
+                saved.append(self.value(value))
             except CannotCopy as error:
                 error.path.insert(0, f"[{number}]")
                 raise
-        return taken
+        return saved
 
     def pairs(self, values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-        taken: list[tuple[Any, Any]] = []
+        saved: list[tuple[Any, Any]] = []
         for key, value in values.items():
             try:
-                taken.append((self.value(key), self.value(value)))
+                saved.append((self.value(key), self.value(value)))
             except CannotCopy as error:
                 error.path.insert(0, f"[{key!r}]")
                 raise
-        return taken
+        return saved
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -345,8 +345,8 @@ class _Layer(Node):
 
     number: int
 
-    def put(self, putter: Putter, old: Any) -> Any:
-        return putter.layers[self.number]
+    def restore(self, restorer: Restorer, old: Any) -> Any:
+        return restorer.layers[self.number]
 
 
 def layer_nodes(count: int, known: list[_Layer] = []) -> list[_Layer]:  # noqa: B006
@@ -363,12 +363,12 @@ def excluded_fields(layer: Any) -> frozenset[str] | None:
     return _EXCLUDED_OF_WRAPPERS if issubclass(kind, Wrapper) else _EXCLUDED
 
 
-def take_layer(taker: Taker, layer: Any) -> Fields:
+def save_layer(saver: Saver, layer: Any) -> Fields:
     without = excluded_fields(layer)
-    return NOTHING if without is None else taker.fields(layer, without)
+    return NOTHING if without is None else saver.fields(layer, without)
 
 
-def put_layer(putter: Putter, layer: Any, fields: Fields) -> None:
+def restore_layer(restorer: Restorer, layer: Any, fields: Fields) -> None:
     excluded = excluded_fields(layer)
     if excluded is not None:
-        putter.fields(layer, fields, excluded)
+        restorer.fields(layer, fields, excluded)

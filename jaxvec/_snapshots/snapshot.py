@@ -1,7 +1,7 @@
 """The rules for saving each type, incremental snapshots, and the comparison of snapshots.
 
-A `Taker` (nodes.py) walks an env's attributes and turns each mutable value into a `Node` (node_types.py,
-arrays.py, functions.py, ale.py, mujoco.py); a `Putter` turns nodes back into values. `find` selects how a
+A `Saver` (nodes.py) walks an env's attributes and turns each mutable value into a `Node` (node_types.py,
+arrays.py, functions.py, ale.py, mujoco.py); a `Restorer` turns nodes back into values. `find` selects how a
 type is saved.
 """
 
@@ -32,20 +32,20 @@ import numpy as np
 
 from jaxvec import _native
 from jaxvec._snapshots import arrays, functions, node_types
-from jaxvec._snapshots.ale import WatchedALE, take_ale
-from jaxvec._snapshots.mujoco import take_data, take_model, take_physics
+from jaxvec._snapshots.ale import WatchedALE, save_ale
+from jaxvec._snapshots.mujoco import save_data, save_model, save_physics
 from jaxvec._snapshots.nodes import (
     ATOMS,
     KEPT,
-    TAKINGS,
+    SAVE_FUNCTIONS,
     CannotCopy,
     Fields,
     Node,
-    Taker,
-    Taking,
+    SaveFunction,
+    Saver,
     excluded_fields,
+    save_atom,
     slots_of,
-    take_atom,
 )
 
 # ----------------------------------------------------------------------------------------------------------
@@ -53,36 +53,36 @@ from jaxvec._snapshots.nodes import (
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _take_kept(taker: Taker, value: Any) -> Any:
+def _save_kept(saver: Saver, value: Any) -> Any:
     return KEPT
 
 
-def _refuse(what: str) -> Taking:
-    def refuse(taker: Taker, value: Any) -> Any:
+def _refuse(what: str) -> SaveFunction:
+    def refuse(saver: Saver, value: Any) -> Any:
         raise CannotCopy(f"it is {what}, which can't be copied")
 
     return refuse
 
 
 # Rules for classes of other libraries and their subclasses, by module and name: that avoids importing them.
-_NAMED: dict[str, Taking] = {
-    "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": _take_kept,
-    "mujoco.renderer.Renderer": _take_kept,
-    "pygame.font.Font": _take_kept,
-    "pygame.freetype.Font": _take_kept,
-    "pygame.time.Clock": _take_kept,
-    "_thread.lock": functions.take_lock,
-    "_thread.RLock": functions.take_lock,
-    "logging.Logger": take_atom,
-    "dm_env.specs.Array": take_atom,
-    "jaxlib._jax.ArrayImpl": take_atom,
-    "jaxlib.xla_extension.ArrayImpl": take_atom,
-    "gymnasium.envs.registration.EnvSpec": take_atom,
-    "pygame.surface.Surface": node_types.take_picture,
-    "mujoco._structs.MjModel": take_model,
-    "mujoco._structs.MjData": take_data,
-    "dm_control.mujoco.engine.Physics": take_physics,
-    "ale_py._ale_py.ALEInterface": take_ale,
+_NAMED: dict[str, SaveFunction] = {
+    "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer": _save_kept,
+    "mujoco.renderer.Renderer": _save_kept,
+    "pygame.font.Font": _save_kept,
+    "pygame.freetype.Font": _save_kept,
+    "pygame.time.Clock": _save_kept,
+    "_thread.lock": functions.save_lock,
+    "_thread.RLock": functions.save_lock,
+    "logging.Logger": save_atom,
+    "dm_env.specs.Array": save_atom,
+    "jaxlib._jax.ArrayImpl": save_atom,
+    "jaxlib.xla_extension.ArrayImpl": save_atom,
+    "gymnasium.envs.registration.EnvSpec": save_atom,
+    "pygame.surface.Surface": node_types.save_picture,
+    "mujoco._structs.MjModel": save_model,
+    "mujoco._structs.MjData": save_data,
+    "dm_control.mujoco.engine.Physics": save_physics,
+    "ale_py._ale_py.ALEInterface": save_ale,
     "_io._IOBase": _refuse("an open file"),
     "io.IOBase": _refuse("an open file"),
     "mmap.mmap": _refuse("a mapped file"),
@@ -108,63 +108,63 @@ _EXACT_NAMES = (  # in other libraries
 )
 
 
-TAKINGS.update(
+SAVE_FUNCTIONS.update(
     {
-        np.ndarray: arrays.take_array,
-        list: node_types.take_list,
-        dict: node_types.take_dict,
-        tuple: node_types.take_tuple,
-        deque: node_types.take_deque,
-        set: node_types.take_set,
-        frozenset: node_types.take_set,
-        types.FunctionType: functions.take_function,
-        types.MethodType: functions.take_method,
-        types.BuiltinMethodType: functions.take_method,
-        types.MethodWrapperType: functions.take_method,
-        weakref.ref: functions.take_weak,
-        weakref.ProxyType: functions.take_weak_proxy,
-        weakref.CallableProxyType: functions.take_weak_proxy,
-        types.MappingProxyType: functions.take_mapping_proxy,
-        np.random.SeedSequence: node_types.take_seeds,
-        np.void: arrays.take_record,
-        np.record: arrays.take_record,
-        bytearray: arrays.take_buffer,
-        array.array: arrays.take_buffer,
-        memoryview: arrays.take_memoryview,
-        **dict.fromkeys(_EXACT, node_types.take_reduced),
-        WatchedALE: take_ale,
+        np.ndarray: arrays.save_array,
+        list: node_types.save_list,
+        dict: node_types.save_dict,
+        tuple: node_types.save_tuple,
+        deque: node_types.save_deque,
+        set: node_types.save_set,
+        frozenset: node_types.save_set,
+        types.FunctionType: functions.save_function,
+        types.MethodType: functions.save_method,
+        types.BuiltinMethodType: functions.save_method,
+        types.MethodWrapperType: functions.save_method,
+        weakref.ref: functions.save_weak,
+        weakref.ProxyType: functions.save_weak_proxy,
+        weakref.CallableProxyType: functions.save_weak_proxy,
+        types.MappingProxyType: functions.save_mapping_proxy,
+        np.random.SeedSequence: node_types.save_seeds,
+        np.void: arrays.save_record,
+        np.record: arrays.save_record,
+        bytearray: arrays.save_buffer,
+        array.array: arrays.save_buffer,
+        memoryview: arrays.save_memoryview,
+        **dict.fromkeys(_EXACT, node_types.save_reduced),
+        WatchedALE: save_ale,
     }
 )
 
 
-def find(kind: type, value: Any) -> Taking:
+def find(kind: type, value: Any) -> SaveFunction:
     """Returns the function that saves values of a new class."""
     for base in kind.__mro__:
         named = _NAMED.get(f"builtins.{node_types.name_of(base)}") or _NAMED.get(node_types.name_of(base))
         if named is not None:
             return named
     if kind is object or issubclass(kind, (type, enum.Enum, np.dtype, np.ufunc)):
-        return take_atom
+        return save_atom
     if issubclass(kind, gymnasium.Space):
-        return node_types.take_space
+        return node_types.save_space
     if issubclass(kind, np.random.Generator):
-        return node_types.take_generator
+        return node_types.save_generator
     if issubclass(kind, np.random.BitGenerator):
-        return node_types.take_bits
+        return node_types.save_bits
     if issubclass(kind, (random.Random, np.random.RandomState)):
-        return node_types.take_random
+        return node_types.save_random
     if issubclass(kind, np.ndarray):
-        return arrays.take_array
+        return arrays.save_array
     if issubclass(kind, arrays.CData):
-        return arrays.take_buffer
+        return arrays.save_buffer
     if node_types.is_ordinary(kind, value):
-        return node_types.take_object
+        return node_types.save_object
     if node_types.is_subclass_of_container(kind):
-        return node_types.take_subclass
+        return node_types.save_subclass
     is_immutable = issubclass(kind, _IMMUTABLE) and not slots_of(kind) and not hasattr(value, "__dict__")
     if is_immutable or issubclass(kind, BaseException) or node_types.name_of(kind) in _EXACT_NAMES:
-        return node_types.take_reduced
-    return node_types.take_trusted
+        return node_types.save_reduced
+    return node_types.save_trusted
 
 
 _IMMUTABLE = (tuple, frozenset, int, float, complex, str, bytes)  # for example named tuples
@@ -191,7 +191,7 @@ class IncrementalSnapshot:
         slotted = any(slots_of(type(layer)) for layer in layers)
         self._compiled = None if slotted else _native.ext
 
-    def take(self) -> list[Fields] | None:
+    def save(self) -> list[Fields] | None:
         """Returns the attributes of each layer; `None` if a walk is needed."""
         compiled, before = self._compiled, self._before
         if compiled is None or before is None:
@@ -203,7 +203,7 @@ class IncrementalSnapshot:
         """Sets the result of a walk as the latest snapshot."""
         self._before = fields
 
-    def put(self, fields: list[Fields]) -> bool:
+    def restore(self, fields: list[Fields]) -> bool:
         """Restores each layer's attributes; returns False, with no change, if a walk is needed."""
         compiled = self._compiled
         return compiled is not None and compiled.restore_changes(self._layers, self._excluded, fields, _NODES)

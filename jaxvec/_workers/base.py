@@ -24,7 +24,7 @@ from jaxvec._dispatch.dispatch import (
     PortableWorkerDispatch,
     WorkerDispatch,
 )
-from jaxvec._dispatch.engine import Engine, PyEngine, Rules
+from jaxvec._dispatch.engine import Engine, EngineConfig, PyEngine
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.constructors import Description
 from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
@@ -117,7 +117,7 @@ Check: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Patience:
+class WaitLimits:
     """The limits of a wait."""
 
     name: str  # of the operation, for errors
@@ -153,7 +153,7 @@ class WorkerGroup(ABC):
         """Creates the segment, maps it into the workers, and returns its arrays."""
 
     @abstractmethod
-    def open_engine(self, rules: Rules) -> Engine:
+    def open_engine(self, config: EngineConfig) -> Engine:
         """Returns the engine that moves the envs."""
 
     @abstractmethod
@@ -165,7 +165,7 @@ class WorkerGroup(ABC):
         return False
 
     @abstractmethod
-    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
+    def wait(self, slots: NDArray[Any], count: int, limits: WaitLimits) -> None:
         """Waits until `count` of the dispatched `slots` are completed.
 
         Raises:
@@ -193,7 +193,7 @@ class WorkerGroup(ABC):
             name: Name of the method.
             arguments: Function of `(first, stop)` that returns a slice's arguments, or `None` to skip it.
             timeout: Seconds that the call may take; `None` for no limit.
-            check: Function as in `Patience`.
+            check: Function as in `WaitLimits`.
 
         Returns:
             Result of each slice: `None` if it was skipped, or an error if an env raised there or its worker
@@ -279,7 +279,7 @@ def open_engine(
     arrays: Arrays,
     *,
     slices: Slices,
-    rules: Rules,
+    config: EngineConfig,
     step_here: StepHere | None = None,
 ) -> Engine:
     """Makes the C++ engine, or the Python one if the dispatch is portable or leaves are Python objects.
@@ -287,14 +287,14 @@ def open_engine(
     `step_here` steps slots, if the envs are in this process.
     """
     if end.native_end is None or spec.object_leaves:
-        return PyEngine(rules, done_at_once=step_here is not None)
+        return PyEngine(config, done_at_once=step_here is not None)
 
     def is_large(leaf: Leaf) -> bool:
         return leaf.path[:2] == ("info", "final_obs") and leaf.nbytes >= _MIN_SELECTED_ROW
 
     return CEngine(
         end,
-        rules,
+        config,
         fingerprint=spec.fingerprint,
         slices=slices,
         actions=[arrays[leaf.path] for leaf in (*spec.action_leaves, *spec.option_leaves)],

@@ -19,7 +19,7 @@ from jaxvec._arguments import Options, options_changed, select_options
 from jaxvec._config import Budget, PoolConfig
 from jaxvec._dispatch.channel import Channel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, ParentDispatch
-from jaxvec._dispatch.engine import Engine, Rules
+from jaxvec._dispatch.engine import Engine, EngineConfig
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs.slice import Arguments, RequestName
 from jaxvec._errors import EnvError, JaxvecError, NotPicklableError, WorkerDiedError
@@ -28,7 +28,7 @@ from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import usable_cores
 from jaxvec._workers import fork
-from jaxvec._workers.base import Check, Launcher, Patience, Process, WorkerGroup, open_engine, parent_end
+from jaxvec._workers.base import Check, Launcher, Process, WaitLimits, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.fork import Forker
 from jaxvec._workers.forkserver import ThreadsError
 from jaxvec._workers.spawn import Spawner
@@ -123,10 +123,10 @@ class ProcessWorkers(WorkerGroup):
             self.supervisor.notify_worker = self._dispatch.notify_worker
         return arrays
 
-    def open_engine(self, rules: Rules) -> Engine:
+    def open_engine(self, config: EngineConfig) -> Engine:
         assert self._dispatch is not None
         assert self._arrays is not None
-        return open_engine(self._dispatch, self._spec, self._arrays, slices=self._partition, rules=rules)
+        return open_engine(self._dispatch, self._spec, self._arrays, slices=self._partition, config=config)
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         assert self._dispatch is not None
@@ -138,27 +138,27 @@ class ProcessWorkers(WorkerGroup):
         assert self._dispatch is not None
         return self._dispatch.any_resetting(slots)
 
-    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
+    def wait(self, slots: NDArray[Any], count: int, limits: WaitLimits) -> None:
         assert self._dispatch is not None
         supervisor, dispatch = self.supervisor, self._dispatch
         while True:
-            seconds = min(supervisor.time_left(patience), DEATH_CHECK_INTERVAL)
+            seconds = min(supervisor.time_left(limits), DEATH_CHECK_INTERVAL)
             if dispatch.wait(slots, count, seconds):
                 break
             with supervisor.polling():
                 try:
-                    received = supervisor.poll(dispatch.begin_look(slots, count, seconds), patience)
+                    received = supervisor.poll(dispatch.start_poll(slots, count, seconds), limits)
                 except (EnvError, WorkerDiedError) as error:
-                    supervisor.collect_errors(error, lambda: self._late(slots)[0], patience)
+                    supervisor.collect_errors(error, lambda: self._late(slots)[0], limits)
                     raise
                 # The marks decide, not the wakes, because a worker may be stopped after it has set a mark and
                 # before it wakes the parent. After a message, look again first: a recovery extends the time.
-                timed_out = not received and supervisor.time_left(patience) <= 0
+                timed_out = not received and supervisor.time_left(limits) <= 0
                 if timed_out and not dispatch.enough_completed(slots, count):
                     late, unfinished = self._find_culprits(slots)
-                    supervisor.time_out(patience, late, unfinished)
+                    supervisor.time_out(limits, late, unfinished)
         if self._objects_in:
-            self._get_objects(slots, patience.timeout)
+            self._get_objects(slots, limits.timeout)
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:
         assert self._dispatch is not None

@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
 from jaxvec._config import Budget
-from jaxvec._dispatch.engine import Engine, Rules
+from jaxvec._dispatch.engine import Engine, EngineConfig
 from jaxvec._dispatch.move import Verb
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import describe, slice_of
-from jaxvec._envs.envs import EnvFailure, Failing, build_env, close_envs
+from jaxvec._envs.envs import EnvErrorContext, EnvFailure, build_env, close_envs
 from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
 from jaxvec._errors import EnvError, EnvStateError, SpaceMismatchError
 from jaxvec._memory.segment import Arrays, Layout, Marks, private_segment
 from jaxvec._spec import PoolSpec
 from jaxvec._tracing import Record
-from jaxvec._workers.base import Check, Patience, WorkerGroup, open_engine, parent_end
+from jaxvec._workers.base import Check, WaitLimits, WorkerGroup, open_engine, parent_end
 from jaxvec._workers.supervisor import describe_losses
 from jaxvec._workers.worker import WorkerRecipe
 
@@ -67,14 +67,14 @@ class SerialWorkers(WorkerGroup):
         end = parent_end(self._dispatch, Marks.of(arrays), slices=slices, channels=(), spin_ns=0)
         self._open_engine = partial(open_engine, end, spec, arrays, slices=slices)
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
-        with _typed(), Failing(0, "constructor"):
+        with _typed(), EnvErrorContext(0, "constructor"):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         self._close_slice = self._slice.close
         return arrays
 
-    def open_engine(self, rules: Rules) -> Engine:
-        self._rows = rules.admission.rows
-        return self._open_engine(rules=rules, step_here=partial(self.send, Verb.STEP))
+    def open_engine(self, config: EngineConfig) -> Engine:
+        self._rows = config.pending_envs.rows
+        return self._open_engine(config=config, step_here=partial(self.send, Verb.STEP))
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         if self.env_settings is not None:
@@ -89,7 +89,7 @@ class SerialWorkers(WorkerGroup):
                 slots = np.setdiff1d(slots, failure.completed)
                 self._recover(failure)
 
-    def wait(self, slots: NDArray[Any], count: int, patience: Patience) -> None:
+    def wait(self, slots: NDArray[Any], count: int, limits: WaitLimits) -> None:
         """Returns at once: `send` has completed the slots."""
 
     def first_completed(self, slots: NDArray[Any], count: int) -> NDArray[Any]:

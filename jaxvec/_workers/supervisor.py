@@ -49,7 +49,7 @@ from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
-from jaxvec._workers.base import Check, Launcher, Patience, Process, Slices
+from jaxvec._workers.base import Check, Launcher, Process, Slices, WaitLimits
 from jaxvec._workers.worker import (
     Attach,
     Closed,
@@ -174,7 +174,7 @@ class Diagnosis:
         )
 
     def late_error(
-        self, patience: Patience, workers: Sequence[int], unfinished: Sequence[int] | None
+        self, limits: WaitLimits, workers: Sequence[int], unfinished: Sequence[int] | None
     ) -> EnvTimeoutError:
         """Returns the error of an operation that `workers` delay, as for `Supervisor.time_out`."""
         env_ids = tuple(slot for worker in workers for slot in range(*self._slices[worker]))
@@ -192,11 +192,11 @@ class Diagnosis:
         else:  # a remote worker may be slow because of its node
             places = [f"worker {each} {it}" for each in workers if (it := self.processes[each].place)]
             activity += f" ({', '.join(places)} has not answered)" if places else ""
-        advice = f"Raise Timeouts({_TIMEOUT_FIELDS.get(patience.name, 'step')}=...)"
+        advice = f"Raise Timeouts({_TIMEOUT_FIELDS.get(limits.name, 'step')}=...)"
         if not self._recovers and self.arrays is not None:
             advice += ', or use on_fault="restart"'
         return EnvTimeoutError(
-            f"{patience.name} timed out after {patience.timeout} s. {activity}. {advice}.", env_ids=env_ids
+            f"{limits.name} timed out after {limits.timeout} s. {activity}. {advice}.", env_ids=env_ids
         )
 
 
@@ -324,9 +324,9 @@ class Supervisor:
 
     def build(self, *, learn_info: bool) -> Description:
         """Builds the envs in all workers, and returns their description once all are known to match."""
-        patience = Patience("constructor", self._recipe.config.timeouts.start, interrupts.since_now())
+        limits = WaitLimits("constructor", self._recipe.config.timeouts.start, interrupts.since_now())
         setup = partial(make_setup, self._recipe, learn_info=learn_info)
-        replies = self._exchange(range(len(self._processes)), setup, patience)
+        replies = self._exchange(range(len(self._processes)), setup, limits)
         descriptions = [pickle.loads(ready.description) for ready in replies.values()]
         self._description = descriptions[0]
         for worker, description in enumerate(descriptions):
@@ -335,14 +335,14 @@ class Supervisor:
 
     def attach(self, message: Attach, segment: int, arrays: Arrays) -> None:
         """Sends the segment to every worker; owns its descriptor from now on. `message` is for worker 0."""
-        patience = Patience("attach", self._recipe.config.timeouts.start, interrupts.since_now())
+        limits = WaitLimits("attach", self._recipe.config.timeouts.start, interrupts.since_now())
         self._segment, self._attach = segment, message
         self.diagnosis.action, self.diagnosis.arrays = message.spec.action, arrays
         slices = self._recipe.slices
         self._exchange(
             range(len(slices)),
             lambda worker: replace(message, worker=worker, slots=slices[worker]),
-            patience,
+            limits,
             descriptors=[segment],
         )
 
@@ -366,8 +366,8 @@ class Supervisor:
                 check()
 
             public_name = name.removesuffix("_states")
-            patience = Patience(name, timeout, check_both)
-            replies = self._exchange(requests, requests.__getitem__, patience, name=public_name)
+            limits = WaitLimits(name, timeout, check_both)
+            replies = self._exchange(requests, requests.__getitem__, limits, name=public_name)
         workers = range(len(self._recipe.slices))
         return [self._unpickle(each, name, replies[each]) if each in replies else None for each in workers]
 
@@ -405,7 +405,7 @@ class Supervisor:
         self,
         workers: Collection[int],
         message: Callable[[int], Any],
-        patience: Patience,
+        limits: WaitLimits,
         *,
         name: str = "",
         descriptors: Sequence[int] = (),
@@ -415,16 +415,16 @@ class Supervisor:
         The caller holds the request locks of these workers. `name` names a user's request in error messages.
         """
         try:
-            self._register(workers, name, patience)
+            self._register(workers, name, limits)
             for worker in workers:
-                self._send_request(worker, message(worker), patience, descriptors)
-            return self._gather(workers, patience)
+                self._send_request(worker, message(worker), limits, descriptors)
+            return self._gather(workers, limits)
         finally:
             for worker in workers:
                 self._requested.pop(worker, None)
                 self._replaced.pop(worker, None)
 
-    def _register(self, workers: Collection[int], name: str, patience: Patience) -> None:
+    def _register(self, workers: Collection[int], name: str, limits: WaitLimits) -> None:
         """Reserves the sockets of these workers for the calling thread, once all of them serve."""
         while True:
             with self.polling():
@@ -432,32 +432,32 @@ class Supervisor:
                 if not starting:
                     self._requested.update(dict.fromkeys(workers, name))
                     return
-                self.poll(0, patience)
-                if self.time_left(patience) <= 0:
-                    self.time_out(patience, starting)
-            self._sleep(starting, patience)
+                self.poll(0, limits)
+                if self.time_left(limits) <= 0:
+                    self.time_out(limits, starting)
+            self._sleep(starting, limits)
 
     def _send_request(
-        self, worker: int, message: Any, patience: Patience, descriptors: Sequence[int]
+        self, worker: int, message: Any, limits: WaitLimits, descriptors: Sequence[int]
     ) -> None:
         try:
             with self.channels[worker].sending:
                 if worker in self._requested:
-                    self._send(worker, message, patience.late(self._grace), descriptors)
+                    self._send(worker, message, limits.late(self._grace), descriptors)
         except EOFError:
             pass  # the next poll replaces it
         except TimeoutError:  # its socket buffer is full: it does not read
             with self.polling():
                 if worker in self._requested:
-                    self.time_out(patience, [worker])
+                    self.time_out(limits, [worker])
 
-    def _gather(self, workers: Collection[int], patience: Patience) -> dict[int, Any]:
+    def _gather(self, workers: Collection[int], limits: WaitLimits) -> dict[int, Any]:
         replies: dict[int, Any] = {}
         while missing := [worker for worker in workers if worker not in replies]:
             if not self._replaced.keys() & missing:
-                self._sleep(missing, patience)
+                self._sleep(missing, limits)
             with self.polling():
-                received = self.poll(0, patience, missing)
+                received = self.poll(0, limits, missing)
                 # Wakes may be dropped: threads that wait for envs check the slots before they wait for wakes.
                 replies |= {
                     worker: reply for worker, reply in received if reply is not WAKE and worker in missing
@@ -469,13 +469,13 @@ class Supervisor:
                         del self._requested[worker]
                 late = [worker for worker in missing if worker in self._requested]
                 # A message may have come from a recovery, which extends the time.
-                if late and not received and self.time_left(patience) <= 0:
-                    self.time_out(patience, late)
+                if late and not received and self.time_left(limits) <= 0:
+                    self.time_out(limits, late)
         return {worker: replies[worker] for worker in workers}
 
-    def _sleep(self, workers: Collection[int], patience: Patience) -> None:
+    def _sleep(self, workers: Collection[int], limits: WaitLimits) -> None:
         """Waits for a message from one of these workers, but never long enough to miss a death."""
-        self._make_poll(workers).poll(min(self.time_left(patience), DEATH_CHECK_INTERVAL) * 1000)
+        self._make_poll(workers).poll(min(self.time_left(limits), DEATH_CHECK_INTERVAL) * 1000)
 
     def _unpickle(self, worker: int, name: str, reply: Reply | JaxvecError) -> Any:
         if isinstance(reply, JaxvecError):
@@ -493,16 +493,16 @@ class Supervisor:
 
     # --- Polling -------------------------------------------------------------------------------------------
 
-    def time_left(self, patience: Patience) -> float:
+    def time_left(self, limits: WaitLimits) -> float:
         """Returns the seconds until an operation times out, or until its caller gives up."""
-        return min(time_left(patience.late(self._grace)), time_left(patience.give_up))
+        return min(time_left(limits.late(self._grace)), time_left(limits.give_up))
 
     def polling(self) -> AbstractContextManager[None]:
         """Holds the lock under which a thread may call `poll`, `time_out` and `replace`."""
         return self._poll_lock.acquire(None)
 
     def poll(
-        self, seconds: float, patience: Patience, requested: Collection[int] = ()
+        self, seconds: float, limits: WaitLimits, requested: Collection[int] = ()
     ) -> list[tuple[int, Any]]:
         """Waits for wakes and messages, and handles deaths, failure reports and the steps of a start.
 
@@ -510,8 +510,8 @@ class Supervisor:
         wait or is recovered from. It sleeps in `poll(2)`, without the GIL, and lets signal handlers run.
         A message to another thread also ends the sleep. `requested` are workers with replies for the caller.
         """
-        patience.check()
-        deadline = patience.late(self._grace)
+        limits.check()
+        deadline = limits.late(self._grace)
         received: list[tuple[int, Any]] = []
         others = self._requested.keys() - requested  # their sockets are read by other threads
         for worker in self._readable(self._poll_object, seconds):
@@ -541,13 +541,13 @@ class Supervisor:
         return received
 
     def collect_errors(
-        self, error: EnvError | WorkerDiedError, late: Callable[[], Iterable[int]], patience: Patience
+        self, error: EnvError | WorkerDiedError, late: Callable[[], Iterable[int]], limits: WaitLimits
     ) -> None:
         """Collects failures of the workers in `late()` for 0.5 s, and attaches them to `error.others`."""
         errors: dict[int | None, JaxvecError] = {error.worker: error}
         deadline = time.monotonic() + _COLLECT_TIMEOUT
         while (missing := [each for each in late() if each not in errors]) and time.monotonic() < deadline:
-            patience.check()
+            limits.check()
             time.sleep(_POLL_INTERVAL)
             for worker in missing:
                 try:
@@ -564,15 +564,15 @@ class Supervisor:
         join(errors.values())
 
     def time_out(
-        self, patience: Patience, late: Sequence[int], unfinished: Sequence[int] | None = None
+        self, limits: WaitLimits, late: Sequence[int], unfinished: Sequence[int] | None = None
     ) -> None:
         """Replaces late workers, or raises. `unfinished` are their slots, or `None` if they owe replies."""
-        if patience.give_up is not None and time.monotonic() >= patience.give_up:
+        if limits.give_up is not None and time.monotonic() >= limits.give_up:
             raise NotReadyError(
-                f"{patience.name} was not ready within the timeout; the envs are still pending, so call it "
+                f"{limits.name} was not ready within the timeout; the envs are still pending, so call it "
                 "again to continue waiting"
             )
-        error = self.diagnosis.late_error(patience, late, unfinished)
+        error = self.diagnosis.late_error(limits, late, unfinished)
         for worker in late:
             self.replace(worker, error)
 

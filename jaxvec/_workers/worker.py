@@ -31,7 +31,7 @@ from jaxvec._dispatch.move import Verb
 from jaxvec._envs import constructors, failures
 from jaxvec._envs.constructors import describe
 from jaxvec._envs.env_states import StateFunctions
-from jaxvec._envs.envs import EnvFailure, EnvFn, Failing, build_env, close_envs, watch_forks
+from jaxvec._envs.envs import EnvErrorContext, EnvFailure, EnvFn, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.slice import RequestName, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
@@ -264,10 +264,10 @@ def run_worker(channel: Channel) -> None:
             os.environ["PYTHONPATH"] = setup.python_path
         with _reporting(channel):
             if setup.init is not None:
-                with Failing(setup.first, "worker_init"):
+                with EnvErrorContext(setup.first, "worker_init"):
                     _unpickle(setup.init)()
             functions: StateFunctions | None
-            with Failing(setup.first, "constructor"):
+            with EnvErrorContext(setup.first, "constructor"):
                 env_fns, functions = _unpickle(setup.env_fns)
             config = replace(config, states=replace(config.states, functions=functions))
             size = config.envs_per_instance
@@ -287,7 +287,7 @@ def run_worker(channel: Channel) -> None:
                     description = describe(
                         envs, first=setup.first, learn_info=setup.learn_info, equal_spaces=setup.equal_spaces
                     )
-                    with Failing(setup.first, "constructor"):
+                    with EnvErrorContext(setup.first, "constructor"):
                         ready = Ready(dumps(description))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
@@ -306,7 +306,7 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
     turn = nullcontext() if max_running is None else RunLimit(segment, max_running, waiting)
     os.close(segment)
     replaces = attach.replaces
-    with Failing(attach.slots[0], "constructor"):
+    with EnvErrorContext(attach.slots[0], "constructor"):
         env_slice = make_slice(
             first=attach.slots[0],
             worker=attach.worker,
@@ -400,7 +400,7 @@ def _reporting(channel: Channel) -> Generator[None]:
 
 
 def _unpickle_settings(slot: int, settings: SlotSettings) -> SlotSettings:
-    with Failing(slot, "set_attr"):
+    with EnvErrorContext(slot, "set_attr"):
         attributes = {name: _unpickle(value) for name, value in settings.attributes.items()}
         return replace(settings, attributes=attributes)
 
@@ -416,10 +416,10 @@ def _unpickle(data: bytes) -> Any:
 
 def _answer(env_slice: Slice, request: Request) -> Reply:
     try:
-        with Failing(env_slice.first, request.name):
+        with EnvErrorContext(env_slice.first, request.name):
             args = _unpickle(request.args)
         result = getattr(env_slice, request.name)(*args)
-        with Failing(env_slice.first, request.name):
+        with EnvErrorContext(env_slice.first, request.name):
             return Reply(dumps(result))
     except EnvFailure as failure:
         return Reply(failure=failures.report(failure))

@@ -30,7 +30,7 @@ from jaxvec.callbacks._call import Call, Handle
 from jaxvec.callbacks._make import make
 
 # Options that users cannot set.
-_OURS = {
+_FIXED_OPTIONS = {
     "num_envs": "vmap determines the number of envs",
     "batch_size": "asynchronous batches can't be split over vmapped instances",
     "recv_order": "asynchronous batches can't be split over vmapped instances",
@@ -54,12 +54,12 @@ class EnvFamily:
         workers: Workers = Workers(),  # noqa: B008 - it can't be changed
         **kwargs: Any,
     ) -> None:
-        """Starts the first pool. The arguments are those of `jaxvec.make`, except the options in `_OURS`.
+        """Starts the first pool. The arguments are those of `jaxvec.make`, except the options in `_FIXED_OPTIONS`.
 
         `env` must not be a list. Each pool has at most one worker per env.
         """
-        for name in kwargs.keys() & _OURS:
-            raise TypeError(f"{name} can't be set here: {_OURS[name]}")
+        for name in kwargs.keys() & _FIXED_OPTIONS:
+            raise TypeError(f"{name} can't be set here: {_FIXED_OPTIONS[name]}")
         if not isinstance(env, str) and hasattr(env, "__len__"):
             raise TypeError("env must be one env, not a list: vmap determines the number of envs")
 

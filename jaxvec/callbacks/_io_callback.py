@@ -38,7 +38,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None, native: bool) -
     With `native`, C++ answers the call, and asks Python by the functions that `_ffi.py` has set.
     """
     rows = len(operands[0])
-    to_host = Packing.of(call.operands(rows, len(operands[-1])), everything=True)
+    to_host = Packing.of(call.operands(rows, len(operands[-1])), pack_all=True)
     to_program = Packing.of(call.results(rows))  # unread results have no rows
     callback = _Callback(call, to_host, to_program, platform != "cpu", native)
     words, step = to_host.join(operands), _PIECE // WORD

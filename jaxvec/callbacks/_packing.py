@@ -41,14 +41,14 @@ class Packing:
     num_words: int
 
     @classmethod
-    def of(cls, types: Sequence[Struct], *, everything: bool = False) -> Packing:
-        """Packs the results that are small and that every device can build from words, or `everything`."""
+    def of(cls, types: Sequence[Struct], *, pack_all: bool = False) -> Packing:
+        """Packs the results that are small and that every device can build from words, or `pack_all`."""
         places: list[int | None] = []
         num_words = 0
         for each in types:
             dtype, size = np.dtype(each.dtype), prod(each.shape)
             small = dtype.kind in "biuf" and dtype.itemsize <= WORD and size * dtype.itemsize < _LARGE
-            if everything or small:
+            if pack_all or small:
                 places.append(num_words)
                 num_words += -(-size * dtype.itemsize // WORD)
             else:

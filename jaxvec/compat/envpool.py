@@ -333,8 +333,8 @@ class EnvPool(ABC):
             JaxvecError: see `jaxvec.VectorEnv.recv`.
         """
         sent = self._sent
-        # `everything` waits for the pending envs, also where these are not all envs of the pool.
-        rows = self._pool.recv(self._pool.move_all(Verb.RECV), everything=0 < len(sent) < len(self))
+        # `wait_for_all` waits for the pending envs, also where these are not all envs of the pool.
+        rows = self._pool.recv(self._pool.move_all(Verb.RECV), wait_for_all=0 < len(sent) < len(self))
         self._sent = []
         return self._finish(rows, np.array(sent) if sent else None, reset=reset, return_info=return_info)
 

@@ -209,13 +209,17 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.pool.close(0 if terminate else timeout)
 
     def _call(
-        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], begun: Callable[[], None] | None = None
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        on_started: Callable[[], None] | None = None,
     ) -> tuple[Any, ...]:
         if name in _NOT_CALLABLE:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         pool = self.pool.pool
         each = [args] * self.num_envs
-        return tuple(pool.env_calls.call(pool.move_all(Verb.CALL), name, each, kwargs, begun=begun))
+        return tuple(pool.env_calls.call(pool.move_all(Verb.CALL), name, each, kwargs, on_started=on_started))
 
     def _send_reset(self, seed: Any, options: dict[str, Any] | None) -> NDArray[np.bool_] | None:
         """Starts a reset. Returns the mask of the reset envs, or `None` for all."""
@@ -239,7 +243,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         batch, as_objects = self._check_actions(actions)
         if not as_objects:
             return pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch, deliver=deliver)
-        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_they_are=True)
+        pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_objects=True)
         return self._recv()
 
     def _check_actions(self, actions: Any) -> tuple[Sequence[Any], bool]:
@@ -256,7 +260,7 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
     def _recv(self, timeout: float | None = None) -> Rows:
         pool, deliver = self.pool.pool, copies if self.copy else views
         move = pool.move_all(Verb.RECV, Caller.HOST)
-        return pool.recv(move, deliver=deliver, timeout=timeout, everything=True)
+        return pool.recv(move, deliver=deliver, timeout=timeout, wait_for_all=True)
 
     def _after_reset(self, rows: Rows, mask: NDArray[np.bool_] | None) -> tuple[Any, dict[str, Any]]:
         infos = self._infos()
@@ -552,7 +556,7 @@ class AsyncVectorEnv(PooledVectorEnv):
         with as_gymnasium(type(self).__name__):
             pool = self.pool.pool
             batch, as_objects = self._check_actions(actions)
-            pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_they_are=as_objects)
+            pool.send(pool.move_all(Verb.SEND, Caller.HOST), pool.all, batch, as_objects=as_objects)
         self._state = AsyncState.WAITING_STEP
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -568,7 +572,7 @@ class AsyncVectorEnv(PooledVectorEnv):
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Starts a call. Raises the errors of `reset_async`."""
         self._check_can_start("call_async")
-        self._calls = run_in_thread(lambda begun: self._call(name, args, kwargs, begun))
+        self._calls = run_in_thread(lambda on_started: self._call(name, args, kwargs, on_started))
         self._state = AsyncState.WAITING_CALL
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ class _PooledVecEnv(_VecEnv):
         batch, as_objects = _check_actions(pool.spec, actions)
         move = pool.move_all(Verb.SEND, Caller.HOST)
         with _as_raised():
-            pool.send(move, pool.all, batch, as_they_are=as_objects)
+            pool.send(move, pool.all, batch, as_objects=as_objects)
 
     def step_wait(self) -> Result:
         """Waits for the pending step.

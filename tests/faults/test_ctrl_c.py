@@ -87,10 +87,10 @@ def test_ctrl_c_ends_a_program_whose_env_hangs_and_breaks_the_pool(transport, wi
 import jax, jax.numpy as jnp
 from jaxvec._native import interrupts
 from jaxvec._workers.process import ProcessWorkers
-def wait(self, slots, count, patience, wait=ProcessWorkers.wait):
-    while {at_once} and patience.name == "step" and not interrupts.count():
+def wait(self, slots, count, limits, wait=ProcessWorkers.wait):
+    while {at_once} and limits.name == "step" and not interrupts.count():
         time.sleep(0.001)
-    wait(self, slots, count, patience)
+    wait(self, slots, count, limits)
 ProcessWorkers.wait = wait
 with jaxvec.config.override(transport="{transport}"):
     envs = jaxvec.make(Env, 2, timeouts=jaxvec.Timeouts(step=None))
@@ -242,7 +242,7 @@ def test_ctrl_c_before_wait_leaves_no_untracked_env(drive, way, verb):
         driver.workers[0].suspend()  # what was handed over is under way for as long as we look
         where = interrupt_at(n, getattr(driver, verb))
         pool = driver.envs.pool
-        if where == "check_wait" or (pool.state.broken_by is None and probe.admission(pool).num_sent[0]):
+        if where == "check_wait" or (pool.state.broken_by is None and probe.pending_envs(pool).num_sent[0]):
             break  # it is in the wait, or between two calls, with envs in flight
         driver.workers[0].resume()
         if pool.state.broken_by is None:

@@ -235,10 +235,10 @@ def run_limited(dispatch, limit, value, size=4, envs=2, kept=True):
     return error, script.stderr
 
 
-handoffs = pytest.mark.parametrize("dispatch", ["native", "portable"])
+dispatches = pytest.mark.parametrize("dispatch", ["native", "portable"])
 
 
-@handoffs
+@dispatches
 @pytest.mark.nightly(but=1)
 def test_a_full_disk_is_a_clear_error(dispatch):
     """The memory of a segment is taken at once; this limit is the one that we can fill."""
@@ -247,7 +247,7 @@ def test_a_full_disk_is_a_clear_error(dispatch):
     assert err == ""
 
 
-@handoffs
+@dispatches
 @pytest.mark.nightly(but=1)
 def test_too_little_memory_for_the_segment_is_a_clear_error(dispatch):
     """A worker inherits the limit, but has less without it: so it is here that there is no room."""
@@ -267,7 +267,7 @@ def test_memory_error_while_pickling_a_constructor_is_reported():
         jaxvec.make(lambda large=Large(): CountingEnv(), 2)  # noqa: B008 - a closure's memory
 
 
-@handoffs
+@dispatches
 @pytest.mark.parametrize("room", range(0, 15, 3))
 @pytest.mark.nightly(but=3)
 def test_too_few_descriptors_are_a_clear_error(dispatch, room):

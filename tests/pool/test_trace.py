@@ -110,7 +110,7 @@ def test_all_steps_resets_and_hand_offs_are_in_the_file(drive, way, tmp_path):
     else:
         assert program[name("step")] == 5
     assert program["write actions"] == 5
-    assert program["hand over"] == 6
+    assert program["dispatch"] == 6
     assert program["copy results"] == (12 if way.first_ready else 5)
     assert program["wait for workers"] >= program["copy results"]
     calls = 1 + (5 + 11 if way.first_ready else 5)

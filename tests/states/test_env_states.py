@@ -227,13 +227,13 @@ def test_arrays_that_cannot_be_written_to_may_differ(make, change):
     env = stateful.env
     stateful.verify(fresh=True)
     env.reset()
-    before = stateful.take()
+    before = stateful.save()
     for _ in range(100):
         obs, *_ = env.step(0)
-    after = stateful.take()
+    after = stateful.save()
     assert obs.tolist() == [1.0] * 9
     for state, expected in [(before, 0.0), (after, 1.0), (before, 0.0)]:
-        stateful.put(state)
+        stateful.restore(state)
         assert not env.held.flags.writeable
         assert env.step(0)[0].tolist() == [expected] * 9
 
@@ -261,13 +261,13 @@ def test_a_large_container_that_is_equal_may_differ(make, change):
     env = stateful.env
     stateful.verify(fresh=True)
     first, _ = env.reset()
-    before = stateful.take()
+    before = stateful.save()
     for _ in range(100):
         last, *_ = env.step(0)
-    after = stateful.take()
+    after = stateful.save()
     assert first.tobytes() != last.tobytes()
     for state, expected in [(before, first), (after, last), (before, first)]:
-        stateful.put(state)
+        stateful.restore(state)
         assert env.step(0)[0].tobytes() == expected.astype(first.dtype).tobytes()
 
 
@@ -377,20 +377,20 @@ def test_what_is_taken_again_is_what_a_walk_takes():
         kept = []
         for _ in range(40):
             env.unwrapped.step(0)
-            counts["taken", again._incremental.take() is not None] += 1
-            states = [again.take(), walk.take()]
+            counts["taken", again._incremental.save() is not None] += 1
+            states = [again.save(), walk.save()]
             assert_same_state(*states)
             kept = [*kept, states[seed % 2]][-3:]
             if Odd.random.random() < 0.4:
                 state = Odd.random.choice(kept)
-                done = again._incremental.put(state.layers)
+                done = again._incremental.restore(state.layers)
                 counts["put", done] += 1
                 if not done:
-                    assert_same_state(walk.take(), states[1])  # nothing was done
-                    again.put(state)
-                assert_same_state(walk.take(), state)
-                walk.put(state)
-                assert_same_state(again.take(), state)
+                    assert_same_state(walk.save(), states[1])  # nothing was done
+                    again.restore(state)
+                assert_same_state(walk.save(), state)
+                walk.restore(state)
+                assert_same_state(again.save(), state)
     assert min(counts[key] for key in itertools.product(("taken", "put"), (True, False))) > 50, counts
 
 
@@ -472,10 +472,10 @@ def test_so_may_its_user():
     env.step(0)
     stateful = StatefulEnv(env, (get, set_))
     stateful.verify()
-    state = stateful.take()
+    state = stateful.save()
     first = [env.step(0) for _ in range(7)]
     for _ in range(3):
-        stateful.put(state)
+        stateful.restore(state)
         assert [env.step(0) for _ in range(7)] == first  # TimeLimit's count is put back, too
 
 
@@ -522,7 +522,7 @@ def test_what_is_lost_only_later_in_an_episode_is_seen(fresh):
         with pytest.raises(
             jaxvec.EnvStateError, match=r"Lossy.odometer is a .*copy exactly.*trust=\[Odometer\]"
         ):
-            StatefulEnv(env).take()
+            StatefulEnv(env).save()
     stateful = StatefulEnv(env, trust=(Odometer,))
     with pytest.raises(jaxvec.EnvStateError, match=r"Restoring Lossy did not reproduce it: .*, obs differs"):
         stateful.verify(fresh=fresh)
@@ -545,31 +545,31 @@ def test_what_is_no_value_is_named(make, what):
         jaxvec.EnvStateError,
         match=rf"cannot save Hidden: attribute Hidden.parts\['held'\]\[0\] is {what}.* States\(functions=",
     ):
-        StatefulEnv(env).take()
+        StatefulEnv(env).save()
     if hasattr(held, "close"):
         held.close()
 
 
 def test_a_state_is_for_envs_of_its_kind():
-    state = StatefulEnv(gymnasium.make("CartPole-v1")).take()
+    state = StatefulEnv(gymnasium.make("CartPole-v1")).save()
     for other in (gymnasium.make("Acrobot-v1"), gymnasium.make("CartPole-v1").unwrapped):
         with pytest.raises(jaxvec.EnvStateError, match="cannot restore a state of .*CartPoleEnv into "):
-            StatefulEnv(other).put(state)
+            StatefulEnv(other).restore(state)
 
 
 def test_a_wrapper_may_come_in_between():
     env = gymnasium.make("CartPole-v1")
     stateful = StatefulEnv(env)
     env.reset(seed=0)
-    before = stateful.take()
+    before = stateful.save()
     env.env = wrappers.TransformReward(env.env, lambda reward: reward + 1)
     env.env.bonus = [3]
-    state = stateful.take()
+    state = stateful.save()
     env.env.bonus[0] = 4
-    stateful.put(state)
+    stateful.restore(state)
     assert env.env.bonus == [3]
     with pytest.raises(jaxvec.EnvStateError, match="cannot restore a state of .* into "):
-        stateful.put(before)
+        stateful.restore(before)
 
 
 def test_memory_that_is_lent_stays():
@@ -592,10 +592,10 @@ def test_memory_that_is_lent_stays():
         env.reset(seed=0)
         env.set_observation_buffer(buffer)
     envs[0].step(0)
-    state = StatefulEnv(envs[0]).take()
+    state = StatefulEnv(envs[0]).save()
     first = [envs[0].step(0)[0].copy() for _ in range(3)]
     for env, buffer in zip(envs, buffers, strict=True):
-        StatefulEnv(env).put(state)
+        StatefulEnv(env).restore(state)
         assert env.lent["there"][0] is buffer
         for expected in first:
             np.testing.assert_array_equal(env.step(0)[0], expected)

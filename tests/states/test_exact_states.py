@@ -450,14 +450,14 @@ def test_graphs_are_exact_or_refused(name, how):
     seen = []
     try:
         for action in actions:
-            state = mine.take()
+            state = mine.save()
             if how == "pickled":
                 state = copied(state)
             if how != "saved":
                 play(mine.env, [4, 2])
                 if how == "elsewhere":
                     mine, other = other, mine
-                mine.put(state)
+                mine.restore(state)
             seen += play(mine.env, [action])
     except jaxvec.EnvStateError:
         if name in REFUSED or (name in STAY_IN_THEIR_PROCESS and how == "pickled"):
@@ -630,9 +630,9 @@ def test_an_env_that_exits_for_some_action_survives_its_verification(make):
 
 def test_a_state_can_be_restored_twice():
     env = StatefulEnv(SmallView())
-    state = env.take()
+    state = env.save()
     first = play(env.env, [1, 2, 3])
-    env.put(state)
+    env.restore(state)
     second = play(env.env, [1, 2, 3])
-    env.put(copy.copy(state))
+    env.restore(copy.copy(state))
     assert first == second == play(env.env, [1, 2, 3])

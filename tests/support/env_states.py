@@ -37,15 +37,15 @@ def assert_goes_on(env_fn, *, num_steps=600, ends=1, pickled=True):
     count = 0
     for step in range(num_steps):
         if step % 6 == 0:
-            state = mine.take()
+            state = mine.save()
             if pickled and rng.random() < 0.1:
                 state = pickle.loads(pickle.dumps(state))
             wander(mine.env)
             if rng.random() < 0.5:
                 mine, other = other, mine
-                mine.put(state)
+                mine.restore(state)
                 wander(mine.env)
-            mine.put(state)
+            mine.restore(state)
         action = actions.sample()
         expected, seen = straight.step(action), mine.env.step(action)
         assert_equal(seen, expected, step)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 import jaxvec
-from jaxvec._dispatch.engine import Admission, Engine
+from jaxvec._dispatch.engine import Engine, PendingEnvs
 from jaxvec._pool.pool import Pool
 from jaxvec._workers.supervisor import Supervisor
 
@@ -27,8 +27,8 @@ def engine(envs: jaxvec.VectorEnv | Pool) -> Engine:
     return _pool(envs)._engine
 
 
-def admission(envs: jaxvec.VectorEnv | Pool) -> Admission:
-    return _pool(envs)._admission
+def pending_envs(envs: jaxvec.VectorEnv | Pool) -> PendingEnvs:
+    return _pool(envs)._pending_envs
 
 
 def num_served(envs: jaxvec.VectorEnv | Pool) -> int:

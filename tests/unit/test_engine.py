@@ -70,15 +70,15 @@ class Threads:
             self._threads[-1].start()
         return self._arrays
 
-    def open_engine(self, rules):
-        return base.open_engine(self._end, self._spec, self._arrays, slices=self._slices, rules=rules)
+    def open_engine(self, config):
+        return base.open_engine(self._end, self._spec, self._arrays, slices=self._slices, config=config)
 
-    def wait(self, slots, count, patience):
+    def wait(self, slots, count, limits):
         while not self._end.wait(slots, count, DEATH_CHECK_INTERVAL):
             with self._looking:
-                seconds = self._end.begin_look(slots, count, DEATH_CHECK_INTERVAL)
-                patience.check()
-                if patience.give_up is not None and time.monotonic() >= patience.give_up:
+                seconds = self._end.start_poll(slots, count, DEATH_CHECK_INTERVAL)
+                limits.check()
+                if limits.give_up is not None and time.monotonic() >= limits.give_up:
                     raise jaxvec.NotReadyError("not ready")
                 for fd, _ in self._poll.poll(seconds * 1000):
                     channel = next(each for each in self._channels if each.fileno() == fd)
@@ -230,7 +230,7 @@ class EngineMachine(RuleBasedStateMachine):
     def receive(self, found, at_least=None):
         """Checks what was received, and notes that it is not in flight any more."""
         if not self.sent:  # a reset has sent all
-            self.sent = probe.admission(self.pool).spread.tolist()
+            self.sent = probe.pending_envs(self.pool).spread.tolist()
         ids = found[4].tolist()
         if at_least is None:
             assert len(ids) == self.batch_size
@@ -372,7 +372,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         found = reset()
         self.moved(slots, [-1] * len(slots))
-        self.sent += [slot for slot in probe.admission(self.pool).spread.tolist() if slot in slots]
+        self.sent += [slot for slot in probe.pending_envs(self.pool).spread.tolist() if slot in slots]
         self.counts += 1
         if receives:
             self.receive(found)
@@ -383,14 +383,16 @@ class EngineMachine(RuleBasedStateMachine):
     def a_worker_dies(self, slot, by_handle):
         self.reset(by_handle=False)  # else which envs may be sent depends on who was ready first
         if self.first_ready:
-            self.check(self.pool.recv(self.all(Verb.RECV, by_handle), everything=True), range(self.num_envs))
+            self.check(
+                self.pool.recv(self.all(Verb.RECV, by_handle), wait_for_all=True), range(self.num_envs)
+            )
             self.sent = []
             self.counts += 1
         self.broken = True
         with pytest.raises(jaxvec.WorkerDiedError):
             if self.first_ready:
                 self.pool.send(self.all(Verb.SEND, by_handle), np.array([slot]), self.stored([DIE]))
-                self.pool.recv(self.all(Verb.RECV, False), everything=True)
+                self.pool.recv(self.all(Verb.RECV, False), wait_for_all=True)
             else:
                 self.pool.step(self.handle(Verb.STEP, [slot]), self.stored([DIE]))
 
@@ -408,7 +410,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.rules_played += 1
         if not self.broken:
             assert self.pool.generation(self.pool.all).tolist() == self.counts.tolist()
-            assert probe.admission(self.pool).sent.tolist() == self.sent
+            assert probe.pending_envs(self.pool).sent.tolist() == self.sent
 
     def teardown(self):
         traceback.print_exc()  # of a failure, which Hypothesis hides where it does not come each time

@@ -14,9 +14,9 @@ SOURCES = HERE.parents[2] / "jaxvec" / "_native"
 
 # Without ffi.cc, which needs jaxlib's headers, and what needs Python's: these only pass calls on.
 PROGRAMS = {
-    "handoff_stress": ["handoff"],
-    "pool_stress": ["handoff", "pool"],
-    "call_stress": ["handoff", "pool", "call", "cuda", "interrupts", "fake_cuda"],
+    "dispatch_stress": ["dispatch"],
+    "pool_stress": ["dispatch", "pool"],
+    "call_stress": ["dispatch", "pool", "call", "cuda", "interrupts", "fake_cuda"],
 }
 SANITIZERS = {
     "thread": ["-O1", "-fsanitize=thread"],
@@ -36,7 +36,7 @@ OPTIONS = {
 pytestmark = [
     pytest.mark.nightly,  # or `.ci/run native`, with every landing
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++"),
-    pytest.mark.skipif(not (SOURCES / "handoff.cc").is_file(), reason="needs the source tree"),
+    pytest.mark.skipif(not (SOURCES / "dispatch.cc").is_file(), reason="needs the source tree"),
 ]
 
 

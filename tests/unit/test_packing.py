@@ -57,7 +57,7 @@ def check(arrays):
 
 
 def check_operands(arrays):
-    packing = Packing.of(arrays, everything=True)
+    packing = Packing.of(arrays, pack_all=True)
     (words,) = packing.transfers
     joined = np.asarray(jax.jit(packing.join)(arrays))
     assert (joined.shape, joined.dtype) == (words.shape, words.dtype)

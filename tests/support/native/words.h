@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "handoff.h"
+#include "dispatch.h"
 
 namespace jaxvec {
 

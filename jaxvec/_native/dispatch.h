@@ -82,7 +82,7 @@ const char* request_short_slices();
 void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* slots, uint32_t count);
 
 // Dispatches slots with the requests of another dispatch, which numbers them.
-void pass_on(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count);
+void forward(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count);
 
 // Wakes a worker after a message was written to its control socket.
 void notify_worker(Board& board, uint32_t worker);

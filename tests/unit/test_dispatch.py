@@ -77,7 +77,7 @@ def test_every_slot_sent_comes_back_once_and_in_its_order(kind, data, num_envs, 
                     workers[w].post(half)
                     posted += half.tolist()
         while not parent.wait(slots, len(slots), 0):  # also to look at its sockets
-            assert parent.begin_look(slots, len(slots), 60) == 0  # it need not sleep
+            assert parent.start_poll(slots, len(slots), 60) == 0  # it need not sleep
         assert parent.unfinished().size == 0
         count = data.draw(st.integers(1, len(slots)))
         assert parent.first_completed(np.array(posted), count).tolist() == posted[:count]
@@ -123,7 +123,7 @@ def test_requests_that_are_passed_on_are_served_as_they_were_made(kind, data, nu
     for part in (slots[:cut], slots[cut:]):
         if part.size:
             ends[0].send(data.draw(st.sampled_from(REQUESTED)), part)
-    ends[1].pass_on(here.requested, np.arange(num_envs))
+    ends[1].forward(here.requested, np.arange(num_envs))
     for worker, own in enumerate(slices):
         told = [
             base.worker_end(kind, marks, worker=worker, slots=own, channel=LoopbackChannel(), spin_ns=0)

@@ -1,4 +1,4 @@
-#include "handoff.h"
+#include "dispatch.h"
 
 #include <linux/futex.h>
 #include <poll.h>
@@ -174,7 +174,7 @@ void send(Parent& parent, uint32_t worker, uint32_t operation, const int64_t* sl
   wake_worker(parent.board, worker);
 }
 
-void pass_on(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count) {
+void forward(Parent& parent, uint32_t worker, const int64_t* requests, const int64_t* slots, uint32_t count) {
   for (uint32_t i = 0; i < count; ++i) {
     parent.board.requested[slots[i]].store(requests[i], std::memory_order_release);
   }
