@@ -1,4 +1,4 @@
-"""Saved states of envs: how one is taken, restored and verified, and the table of those that a worker keeps.
+"""Saved states of envs: how one is saved, restored and verified, and the table of those that a worker keeps.
 
     env and its wrappers --StatefulEnv.save--> EnvState --+
     episode, seed, options, info of the slot -------------+--> SlotState --SavedStates.add--> table, by number

@@ -42,7 +42,7 @@ class ImageEnv(CountingEnv):
 
 @pytest.fixture
 def pool(make, driver):
-    """Makes a pool with the native hand-off."""
+    """Makes a pool with the native dispatch."""
 
     def pool(env, num_envs, **kwargs):
         return make(env, num_envs, transport="ffi", dispatch="native", **kwargs)

@@ -1,7 +1,7 @@
 """A catalogue of disasters: each becomes a typed error, is repeated, and leaves a pool that closes.
 
 Every case runs in all ways to drive a pool; its variants in two of them, and on the host. What fails in a
-constructor fails in `make`, before there is a hand-off or a driver: such cases have no ways.
+constructor fails in `make`, before there is a dispatch or a driver: such cases have no ways.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_workers_there_run_worker_init_first(make_on_ray):
 
 # --- The local pool is the oracle -----------------------------------------------------------------
 
-# What is tried with both hand-offs is tried with both ways of data, too.
+# Tests that use both dispatches use both ways of data, too.
 DATA = {"native": "tcp", "portable": "ray"}
 
 ENVS = {

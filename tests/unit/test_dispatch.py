@@ -1,4 +1,4 @@
-"""The hand-offs: chosen by name, equal in what they do, and sound under load."""
+"""The dispatches: chosen by name, equal in what they do, and sound under load."""
 
 from __future__ import annotations
 

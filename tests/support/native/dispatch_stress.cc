@@ -1,6 +1,6 @@
-// Drives the hand-off with a thread for each worker, for sanitizers to watch.
+// Drives the dispatch with a thread for each worker, for sanitizers to watch.
 //
-// Rows are plain memory that the parent and the workers write in turn, so any hole in the hand-off's
+// Rows are plain memory that the parent and the workers write in turn, so any hole in the dispatch's
 // ordering is a data race that the sanitizer reports; and every value is checked besides.
 #include <algorithm>
 #include <cstdio>

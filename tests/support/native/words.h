@@ -1,4 +1,4 @@
-// The words of a hand-off in plain memory, for threads in place of processes.
+// The words of a dispatch in plain memory, for threads in place of processes.
 #pragma once
 
 #include <cstdio>
