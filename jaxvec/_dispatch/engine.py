@@ -195,7 +195,7 @@ class Engine(ABC):
     done_at_once: bool = False  # `dispatch` steps the envs in this thread
 
     def __init__(self, config: EngineConfig) -> None:
-        self._config = rules
+        self._config = config
         self._pending_envs = config.pending_envs
         self._fast_path_closed = False
         self._process = os.getpid()  # a fork must not move envs

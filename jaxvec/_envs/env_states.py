@@ -3,8 +3,8 @@
     env and its wrappers --StatefulEnv.save--> EnvState --+
     episode, seed, options, info of the slot -------------+--> SlotState --SavedStates.add--> table, by number
 
-`StatefulEnv.restore` restores an `EnvState` into the same env, or into another that the same function built. The
-snapshots of attributes are taken by `_snapshots/`. The parent keeps the row of the segment of each state.
+`StatefulEnv.restore` restores an `EnvState` into the same env, or into another of the same constructor.
+`_snapshots/` copies the attributes. The parent keeps each state's row of the segment.
 """
 
 from __future__ import annotations

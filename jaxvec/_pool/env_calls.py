@@ -88,8 +88,8 @@ class EnvCalls:
     ) -> list[Any]:
         """Calls a method of each env, or reads an attribute; both are looked up through wrappers.
 
-        `args`, `[n]`, are the positional arguments of each env's call. `on_started` is called once no other call
-        can overtake this one.
+        `args`, `[n]`, are the positional arguments of each env's call. `on_started` is called once no other
+        call can overtake this one.
         """
         return self._call_envs(move, "call", args, name, kwargs, on_started=on_started)
 

@@ -212,9 +212,10 @@ class PoolState:
                     f"but the call names only {named}; name all of them or none. Nothing was stepped"
                 )
             case Status.PENDING:
+                pending = env_ids[pending_envs.in_flight[env_ids]].tolist()
                 raise PendingEnvError(
-                    f"envs {env_ids[pending_envs.in_flight[env_ids]].tolist()} are pending: they were sent and "
-                    "not yet received; call recv first. Nothing was stepped"
+                    f"envs {pending} are pending: they were sent and not yet received; call recv first. "
+                    "Nothing was stepped"
                 )
             case Status.NEEDS_RESET:
                 waiting = env_ids[pending_envs.needs_reset[env_ids]].tolist()

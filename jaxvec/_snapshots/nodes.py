@@ -17,7 +17,7 @@ from gymnasium.wrappers import PassiveEnvChecker
 # ----------------------------------------------------------------------------------------------------------
 
 # Attributes that are atoms; nodes of the others, including attributes that were not atoms at an earlier
-# snapshot; and the number of all attributes, including excluded ones. With -1, none are deleted by `Restorer`.
+# snapshot; and the number of all attributes, including excluded ones. With -1, `Restorer` deletes none.
 Fields: TypeAlias = tuple[dict[str, Any], dict[str, Any], int]
 NOTHING: Fields = {}, {}, -1
 

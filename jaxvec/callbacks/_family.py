@@ -54,7 +54,7 @@ class EnvFamily:
         workers: Workers = Workers(),  # noqa: B008 - it can't be changed
         **kwargs: Any,
     ) -> None:
-        """Starts the first pool. The arguments are those of `jaxvec.make`, except the options in `_FIXED_OPTIONS`.
+        """Starts the first pool. The arguments are those of `jaxvec.make`, except for `_FIXED_OPTIONS`.
 
         `env` must not be a list. Each pool has at most one worker per env.
         """
