@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jaxvec import adapters as adapters
     from jaxvec import logging as logging
     from jaxvec import normalize as normalize
+    from jaxvec import spaces as spaces
     from jaxvec import testing as testing
     from jaxvec._rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
@@ -94,7 +95,7 @@ __all__ = [
     "step",
 ]
 
-_MODULES = ("adapters", "compat", "logging", "normalize", "testing")
+_MODULES = ("adapters", "compat", "logging", "normalize", "spaces", "testing")
 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {

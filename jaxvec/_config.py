@@ -24,7 +24,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from jaxvec._errors import JaxvecError
-from jaxvec._spec import Autoreset, parse_autoreset, undeclared
+from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
 
 # ----------------------------------------------------------------------------------------------------------
 # Recovery from faults
@@ -560,6 +560,7 @@ class PoolConfig:
     autoreset_mode: AutoresetMode | AutoresetName | None = None
     final_obs: bool = True
     info: Mapping[str, Any] | Iterable[str] | None = None
+    max_sizes: Mapping[str, Any] | None = None
     env_configs: Sequence[Mapping[str, Any]] | None = None
     envs_per_instance: int | None = None
     on_fault: OnFault | Restart = "raise"
@@ -577,6 +578,8 @@ class PoolConfig:
         # `info` may be an iterator, which can be read only once, so its content is stored.
         declared, learnt = undeclared(self.info)
         object.__setattr__(self, "info", declared | dict.fromkeys(learnt))
+        if self.max_sizes is not None:
+            MaxSizes(self.max_sizes)  # raises if it is invalid
         object.__setattr__(self, "workers", self._merge_workers())
         if not isinstance(self.states, States):  # pyright: ignore[reportUnnecessaryIsInstance]
             _check_count("states", self.states, 0)
@@ -660,6 +663,7 @@ class PoolConfig:
             states=States(self.states.max),
             backend="process",
             info=None,
+            max_sizes=None,
             reset_options=None,
             env_configs=None,
             on_fault="raise",

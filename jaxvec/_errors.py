@@ -56,7 +56,7 @@ def _rebuild(cls: type[JaxvecError], args: tuple[Any, ...], attributes: dict[str
 
 
 class UnsupportedSpaceError(JaxvecError, TypeError):
-    """A space with a leaf that can't become an array of fixed shape. The message has the leaf's path."""
+    """A space with a leaf that can't become arrays of fixed shape. The message has the leaf's path."""
 
 
 class SpaceMismatchError(JaxvecError, ValueError):

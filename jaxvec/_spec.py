@@ -18,7 +18,7 @@ from enum import Enum
 from functools import cached_property, partial
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -202,6 +202,29 @@ class TupleNode:
         return tuple(parts)
 
 
+Padding: TypeAlias = Literal["text", "sequence", "stacked", "graph", "one_of"]
+
+
+@dataclass(frozen=True)
+class PaddedNode(DictNode):
+    """A space without a fixed shape, as a dict of arrays that are padded with zeros, and their sizes.
+
+    The key `cut`, if present, marks values that were cut to their maximum.
+
+    Attributes:
+        kind: The form of the env's values; `"stacked"` for `Sequence(stack=True)`.
+        item: Node of one item of a sequence. It has the paths of `items`, without their first axis.
+    """
+
+    kind: Padding
+    item: Node | None = None
+
+    @property
+    def as_stored(self) -> DictNode:
+        """The same dict as an ordinary node."""
+        return DictNode(self.path, self.keys, self.children)
+
+
 Node: TypeAlias = Leaf | DictNode | TupleNode
 
 
@@ -238,11 +261,97 @@ def fold_space(
             return leaf(space, root)
 
 
-def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, objects: bool = False) -> Node:
+@dataclass(frozen=True)
+class Cut:
+    """A maximum for `make(max_sizes=...)` to which longer values are cut; the key `cut` marks them.
+
+    Attributes:
+        size: Maximum number of characters, items, nodes or edges.
+
+    Example:
+        ```python
+        class Talker(jaxvec.testing.CountingEnv):
+            observation_space = gymnasium.spaces.Text(1000)
+
+            def reset(self, *, seed=None, options=None):
+                return "once upon a time", super().reset(seed=seed)[1]
+
+        with jaxvec.make(Talker, 1, max_sizes={"obs": jaxvec.spaces.Cut(4)}) as envs:
+            obs = envs.reset(seed=0).obs
+            print(jaxvec.spaces.decode(obs), obs["cut"])  # ['once'] [ True]
+        ```
+    """
+
+    size: int
+
+
+class MaxSizes:
+    """The maxima of spaces without a fixed shape, by the path of the space.
+
+    Args:
+        given: The argument `max_sizes` of `make`.
+        default: Maximum of the spaces that have none; `None` raises for them.
+
+    Raises:
+        TypeError, ValueError: `given` is not a nested mapping from strings to positive integers or `Cut`s.
+    """
+
+    def __init__(self, given: Any, default: int | None = None) -> None:
+        self._given = dict(_flatten_sizes(given, ""))
+        self._default = default
+        self._unused, self._known = set(self._given), set[str]()
+
+    def find(self, path: KeyPath, space: Space[Any], own: int | None = None) -> tuple[int, bool]:
+        """Returns the maximum at a path, and whether longer values are cut; `own` is that of the space."""
+        names = ["/".join(map(str, path[start:])) for start in (0, 1)]
+        self._known.add(names[1] or names[0])
+        for name in names:
+            if (size := self._given.get(name)) is not None:
+                self._unused.discard(name)
+                return (size.size, True) if isinstance(size, Cut) else (size, False)
+        size = self._default if own is None else own
+        if size is None:
+            raise UnsupportedSpaceError(
+                f"{format_path(path)}: {type(space).__name__} has no maximum size; pass "
+                f"make(max_sizes={{{names[1] or names[0]!r}: n}})"
+            )
+        return size, False
+
+    def check_used(self) -> None:
+        """Raises `ValueError` if an entry belongs to no space."""
+        if self._unused:
+            raise ValueError(
+                f"max_sizes: the envs have no Text, Sequence or Graph at {sorted(self._unused)}, only at "
+                f"{sorted(self._known)}"
+            )
+
+
+def _flatten_sizes(given: Any, prefix: str) -> Iterator[tuple[str, int | Cut]]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"max_sizes must be a dict from paths of leaves to sizes, not {given!r}")
+    for key, value in cast("Mapping[Any, Any]", given).items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten_sizes(value, f"{name}/")
+            continue
+        size: Any = value.size if isinstance(value, Cut) else value
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(f"max_sizes[{name!r}] must be an integer of at least 1, or a Cut, not {value!r}")
+        yield name, Cut(int(size)) if isinstance(value, Cut) else int(size)
+
+
+def walk(
+    space: spaces.Space[Any],
+    *,
+    root: KeyPath,
+    policy: DtypePolicy,
+    objects: bool = False,
+    sizes: MaxSizes | None = None,
+) -> Node:
     """Converts the space of one env to a tree of leaves, or raises `UnsupportedSpaceError`.
 
-    All paths start with `root`, and `policy` maps an env's dtype to the stored one. With `objects`, spaces
-    that JAX cannot represent become leaves of Python objects.
+    All paths start with `root`, and `policy` maps an env's dtype to the stored one. Spaces without a fixed
+    shape become leaves of Python objects, with `objects`, or else padded nodes, with `sizes`.
     """
 
     def leaf(space: spaces.Space[Any], path: KeyPath) -> Node:
@@ -260,7 +369,10 @@ def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, object
             case _ if objects:
                 return Leaf(path, (), np.dtype(object), np.dtype(object))
             case _:
-                raise UnsupportedSpaceError(_unsupported(space, path))
+                node = None if sizes is None else _padded(space, path, policy, sizes)
+                if node is None:
+                    raise UnsupportedSpaceError(_unsupported(space, path))
+                return node
 
     def dict_node(children: dict[Any, Node], path: KeyPath) -> Node:
         try:
@@ -275,6 +387,57 @@ def walk(space: spaces.Space[Any], *, root: KeyPath, policy: DtypePolicy, object
 
     make_tuple = lambda children, path: TupleNode(path, tuple(children))  # noqa: E731
     return fold_space(space, leaf, root=root, make_dict=dict_node, make_tuple=make_tuple)
+
+
+def _padded(space: Space[Any], path: KeyPath, policy: DtypePolicy, sizes: MaxSizes) -> PaddedNode | None:
+    """Converts a space without a fixed shape; returns `None` for an unknown one."""
+    inside = partial(walk, policy=policy, sizes=sizes)
+
+    def scalar(key: str, dtype: Any = np.int32) -> Leaf:
+        return Leaf((*path, key), (), np.dtype(dtype), np.dtype(dtype))
+
+    item, cut = None, False
+    parts: dict[str, Node]
+    match space:
+        case spaces.Sequence():
+            kind = "stacked" if space.stack else "sequence"
+            size, cut = sizes.find(path, space)
+            item = inside(space.feature_space, root=(*path, "items"))
+            parts = {"items": _with_axis(item, size), "length": scalar("length")}
+        case spaces.Graph():
+            kind, parts = "graph", {}
+            fields = {"nodes": space.node_space, "edges": space.edge_space}
+            for key, features in ((key, one) for key, one in fields.items() if one is not None):
+                size, cuts = sizes.find((*path, key), space)
+                cut |= cuts
+                parts[key] = _with_axis(inside(features, root=(*path, key)), size)
+                if key == "edges":
+                    parts["edge_links"] = replace(scalar("edge_links"), shape=(size, 2))
+                parts[f"n_{key[:-1]}"] = scalar(f"n_{key[:-1]}")
+        case spaces.OneOf():
+            kind, root = "one_of", (*path, "values")
+            choices = (inside(each, root=(*root, place)) for place, each in enumerate(space.spaces))
+            parts = {"index": scalar("index"), "values": TupleNode(root, tuple(choices))}
+        case _ if space.dtype is not None and space.dtype.kind == "U":  # such as `Text`
+            kind = "text"
+            size, cut = sizes.find(path, space, getattr(space, "max_length", None))
+            charset = getattr(space, "character_set", None)
+            is_latin1 = charset is not None and all(ord(each) < 256 for each in charset)
+            chars = scalar("chars", np.uint8 if is_latin1 else np.int32)
+            parts = {"chars": replace(chars, shape=(size,)), "length": scalar("length")}
+        case _:
+            return None
+    if cut:
+        parts["cut"] = scalar("cut", np.bool_)
+    return PaddedNode(path, tuple(parts), tuple(parts.values()), kind, item)
+
+
+def _with_axis(node: Node, size: int) -> Node:
+    """Returns `node` with a first axis for `size` of its values in all leaves."""
+    if isinstance(node, Leaf):
+        return replace(node, shape=(size, *node.shape))
+    node = node.as_stored if isinstance(node, PaddedNode) else node
+    return replace(node, children=tuple(_with_axis(child, size) for child in node.children))
 
 
 def leaves(node: Node) -> Iterator[Leaf]:
@@ -310,9 +473,9 @@ def _build_and_join(
     return join([build(values) for build in builders])
 
 
-def map_leaves(node: Node, value: Any, function: Callable[[Leaf, Any], Any]) -> Any:
-    """Returns `value` with each part replaced by `function(leaf, part)`."""
-    if isinstance(node, Leaf):
+def map_leaves(node: Node, value: Any, function: Callable[[Any, Any], Any]) -> Any:
+    """Returns an env's `value` with each part replaced by `function(leaf or padded node, part)`."""
+    if isinstance(node, Leaf | PaddedNode):
         return function(node, value)
     parts = zip(node.children, node.split(value), strict=True)
     return node.join([map_leaves(child, part, function) for child, part in parts])
@@ -324,7 +487,19 @@ def move(node: Node, root: KeyPath) -> Node:
         return replace(node, path=root)
     keys = node.keys if isinstance(node, DictNode) else range(len(node.children))
     pairs = zip(keys, node.children, strict=True)
-    return replace(node, path=root, children=tuple(move(child, (*root, key)) for key, child in pairs))
+    moved = replace(node, path=root, children=tuple(move(child, (*root, key)) for key, child in pairs))
+    if isinstance(moved, PaddedNode) and moved.item is not None:
+        return replace(moved, item=move(moved.item, (*root, "items")))
+    return moved
+
+
+def padded_nodes(node: Node) -> Iterator[PaddedNode]:
+    """Yields the spaces in `node` without a fixed shape, but not those within them."""
+    if isinstance(node, PaddedNode):
+        yield node
+    elif not isinstance(node, Leaf):
+        for child in node.children:
+            yield from padded_nodes(child)
 
 
 def format_path(path: KeyPath) -> str:
@@ -526,19 +701,23 @@ def make_spec(
     declared: Mapping[str, Any],
     policy: DtypePolicy,
     objects: bool = False,
+    max_sizes: Any = None,
     reset_options: Space[Any] | None = None,
 ) -> PoolSpec:
     """Makes the specification of a pool of envs with these `spaces`, or raises `UnsupportedSpaceError`.
 
     A `batch_size` of `None` means all envs. `policy` maps an env's dtype to the stored one. With `fault`,
     info has the key `fault`. `declared` is as for `declared_leaves`. With `objects`, leaves of observations
-    and actions may be Python objects. `reset_options` is the space of the options of a reset.
+    and actions may be Python objects. With `max_sizes`, spaces without a fixed shape are padded.
+    `reset_options` is the space of the options of a reset.
     """
+    sizes = None if max_sizes is None else MaxSizes(max_sizes)
 
     def scalar(dtype: Any, *path: Any) -> Leaf:
         return Leaf(path, (), np.dtype(dtype), policy(np.dtype(dtype)))
 
-    obs = walk(spaces.observation, root=("obs",), policy=policy, objects=objects)
+    obs = walk(spaces.observation, root=("obs",), policy=policy, objects=objects, sizes=sizes)
+    action = walk(spaces.action, root=("action",), policy=policy, objects=objects, sizes=sizes)
     reward = scalar(np.float64, "reward")
     if spaces.reward is not None:
         node = walk(spaces.reward, root=("reward",), policy=policy)
@@ -546,7 +725,7 @@ def make_spec(
             raise UnsupportedSpaceError("reward: reward_space must be a single Box, not a nested space")
         reward = node
 
-    declared_node = declared_leaves(declared, policy)
+    declared_node = declared_leaves(declared, policy, sizes)
     fields: dict[str, Node] = {
         "env_id": scalar(np.int32, "info", "env_id"),
         "episode_return": move(reward, ("info", "episode_return")),
@@ -564,17 +743,19 @@ def make_spec(
             fields["final_info"] = move(declared_node, ("info", "final_info"))
     options = None
     if reset_options is not None:
-        options = walk(reset_options, root=(_OPTIONS,), policy=policy)
+        options = walk(reset_options, root=(_OPTIONS,), policy=policy, sizes=sizes)
         if taken := {_OPTIONS, *_HAS_OPTIONS.path} & {*declared_node.keys}:
             raise ValueError(f"info: {sorted(taken)} are filled in by jaxvec; remove them, or reset_options")
         fields[_OPTIONS] = move(options, ("info", _OPTIONS))
         fields[f"_{_OPTIONS}"] = move(_HAS_OPTIONS, ("info", *_HAS_OPTIONS.path))
     fields |= zip(declared_node.keys, declared_node.children, strict=True)
+    if sizes is not None:
+        sizes.check_used()
     return PoolSpec(
         num_envs=num_envs,
         batch_size=num_envs if batch_size is None else batch_size,
         autoreset=autoreset,
-        action=walk(spaces.action, root=("action",), policy=policy, objects=objects),
+        action=action,
         obs=obs,
         reward=reward,
         terminated=scalar(np.bool_, "terminated"),
@@ -585,7 +766,9 @@ def make_spec(
     )
 
 
-def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNode:
+def declared_leaves(
+    declared: Mapping[str, Any], policy: DtypePolicy, sizes: MaxSizes | None = None
+) -> DictNode:
     """Returns the node of the declared info keys, each followed by its mask `_key`.
 
     A declaration is a Gymnasium space, a NumPy dtype (`int`, `"f4"`, `(np.float32, (3,))`), an object with
@@ -599,7 +782,7 @@ def declared_leaves(declared: Mapping[str, Any], policy: DtypePolicy) -> DictNod
             raise ValueError(f"info: the key {key!r} is reserved by jaxvec or duplicated; rename it")
         keys += [key, mask]
         children += [
-            _declared_node(("info", key), declaration, policy),
+            _declared_node(("info", key), declaration, policy, sizes),
             Leaf(("info", mask), (), np.dtype(np.bool_), np.dtype(np.bool_)),
         ]
     return DictNode(("info",), tuple(keys), tuple(children))
@@ -615,16 +798,16 @@ def undeclared(info: Mapping[str, Any] | Iterable[str] | None) -> tuple[dict[str
     return given, [key for key, declaration in given.items() if declaration is None]
 
 
-def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy) -> Node:
+def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy, sizes: MaxSizes | None) -> Node:
     if isinstance(declaration, Space):
-        return walk(declaration, root=path, policy=policy)
+        return walk(declaration, root=path, policy=policy, sizes=sizes)
     if isinstance(declaration, Mapping):
         nested = cast("Mapping[Any, Any]", declaration)
         if not nested or not all(isinstance(key, str) for key in nested):
             raise UnsupportedSpaceError(
                 f"{format_path(path)}: a dict needs strings as keys, and at least one, not {[*nested]}"
             )
-        children = tuple(_declared_node((*path, key), each, policy) for key, each in nested.items())
+        children = tuple(_declared_node((*path, key), each, policy, sizes) for key, each in nested.items())
         return DictNode(path, tuple(nested), children)
     shape, dtype = getattr(declaration, "shape", None), getattr(declaration, "dtype", None)
     # NumPy's scalar types have `shape` and `dtype` as descriptors, so types are always parsed.
@@ -640,7 +823,7 @@ def _declared_node(path: KeyPath, declaration: Any, policy: DtypePolicy) -> Node
     dtype = np.dtype(dtype).newbyteorder("=")
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise UnsupportedSpaceError(
-            f"{format_path(path)}: {dtype} can't be an array inside jax.jit; declare numbers or bools, or "
-            "leave the key out and read it with VectorEnv.infos()"
+            f"{format_path(path)}: {dtype} can't be an array inside jax.jit; declare numbers, bools or a "
+            "gymnasium.spaces.Text, or leave the key out and read it with VectorEnv.infos()"
         )
     return Leaf(path, tuple(shape), dtype, policy(dtype))

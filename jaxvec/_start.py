@@ -42,6 +42,7 @@ def start(
     env_kwargs: dict[str, Any],
     policy: DtypePolicy,
     objects: bool = False,
+    pads: bool = False,
     equal_spaces: bool = True,
     resets_required: bool = True,
     place: Place | None = None,
@@ -55,6 +56,7 @@ def start(
         env_kwargs: Keyword arguments of the env's constructor.
         policy: Mapping of the dtypes of spaces to stored dtypes.
         objects: True to store leaves without fixed shape as Python objects, which JAX can't use.
+        pads: True to store leaves without fixed shape as padded arrays.
         equal_spaces: True if the observation spaces of all envs must be equal; otherwise bounds may differ.
         resets_required: True if steps of envs that must be reset first raise.
         place: Target of the time steps that `VectorEnv` returns; `None` for NumPy arrays.
@@ -95,6 +97,7 @@ def start(
             declared=declared | _learn(learnt, description),
             policy=policy,
             objects=objects,
+            max_sizes=config.max_sizes or {} if pads else None,
             reset_options=config.reset_options,
         )
         pool = Pool(

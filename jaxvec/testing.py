@@ -5,7 +5,7 @@ This module does not import jax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
@@ -148,11 +148,16 @@ class NestedEnv(gymnasium.Env[Any, Any]):
 
 
 def check_env(
-    env_fn: Callable[[], Any], *, num_steps: int = 100, seed: int = 0, check: CheckMode = "strict"
+    env_fn: Callable[[], Any],
+    *,
+    num_steps: int = 100,
+    seed: int = 0,
+    check: CheckMode = "strict",
+    max_sizes: Mapping[str, Any] | None = None,
 ) -> None:
     """Steps an env as a worker would, and raises at the first violation of the requirements for envs.
 
-    The env must be a `gymnasium.Env` with spaces of fixed shapes. `reset` and `step` must return observations
+    The env must be a `gymnasium.Env`. `reset` and `step` must return observations
     in their space, and a number as reward. The same seed and actions must give the same data.
 
     Args:
@@ -160,11 +165,12 @@ def check_env(
         num_steps: Number of steps, with random actions.
         seed: Seed of the env and of the actions.
         check: Validation of observations, as in `jaxvec.make`.
+        max_sizes: Maximum sizes of sequences and graphs, as in `jaxvec.make`.
 
     Raises:
         EnvError: The env raised an exception.
         EnvDataError: A value does not match its space. The message names the leaf.
-        UnsupportedSpaceError: A space has a leaf without fixed shape and dtype.
+        UnsupportedSpaceError: A space is unknown, or has no maximum size.
         AssertionError: The same seed and actions gave different data.
 
     Example:
@@ -172,7 +178,9 @@ def check_env(
         jaxvec.testing.check_env(lambda: gymnasium.make("CartPole-v1"), num_steps=20)
         ```
     """
-    first, second = (_trace(env_fn, num_steps, seed, PoolConfig(check=check)) for _ in range(2))
+    first, second = (
+        _trace(env_fn, num_steps, seed, PoolConfig(check=check, max_sizes=max_sizes)) for _ in range(2)
+    )
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
         for path, array in a.items():
             if array.tobytes() != b[path].tobytes():
@@ -192,7 +200,15 @@ def _trace(
         envs = build_env([env_fn], 0)
         spaces_ = describe(envs, first=0, learn_info=False, equal_spaces=True).spaces
         mode = Autoreset.SAME_STEP
-        spec = make_spec(spaces_, num_envs=1, autoreset=mode, final_obs=True, declared={}, policy=as_jax)
+        spec = make_spec(
+            spaces_,
+            num_envs=1,
+            autoreset=mode,
+            final_obs=True,
+            declared={},
+            policy=as_jax,
+            max_sizes=config.max_sizes or {},
+        )
         arrays = segment.private_segment(make_layout(spec, 1))
         env_slice = EnvSlice(envs, [env_fn], first=0, worker=0, spec=spec, arrays=arrays, config=config)
         spaces_.action.seed(seed)

@@ -25,18 +25,19 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.slice import Done, Slice
-from jaxvec._memory.rows import InvalidValue, conform, writer
+from jaxvec._memory.rows import InvalidValue, conform, reader, writer
 from jaxvec._memory.segment import Arrays, Marks, kind_of
 from jaxvec._spec import (
     Autoreset,
     DictNode,
     Leaf,
     Node,
+    PaddedNode,
     PoolSpec,
-    build,
     format_path,
     leaves,
     map_leaves,
+    padded_nodes,
 )
 from jaxvec._tracing import RecordedEnv, Recorder
 
@@ -74,6 +75,7 @@ class BatchSlice(Slice):
         infos = [spec.declared, *([spec.info.child("final_info")] if spec.has_final_info else [])]
         nodes: list[Node] = [child for info in infos for child in info.children[::2]]
         nodes += [spec.info.child("final_obs")] if spec.has_final_obs else []
+        nodes += padded_nodes(spec.obs)
         self._write_row = {node.path: writer(node, arrays) for node in nodes}
         arrays["info", "env_id"][first : first + count] = range(first, first + count)
 
@@ -112,7 +114,8 @@ class BatchSlice(Slice):
     def step(self, slots: NDArray[Any], done: Done | None = None) -> None:
         for which, rows, _ in self._parts(slots, "step", partly=False):
             started = monotonic_ns()
-            actions = self._actions(rows)
+            with self._error_context(which, "step"):
+                actions = self._actions(self._spec.action, rows)
             with self._error_context(which, "step", actions):
                 result: Any = self._targets[which].step(actions)
                 if not isinstance(result, tuple) or len(result) != 5:
@@ -181,8 +184,13 @@ class BatchSlice(Slice):
                     each[row] = value
                 instance.set_attr(name, each)
 
-    def _actions(self, rows: slice) -> Any:
-        return build(self._spec.action, lambda leaf: self._arrays[leaf.path][rows].astype(leaf.dtype))
+    def _actions(self, node: Node, rows: slice) -> Any:
+        """Returns a batch of actions, which is a tuple for a space without a fixed shape."""
+        if isinstance(node, Leaf):
+            return self._arrays[node.path][rows].astype(node.dtype)
+        if isinstance(node, PaddedNode):
+            return tuple(reader(node, self._arrays)(np.arange(rows.start, rows.stop)))
+        return node.join([self._actions(child, rows) for child in node.children])
 
     def _apply(
         self,
@@ -231,6 +239,10 @@ class BatchSlice(Slice):
             case Leaf():
                 whole = Leaf(node.path, (self._size, *node.shape), node.dtype, node.stored)
                 self._arrays[node.path][rows] = conform(whole, value)
+            case PaddedNode():
+                write = self._write_row[node.path]
+                for row, one in zip(range(rows.start, rows.stop), value, strict=True):
+                    write(row, one)
             case DictNode():
                 if not isinstance(value, Mapping) or set(value) != set(node.keys):
                     raise InvalidValue(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxvec._errors import ActionError
 from jaxvec._memory.rows import column, reader, writer, zeroer
 from jaxvec._memory.segment import Arrays, Index, InfoKind, kind_of
 from jaxvec._spec import DictNode, PoolSpec, leaves
@@ -106,7 +107,7 @@ class EnvRows:
         """Prepares to access `rows`, which contain values of an earlier slice if `left`."""
         count = len(rows["raw_info",])
         self._read_actions = reader(spec.action, rows)
-        self._read_obs = reader(spec.obs, rows)
+        self._read_obs = reader(spec.obs, rows, stored=True)
         self.write_obs = writer(spec.obs, rows)  # called with an index and an observation
         self.final = FinalStep(spec, rows, range(count) if left else ())
         self._declared = DeclaredInfo(spec.declared, rows)
@@ -115,14 +116,34 @@ class EnvRows:
         self.infos: list[dict[str, Any]] = [{} for _ in range(count)]  # raw, of the last step or reset
         self._timestep = [rows[leaf.path] for leaf in spec.timestep_leaves]
         self.objects = {leaf.path: rows[leaf.path] for leaf in spec.object_leaves}
+        self._wrong_actions: dict[int, ActionError] = {}
         self.given: dict[int, Any] | None = None  # the next actions by index, if they are Python objects
 
     def actions(self, indices: list[int], rows: Index) -> list[Any]:
-        """Returns the next action of each env. `rows` are `indices` in the form of an array index."""
+        """Returns the next action of each env. `rows` are `indices` in the form of an array index.
+
+        The action is `None` for those of `take_wrong_actions`.
+        """
         given, self.given = self.given, None
-        if given is None:
+        if given is not None:
+            return [given[index] for index in indices]
+        try:
             return list(self._read_actions(rows))
-        return [given[index] for index in indices]
+        except ActionError:
+            return [self._try_action(index) for index in indices]
+
+    def take_wrong_actions(self) -> dict[int, ActionError]:
+        """Returns the errors of padded actions that the last `actions` found to be invalid, by index."""
+        wrong, self._wrong_actions = self._wrong_actions, {}
+        return wrong
+
+    def _try_action(self, index: int) -> Any:
+        try:
+            (action,) = self._read_actions(np.array([index]))
+        except ActionError as error:
+            self._wrong_actions[index] = error.with_traceback(None)
+            return None
+        return action
 
     def obs(self, index: int) -> Any:
         (obs,) = self._read_obs(np.array([index]))

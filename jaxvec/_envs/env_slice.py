@@ -60,7 +60,7 @@ from jaxvec._envs.slice import Done, Slice, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
-from jaxvec._spec import KeyPath, PoolSpec
+from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
 from jaxvec._tracing import Recorder, span
 
 
@@ -127,6 +127,7 @@ class EnvSlice(Slice):
             rebuilt=left,
             lends=lends,
         )
+        self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
         self._reward_shape = spec.reward.shape
         self._run = self._step_one
         if compiled is not None:
@@ -215,7 +216,7 @@ class EnvSlice(Slice):
         actions = self._rows.actions(indices, self._index)
         self._running[0] = self.first + indices[0] + 1
         try:
-            self._step_each(indices, actions, done)
+            self._step_slots(indices, actions, done)
         except BaseException as error:
             slot = self._running[0] - 1
             if forked:
@@ -281,6 +282,17 @@ class EnvSlice(Slice):
             self._rows.write_obs(index, obs)
             if after is not None:
                 after(index)
+
+    def _step_until_wrong(self, indices: list[int], actions: list[Any], done: Done | None) -> None:
+        """Steps the envs before the first invalid action, and raises its error."""
+        wrong, state = self._rows.take_wrong_actions(), self._episodes.state
+        needed = (place for place, index in enumerate(indices) if index in wrong and state[index] <= MARKED)
+        place = next(needed, len(indices))
+        if place:
+            self._step_each(indices[:place], actions[:place], done)
+        if place < len(indices):
+            self._running[0] = self.first + indices[place] + 1
+            raise wrong[indices[place]]
 
     def _report(self, done: Done, index: int) -> None:
         # Count first: the parent may read the statistics as soon as `done` marks the slot as completed.

@@ -180,7 +180,7 @@ class CommittedRows:
         self._over, self._for, self._requested = (
             rows[name,] for name in ("kept_over", "kept_for", "requested")
         )
-        self._read_obs = reader(spec.obs, self._kept)
+        self._read_obs = reader(spec.obs, self._kept, stored=True)
         self._zero: Any = np.zeros(spec.reward.shape) if spec.reward.shape else 0.0
 
     def keep(self, indices: NDArray[Any]) -> None:

@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass
 
 from jaxvec._envs.envs import AttributeFailure, EnvFailure
-from jaxvec._errors import EnvAttributeError, EnvDataError, EnvError, EnvStateError
+from jaxvec._errors import ActionError, EnvAttributeError, EnvDataError, EnvError, EnvStateError
 from jaxvec._memory.rows import InvalidValue
 from jaxvec._util import dumps
 
@@ -35,6 +35,7 @@ class Report:
     traceback: str
     pickled: bytes | None  # the exception; `None` if it can't be pickled or is too large
     error: type[EnvError] | type[EnvStateError]  # the class of the error that the user gets
+    is_action: bool = False  # True if the env was not called, because its action is invalid
 
 
 def report(failure: EnvFailure) -> Report:
@@ -57,6 +58,7 @@ def report(failure: EnvFailure) -> Report:
         traceback=_shorten(_traceback(error), _MAX_TRACEBACK),
         pickled=_pickle(error),
         error=error_type,
+        is_action=isinstance(error, ActionError) and failure.operation == "step",
     )
 
 
@@ -72,6 +74,8 @@ def to_error(report: Report, *, worker: int | None) -> EnvError | EnvStateError:
     given = "" if report.action is None else f" with action {report.action}"
     if report.error is EnvDataError:
         message = f"{where} returned wrong data from {operation}{given}: {report.message}"
+    elif report.is_action:
+        message = f"{where} was not stepped: {report.message}"
     elif report.error is EnvAttributeError:
         what = (
             f"{operation} failed" if operation.startswith("set_attr(") else f"no env attribute {operation!r}"

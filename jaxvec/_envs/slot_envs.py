@@ -27,7 +27,7 @@ from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, f
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
-from jaxvec._spec import KeyPath, PoolSpec, build, format_path, leaves
+from jaxvec._spec import KeyPath, PoolSpec, build, format_path, leaves, padded_nodes
 from jaxvec._tracing import RecordedEnv, Recorder
 
 # ----------------------------------------------------------------------------------------------------------
@@ -277,7 +277,8 @@ class SlotEnvs:
         self._last_seeds = scalars(rows["last_seed",])
         self._stats = stats
         # An env writes the dtype of its space, so it gets its row only if the segment stores this dtype.
-        self._can_lend = all(leaf.stored == leaf.dtype and not leaf.is_object for leaf in leaves(spec.obs))
+        fits = all(leaf.stored == leaf.dtype and not leaf.is_object for leaf in leaves(spec.obs))
+        self._can_lend = fits and not any(padded_nodes(spec.obs))
         self._obs, self._rows, self._lends = spec.obs, rows, lends
         # Envs that were never reset. Some can't take a buffer earlier, so their next reset lends it.
         self._unlent = set(range(len(envs) if lends else 0))

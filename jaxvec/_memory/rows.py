@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, repeat
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
+from gymnasium.spaces import GraphInstance
 from numpy.typing import NDArray
 
 from jaxvec import _native
+from jaxvec._errors import ActionError
 from jaxvec._memory.segment import Arrays, align, index_of
-from jaxvec._spec import DictNode, KeyPath, Leaf, Node, TupleNode, format_path, leaves
+from jaxvec._spec import DictNode, KeyPath, Leaf, Node, PaddedNode, TupleNode, format_path, leaves
 
 # ----------------------------------------------------------------------------------------------------------
 # Writing and reading values
@@ -38,6 +42,8 @@ def writer(node: Node, arrays: Arrays) -> Write:
     if isinstance(node, Leaf):
         write_leaf = _leaf_writer(node, arrays[node.path])
         return write_leaf if compiled is None else compiled.leaf_writer(write_leaf, arrays[node.path])
+    if isinstance(node, PaddedNode):
+        return _padded_writer(node, arrays)
     children = tuple(writer(child, arrays) for child in node.children)
     keys = node.keys if isinstance(node, DictNode) else tuple(range(len(children)))
     kinds = (dict, Mapping) if isinstance(node, DictNode) else (tuple, list)
@@ -57,31 +63,42 @@ def writer(node: Node, arrays: Arrays) -> Write:
     return compiled.nested_writer(write, keys if isinstance(node, DictNode) else None, children)
 
 
-def reader(node: Node, arrays: Arrays) -> Callable[[slice | NDArray[Any]], Iterator[Any]]:
+def reader(
+    node: Node, arrays: Arrays, *, stored: bool = False
+) -> Callable[[slice | NDArray[Any]], Iterator[Any]]:
     """Returns a function `read(index)`, which yields the nested value of each slot, as envs expect it.
 
     `index` is an array of slots or, faster, a slice with start, stop and step. Values are copies in the env's
-    own dtype, which the env may keep and modify; leaves of shape `()` are NumPy scalars.
+    own dtype, which the env may keep and modify; leaves of shape `()` are NumPy scalars. If `stored`, padded
+    values are a `PaddedValue`; otherwise a wrong size or index in them raises `ActionError`.
     """
+    if isinstance(node, PaddedNode):
+        if stored:
+            read_parts = reader(node.as_stored, arrays, stored=True)
+            return lambda index: map(PaddedValue, read_parts(index))
+        read = _padded_reader(node, arrays)
+        return lambda index: map(read, _slots(index))
     if isinstance(node, Leaf):
         array, dtype = arrays[node.path], node.dtype
         if node.shape == ():
             return lambda index: array[index].astype(dtype).flat
         return lambda index: iter(array[index].astype(dtype))
-    children = [reader(child, arrays) for child in node.children]
+    children = [reader(child, arrays, stored=stored) for child in node.children]
     if isinstance(node, TupleNode):
         if not children:
-            return lambda index: repeat((), _count(index))
+            return lambda index: repeat((), len(_slots(index)))
         return lambda index: zip(*(read(index) for read in children), strict=True)
     if not children:
-        return lambda index: ({} for _ in range(_count(index)))
+        return lambda index: ({} for _ in _slots(index))
     keys = repeat(node.keys)
     # `dict(zip(node.keys, values))` for each of the values, without bytecode per value.
     return lambda index: map(dict, map(zip, keys, zip(*(read(index) for read in children), strict=True)))
 
 
-def _count(index: slice | NDArray[Any]) -> int:
-    return len(range(index.start, index.stop, index.step)) if isinstance(index, slice) else len(index)
+def _slots(index: slice | NDArray[Any]) -> Sequence[int]:
+    if isinstance(index, slice):
+        return range(index.start, index.stop, index.step)
+    return cast("list[int]", index.tolist())
 
 
 def zeroer(node: Node, arrays: Arrays) -> Callable[[int], None]:
@@ -109,8 +126,6 @@ def scalars(array: NDArray[Any]) -> Any:
 def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
     if leaf.is_object:
         return array.__setitem__
-    # JAX may store narrower integers than the space has, in which a value may not fit.
-    narrowed = leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
     if leaf.shape == () and leaf.dtype.kind in "iu":
 
         def write_integer(slot: int, value: Any) -> None:
@@ -124,7 +139,7 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
 
         return write_integer
 
-    shape, ndarray = leaf.shape, np.ndarray
+    shape, ndarray, narrowed = leaf.shape, np.ndarray, _is_narrowed(leaf)
     dtype = np.dtype(leaf.dtype.str)  # NumPy's own object, for `is` below; an unpickled dtype is a copy
     rows = [array[slot : slot + 1].reshape(shape) for slot in range(len(array))]  # faster than array[slot]
 
@@ -136,14 +151,23 @@ def _leaf_writer(leaf: Leaf, array: NDArray[Any]) -> Write:
             or value.shape != shape
         ):
             value = conform(leaf, value)
-        if value.dtype.kind == leaf.stored.kind == "f" and leaf.stored.itemsize < value.dtype.itemsize:
-            _write_narrower_floats(leaf, rows[slot], value)
-            return
-        rows[slot][...] = value
-        if narrowed and not np.array_equal(rows[slot], value):
-            raise InvalidValue(_overflow(leaf, value))
+        _assign(leaf, rows[slot], value, narrowed)
 
     return write
+
+
+def _assign(leaf: Leaf, row: NDArray[Any], value: NDArray[Any], narrowed: bool) -> None:
+    if value.dtype.kind == leaf.stored.kind == "f" and leaf.stored.itemsize < value.dtype.itemsize:
+        _write_narrower_floats(leaf, row, value)
+        return
+    row[...] = value
+    if narrowed and not np.array_equal(row, value):
+        raise InvalidValue(_overflow(leaf, value))
+
+
+def _is_narrowed(leaf: Leaf) -> bool:
+    """Returns True if JAX stores narrower integers than the space has, in which a value may not fit."""
+    return leaf.dtype.kind in "iu" and leaf.stored.itemsize < leaf.dtype.itemsize
 
 
 def _write_narrower_floats(leaf: Leaf, row: NDArray[Any], value: NDArray[Any]) -> None:
@@ -185,6 +209,315 @@ def _wrong_structure(node: DictNode | TupleNode, value: Any) -> str:
 
 def _overflow(leaf: Leaf, value: Any) -> str:
     return f"{leaf}: {value!r} doesn't fit into {leaf.stored}, in which JAX stores the space's {leaf.dtype}"
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Values without a fixed shape: text, sequences, graphs and choices
+#
+# The arrays of a sequence, `[num_envs, size, ...]`, are also rows `[num_envs * size, ...]` of its items. So
+# an item is written and read like the value of an env, and sequences can be nested. Unused parts are zeros.
+# ----------------------------------------------------------------------------------------------------------
+
+
+class PaddedValue(dict[str, Any]):
+    """The stored arrays of a padded value, for writing them to another row."""
+
+
+def _padded_writer(node: PaddedNode, arrays: Arrays) -> Write:
+    write_stored = writer(node.as_stored, arrays)
+    match node.kind:
+        case "text":
+            write_value = _text_writer(node, arrays)
+        case "graph":
+            write_value = _graph_writer(node, arrays)
+        case "one_of":
+            write_value = _choice_writer(node, arrays)
+        case _:
+            write_value = _sequence_writer(node, arrays)
+
+    def write(slot: int, value: Any) -> None:
+        (write_stored if value.__class__ is PaddedValue else write_value)(slot, value)
+
+    if _native.ext is None or node.kind not in ("text", "sequence") or "cut" in node.keys:
+        return write
+    # The compiled writer takes str and tuples, and leaves other values to `write`.
+    item = None if node.item is None else writer(node.item, _item_rows(node, arrays))
+    parts = tuple(arrays[leaf.path] for leaf in leaves(node.children[0]))
+    return _native.ext.padded_writer(write, item, arrays[*node.path, "length"], parts)
+
+
+def _padded_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], Any]:
+    match node.kind:
+        case "text":
+            return _text_reader(node, arrays)
+        case "graph":
+            return _graph_reader(node, arrays)
+        case "one_of":
+            return _choice_reader(node, arrays)
+        case _:
+            return _sequence_reader(node, arrays)
+
+
+def _max_size(node: Node, arrays: Arrays) -> int:
+    """Returns the length of the first axis of the leaves of `node`."""
+    return min((arrays[leaf.path].shape[1] for leaf in leaves(node)), default=2**31 - 1)
+
+
+def _fitter(
+    node: PaddedNode, arrays: Arrays, part: str = "", size: str = "length"
+) -> Callable[[int, int], int]:
+    """Returns a function that writes the size of a value, and returns how much of it to write."""
+    most = _max_size(node.child(part) if part else node.children[0], arrays)
+    sizes, cuts = arrays[*node.path, size], arrays.get((*node.path, "cut"))
+
+    def fit(slot: int, count: int) -> int:
+        if count > most:
+            if cuts is None:
+                where = format_path((*node.path, part) if part else node.path)
+                raise InvalidValue(
+                    f"{where}: its size is {count}, and its maximum {most}; raise that in "
+                    "make(max_sizes={path: n}), or pass jaxvec.spaces.Cut(n)"
+                )
+            cuts[slot], count = True, most
+        sizes[slot] = count
+        return count
+
+    if cuts is None:
+        return fit
+
+    def fit_first(slot: int, count: int) -> int:
+        cuts[slot] = False
+        return fit(slot, count)
+
+    return fit if size == "n_edge" else fit_first
+
+
+def _sizer(node: PaddedNode, arrays: Arrays, part: str, size: str) -> Callable[[int], int]:
+    """Returns a function that reads the size of a value, and checks it, as it can be part of an action."""
+    most = _max_size(node.child(part), arrays)
+    sizes = arrays[*node.path, size]
+
+    def read(slot: int) -> int:
+        count = int(sizes[slot])
+        if not 0 <= count <= most:
+            raise ActionError(f"{format_path((*node.path, size))}: {count} is not from 0 to {most}")
+        return count
+
+    return read
+
+
+def _encoding(chars: NDArray[Any]) -> tuple[str, str]:
+    if chars.dtype == np.uint8:
+        return "latin-1", "strict"
+    return f"utf-32-{sys.byteorder[0]}e", "surrogatepass"
+
+
+def _text_writer(node: PaddedNode, arrays: Arrays) -> Write:
+    chars, fit = arrays[*node.path, "chars"], _fitter(node, arrays)
+    encoding = _encoding(chars)
+
+    def write(slot: int, value: Any) -> None:
+        if not isinstance(value, str):
+            raise InvalidValue(f"{format_path(node.path)}: expected a str, got {type(value).__name__}")
+        try:
+            codes = np.frombuffer(value.encode(*encoding), chars.dtype)
+        except UnicodeEncodeError as error:
+            raise InvalidValue(
+                f"{format_path(node.path)}: {value[error.start]!r} is not in the charset of the space"
+            ) from error
+        count, row = fit(slot, len(codes)), chars[slot]
+        row[:count], row[count:] = codes[:count], 0
+
+    return write
+
+
+def _text_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], str]:
+    chars, size = arrays[*node.path, "chars"], _sizer(node, arrays, "chars", "length")
+    encoding = _encoding(chars)
+
+    def read(slot: int) -> str:
+        try:
+            return chars[slot, : size(slot)].tobytes().decode(*encoding)
+        except UnicodeDecodeError as error:
+            raise ActionError(f"{format_path((*node.path, 'chars'))}: not code points: {error}") from error
+
+    return read
+
+
+def _item_rows(node: PaddedNode, arrays: Arrays) -> Arrays:
+    """Returns the arrays of a sequence as rows of its items."""
+    found = {leaf.path: arrays[leaf.path] for leaf in leaves(node.child("items"))}
+    return {
+        path: array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+        for path, array in found.items()
+    }
+
+
+def _sequence_writer(node: PaddedNode, arrays: Arrays) -> Write:
+    assert node.item is not None
+    item, fit, most = node.item, _fitter(node, arrays), _max_size(node.child("items"), arrays)
+    parts = [arrays[leaf.path] for leaf in leaves(node.child("items"))]
+    write_item = writer(item, _item_rows(node, arrays))
+    stacked = node.kind == "stacked"
+    write_rows = _rows_writer(node.child("items"), parts[0]) if stacked and isinstance(item, Leaf) else None
+
+    def write(slot: int, value: Any) -> None:
+        if stacked:
+            value = _unstack(item, value)
+        elif not isinstance(value, (tuple, list)):
+            raise InvalidValue(f"{format_path(node.path)}: expected a tuple, got {type(value).__name__}")
+        count = fit(slot, len(value))
+        if write_rows is not None:
+            return write_rows(slot, np.asarray(value[:count]))
+        for place, one in enumerate(value[:count], slot * most):
+            write_item(place, one)
+        for part in parts:
+            part[slot, count:] = 0
+        return None
+
+    return write
+
+
+def _sequence_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], Any]:
+    assert node.item is not None
+    item, size = node.item, _sizer(node, arrays, "items", "length")
+    most, read_items = _max_size(node.child("items"), arrays), reader(item, _item_rows(node, arrays))
+
+    def read(slot: int) -> Any:
+        start = slot * most
+        items = tuple(read_items(slice(start, start + size(slot), 1)))
+        return _stack(item, items) if node.kind == "stacked" else items
+
+    return read
+
+
+def _unstack(node: Node, value: Any) -> Sequence[Any]:
+    """Returns the items of a stacked sequence."""
+    if isinstance(node, PaddedNode):
+        return value
+    if isinstance(node, Leaf):
+        array = np.asarray(value)
+        if array.shape[:1] == () or array.shape[1:] != node.shape:
+            raise InvalidValue(f"{node}: expected shape (n, *{node.shape}), got {array.shape}")
+        return cast("Sequence[Any]", array)
+    try:
+        parts = zip(node.children, node.split(value), strict=True)
+        columns = [_unstack(child, part) for child, part in parts]
+        return [node.join(list(row)) for row in zip(*columns, strict=True)]
+    except (TypeError, KeyError, ValueError) as error:
+        raise InvalidValue(f"{format_path(node.path)}: not the stacked values of a space: {error}") from error
+
+
+def _stack(node: Node, items: Sequence[Any]) -> Any:
+    if isinstance(node, PaddedNode):
+        return tuple(items)
+    if isinstance(node, Leaf):
+        return np.array(items, node.dtype).reshape(len(items), *node.shape)
+    columns = [node.split(item) for item in items]
+    return node.join([_stack(child, [row[i] for row in columns]) for i, child in enumerate(node.children)])
+
+
+def _rows_writer(leaf: Leaf, array: NDArray[Any]) -> Callable[[int, NDArray[Any]], None]:
+    dtype, shape, narrowed = np.dtype(leaf.dtype.str), leaf.shape[1:], _is_narrowed(leaf)
+
+    def write(slot: int, value: NDArray[Any]) -> None:
+        count = len(value)
+        if value.dtype != dtype or value.shape[1:] != shape:
+            value = conform(replace(leaf, shape=(count, *shape)), value)
+        row = array[slot]
+        _assign(leaf, row[:count], value, narrowed)
+        row[count:] = 0
+
+    return write
+
+
+def _graph_writer(node: PaddedNode, arrays: Arrays) -> Write:
+    keys = [key for key in ("nodes", "edges", "edge_links") if key in node.keys]
+    write_nodes, *write_edges = [_rows_writer(node.child(key), arrays[*node.path, key]) for key in keys]
+    fit_nodes = _fitter(node, arrays, "nodes", "n_node")
+    fit_edges = _fitter(node, arrays, "edges", "n_edge") if write_edges else None
+
+    def write(slot: int, value: Any) -> None:
+        if not isinstance(value, tuple) or len(value) != 3:
+            got = type(value).__name__
+            raise InvalidValue(f"{format_path(node.path)}: expected a GraphInstance, got {got}")
+        if value[0] is None or (value[1] is None) != (value[2] is None):
+            raise InvalidValue(f"{format_path(node.path)}: nodes, or one of edges and edge_links, are None")
+        nodes, *edges = (np.atleast_1d(part) for part in value if part is not None)
+        count = fit_nodes(slot, len(nodes))
+        write_nodes(slot, nodes[:count])
+        if fit_edges is None:
+            if edges:
+                raise InvalidValue(f"{format_path(node.path)}: got edges, which the space has not")
+            return
+        if not edges:
+            edges = [np.zeros((0, *node.child(key).shape[1:]), node.child(key).dtype) for key in keys[1:]]
+        if len(edges[0]) != len(edges[1]):
+            numbers = f"{len(edges[0])} edges and {len(edges[1])} edge_links"
+            raise InvalidValue(f"{format_path(node.path)}: got {numbers}")
+        if count < len(nodes):  # also cut the edges of nodes that were cut
+            kept = (edges[1] < count).all(axis=-1)
+            edges = [part[kept] for part in edges]
+        count = fit_edges(slot, len(edges[0]))
+        for write_part, part in zip(write_edges, edges, strict=True):
+            write_part(slot, part[:count])
+
+    return write
+
+
+def _graph_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], GraphInstance]:
+    keys = [key for key in ("nodes", "edges", "edge_links") if key in node.keys]
+    columns: list[tuple[NDArray[Any], Any]] = [
+        (arrays[*node.path, key], node.child(key).dtype) for key in keys
+    ]
+    size = _sizer(node, arrays, "nodes", "n_node")
+    num_edges = _sizer(node, arrays, "edges", "n_edge") if "edges" in keys else lambda slot: 0
+
+    def read(slot: int) -> GraphInstance:
+        counts = size(slot), *[num_edges(slot)] * 2
+        parts = [array[slot, :n].astype(dtype) for (array, dtype), n in zip(columns, counts, strict=False)]
+        return GraphInstance(*parts) if counts[1] else GraphInstance(parts[0], None, None)
+
+    return read
+
+
+def _choice_writer(node: PaddedNode, arrays: Arrays) -> Write:
+    choices = node.child("values").children
+    writers = [writer(choice, arrays) for choice in choices]
+    clearers = [zeroer(choice, arrays) for choice in choices]
+    indices = arrays[*node.path, "index"]
+
+    def write(slot: int, value: Any) -> None:
+        try:
+            index, chosen = value
+            index = operator.index(index)
+            if not 0 <= index < len(choices):
+                raise ValueError(f"index {index} is out of range")
+        except (TypeError, ValueError) as error:
+            expected = f"expected an index from 0 to {len(choices) - 1} and a value"
+            raise InvalidValue(f"{format_path(node.path)}: {expected}: {error}") from error
+        indices[slot] = index
+        writers[index](slot, chosen)
+        for place, clear in enumerate(clearers):
+            if place != index:
+                clear(slot)
+
+    return write
+
+
+def _choice_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], tuple[Any, Any]]:
+    readers = [reader(choice, arrays) for choice in node.child("values").children]
+    indices = arrays[*node.path, "index"]
+
+    def read(slot: int) -> tuple[Any, Any]:
+        index = int(indices[slot])
+        if not 0 <= index < len(readers):
+            where = format_path((*node.path, "index"))
+            raise ActionError(f"{where}: {index} is not from 0 to {len(readers) - 1}")
+        (value,) = readers[index](slice(slot, slot + 1, 1))
+        return np.int64(index), value
+
+    return read
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -187,6 +187,18 @@ def nested_writer(
 ) -> Callable[[int, Any], None]:
     """Returns a faster `write` for a dict with these keys, or for a tuple; see `leaf_writer`."""
 
+def padded_writer(
+    write: Callable[[int, Any], None],
+    item: Callable[[int, Any], None] | None,
+    sizes: NDArray[Any],
+    parts: tuple[NDArray[Any], ...],
+    /,
+) -> Callable[[int, Any], None]:
+    """Returns a faster `write` for a sequence with this writer of its items, or for text; see `leaf_writer`.
+
+    `parts` are the arrays `[n, size, ...]` of the items or characters, and `sizes` the int32 array `[n]`.
+    """
+
 def plain_identity(
     container: Any, atoms: set[type], known: int | None, /
 ) -> Literal[True] | tuple[int, list[int]] | None:

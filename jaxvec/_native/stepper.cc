@@ -17,12 +17,15 @@ namespace {
 
 // --- Rows ---
 
-// A compiled `write(slot, value)` for a leaf, a dict or a tuple.
+// A compiled `write(slot, value)` for a leaf, a dict, a tuple, text or a sequence.
 struct Writer {
   Ref write;     // Python function that handles every value, or raises
   Ref rows;      // for a leaf: contiguous ndarray [n, ...] of numbers; else null
   Ref children;  // for a dict or tuple: tuple of Writers or functions; else null
   Ref keys;      // for a dict: tuple; else null
+  Ref sizes;     // for text or a sequence: contiguous ndarray [n] of int32; else null
+  Ref parts;     // for text or a sequence: tuple of contiguous ndarrays [n, size, ...] of numbers
+  Ref item;      // for a sequence: Writer or function for row `slot * size + i`; else null
 };
 
 PyTypeObject* writer_type;
@@ -155,12 +158,53 @@ Outcome WriteChildren(const Writer& self, Py_ssize_t slot, PyObject* value) {
   return Outcome::kDone;
 }
 
+template <typename Char>
+Outcome WriteText(PyObject* text, Py_ssize_t count, char* row) {
+  auto* chars = reinterpret_cast<Char*>(row);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const Py_UCS4 code = PyUnicode_ReadChar(text, i);
+    chars[i] = static_cast<Char>(code);
+    if (static_cast<Py_UCS4>(chars[i]) != code) return Outcome::kFallback;
+  }
+  return Outcome::kDone;
+}
+
+// Writes a str or a tuple, and zeros behind it.
+Outcome WritePadded(const Writer& self, Py_ssize_t slot, PyObject* value) {
+  PyArrayObject* first = AsArray(PyTuple_GetItem(self.parts.get(), 0));
+  const bool is_text = self.item == nullptr;
+  if (slot < 0 || slot >= PyArray_DIM(first, 0)) return Outcome::kFallback;
+  if (is_text ? !PyUnicode_CheckExact(value) : !PyTuple_CheckExact(value)) return Outcome::kFallback;
+  const Py_ssize_t count = is_text ? PyUnicode_GetLength(value) : PyTuple_Size(value);
+  const npy_intp size = PyArray_DIM(first, 1);
+  if (count > size) return Outcome::kFallback;
+  if (is_text) {
+    char* row = PyArray_BYTES(first) + slot * PyArray_STRIDE(first, 0);
+    const bool is_narrow = PyArray_TYPE(first) == NPY_UINT8;
+    const Outcome outcome =
+        is_narrow ? WriteText<uint8_t>(value, count, row) : WriteText<int32_t>(value, count, row);
+    if (outcome != Outcome::kDone) return outcome;
+  }
+  for (Py_ssize_t i = 0; !is_text && i < count; ++i) {
+    if (Write(self.item.get(), slot * size + i, PyTuple_GetItem(value, i)) == Outcome::kError)
+      return Outcome::kError;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_Size(self.parts.get()); ++i) {
+    PyArrayObject* part = AsArray(PyTuple_GetItem(self.parts.get(), i));
+    const npy_intp width = PyArray_NBYTES(part) / PyArray_DIM(part, 0) / size;
+    std::memset(PyArray_BYTES(part) + (slot * size + count) * width, 0, (size - count) * width);
+  }
+  *static_cast<int32_t*>(PyArray_GETPTR1(AsArray(self.sizes.get()), slot)) = static_cast<int32_t>(count);
+  return Outcome::kDone;
+}
+
 // Writes row `slot` with a Writer, and with its Python function if the Writer can't.
 Outcome Write(PyObject* write, Py_ssize_t slot, PyObject* value) {
   if (Py_TYPE(write) == writer_type) {
     const auto& self = OwnOf<Writer>(write);
-    const Outcome outcome = self.rows != nullptr ? WriteLeaf(AsArray(self.rows.get()), slot, value)
-                                                 : WriteChildren(self, slot, value);
+    const Outcome outcome = self.rows != nullptr    ? WriteLeaf(AsArray(self.rows.get()), slot, value)
+                            : self.parts != nullptr ? WritePadded(self, slot, value)
+                                                    : WriteChildren(self, slot, value);
     if (outcome != Outcome::kFallback) return outcome;
     write = self.write.get();
   }
@@ -186,7 +230,7 @@ PyObject* LeafWriter(PyObject*, PyObject* args) {
     return Py_NewRef(write);
   }
   Ref writer = MakeOwner<Writer>(writer_type);
-  if (writer) OwnOf<Writer>(writer.get()) = {Share(write), Share(rows), nullptr, nullptr};
+  if (writer) OwnOf<Writer>(writer.get()) = {Share(write), Share(rows), {}, {}, {}, {}, {}};
   return writer.release();
 }
 
@@ -199,8 +243,40 @@ PyObject* NestedWriter(PyObject*, PyObject* args) {
   }
   Ref writer = MakeOwner<Writer>(writer_type);
   if (writer) {
-    OwnOf<Writer>(writer.get()) = {Share(write), nullptr, Share(children),
-                                   keys == Py_None ? nullptr : Share(keys)};
+    OwnOf<Writer>(writer.get()) = {
+        Share(write), nullptr, Share(children), keys == Py_None ? nullptr : Share(keys), {}, {}, {}};
+  }
+  return writer.release();
+}
+
+bool IsMark(PyObject* object, npy_intp size);
+
+PyObject* PaddedWriter(PyObject*, PyObject* args) {
+  PyObject *write, *item, *sizes, *parts;
+  if (!PyArg_ParseTuple(args, "OOO!O!:padded_writer", &write, &item, &PyArray_Type, &sizes, &PyTuple_Type,
+                        &parts)) {
+    return nullptr;
+  }
+  PyArrayObject* column = AsArray(sizes);
+  bool known = PyArray_NDIM(column) == 1 && PyArray_DIM(column, 0) > 0 && PyArray_TYPE(column) == NPY_INT32 &&
+               PyArray_ISCARRAY(column) && PyTuple_Size(parts) > 0;
+  for (Py_ssize_t i = 0; known && i < PyTuple_Size(parts); ++i) {
+    PyArrayObject* part = AsArray(PyTuple_GetItem(parts, i));
+    known = IsMark(PyTuple_GetItem(parts, i), PyArray_DIM(column, 0)) && PyArray_NDIM(part) > 1 &&
+            PyArray_DIM(part, 1) > 0;
+  }
+  if (known && item == Py_None) {
+    const int type = PyArray_TYPE(AsArray(PyTuple_GetItem(parts, 0)));
+    known = type == NPY_UINT8 || type == NPY_INT32;
+  }
+  if (!known) return Py_NewRef(write);
+  Ref writer = MakeOwner<Writer>(writer_type);
+  if (writer) {
+    auto& self = OwnOf<Writer>(writer.get());
+    self.write = Share(write);
+    self.sizes = Share(sizes);
+    self.parts = Share(parts);
+    if (item != Py_None) self.item = Share(item);
   }
   return writer.release();
 }
@@ -421,6 +497,7 @@ PyMethodDef stepper_methods[] = {
 PyMethodDef functions[] = {
     {"leaf_writer", LeafWriter, METH_VARARGS, nullptr},
     {"nested_writer", NestedWriter, METH_VARARGS, nullptr},
+    {"padded_writer", PaddedWriter, METH_VARARGS, nullptr},
     {"stepper", AsMethod(MakeStepper), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

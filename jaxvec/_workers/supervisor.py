@@ -146,7 +146,7 @@ class Diagnosis:
         marks = Marks.of(self.arrays)
         inside = marks.running[:, 0].tolist()  # 1 + the slot, for each worker; 0 for none
         running = np.array([slot for slot in slots if slot + 1 in inside], np.intp)
-        actions = reader(self.action, self.arrays)(running)
+        actions = reader(self.action, self.arrays, stored=True)(running)
         verbs = verbs_of(marks.requested[running]).tolist()
         return {
             slot: (_ACTIVITIES.get(verb, "running"), _describe_action(action) if verb == Verb.STEP else "")

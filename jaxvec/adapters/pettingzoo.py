@@ -11,7 +11,8 @@ from gymnasium.error import ResetNeeded
 from numpy.typing import NDArray
 
 from jaxvec import _util
-from jaxvec._spec import Node, as_is, build, walk
+from jaxvec._memory.rows import reader
+from jaxvec._spec import MaxSizes, Node, as_is, leaves, walk
 
 try:
     from pettingzoo import AECEnv, ParallelEnv
@@ -161,5 +162,7 @@ class PettingZooEnv(Adapter):
 
     def _zeros(self, agent: Any) -> Any:
         if agent not in self._nodes:
-            self._nodes[agent] = walk(self.adapted.observation_space(agent), root=(agent,), policy=as_is)
-        return build(self._nodes[agent], lambda leaf: np.zeros(leaf.shape, leaf.dtype))
+            space, sizes = self.adapted.observation_space(agent), MaxSizes({}, default=1)
+            self._nodes[agent] = walk(space, root=(agent,), policy=as_is, sizes=sizes)
+        zeros = {leaf.path: np.zeros((1, *leaf.shape), leaf.dtype) for leaf in leaves(self._nodes[agent])}
+        return next(reader(self._nodes[agent], zeros)(slice(0, 1, 1)))

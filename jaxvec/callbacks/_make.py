@@ -140,6 +140,7 @@ def make(
     autoreset_mode: AutoresetMode | AutoresetName | None = None,
     final_obs: bool = True,
     info: Mapping[str, Any] | Iterable[str] | None = None,
+    max_sizes: Mapping[str, Any] | None = None,
     env_configs: Sequence[Mapping[str, Any]] | None = None,
     envs_per_instance: int | None = None,
     on_fault: OnFault | Restart = "raise",
@@ -168,6 +169,11 @@ def make(
             `(np.float32, (3,))`), array, `jax.ShapeDtypeStruct` or Gymnasium space; or a list of keys. For a
             key without a declaration, jaxvec resets env 0 once and uses the shape and dtype in its info. Each
             key has a mask `_key`; a missing value reads as 0.
+        max_sizes: Maximum sizes of `Sequence` and `Graph` spaces, which become padded arrays, by the path of
+            the space: `{"inventory": 16, "scene/nodes": 32, "scene/edges": 64}`. A path may start with `obs`,
+            `action`, `info` or `reset_options`; a space at the root has this name only. `Text` has a maximum,
+            which an entry replaces. A longer value is an error, or is cut if the maximum is a
+            `jaxvec.spaces.Cut`.
         check: Validation of observations, rewards and flags: `"structure"` checks structure, shapes and
             dtypes; `"strict"` also rejects observations outside their space, such as NaN, at some cost.
         **env_kwargs: Keyword arguments for `gymnasium.make` or the functions.
@@ -222,7 +228,7 @@ def make(
         The pool. Keep a reference to it while its handles are in use.
 
     Raises:
-        UnsupportedSpaceError: A space has a leaf without fixed shape and dtype. The message names the leaf.
+        UnsupportedSpaceError: A space is unknown, or has no maximum size. The message names it.
         SpaceMismatchError: The envs' spaces differ.
         EnvError: A constructor or `Workers(init=...)` raised. The message names the env or worker.
         WorkerDiedError, EnvTimeoutError: A worker died, or was not ready in time.
@@ -251,6 +257,7 @@ def make(
         replace(config, settings=replace(config.settings, transport=transport)),
         env_kwargs=env_kwargs,
         policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        pads=True,
         place=place,
     )
     if place is not None:

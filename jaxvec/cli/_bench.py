@@ -234,8 +234,11 @@ def _host_and_scan(envs: VectorEnv, length: int) -> tuple[_System, _System]:
     import jax
     import jax.numpy as jnp
 
-    envs.action_space.seed(0)
-    actions = [envs.action_space.sample() for _ in range(_NUM_ACTIONS)]
+    from jaxvec.spaces import pad
+
+    space = envs.single_action_space
+    space.seed(0)
+    actions = [pad(space, [space.sample() for _ in range(envs.num_envs)]) for _ in range(_NUM_ACTIONS)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *actions)
 
     @jax.jit

@@ -41,6 +41,7 @@ from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, fork, process
 from jaxvec.callbacks import _ffi, _make
 from jaxvec.cli import _bench
+from jaxvec.spaces import pad
 
 FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -415,9 +416,10 @@ def _check_stages(target: Target) -> list[Check]:
 def _step_in_worker(target: Target) -> None:
     with target.make(num_envs=2, num_workers=1) as envs:
         envs.reset(seed=0)
-        envs.action_space.seed(0)
+        space = envs.single_action_space
+        space.seed(0)
         for _ in range(10):
-            envs.step(envs.action_space.sample())
+            envs.step(pad(space, [space.sample(), space.sample()]))
 
 
 def _check_with_gymnasium(target: Target) -> Check:

@@ -492,7 +492,10 @@ def test_wrong_options_name_the_leaf(make):
         ({"envs_per_instance": 2}, "a batched env"),
         ({"backend": "ray", "states": 3}, "on a Ray cluster"),
         ({"reset_options": {"size": 3}}, r"must be a gymnasium\.spaces\.Dict"),
-        ({"reset_options": spaces.Dict({"name": spaces.Text(3)})}, r"reset_options\['name'\]: Text"),
+        (
+            {"reset_options": spaces.Dict({"name": spaces.Sequence(spaces.Text(3))})},
+            r"reset_options\['name'\]: Sequence",
+        ),
         ({"info": {"reset_options": int}}, "filled in by jaxvec"),
     ],
 )

@@ -98,7 +98,7 @@ class Double(Outside):
 class Texty(Env):
     def __init__(self):
         super().__init__()
-        self.observation_space = spaces.Text(5)
+        self.observation_space = spaces.Sequence(spaces.Text(5))
 
 class Waiting(Env):
     """Says who steps it, and never returns."""

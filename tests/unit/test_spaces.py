@@ -367,7 +367,8 @@ def test_an_empty_action_space_can_be_stepped(make, backend, space, action):
 
 
 class CustomSpace(spaces.Space):
-    pass
+    def __eq__(self, other):
+        return isinstance(other, CustomSpace)
 
 
 UNSUPPORTED = {
@@ -390,19 +391,26 @@ def test_an_unsupported_space_is_named_by_its_path(kind, where):
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=rf"^{where}: {kind} "):
         walk(bad, root=(where,), policy=as_is)
 
+
+@pytest.mark.parametrize("where", ["obs", "action"])
+def test_make_refuses_an_unknown_space(where):
+    bad, advice = UNSUPPORTED["CustomSpace"]
+    deep = spaces.Dict({"a": spaces.Tuple((spaces.Discrete(2), bad)), "b": spaces.Discrete(2)})
+
     class Env(RecordingEnv):
         observation_space = deep if where == "obs" else spaces.Discrete(2)
 
     action_space = deep if where == "action" else spaces.Discrete(2)
+    match = rf"{where}\['a'\]\[1\]: CustomSpace .*{advice}"
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=match):
         jaxvec.make(lambda: Env(action_space), 2, backend="serial")
 
 
 def test_an_unsupported_space_of_a_worker_and_of_an_info_key(make):
-    bad = spaces.Dict({"mission": spaces.Text(9)})
-    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"action\['mission'\]: Text"):
+    bad = spaces.Dict({"mission": CustomSpace((2,), np.float32)})
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"action\['mission'\]: CustomSpace"):
         make(lambda: RecordingEnv(bad), 2)
-    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"info\['goal'\]\['mission'\]: Text"):
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"info\['goal'\]\['mission'\]: CustomSpace"):
         make(lambda: RecordingEnv(spaces.Discrete(2)), 2, backend="serial", info={"goal": bad})
 
 

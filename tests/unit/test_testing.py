@@ -34,14 +34,26 @@ def test_check_env_finds_unseeded_randomness():
         check_env(Unseeded)
 
 
-def test_check_env_names_an_unsupported_space():
+def test_check_env_needs_the_maximum_of_a_sequence():
     class Texty(CountingEnv):
         def __init__(self):
             super().__init__()
-            self.observation_space = spaces.Dict({"mission": spaces.Text(10)})
+            bag = spaces.Sequence(spaces.Text(3))
+            self.observation_space = spaces.Dict({"mission": spaces.Text(10), "bag": bag})
+            self.action_space = spaces.Text(3)
 
-    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"obs\['mission'\]: Text .* wrapper"):
+        def _observe(self, action):
+            return {"mission": "abc", "bag": ("d",)}
+
+        def step(self, action):
+            assert isinstance(action, str)
+            return self._observe(action), 0.0, False, False, {}
+
+    with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"obs\['bag'\]: Sequence .*max_sizes"):
         check_env(Texty)
+    check_env(Texty, max_sizes={"bag": 1})
+    with pytest.raises(jaxvec.EnvDataError, match=r"obs\['mission'\]: .*maximum 1"):
+        check_env(Texty, max_sizes={"bag": 1, "mission": 1})
 
 
 def test_check_env_passes_on_what_the_env_raises():
