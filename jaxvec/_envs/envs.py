@@ -59,7 +59,7 @@ class EnvErrorContext:
 
 
 class AttributeErrorContext(EnvErrorContext):
-    """A `EnvErrorContext` for access to an attribute, which turns `AttributeError` into `AttributeFailure`."""
+    """An `EnvErrorContext` for attributes, which turns `AttributeError` into `AttributeFailure`."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, AttributeError):

@@ -243,7 +243,7 @@ def _padded_writer(node: PaddedNode, arrays: Arrays) -> Write:
     # The compiled writer takes str and tuples, and leaves other values to `write`.
     item = None if node.item is None else writer(node.item, _item_rows(node, arrays))
     parts = tuple(arrays[leaf.path] for leaf in leaves(node.children[0]))
-    return _native.ext.padded_writer(write, item, arrays[*node.path, "length"], parts)
+    return _native.ext.padded_writer(write, item, arrays[(*node.path, "length")], parts)
 
 
 def _padded_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], Any]:
@@ -268,7 +268,7 @@ def _fitter(
 ) -> Callable[[int, int], int]:
     """Returns a function that writes the size of a value, and returns how much of it to write."""
     most = _max_size(node.child(part) if part else node.children[0], arrays)
-    sizes, cuts = arrays[*node.path, size], arrays.get((*node.path, "cut"))
+    sizes, cuts = arrays[(*node.path, size)], arrays.get((*node.path, "cut"))
 
     def fit(slot: int, count: int) -> int:
         if count > most:
@@ -295,7 +295,7 @@ def _fitter(
 def _sizer(node: PaddedNode, arrays: Arrays, part: str, size: str) -> Callable[[int], int]:
     """Returns a function that reads the size of a value, and checks it, as it can be part of an action."""
     most = _max_size(node.child(part), arrays)
-    sizes = arrays[*node.path, size]
+    sizes = arrays[(*node.path, size)]
 
     def read(slot: int) -> int:
         count = int(sizes[slot])
@@ -313,7 +313,7 @@ def _encoding(chars: NDArray[Any]) -> tuple[str, str]:
 
 
 def _text_writer(node: PaddedNode, arrays: Arrays) -> Write:
-    chars, fit = arrays[*node.path, "chars"], _fitter(node, arrays)
+    chars, fit = arrays[(*node.path, "chars")], _fitter(node, arrays)
     encoding = _encoding(chars)
 
     def write(slot: int, value: Any) -> None:
@@ -332,7 +332,7 @@ def _text_writer(node: PaddedNode, arrays: Arrays) -> Write:
 
 
 def _text_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], str]:
-    chars, size = arrays[*node.path, "chars"], _sizer(node, arrays, "chars", "length")
+    chars, size = arrays[(*node.path, "chars")], _sizer(node, arrays, "chars", "length")
     encoding = _encoding(chars)
 
     def read(slot: int) -> str:
@@ -433,7 +433,7 @@ def _rows_writer(leaf: Leaf, array: NDArray[Any]) -> Callable[[int, NDArray[Any]
 
 def _graph_writer(node: PaddedNode, arrays: Arrays) -> Write:
     keys = [key for key in ("nodes", "edges", "edge_links") if key in node.keys]
-    write_nodes, *write_edges = [_rows_writer(node.child(key), arrays[*node.path, key]) for key in keys]
+    write_nodes, *write_edges = [_rows_writer(node.child(key), arrays[(*node.path, key)]) for key in keys]
     fit_nodes = _fitter(node, arrays, "nodes", "n_node")
     fit_edges = _fitter(node, arrays, "edges", "n_edge") if write_edges else None
 
@@ -468,7 +468,7 @@ def _graph_writer(node: PaddedNode, arrays: Arrays) -> Write:
 def _graph_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], GraphInstance]:
     keys = [key for key in ("nodes", "edges", "edge_links") if key in node.keys]
     columns: list[tuple[NDArray[Any], Any]] = [
-        (arrays[*node.path, key], node.child(key).dtype) for key in keys
+        (arrays[(*node.path, key)], node.child(key).dtype) for key in keys
     ]
     size = _sizer(node, arrays, "nodes", "n_node")
     num_edges = _sizer(node, arrays, "edges", "n_edge") if "edges" in keys else lambda slot: 0
@@ -485,7 +485,7 @@ def _choice_writer(node: PaddedNode, arrays: Arrays) -> Write:
     choices = node.child("values").children
     writers = [writer(choice, arrays) for choice in choices]
     clearers = [zeroer(choice, arrays) for choice in choices]
-    indices = arrays[*node.path, "index"]
+    indices = arrays[(*node.path, "index")]
 
     def write(slot: int, value: Any) -> None:
         try:
@@ -507,7 +507,7 @@ def _choice_writer(node: PaddedNode, arrays: Arrays) -> Write:
 
 def _choice_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], tuple[Any, Any]]:
     readers = [reader(choice, arrays) for choice in node.child("values").children]
-    indices = arrays[*node.path, "index"]
+    indices = arrays[(*node.path, "index")]
 
     def read(slot: int) -> tuple[Any, Any]:
         index = int(indices[slot])
