@@ -26,9 +26,7 @@ from gymnasium.vector import AutoresetMode
 from jaxvec._errors import JaxvecError
 from jaxvec._spec import Autoreset, MaxSizes, parse_autoreset, undeclared
 
-# ----------------------------------------------------------------------------------------------------------
-# Recovery from faults
-# ----------------------------------------------------------------------------------------------------------
+# --- Recovery from faults --------------------------------------------------------------------------------
 
 Retry: TypeAlias = Literal["reset", "rebuild", "restore"]
 
@@ -139,9 +137,7 @@ class Budget:
         _logger.warning("%s %d recovers from fault %d%s: %s", self._who, worker, count + 1, lost, error)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Workers on a Ray cluster
-# ----------------------------------------------------------------------------------------------------------
+# --- Workers on a Ray cluster ----------------------------------------------------------------------------
 
 _RESOURCE_STEP = 0.0001  # Ray stores amounts of resources in multiples of this
 Data: TypeAlias = Literal["auto", "tcp", "ray"]
@@ -213,9 +209,7 @@ class Ray:
         return {"CPU": 1, **(self.resources_per_worker or {})}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Worker processes, saved states, time limits
-# ----------------------------------------------------------------------------------------------------------
+# --- Worker processes, saved states, time limits ---------------------------------------------------------
 
 
 StartMethod: TypeAlias = Literal["auto", "forkserver", "spawn"]
@@ -416,9 +410,7 @@ def _check_seconds(name: str, seconds: Any) -> float | None:
     return seconds if isinstance(seconds, int | float) else float(seconds)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `jaxvec.config`, the settings of the process
-# ----------------------------------------------------------------------------------------------------------
+# --- `jaxvec.config`, the settings of the process --------------------------------------------------------
 
 Transport: TypeAlias = Literal["auto", "ffi", "io_callback"]
 Dispatch: TypeAlias = Literal["auto", "native", "portable"]
@@ -525,9 +517,7 @@ def _from_environ() -> Config:
 config: Config = _from_environ()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The options of `make`
-# ----------------------------------------------------------------------------------------------------------
+# --- The options of `make` -------------------------------------------------------------------------------
 
 RecvOrder: TypeAlias = Literal["ready", "sent"]
 Backend: TypeAlias = Literal["process", "serial", "ray"]

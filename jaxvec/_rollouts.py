@@ -45,12 +45,9 @@ from jaxvec._workers.worker import pickle_given
 from jaxvec.callbacks._functions import reset
 from jaxvec.callbacks._make import make
 
-# ----------------------------------------------------------------------------------------------------------
-# In an actor: a local pool, and the user's rollout function, compiled for it
-#
+# --- In an actor: a local pool, and the user's rollout function, compiled for it -------------------------
 # A pytree travels as a list of NumPy arrays, which Ray does not copy again, and its structure. cloudpickle
 # pickles the structure, so that it may contain classes of a script or a notebook.
-# ----------------------------------------------------------------------------------------------------------
 
 Leaves: TypeAlias = list[NDArray[Any]]
 
@@ -191,13 +188,10 @@ def _pack_error(error: Exception) -> RemoteError:
     return RemoteError(type(error).__name__, str(error), "".join(traceback.format_exception(error)), pickled)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# In the learner's process: the actors, which are kept busy with the newest weights and replaced when lost
-#
+# --- In the learner's process: the actors, which are kept busy with the newest weights and replaced when lost
 # One thread owns all state of the actors. It executes events from a queue: Ray adds the answers of actors,
 # and the learner adds the rollouts that it has taken. So answers are handled in the order in which they
 # arrive, without polling or locks.
-# ----------------------------------------------------------------------------------------------------------
 
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
 _JOIN_TIMEOUT = 10.0  # seconds for the group's thread to end, with all actors
@@ -452,9 +446,7 @@ def _unpack_error(packed: RemoteError, place: _Place, when: str) -> RolloutError
     return error
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The learner's interface
-# ----------------------------------------------------------------------------------------------------------
+# --- The learner's interface -----------------------------------------------------------------------------
 
 _POOL_OPTIONS = {option.name for option in fields(PoolConfig)}
 

@@ -128,12 +128,9 @@ def check_states_type(shape: tuple[int, ...], dtype: Any, num_envs: int) -> None
         )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Trees of leaves
-#
+# --- Trees of leaves -------------------------------------------------------------------------------------
 # A `Node` mirrors a space, with arrays of fixed shape as leaves. Leaves are identified by path and not by
 # position, because Gymnasium keeps a `Dict`'s insertion order while JAX sorts the keys.
-# ----------------------------------------------------------------------------------------------------------
 
 KeyPath: TypeAlias = tuple[Any, ...]
 DtypePolicy: TypeAlias = Callable[[np.dtype[Any]], np.dtype[Any]]
@@ -543,9 +540,7 @@ def _unsupported(space: object, root: KeyPath) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The specification of a pool
-# ----------------------------------------------------------------------------------------------------------
+# --- The specification of a pool -------------------------------------------------------------------------
 
 STATISTICS = ("env_id", "episode_return", "episode_length")
 _OPTIONS = "reset_options"

@@ -33,9 +33,7 @@ from jaxvec._dispatch.move import Move, Verb
 from jaxvec._memory.segment import Deliver, Rows, Views, copies
 from jaxvec._tracing import Record, Recorder, span
 
-# ----------------------------------------------------------------------------------------------------------
-# The state of the envs, which both engines share.
-# ----------------------------------------------------------------------------------------------------------
+# --- The state of the envs, which both engines share -----------------------------------------------------
 
 FOREVER_NS = 1 << 60  # 36 years: an infinite timeout that can be added to a time without overflow
 
@@ -125,12 +123,9 @@ def select_whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDAr
     return _group_batched(slots[done], together, last=True)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The engine. Its lock is a readers-writer lock on each slot, and on the queue of pending envs.
-#
+# --- The engine. Its lock is a readers-writer lock on each slot, and on the queue of pending envs --------
 # One thread at a time is inside, for a short while: it checks, writes actions, dispatches, and leaves. After
 # that it holds its slots while it waits for the workers. So calls on different envs overlap.
-#
 # - A move with a handle enters `shared`. It need not wait for another holder of the same envs, because one of
 #   the two handles is stale. It does wait for a call that holds these slots exclusively (`alone`).
 # - A call without a handle enters `exclusive`: it waits until no other thread holds its slots.
@@ -138,7 +133,6 @@ def select_whole(slots: NDArray[Any], sent: NDArray[Any], together: int) -> NDAr
 #   keep a worker from the request for ever. Moves that were dispatched earlier finish first.
 # - A `recv` holds the queue, so one runs at a time; other threads may send meanwhile. It also holds the
 #   received slots until it has read their rows.
-# ----------------------------------------------------------------------------------------------------------
 
 
 class Status(IntEnum):

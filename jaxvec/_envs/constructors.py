@@ -37,9 +37,7 @@ from jaxvec._envs.slice import Slice
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._spec import EnvSpaces
 
-# ----------------------------------------------------------------------------------------------------------
-# Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables
-# ----------------------------------------------------------------------------------------------------------
+# --- Constructors: from a Gymnasium id, an `EnvSpec`, a callable or a list of callables ------------------
 
 # Packages with a name that differs from the namespace of their ids.
 _PUBLISHERS = {"ALE": "ale_py", "BabyAI": "minigrid"}
@@ -210,9 +208,7 @@ def _find_spec(env_id: str) -> EnvSpec:
         ) from error
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Description of built envs, from which the parent makes the layout of the pool
-# ----------------------------------------------------------------------------------------------------------
+# --- Description of built envs, from which the parent makes the layout of the pool -----------------------
 
 
 @dataclass(frozen=True)
@@ -287,9 +283,7 @@ def _read(env: Env | BatchedEnv, env_id: int, name: str) -> Any:
         return getattr(env, name)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Construction of a slice
-# ----------------------------------------------------------------------------------------------------------
+# --- Construction of a slice -----------------------------------------------------------------------------
 
 
 def slice_of(

@@ -47,9 +47,7 @@ from jaxvec._snapshots.pickling import dumps
 from jaxvec._snapshots.snapshot import IncrementalSnapshot, difference, find
 from jaxvec._spec import KeyPath
 
-# ----------------------------------------------------------------------------------------------------------
-# The states that a slice keeps, by number
-# ----------------------------------------------------------------------------------------------------------
+# --- The states that a slice keeps, by number ------------------------------------------------------------
 
 _MAX_UNMEASURED = 1024  # states between two measurements of their size
 
@@ -144,9 +142,7 @@ def unpack(packed: bytes) -> SlotState:
     return state
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The state of one env and its wrappers
-# ----------------------------------------------------------------------------------------------------------
+# --- The state of one env and its wrappers ---------------------------------------------------------------
 
 StateFunctions: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 
@@ -549,9 +545,7 @@ def _accepts(method: Any, count: int) -> bool:
     return True
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The verification in a forked child, which leaves the env and everything that it can reach untouched.
-# ----------------------------------------------------------------------------------------------------------
+# --- The verification in a forked child, which leaves the env and everything that it can reach untouched
 
 
 class ForkedProcessEnded(EnvStateError):

@@ -15,9 +15,7 @@ import numpy as np
 from jaxvec._memory.rows import InvalidValue
 from jaxvec._util import add_note
 
-# ----------------------------------------------------------------------------------------------------------
-# Construction, attributes and failures
-# ----------------------------------------------------------------------------------------------------------
+# --- Construction, attributes and failures ---------------------------------------------------------------
 
 Env: TypeAlias = gymnasium.Env[Any, Any]
 BatchedEnv: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]  # fills several neighbouring slots
@@ -150,9 +148,7 @@ def close_envs(
         raise failure
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Checks of results
-# ----------------------------------------------------------------------------------------------------------
+# --- Checks of results -----------------------------------------------------------------------------------
 
 
 def split_reset(result: Any) -> tuple[Any, dict[str, Any]]:
@@ -212,10 +208,9 @@ def _outline(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Forks of a worker. If an env forks and the child returns from the env's code, the child is ended: it would
-# write into the rows of the segment, too.
-# ----------------------------------------------------------------------------------------------------------
+# --- Forks of a worker -----------------------------------------------------------------------------------
+# If an env forks and the child returns from the env's code, the child is ended: it would write into the
+# segment, too.
 
 forked: list[int] = []  # not empty in a fork of a worker; the compiled loop reads it, too
 

@@ -12,9 +12,7 @@ from jaxvec._memory.rows import reader, scalars
 from jaxvec._memory.segment import Arrays, index_of
 from jaxvec._spec import Autoreset, KeyPath, PoolSpec
 
-# ----------------------------------------------------------------------------------------------------------
-# Progress of episodes, with their rewards, flags and statistics in the segment
-# ----------------------------------------------------------------------------------------------------------
+# --- Progress of episodes, with their rewards, flags and statistics in the segment -----------------------
 
 # The action that the next request for a step causes. All but the first are rare. The compiled loop makes the
 # first two itself; those above MARKED replace the step of the env.
@@ -149,19 +147,14 @@ class Episodes:
         self._terminated[index], self._truncated[index], self._fault[index] = terminated, truncated, fault
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Rows that the program has received
-#
+# --- Rows that the program has received ------------------------------------------------------------------
 # After a fault, the result is built from the last delivered row, never from a row that may be half-written.
 # So before a slice steps envs, it copies their rows within the segment, which outlives the worker:
-#
 # 1. copy observation, return and length, and write whether the episode was over;
 # 2. write the request number, which makes the copies valid;
 # 3. step the envs, which overwrites their rows.
-#
 # If the worker dies before 2, the rows are still unchanged; if after 2, the copies are complete. The worker
 # that replaces it compares request numbers, and does not copy again for the same request.
-# ----------------------------------------------------------------------------------------------------------
 
 _OVER_BY_FAULT = 2  # in `kept_over`: a fault ended the episode; 1 for any other end, 0 for no end
 

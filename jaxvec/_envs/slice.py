@@ -15,9 +15,7 @@ from jaxvec._envs.envs import EnvFailure
 from jaxvec._spec import KeyPath
 from jaxvec._tracing import Record, Recorder
 
-# ----------------------------------------------------------------------------------------------------------
-# Settings of rebuilt envs
-# ----------------------------------------------------------------------------------------------------------
+# --- Settings of rebuilt envs ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,7 @@ class EnvSettings:
         return lost
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The interface between a worker, or the serial backend, and its envs
-# ----------------------------------------------------------------------------------------------------------
+# --- The interface between a worker, or the serial backend, and its envs ---------------------------------
 
 # Called with the first of some neighbouring slots, and their number, when their rows are complete.
 Done = Callable[[int, int], None]

@@ -30,13 +30,10 @@ from jaxvec._memory.segment import Arrays
 from jaxvec._spec import KeyPath, PoolSpec, build, format_path, leaves, padded_nodes
 from jaxvec._tracing import RecordedEnv, Recorder
 
-# ----------------------------------------------------------------------------------------------------------
-# Bypass of Gymnasium's own wrappers
-#
+# --- Bypass of Gymnasium's own wrappers ------------------------------------------------------------------
 # After the first steps of an env, `TimeLimit`, `OrderEnforcing` and `PassiveEnvChecker` only forward calls;
 # the first one also counts steps. The compiled loop then calls the env inside them, and counts in
 # `TimeLimit`'s own attribute. So the wrappers have the same attributes as if they had been called.
-# ----------------------------------------------------------------------------------------------------------
 
 _WRAPPERS = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
 _METHODS = {kind: (kind.step, kind.reset) for kind in _WRAPPERS}  # as imported; a user may patch them later
@@ -107,9 +104,7 @@ def _only_counts(env: Any) -> bool:
     return isinstance(getattr(env, "_elapsed_steps", None), int)  # `None` before the first reset
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Membership of values in their space, for `check="strict"`
-# ----------------------------------------------------------------------------------------------------------
+# --- Membership of values in their space, for `check="strict"` -------------------------------------------
 
 _outline = reprlib.Repr()
 _outline.maxother = 200  # characters, of arrays too
@@ -142,9 +137,7 @@ def check_member(space: Space[Any], value: Any, path: KeyPath) -> None:
         raise InvalidValue(f"{format_path(path)}: {_outline.repr(value)}{dtype} is not in {space}")
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Spare envs, which a worker resets while it has nothing else to do
-# ----------------------------------------------------------------------------------------------------------
+# --- Spare envs, which a worker resets while it has nothing else to do -----------------------------------
 
 
 @dataclass
@@ -201,9 +194,7 @@ class Spares:
         return self._queue.popleft()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Resets, replacement and states of the envs that hold the slots
-# ----------------------------------------------------------------------------------------------------------
+# --- Resets, replacement and states of the envs that hold the slots --------------------------------------
 
 
 class ResetOptions:

@@ -19,12 +19,9 @@ from jaxvec._errors import ActionError
 from jaxvec._memory.segment import Arrays, align, index_of
 from jaxvec._spec import DictNode, KeyPath, Leaf, Node, PaddedNode, TupleNode, format_path, leaves
 
-# ----------------------------------------------------------------------------------------------------------
-# Writing and reading values
-#
+# --- Writing and reading values --------------------------------------------------------------------------
 # Values are cast by NumPy's `same_kind`, as in `gymnasium.vector.SyncVectorEnv`: float64 values fit a
 # float32 space, but floats do not fit an integer space.
-# ----------------------------------------------------------------------------------------------------------
 
 Write: TypeAlias = Callable[[int, Any], None]
 
@@ -211,12 +208,9 @@ def _overflow(leaf: Leaf, value: Any) -> str:
     return f"{leaf}: {value!r} doesn't fit into {leaf.stored}, in which JAX stores the space's {leaf.dtype}"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Values without a fixed shape: text, sequences, graphs and choices
-#
+# --- Values without a fixed shape: text, sequences, graphs and choices -----------------------------------
 # The arrays of a sequence, `[num_envs, size, ...]`, are also rows `[num_envs * size, ...]` of its items. So
 # an item is written and read like the value of an env, and sequences can be nested. Unused parts are zeros.
-# ----------------------------------------------------------------------------------------------------------
 
 
 class PaddedValue(dict[str, Any]):
@@ -520,9 +514,7 @@ def _choice_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], tuple[An
     return read
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Packing rows into one buffer, for machines that can't map the segment
-# ----------------------------------------------------------------------------------------------------------
+# --- Packing rows into one buffer, for machines that can't map the segment -------------------------------
 
 _INTEGER = np.dtype(np.int64)
 _SLOTS_OFFSET = align(_INTEGER.itemsize)

@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 from jaxvec import _stats
 from jaxvec._spec import KeyPath, PoolSpec
 
-# ----------------------------------------------------------------------------------------------------------
-# Raw infos: the segment holds only their kind, and the parent requests the `FULL` ones from workers
-# ----------------------------------------------------------------------------------------------------------
+# --- Raw infos: the segment holds only their kind, and the parent requests the `FULL` ones from workers
 
 
 class InfoKind(IntEnum):
@@ -49,9 +47,7 @@ def known(kinds: bytes) -> list[dict[str, Any]]:
     return [{"final_info": {}} if kind else {} for kind in kinds]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Marks: the words in a segment that the dispatch uses; see `dispatch.py`
-# ----------------------------------------------------------------------------------------------------------
+# --- Marks: the words in a segment that the dispatch uses; see `dispatch.py` -----------------------------
 
 _LINE = (16,)  # shape of a uint32 word with a cache line (64 bytes) to itself, against false sharing
 
@@ -87,9 +83,7 @@ class Marks:
         return cls(*(arrays[field.name,] for field in fields(cls)))
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Layout: the offset of each array in the segment
-# ----------------------------------------------------------------------------------------------------------
+# --- Layout: the offset of each array in the segment -----------------------------------------------------
 
 ALIGNMENT = 64  # bytes: a cache line, and the alignment that XLA requires of arrays it may alias
 
@@ -172,12 +166,9 @@ def align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Creating and mapping the memory
-#
+# --- Creating and mapping the memory ---------------------------------------------------------------------
 # The memory has no name, so it can't collide with other pools, or leak when a process is killed. It lives
 # as long as any process maps it, and any NumPy view keeps its mapping.
-# ----------------------------------------------------------------------------------------------------------
 
 Arrays: TypeAlias = dict[KeyPath, NDArray[Any]]
 
@@ -236,9 +227,7 @@ def _create_memory() -> int:
     return fd
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The parent's views of a segment, and the ways to deliver rows to a caller
-# ----------------------------------------------------------------------------------------------------------
+# --- The parent's views of a segment, and the ways to deliver rows to a caller ---------------------------
 
 Rows = Sequence[NDArray[Any]]  # an array `[n, ...]` for each leaf
 Index = slice | NDArray[Any]  # selects rows

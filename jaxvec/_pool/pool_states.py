@@ -185,12 +185,9 @@ class StateTable:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The format of files, and of arrays in checkpoints.
-#
+# --- The format of files, and of arrays in checkpoints ---------------------------------------------------
 # A line with the version of the format; the fingerprint of the pool's specification; a checksum of the rest;
 # and a pickle. Reading it can run code, as any pickle can.
-# ----------------------------------------------------------------------------------------------------------
 
 _MAGIC = b"jaxvec states 1\n"
 _HEAD = struct.Struct("<q16s")  # fingerprint, checksum
@@ -256,9 +253,7 @@ def _checksum(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Requests to the workers.
-# ----------------------------------------------------------------------------------------------------------
+# --- Requests to the workers -----------------------------------------------------------------------------
 
 # `Pool._send_states`: dispatches saves or restores, and returns the indices of the envs that were left out.
 Send: TypeAlias = Callable[[Verb, NDArray[Any], NDArray[np.int64]], NDArray[np.int_]]

@@ -52,12 +52,9 @@ from jaxvec._util import dumps
 from jaxvec._workers.base import Process, Slices, worker_end
 from jaxvec._workers.worker import Attach, Reply
 
-# ----------------------------------------------------------------------------------------------------------
-# Remote workers
-#
+# --- Remote workers --------------------------------------------------------------------------------------
 # They have no sockets in this process. All workers of a pool share one pipe, so that their number is not
 # limited by file descriptors.
-# ----------------------------------------------------------------------------------------------------------
 
 
 class WakePipe:
@@ -182,13 +179,10 @@ class RemoteWorker(Process, ParentChannel):
             self._has_ended.set()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Requested slots and results
-#
+# --- Requested slots and results -------------------------------------------------------------------------
 # A slot belongs to its worker while `completed` differs from `requested`; see `dispatch.py`. The shipper
 # keeps a second `completed` array, in which a shipped request counts as completed. So it finds new requests
 # while earlier ones are still running.
-# ----------------------------------------------------------------------------------------------------------
 
 
 class _ShipperChannel(WorkerChannel):
@@ -310,12 +304,9 @@ class Shipper:
             self._link.fail(error)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Wires: a TCP connection, or Ray's calls and streams
-#
+# --- Wires: a TCP connection, or Ray's calls and streams -------------------------------------------------
 # A Ray call and its answer cost a few milliseconds of Python, which a TCP connection avoids. Ray needs no
 # extra port, which a firewall might block.
-# ----------------------------------------------------------------------------------------------------------
 
 _CAUSE_TIMEOUT = 2.0  # seconds in which Ray may find out why an actor's connection ended
 _ROWS = 1  # frame type of results; the type of a request is `_ROWS + verb`
@@ -471,12 +462,9 @@ def _serve_requests(host: ActorHost, connection: Connection) -> None:
         connection.close()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Links to actors
-#
+# --- Links to actors -------------------------------------------------------------------------------------
 # Three threads serve an actor: one starts it and then relays messages to its workers, one ships requests
 # (`Shipper`), and one receives. None of them holds the GIL while it waits.
-# ----------------------------------------------------------------------------------------------------------
 
 _PLACE_CHECK_INTERVAL = 1.0  # seconds between checks that an actor can still be placed
 _END_TIMEOUT = 3.0  # seconds for an actor to end one of its processes, before it counts as lost

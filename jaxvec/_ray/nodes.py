@@ -18,9 +18,7 @@ from typing import Any
 from jaxvec._config import Ray
 from jaxvec._envs.failures import Report
 
-# ----------------------------------------------------------------------------------------------------------
-# Runtime environments: Ray ships directories when a process connects, and the rest with each actor
-# ----------------------------------------------------------------------------------------------------------
+# --- Runtime environments: Ray ships directories when a process connects, and the rest with each actor
 
 
 def check_runtime_env(runtime_env: Mapping[str, Any]) -> None:
@@ -54,9 +52,7 @@ def _is_path(location: Any) -> bool:
     return isinstance(location, str) and "://" not in location
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Checks of the cluster's head and of an actor's node
-# ----------------------------------------------------------------------------------------------------------
+# --- Checks of the cluster's head and of an actor's node -------------------------------------------------
 
 _HEAD_CHECK_INTERVAL = 1.0  # seconds between checks of the head
 _HEAD_TIMEOUT_FRACTION = 2 / 3  # of the time that Ray waits for a head to come back
@@ -191,12 +187,9 @@ def describe_loss(error: BaseException) -> str:
     return f"was lost: {type(error).__name__}: {' '.join(lines)[:2000]}"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Placement: in a group of the pool, in the group of this process, or on any node
-#
+# --- Placement: in a group of the pool, in the group of this process, or on any node ---------------------
 # Ray Tune and Ray Train run a process in a placement group that captures its child actors. If the group has
 # no resources left for them, they would wait forever, even while nodes are idle.
-# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

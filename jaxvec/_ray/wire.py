@@ -20,19 +20,14 @@ from jaxvec._memory.rows import RowPacker
 from jaxvec._memory.segment import Arrays
 from jaxvec._spec import PoolSpec
 
-# ----------------------------------------------------------------------------------------------------------
-# TCP connections between two processes that share a key
-#
+# --- TCP connections between two processes that share a key ----------------------------------------------
 # The key is new for each connection, and Ray brings it to both ends. Each end proves that it has the key
 # before the other reads a frame, so no stranger's bytes are unpickled. The frames are not encrypted.
-#
 # Not `multiprocessing.connection`: it copies what it reads, so 2 MB took 3.3 ms of CPU time instead of 0.5,
 # and 1 kB took 87 us instead of 23. Its handshake has no timeout, and uses HMAC-MD5 on Python 3.11.
-#
 # The end of a peer process closes the connection at once. A machine that freezes or is cut off is detected
 # by keepalive probes on an idle connection, and by missing acknowledgements otherwise. `TCP_USER_TIMEOUT`
 # would not do: it also ends the connection to a live peer that is slow to read.
-# ----------------------------------------------------------------------------------------------------------
 
 KEY_BYTES = 32
 MESSAGE = 0  # frame type of messages, which the receiver may keep; all other types are rows
@@ -211,9 +206,7 @@ def _time_left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)  # seconds; 0 would make the socket non-blocking
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Rows and messages
-# ----------------------------------------------------------------------------------------------------------
+# --- Rows and messages -----------------------------------------------------------------------------------
 
 Payload: TypeAlias = NDArray[np.uint8]  # rows in one buffer, see `RowPacker`
 

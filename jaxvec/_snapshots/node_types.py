@@ -31,13 +31,10 @@ from jaxvec._snapshots.nodes import (
     slots_of,
 )
 
-# ----------------------------------------------------------------------------------------------------------
-# Large containers that rarely change, such as tables of transitions.
-#
+# --- Large containers that rarely change, such as tables of transitions ----------------------------------
 # A container of atoms is one node, if no container in it is also reached in another way. All snapshots of an
 # env share one copy of it while it is unchanged. `Saver.inside` lists the containers in it. If one of them is
 # found elsewhere, the snapshot is taken again, with the items of the outer container saved one by one.
-# ----------------------------------------------------------------------------------------------------------
 
 LARGE = 8  # entries
 _MAX_DEPTH = 32  # deeper containers, such as cyclic ones, are saved item by item
@@ -173,9 +170,7 @@ def _copy_plain(value: Any) -> Any:
     return value.copy() if kind is set else value
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Python's containers.
-# ----------------------------------------------------------------------------------------------------------
+# --- Python's containers ---------------------------------------------------------------------------------
 
 
 def _check_not_inside(saver: Saver, value: Any) -> None:
@@ -345,9 +340,7 @@ def save_subclass(saver: Saver, value: Any) -> Any:
     return node
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Generators of random numbers: NumPy's and Python's.
-# ----------------------------------------------------------------------------------------------------------
+# --- Generators of random numbers: NumPy's and Python's --------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -501,9 +494,7 @@ def save_seeds(saver: Saver, value: Any) -> Any:
     return node
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Objects of Python classes, and objects with pickle support.
-# ----------------------------------------------------------------------------------------------------------
+# --- Objects of Python classes, and objects with pickle support ------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -638,9 +629,7 @@ def name_of(kind: type) -> str:
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Gymnasium's spaces.
-# ----------------------------------------------------------------------------------------------------------
+# --- Gymnasium's spaces ----------------------------------------------------------------------------------
 
 _MAX_EQUAL_SPACES = 1000  # equal spaces to remember; some envs make a new space in each reset
 
@@ -709,9 +698,7 @@ _SIMPLE_SPACES = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------
-# pygame's surfaces.
-# ----------------------------------------------------------------------------------------------------------
+# --- pygame's surfaces -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)

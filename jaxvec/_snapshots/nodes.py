@@ -12,9 +12,7 @@ import numpy as np
 from gymnasium import Wrapper
 from gymnasium.wrappers import PassiveEnvChecker
 
-# ----------------------------------------------------------------------------------------------------------
-# The attributes of an object in a snapshot.
-# ----------------------------------------------------------------------------------------------------------
+# --- The attributes of an object in a snapshot -----------------------------------------------------------
 
 # Attributes that are atoms; nodes of the others, including attributes that were not atoms at an earlier
 # snapshot; and the number of all attributes, including excluded ones. With -1, `Restorer` deletes none.
@@ -56,9 +54,7 @@ def compare_fields(one: Fields, other: Fields) -> Iterator[tuple[str, Any, Any]]
         yield f".{name}", one_held.get(name, _ABSENT), other_held.get(name, _ABSENT)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Nodes, and how they are restored.
-# ----------------------------------------------------------------------------------------------------------
+# --- Nodes, and how they are restored --------------------------------------------------------------------
 
 
 class CannotCopy(Exception):
@@ -198,9 +194,7 @@ class Restorer:
 Shared: TypeAlias = dict[int, tuple[Any, Any]]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Atoms: values that a snapshot holds directly.
-# ----------------------------------------------------------------------------------------------------------
+# --- Atoms: values that a snapshot holds directly --------------------------------------------------------
 
 # Classes of immutable values, and of values that `copy.deepcopy` shares, too, such as classes and modules.
 ATOMS: set[type] = {
@@ -215,9 +209,7 @@ def save_atom(saver: Saver, value: Any) -> Any:
     return value
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The walk that saves. `snapshot.py` has the rules for each type.
-# ----------------------------------------------------------------------------------------------------------
+# --- The walk that saves. `snapshot.py` has the rules for each type --------------------------------------
 
 # Usual names of attributes with surfaces that are redrawn in each frame.
 _CANVASES = frozenset({"canvas", "screen", "surf", "surface", "window", "window_surface"})
@@ -333,9 +325,7 @@ class Saver:
         return saved
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Layers: an env and its wrappers. They are never replaced; only their attributes are saved and restored.
-# ----------------------------------------------------------------------------------------------------------
+# --- Layers: an env and its wrappers. They are never replaced; only their attributes are saved and restored
 
 # Gymnasium's records of constructor arguments, which are equal for all envs that one function makes.
 _EXCLUDED = frozenset({"spec", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"})

@@ -48,9 +48,7 @@ from jaxvec._snapshots.nodes import (
     slots_of,
 )
 
-# ----------------------------------------------------------------------------------------------------------
-# How each type is saved.
-# ----------------------------------------------------------------------------------------------------------
+# --- How each type is saved ------------------------------------------------------------------------------
 
 
 def _save_kept(saver: Saver, value: Any) -> Any:
@@ -172,13 +170,10 @@ def find(kind: type, value: Any) -> SaveFunction:
 _IMMUTABLE = (tuple, frozenset, int, float, complex, str, bytes)  # for example named tuples
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Incremental snapshots, in C++.
-#
+# --- Incremental snapshots, in C++ -----------------------------------------------------------------------
 # Between two snapshots of an env, usually only numbers, arrays and random generators change. C++ then shares
 # all unchanged dicts and nodes with the last snapshot, without a walk. At any other change it does nothing,
 # and Python walks through all attributes. C++ uses the nodes' attributes by name, see states.cc.
-# ----------------------------------------------------------------------------------------------------------
 
 _NODES = ATOMS, Node, arrays.Array, node_types.Generator, node_types.BitGenerator, node_types.Space
 
@@ -211,9 +206,7 @@ class IncrementalSnapshot:
         return compiled is not None and compiled.restore_changes(self._layers, self._excluded, fields, _NODES)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Bit-for-bit comparison of two snapshots, or of two results of an env.
-# ----------------------------------------------------------------------------------------------------------
+# --- Bit-for-bit comparison of two snapshots, or of two results of an env --------------------------------
 
 
 def difference(one: Any, other: Any, seen: dict[Any, Any] | None = None) -> str | None:

@@ -36,9 +36,7 @@ from jaxvec._native.native_engine import CEngine, StepHere
 from jaxvec._spec import Leaf, PoolSpec
 from jaxvec._tracing import Record
 
-# ----------------------------------------------------------------------------------------------------------
-# Processes and launchers
-# ----------------------------------------------------------------------------------------------------------
+# --- Processes and launchers -----------------------------------------------------------------------------
 
 Slices: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -109,9 +107,7 @@ def describe_exit(ended: bool, exitcode: int | None) -> tuple[int | None, str]:
     return exitcode, f"was killed by {name}{hint}"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Worker groups
-# ----------------------------------------------------------------------------------------------------------
+# --- Worker groups ---------------------------------------------------------------------------------------
 
 Check: TypeAlias = Callable[[], None]
 
@@ -226,9 +222,7 @@ class WorkerGroup(ABC):
         """Kills worker processes at once, so that waits for them raise. Any thread may call it."""
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Choice of the dispatch and of its engine
-# ----------------------------------------------------------------------------------------------------------
+# --- Choice of the dispatch and of its engine ------------------------------------------------------------
 
 # Bytes of a row of `final_obs`. Smaller rows are all copied, as it is not worth selecting the final ones.
 _MIN_SELECTED_ROW = 1024

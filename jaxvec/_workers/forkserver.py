@@ -97,28 +97,21 @@ def _ignored() -> set[int]:
     return {number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN}
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The fork server
-#
+# --- The fork server -------------------------------------------------------------------------------------
 # It is a new interpreter with one thread, without JAX, and without the user's code except for `preload`. So
 # a fork is as good as a new interpreter, and takes a few milliseconds instead of half a second.
-#
 # Requests come over a SOCK_SEQPACKET socket, so each is one system call that Ctrl-C can't split. An answer
 # names its request, so that one left by an interrupted call is not taken for another:
-#
 # - First message: a pickled `Imports`.
 # - FORK, with four descriptors: the worker's end of its control socket, stdout, stderr and working directory.
 #   The answer comes on the control socket: `Started` with a pidfd, or `Refused`. The worker then reads its
 #   `ProcessContext` there.
 # - REAP and the pid of a worker that has ended. The answer is its pid and exit code. Until then the worker is
 #   a zombie, so its pid and process group can't belong to another process.
-#
 # Processes that envs have started end with their worker, even in sessions of their own. Each worker adopts
 # the orphans among its descendants, and the server those of a dead worker.
-#
 # When the program closes the socket, the server ends after its last worker; when the program ends, it kills
 # them. It watches the program, too, since a process forked by C code may have inherited the lifeline.
-# ----------------------------------------------------------------------------------------------------------
 
 FORK, REAP = b"f", b"r"
 PID = struct.Struct("!i")

@@ -64,9 +64,7 @@ from jaxvec._workers.worker import (
     pickle_given,
 )
 
-# ----------------------------------------------------------------------------------------------------------
-# Fair locks
-# ----------------------------------------------------------------------------------------------------------
+# --- Fair locks ------------------------------------------------------------------------------------------
 
 
 class FairLocks:
@@ -106,9 +104,7 @@ class FairLocks:
                     self._changed.notify_all()
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Error messages about workers
-# ----------------------------------------------------------------------------------------------------------
+# --- Error messages about workers ------------------------------------------------------------------------
 
 _logger = logging.getLogger("jaxvec")
 
@@ -245,11 +241,8 @@ def name_envs(env_ids: Sequence[int]) -> str:
     return f"envs {', '.join(map(str, env_ids))}"
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The supervisor
-#
+# --- The supervisor --------------------------------------------------------------------------------------
 # Any number of threads may send requests and wait for envs at the same time:
-#
 # - One thread at a time has a request to a given worker (`_request_locks`). Until it has the reply, only this
 #   thread reads that worker's socket. The other sockets are read by the thread that polls.
 # - One thread polls at a time (`polling`). Only this thread lets a worker recover, replaces it, or raises the
@@ -260,7 +253,6 @@ def name_envs(env_ids: Sequence[int]) -> str:
 # - The polling thread may replace a worker before its request is sent. Under the channel's `sending` lock, it
 #   then removes the worker from `_requested`, and the requester checks `_requested` before it sends. So a new
 #   worker never gets a request to the old one, and a reply never belongs to another request.
-# ----------------------------------------------------------------------------------------------------------
 
 _BROKEN_REPLY_TIMEOUT = 1.0  # seconds for replies from the workers of a broken pool
 _COLLECT_TIMEOUT = 0.5  # seconds for further failures to arrive after one that ends the pool

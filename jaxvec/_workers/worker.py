@@ -43,14 +43,11 @@ from jaxvec._util import add_note, dumps
 from jaxvec._workers import foreign
 from jaxvec._workers.base import Slices, worker_end
 
-# ----------------------------------------------------------------------------------------------------------
-# Limit on running workers
-#
+# --- Limit on running workers ----------------------------------------------------------------------------
 # `Workers(max_running=n)` lets n workers run their envs at a time. Bytes 0 to n - 1 of the segment's file are
 # n locks, one for each running worker, and byte n is the lock of the queue for them. The kernel releases the
 # locks of a dead process, so a crash never blocks other workers. Only the first in the queue polls; the
 # others sleep in the kernel.
-# ----------------------------------------------------------------------------------------------------------
 
 _POLL_INTERVAL = 0.0005  # seconds; short compared to the env steps that are worth a limit
 
@@ -96,9 +93,7 @@ class WorkerRecipe:
         return self.env_fns[first:stop]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Messages on the control socket, in the order in which they are first sent
-# ----------------------------------------------------------------------------------------------------------
+# --- Messages on the control socket, in the order in which they are first sent ---------------------------
 
 
 @dataclass(frozen=True)
@@ -230,13 +225,10 @@ def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The worker's start and loop
-#
+# --- The worker's start and loop -------------------------------------------------------------------------
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
 # imports JAX.
-# ----------------------------------------------------------------------------------------------------------
 
 _IMPORT_HINT = (
     "The object was pickled by reference to module {!r}, which this worker can't import. Move its definition "

@@ -35,9 +35,7 @@ from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, Leaf, Node, PoolSpec, build
 from jaxvec._util import dumps
 
-# ----------------------------------------------------------------------------------------------------------
-# Handles
-# ----------------------------------------------------------------------------------------------------------
+# --- Handles ---------------------------------------------------------------------------------------------
 
 jax.tree_util.register_dataclass(EnvState, data_fields=["ids"], meta_fields=[])
 
@@ -90,14 +88,11 @@ class Handle:
         return Handle(token, self.spec, self.transport)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# The effect of a call
-#
+# --- The effect of a call --------------------------------------------------------------------------------
 # A subclass of `io_callback`'s effect: JAX neither drops, repeats nor reorders a call, and `checkpoint`
 # rejects it. Under `vmap`, a `cond` with an unbatched predicate may contain calls, unlike `io_callback`. With
 # a batched predicate, JAX would run all branches and select from the results, and a `while_loop` would step
 # every instance until the last is done. The wrapped batching rules below reject both.
-# ----------------------------------------------------------------------------------------------------------
 
 # The effect class is private in JAX, but every jaxpr with a callback contains an instance. JAX registers
 # effects by class, while the batching rules of `cond` and `while_loop` compare instances.
@@ -162,9 +157,7 @@ for _primitive, _batch in ((jax.lax.cond_p, _batch_cond), (jax.lax.while_p, _bat
     _rules[_primitive] = partial(_batch, _rules[_primitive])
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Calls: operands, results, and their execution with NumPy arrays
-# ----------------------------------------------------------------------------------------------------------
+# --- Calls: operands, results, and their execution with NumPy arrays -------------------------------------
 
 _ID = ((3,), np.dtype(np.uint32))  # shape and dtype of a state's id
 
@@ -395,9 +388,7 @@ def _struct(shape: tuple[int, ...], dtype: Any, rows: int) -> Struct:
     return Struct((rows, *shape), dtype)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Checks of the functions' arguments, traced or not
-# ----------------------------------------------------------------------------------------------------------
+# --- Checks of the functions' arguments, traced or not ---------------------------------------------------
 
 
 def check_handle(handle: Any, verb: str) -> PoolSpec:

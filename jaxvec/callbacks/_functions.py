@@ -150,9 +150,7 @@ def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Han
     return handle.next(token), spec.build_timestep(rows)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Asynchronous steps: send and recv
-# ----------------------------------------------------------------------------------------------------------
+# --- Asynchronous steps: send and recv -------------------------------------------------------------------
 
 
 def send(handle: Handle, action: Any, env_id: Any = None, *, reset_options: Any = None) -> Handle:
@@ -232,9 +230,7 @@ def recv(handle: Handle, *, at_least: int | None = None) -> tuple[Handle, TimeSt
     return handle.next(token), spec.build_timestep(rows)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Attributes and methods of the envs
-# ----------------------------------------------------------------------------------------------------------
+# --- Attributes and methods of the envs ------------------------------------------------------------------
 
 
 def get_attr(handle: Handle, name: str, result_shape_dtypes: Any) -> Any:
@@ -344,9 +340,7 @@ def _answers(struct: Any) -> tuple[tuple[tuple[tuple[int, ...], np.dtype[Any]], 
     return tuple(map(answer, leaves)), tree
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Saved states of envs
-# ----------------------------------------------------------------------------------------------------------
+# --- Saved states of envs --------------------------------------------------------------------------------
 
 
 def save(handle: Handle) -> tuple[Handle, EnvState]:

@@ -61,9 +61,7 @@ def split(action: Any, env_id: Any) -> tuple[Any, Any]:
     return action, env_id
 
 
-# ----------------------------------------------------------------------------------------------------------
-# EnvPool's `spec`: the task and the options of its pool.
-# ----------------------------------------------------------------------------------------------------------
+# --- EnvPool's `spec`: the task and the options of its pool ----------------------------------------------
 
 
 @final
@@ -111,12 +109,9 @@ class EnvSpec:
         return dm_spec(self.gymnasium_action_space, self.data.action)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `xla`: EnvPool's three functions for compiled programs.
-#
+# --- `xla`: EnvPool's three functions for compiled programs ----------------------------------------------
 # As in EnvPool, the handle is a plain array, which users may convert and save: the token of a `Handle`. The
 # functions hold the static part of the `Handle`.
-# ----------------------------------------------------------------------------------------------------------
 
 
 def make_xla(
@@ -171,12 +166,9 @@ def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeSt
     return handle.next(handle.token.at[ids].set(moved.token)), timestep
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `EnvPool`: the methods on NumPy arrays, for all result formats.
-#
+# --- `EnvPool`: the methods on NumPy arrays, for all result formats --------------------------------------
 # These methods do not make handles of `xla` stale. As with EnvPool, users call `xla` first and reset on the
 # host afterwards.
-# ----------------------------------------------------------------------------------------------------------
 
 
 class EnvPool(ABC):
@@ -410,9 +402,7 @@ class EnvPool(ABC):
         return ids
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Tasks: envs with their options, including the Atari tasks of EnvPool.
-# ----------------------------------------------------------------------------------------------------------
+# --- Tasks: envs with their options, including the Atari tasks of EnvPool --------------------------------
 
 TaskId: TypeAlias = str | registration.EnvSpec | Callable[..., Any]
 
@@ -497,9 +487,7 @@ def list_all_envs() -> list[str]:
     return sorted({*gymnasium.registry, *_atari.tasks()})
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Result formats: Gymnasium's, old Gym's and dm_env's.
-# ----------------------------------------------------------------------------------------------------------
+# --- Result formats: Gymnasium's, old Gym's and dm_env's -------------------------------------------------
 
 
 @final
@@ -602,9 +590,7 @@ class DMEnvPool(EnvPool):
         return to_dm_timestep(timestep)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `make` and its variants.
-# ----------------------------------------------------------------------------------------------------------
+# --- `make` and its variants -----------------------------------------------------------------------------
 
 _POOL_CLASSES = {"gymnasium": GymnasiumEnvPool, "gym": GymEnvPool, "dm": DMEnvPool}
 _DEFAULTS: dict[str, Any] = {

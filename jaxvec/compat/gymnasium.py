@@ -70,9 +70,7 @@ def raise_original(error: EnvError) -> NoReturn:
     raise error.__cause__ from error
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Batched infos: a dict of arrays, each with a mask.
-# ----------------------------------------------------------------------------------------------------------
+# --- Batched infos: a dict of arrays, each with a mask ---------------------------------------------------
 
 
 def batch(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -119,9 +117,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return () if type(value) in (int, float, bool) or isinstance(value, np.number) else None
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Base class of both vector envs: a pool behind Gymnasium's `VectorEnv`.
-# ----------------------------------------------------------------------------------------------------------
+# --- Base class of both vector envs: a pool behind Gymnasium's `VectorEnv` -------------------------------
 
 _NOT_CALLABLE = ("reset", "step", "close", "_setattr", "_check_spaces")  # as in Gymnasium
 
@@ -401,9 +397,7 @@ def _check_known(space: Space[Any]) -> None:
     fold_space(space, check, root=(), make_dict=lambda *_: None, make_tuple=lambda *_: None)
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `AsyncVectorEnv`: Gymnasium's class over a pool of worker processes.
-# ----------------------------------------------------------------------------------------------------------
+# --- `AsyncVectorEnv`: Gymnasium's class over a pool of worker processes ---------------------------------
 
 
 class AsyncState(Enum):
@@ -663,9 +657,7 @@ def _worker_error(worker: Callable[..., None]) -> ValueError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `SyncVectorEnv`: Gymnasium's class over a pool in this process.
-# ----------------------------------------------------------------------------------------------------------
+# --- `SyncVectorEnv`: Gymnasium's class over a pool in this process --------------------------------------
 
 
 class SyncVectorEnv(PooledVectorEnv):
@@ -722,9 +714,7 @@ def _identity(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
     return env
 
 
-# ----------------------------------------------------------------------------------------------------------
-# `vector_entry_point` for `gymnasium.register` and for registered envs.
-# ----------------------------------------------------------------------------------------------------------
+# --- `vector_entry_point` for `gymnasium.register` and for registered envs -------------------------------
 
 
 def vector_entry_point(
