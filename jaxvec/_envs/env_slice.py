@@ -627,7 +627,7 @@ class EnvSlice(Slice):
         is_recorded = is_recorded and index not in self._recorded
         if is_recorded:  # its results are compared, so they need memory of their own
             self._slots.set_buffer(index, lend=False)
-        state = stateful.take()
+        state = stateful.save()
         if is_recorded:
             self._recorded[index] = Recording(stateful, state)
             self._slots.targets.set_env(index, self._recorded[index])
@@ -665,7 +665,7 @@ class EnvSlice(Slice):
         kind, index = self._simulator.kind, slot - self.first
         fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
         stateful = self._slots.stateful[index]
-        stateful.take()  # first: an error here needs no child
+        stateful.save()  # first: an error here needs no child
         try:
             self._call_apart(index, partial(stateful.verify, fresh=fresh))
             has_ended = False

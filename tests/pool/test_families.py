@@ -283,7 +283,7 @@ def test_states_of_box2d(name):
     env = gymnasium.make(name)
     env.reset(seed=0)
     with pytest.raises(jaxvec.EnvStateError, match=r"\.world.* can't copy exactly.*ReplayEnv"):
-        StatefulEnv(env).take()
+        StatefulEnv(env).save()
     assert_goes_on(lambda: ReplayEnv(partial(gymnasium.make, name, max_episode_steps=30)), num_steps=90)
 
 
