@@ -632,7 +632,6 @@ class PoolSpec:
 
     @property
     def timestep(self) -> tuple[Node, ...]:
-        """Nodes of a `TimeStep`, in its order."""
         return (self.obs, self.reward, self.terminated, self.truncated, self.info)
 
     @cached_property

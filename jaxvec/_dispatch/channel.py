@@ -219,7 +219,6 @@ class Channel(ParentChannel):
         return b"".join(parts)
 
     def _receive_header(self, count: int, flags: int) -> bytes:
-        """Receives bytes of a header, and the descriptors sent with it."""
         part, descriptors, _, _ = socket.recv_fds(self._socket, count, 1, flags)
         self.descriptors += descriptors
         return part

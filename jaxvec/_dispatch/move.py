@@ -69,7 +69,6 @@ class Move:
 
     @property
     def caller_code(self) -> int:
-        """Verb and caller in one number."""
         return self.verb + (self.caller or 0)
 
     @property

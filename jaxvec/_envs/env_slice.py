@@ -85,20 +85,11 @@ class EnvSlice(Slice):
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
     ) -> None:
-        """Creates the slice of the slots `first` to `first + len(envs) - 1`.
+        """Creates the slice of the slots from `first`, with one env for each, which `env_fns` built.
 
-        Args:
-            envs: One env for each slot.
-            env_fns: The functions that built `envs`, and can build them again.
-            first: The slot of the first env.
-            worker: The index of the worker.
-            spec: The spaces and options of the pool.
-            arrays: The arrays of the segment, `[num_envs, ...]` or `[num_workers, ...]` each.
-            config: The configuration of the pool.
-            spares: More envs, which take turns with `envs`.
-            lends: True if envs may write observations directly into their rows.
-            replaces: If this slice replaces one of a dead process, the leaves of Python objects, `[n, ...]`
-                each, that the program received last. Else `None`.
+        `spares` take turns with `envs`. With `lends`, envs may write observations directly into their rows.
+        `replaces` is for a slice that replaces one of a dead process: the leaves of Python objects that the
+        program received last, `[n, ...]` each.
         """
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.

@@ -255,16 +255,10 @@ class StatefulEnv:
         return self._kinds
 
     def restore(self, state: EnvState) -> bool:
-        """Restores a state, which may be used again.
+        """Restores a state of this env, or of another that the same function built; it may be used again.
 
         Values are written into the existing objects, because windows, observation buffers and closures may
-        refer to them.
-
-        Args:
-            state: The state of this env, or of another that the same function built.
-
-        Returns:
-            True if env and wrappers have the same attributes as before, with other values.
+        refer to them. Returns whether env and wrappers have the same attributes as before, with other values.
 
         Raises:
             EnvStateError: The state is that of an env of another class, or with other wrappers.
@@ -297,13 +291,10 @@ class StatefulEnv:
     def verify(self, *, fresh: bool = False, num_steps: int = 40) -> None:
         """Verifies that the env continues from a restored state exactly as it did before.
 
-        It saves a state, steps with random actions, saves another half-way, resets with other seeds and steps
-        again. Then it restores each state, and a pickled copy of it if possible, repeats the actions, and
-        compares all results bit for bit. At the end, the env has the same state as at the start.
-
-        Args:
-            fresh: True to reset the env first, because it was never reset or its episode is over.
-            num_steps: The number of steps that are compared, without the resets between them.
+        It saves a state, steps with random actions, saves another half-way, resets with other seeds and
+        steps again. Then it restores each state, and a pickled copy of it if possible, repeats the actions,
+        and compares all results bit for bit. At the end, the env has the same state as at the start. With
+        `fresh`, it resets the env first, because it was never reset or its episode is over.
 
         Raises:
             EnvStateError: A state can't be saved or restored, or results differ. The message names the
@@ -457,7 +448,6 @@ class Recording:
 
 
 def _value(result: Any) -> Any:
-    """Returns a snapshot of a result."""
     return Saver(find, {}, {}, lenient=True).value(result)
 
 

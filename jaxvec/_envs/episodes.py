@@ -96,16 +96,10 @@ class Episodes:
         self.state[index] = LOST
 
     def cut(self, index: int, delivered: tuple[Any, int], *, over: bool) -> bool:
-        """Ends an interrupted episode.
+        """Ends an interrupted episode, and returns whether it was running; otherwise it had already ended.
 
-        Args:
-            index: The position of the env in the slice.
-            delivered: Return and length of the episode in the last delivered row.
-            over: True if that row ended an episode.
-
-        Returns:
-            True if a running episode was truncated, False if it had already ended. After an end, only
-            same-step autoreset has started another episode.
+        `delivered` is the return and length in the last delivered row, and `over` whether that row ended an
+        episode. After an end, only same-step autoreset has started another one.
         """
         if over and self._over in (ENDED, IDLE):
             self.state[index] = self._over

@@ -99,7 +99,6 @@ def to_error(report: Report, *, worker: int | None) -> EnvError | EnvStateError:
 
 
 def describe_action(action: object) -> str:
-    """Returns a short `repr` of an action."""
     try:
         return _shorten(repr(action), _MAX_ACTION)
     except Exception:

@@ -53,15 +53,10 @@ class Simulator:
     def step(
         self, states: Sequence[SlotState], actions: Sequence[NDArray[Any]]
     ) -> tuple[list[SlotState], list[NDArray[Any]]]:
-        """Steps once from each of `k` states.
+        """Steps once from each of `k` states, with the leaves of actions `[k, ...]`.
 
-        Args:
-            states: The states.
-            actions: The leaves of the actions, `[k, ...]` each.
-
-        Returns:
-            The next states, and the leaves of the time step, `[k, ...]` each, without `env_id` and without
-            the rows of idle envs.
+        Returns the next states, and the leaves of the time step, `[k, ...]`, without `env_id` and without the
+        rows of idle envs.
         """
         out = [
             np.empty((len(states), *leaf.shape), object if leaf.is_object else leaf.stored)

@@ -207,7 +207,6 @@ class ResetOptions:
         self._running = [rows[("info", *leaf.path)] for leaf in spec.option_leaves]
 
     def next(self, index: int) -> dict[str, Any] | None:
-        """Returns the options of the next reset."""
         if not self._given[-1][index]:
             return None
         (options,) = self._read(slice(index, index + 1, 1))
@@ -219,7 +218,6 @@ class ResetOptions:
             running[index] = given[index]
 
     def save(self, index: int) -> list[tuple[Any, Any]]:
-        """Returns each leaf of both."""
         pairs = zip(self._given, self._running, strict=True)
         return [(given[index].copy(), running[index].copy()) for given, running in pairs]
 

@@ -339,7 +339,6 @@ def _text_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], str]:
 
 
 def _item_rows(node: PaddedNode, arrays: Arrays) -> Arrays:
-    """Returns the arrays of a sequence as rows of its items."""
     found = {leaf.path: arrays[leaf.path] for leaf in leaves(node.child("items"))}
     return {
         path: array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
@@ -386,7 +385,6 @@ def _sequence_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], Any]:
 
 
 def _unstack(node: Node, value: Any) -> Sequence[Any]:
-    """Returns the items of a stacked sequence."""
     if isinstance(node, PaddedNode):
         return value
     if isinstance(node, Leaf):

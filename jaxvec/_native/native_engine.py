@@ -45,17 +45,11 @@ class CEngine(Engine):
     ) -> None:
         """Creates an engine and registers it under the pool's id.
 
-        Args:
-            dispatch: The pool's native dispatch.
-            config: The rules of the pool's moves.
-            fingerprint: Fingerprint of the pool's specification; calls of programs must contain it, too.
-            slices: Range `(first, stop)` of each worker's slots.
-            actions: Arrays `[num_envs, ...]` in the segment, in the order of a program's operands.
-            num_options: Number of the last of `actions` that are reset options; a move has all or none.
-            results: Arrays `[num_envs, ...]` in the segment, in the order of a program's results.
-            nonzero: Flags `[num_envs]` for each of `results`, False for rows of zeros; `None` if unknown.
-            batch_size: Number of envs that `recv` returns.
-            step_here: Function that steps the envs, if they are in this process; `None` if workers do.
+        The arrays in `actions` and `results` are those of the segment, `[num_envs, ...]`, in the order of a
+        program's operands and results. The last `num_options` actions are reset options; a move has all or
+        none of them. `nonzero` has flags `[num_envs]` for each result, False for rows of zeros, or `None`.
+        Programs must contain the `fingerprint` of the pool's specification, too. `step_here` steps envs of
+        this process; with `None`, workers do.
         """
         super().__init__(config)
         pending_envs = config.pending_envs

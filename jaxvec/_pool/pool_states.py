@@ -75,7 +75,6 @@ class StateTable:
 
     @property
     def count(self) -> int:
-        """Number of states."""
         used = slice(min(self._next, self._capacity))  # does not touch the pages of the others
         return int(np.count_nonzero((self._numbers[used] > 0) & (self.worker[used] != _LOST)))
 

@@ -34,7 +34,6 @@ def connect(options: Ray, timeout: float | None) -> RayCluster:
     `timeout` seconds to answer, and at most `_CONNECT_TIMEOUT`.
 
     Raises:
-        ImportError: Ray is not installed.
         ConnectionError: No cluster answers at the address.
         ValueError, TypeError: `options` do not fit the existing connection, or Ray rejects `runtime_env`.
     """
@@ -196,7 +195,6 @@ class RayLauncher(Launcher):
         return self._arrays
 
     def _members(self, worker: int) -> range:
-        """Returns the workers in the same actor."""
         size = self._options.workers_per_actor
         first = worker // size * size
         return range(first, min(first + size, len(self._slices)))

@@ -265,7 +265,6 @@ class Placement:
             self._parent = ray.util.get_current_placement_group()
 
     def actor_options(self, actor: int, num_workers: int, runtime_env: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns Ray's options for an actor of `num_workers` workers."""
         resources = self._options.of_actor(num_workers)
         schedulers: Any = importlib.import_module("ray.util.scheduling_strategies")
         in_group = schedulers.PlacementGroupSchedulingStrategy

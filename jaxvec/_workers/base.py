@@ -157,7 +157,6 @@ class WorkerGroup(ABC):
         """Dispatches `slots` to their workers."""
 
     def any_resetting(self, slots: NDArray[Any]) -> bool:
-        """Returns whether one of `slots` is being reset."""
         return False
 
     @abstractmethod
@@ -183,17 +182,11 @@ class WorkerGroup(ABC):
     def request(
         self, name: RequestName, arguments: Arguments, *, timeout: float | None, check: Check = lambda: None
     ) -> list[Any]:
-        """Calls a method of each `Slice`.
+        """Calls a method of each `Slice`, and returns the result of each.
 
-        Args:
-            name: Name of the method.
-            arguments: Function of `(first, stop)` that returns a slice's arguments, or `None` to skip it.
-            timeout: Seconds that the call may take; `None` for no limit.
-            check: Function as in `WaitLimits`.
-
-        Returns:
-            Result of each slice: `None` if it was skipped, or an error if an env raised there or its worker
-            was replaced.
+        `arguments` returns a slice's arguments for `(first, stop)`, or `None` to skip it. The call may take
+        `timeout` seconds; `check` is as in `WaitLimits`. A result is an error if an env raised there, or if
+        the slice's worker was replaced.
 
         Raises:
             NotPicklableError: The arguments can't be pickled; no worker received a request.

@@ -256,7 +256,6 @@ class Forker(Launcher):
 
 
 def server_pids() -> set[int]:
-    """Returns the pids of all fork servers."""
     return {server.pid for server in _servers.values()}
 
 

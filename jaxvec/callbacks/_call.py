@@ -74,7 +74,6 @@ class Handle:
 
     @property
     def num_envs(self) -> int:
-        """Number of envs of this handle."""
         return self.token.shape[0]
 
     def __getitem__(self, index: Any) -> Handle:
@@ -250,7 +249,6 @@ class Call:
                 return [token, *types]
 
     def read(self, results: Sequence[Any]) -> list[Any]:
-        """Returns the results that the program reads."""
         return [result for i, result in enumerate(results) if i not in self.unread]
 
     def check_rows(self, rows: int, num_envs: int) -> None:

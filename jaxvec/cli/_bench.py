@@ -112,14 +112,10 @@ def measure(
     seconds: float,
     transport: str,
 ) -> Measurement:
-    """Measures an env. Raises a `JaxvecError` if it fails.
+    """Measures an env in pools that `make` returns. Raises a `JaxvecError` if it fails.
 
-    Args:
-        make: function that makes a pool of the env, given keyword arguments of `jaxvec.make`.
-        num_envs: pool sizes; by default chosen by the speed of the env.
-        num_workers: worker counts; by default up to the usable cores, and more if the env waits.
-        seconds: length of each measurement.
-        transport: transport of the programs.
+    By default, the speed of the env determines the pool sizes, and the usable cores the worker counts. Each
+    measurement takes `seconds`.
     """
     import jax
 

@@ -74,14 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand of `python -m jaxvec`.
-
-    Attributes:
-        summary: one-line description, lower case.
-        details: end of the help: the JSON schema, and examples.
-        run: function that executes the command. It raises `UsageError`, or the typed error of a failed env.
-        add_arguments: function that adds the arguments other than `--json`, if there are any.
-    """
+    """A subcommand of `python -m jaxvec`. `run` may raise `UsageError`, or the typed error of an env."""
 
     name: str
     summary: str
@@ -105,14 +98,12 @@ class Target:
     kwargs: dict[str, Any]
 
     def env_fn(self) -> Callable[[], Any]:
-        """Returns the constructor of env 0 of a pool."""
         return constructors.resolve(self.env, split_evenly(1, 1), self.kwargs)[0]
 
     def make(self, **settings: Any) -> VectorEnv:
         return jaxvec.make(self.env, **settings, **self.kwargs)
 
     def record(self, command: str, **found: Any) -> dict[str, Any]:
-        """Returns the object for `--json`."""
         return {"schema": f"jaxvec.{command}/1", "env": self.name, "kwargs": self.kwargs, **found}
 
     def line(self, settings: dict[str, Any]) -> str:
@@ -128,7 +119,6 @@ class Target:
 
 
 def _add_target_arguments(parser: ArgumentParser) -> None:
-    """Adds the arguments that `_find_target` reads."""
     parser.add_argument(
         "env",
         metavar="ENV",

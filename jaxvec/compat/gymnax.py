@@ -196,7 +196,6 @@ class Environment(PooledEnv):
         return f"Environment({self.name!r}, pools of {sorted(self.pools)} envs)"
 
     def _options(self, params: Any) -> Any:
-        """Checks the params, and returns their reset options."""
         if params is None:
             return None
         if not isinstance(params, EnvParams):

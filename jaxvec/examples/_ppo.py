@@ -51,7 +51,6 @@ class Categorical:
         return log_prob, -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
     def to_env(self, action: jax.Array) -> jax.Array:
-        """Converts to actions of the env, `[num_envs]`."""
         return action + int(self.space.start)
 
 

@@ -63,9 +63,7 @@ class Algorithm(Protocol):
         """Chooses actions, `[num_envs, ...]`. `progress` is the completed fraction of training, `[]`."""
         ...
 
-    def to_env(self, action: jax.Array) -> jax.Array:
-        """Converts actions to those of the env."""
-        ...
+    def to_env(self, action: jax.Array) -> jax.Array: ...
 
     def descend(self, learned: Any, batch: Transition, key: jax.Array) -> Any:
         """Takes a gradient step from `[batch_size]` transitions."""

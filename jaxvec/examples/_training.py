@@ -53,7 +53,6 @@ class Options:
 
     @property
     def steps_per_update(self) -> int:
-        """Env steps per update."""
         return self.num_envs * self.num_steps
 
     @property
@@ -163,16 +162,8 @@ def repeat(
 ) -> Trained[State]:
     """Calls `update` until `total_steps`, or until the mean return reaches `stop_at`. Runs inside `jit`.
 
-    Args:
-        update: function of a state and a key that plays, learns, and returns the next state.
-        state: state before the first update.
-        key: key that is split into one per update.
-        options: options of the program.
-        report: function on the host that is called with the mean return after each update.
-
-    Returns:
-        The last state; the mean return after each update, `[num_updates]` float32; and the number of updates
-        made, `[]` int32.
+    It calls `report` on the host with the mean return after each update. Returns the last state; the mean
+    return after each update, `[num_updates]` float32; and the number of updates made, `[]` int32.
     """
     keys = jax.random.split(key, options.num_updates)
     curve = jnp.full(options.num_updates, jnp.nan)
@@ -230,14 +221,7 @@ def run(
     envs: jaxvec.VectorEnv,
     train: Callable[[Report, jaxvec.Handle, jaxvec.TimeStep, jax.Array], Trained[Any]],
 ) -> Result:
-    """Compiles `train` and calls it once, with a progress bar.
-
-    Args:
-        options: options of the program.
-        envs: pool to train on.
-        train: function of a `report` function, a handle, the first time step and a key. It returns the
-            result of `repeat`.
-    """
+    """Compiles `train`, which returns the result of `repeat`, and calls it once, with a progress bar."""
     start = time.perf_counter()
     with progress(options) as report:
         program: Callable[..., Trained[Any]] = jax.jit(partial(train, report))
@@ -248,16 +232,6 @@ def run(
     seconds = time.perf_counter() - start
     env_steps = curve.size * options.steps_per_update
     return Result(float(curve[-1]), int(np.isfinite(recent).sum()), env_steps, seconds, curve)
-
-
-def sparkline(curve: NDArray[np.float32], width: int = 60) -> str:
-    """Draws the curve as one line of text, between its lowest and highest values."""
-    known = curve[np.isfinite(curve)]
-    if not known.size:
-        return "(no episode ended)"
-    points = known[np.linspace(0, known.size - 1, min(width, known.size)).astype(int)]
-    heights = np.interp(points, (known.min(), known.max()), (0, 7)).astype(int)
-    return f"{known.min():.1f} {''.join('▁▂▃▄▅▆▇█'[height] for height in heights)} {known.max():.1f}"
 
 
 def plot(options: Options, algorithm: str, result: Result, path: str) -> None:
@@ -283,5 +257,5 @@ def finish(options: Options, algorithm: str, module: str, result: Result) -> Res
     )
     path = options.plot or f"{module}_" + re.sub(r"[^\w.-]", "_", options.env) + ".png"
     plot(options, algorithm, result, path)
-    print(f"learning curve {sparkline(result.curve)}; plot saved to {path}")
+    print(f"learning curve saved to {path}")
     return result

@@ -81,7 +81,6 @@ class Dqn:
         return jnp.where(explores, random, values.argmax(-1))
 
     def to_env(self, action: jax.Array) -> jax.Array:
-        """Converts to actions of the env, `[num_envs]`."""
         return action + self.first_action
 
     def loss(self, params: Any, target_params: Any, batch: Transition) -> jax.Array:

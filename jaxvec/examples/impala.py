@@ -149,14 +149,7 @@ def v_trace(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns value targets and advantages. All arrays are `[num_steps, num_envs]`.
 
-    Args:
-        config: options with the discount and the decay.
-        reward: reward of each step.
-        terminated: whether the episode terminated in this step.
-        done: whether the episode terminated or was truncated in this step.
-        value: value of the observation before the step.
-        next_value: value of the observation after the step, in the same episode.
-        log_ratio: log of the action's probability now over its probability when it was taken.
+    `log_ratio` is the log of the action's probability now over its probability when it was taken.
     """
     weight = jnp.exp(jnp.minimum(log_ratio, 0))
     future = config.gamma * jnp.where(terminated, 0, next_value)
@@ -221,7 +214,6 @@ class Actor:
         self._key = jax.random.fold_in(jax.random.key(agent.config.seed), number)
 
     def play(self, learner: Learner) -> Rollout:
-        """Plays a rollout, and returns it when it is complete."""
         self._key, key = jax.random.split(self._key)
         self._handle, self.obs, rollout = self._play(learner, self._handle, self.obs, key)
         return jax.block_until_ready(rollout)

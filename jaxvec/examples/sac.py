@@ -94,7 +94,6 @@ class Sac:
         return jnp.tanh(drawn), (density - slope).sum(-1)
 
     def values(self, critics: Any, obs: jax.Array, action: jax.Array) -> jax.Array:
-        """Returns the values of both critics, `[2, ...]`."""
         inputs = jnp.concatenate([obs, action], axis=-1)
         return jax.vmap(self.critic.apply, (0, None))(critics, inputs)[..., 0]
 

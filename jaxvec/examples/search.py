@@ -121,15 +121,9 @@ class Planner:
         return handle, jnp.asarray(found.action)
 
     def expand(self, _: Any, key: jax.Array, action: Any, state: Any) -> tuple[mctx.RecurrentFnOutput, Any]:
-        """Expands one node per tree by a step of copies of the envs. This is mctx's `recurrent_fn`.
+        """Expands one node per tree by a step of copies of the envs: mctx's `recurrent_fn`.
 
-        Args:
-            key: key of the rollouts.
-            action: actions, `[num_envs]` int32.
-            state: `EnvState` of the nodes, `[num_envs]`.
-
-        Returns:
-            Reward, discount, prior logits and value, and the states of the new nodes, `[num_envs]`.
+        `action` is `[num_envs]` int32, and `state` the `EnvState` of the nodes.
         """
         state, timestep = self.simulate(state, action)
         output = mctx.RecurrentFnOutput(
