@@ -5,7 +5,7 @@
 
 The agents share one network, and each learns from its own rewards. Agents may leave before the episode ends:
 the masks of the adapter mark the agents that act, and rows of others have no weight in the loss. The shared
-parts of PPO are imported from `ppo.py`.
+parts of PPO are in `_ppo.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import optax
 from gymnasium import spaces
 
 import jaxvec
-from jaxvec.examples import _training, ppo
+from jaxvec.examples import _ppo, _training
+from jaxvec.examples._ppo import ActorCritic, Batch, Categorical
 from jaxvec.examples._training import Report, Result, Returns, Trained, finish, make_parser, option, repeat
-from jaxvec.examples.ppo import ActorCritic, Batch, Categorical
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config(ppo.Config):
+class Config(_ppo.Config):
     env: str = option(
         "mpe2.simple_spread_v3", "module with a function parallel_env, of equal Discrete agents"
     )
@@ -78,8 +78,8 @@ def make_team(config: Config, envs: jaxvec.VectorEnv) -> Team:
             f"{config.env}: this IPPO takes agents with observations of one shape and the same Discrete "
             f"actions, not {obs_spaces} and {action_spaces}"
         )
-    network = ActorCritic(int(action_space.n), gaussian=False)
-    return Team(config, names, Categorical(action_space), network, ppo.make_optimizer(config))
+    network = ActorCritic(int(action_space.n))
+    return Team(config, names, Categorical(action_space), network, _ppo.make_optimizer(config))
 
 
 class State(NamedTuple):
@@ -148,7 +148,7 @@ def collect(team: Team, state: State, key: jax.Array) -> tuple[State, Steps]:
 def loss(team: Team, params: Any, batch: Batch, acted: jax.Array) -> jax.Array:
     """Returns PPO's loss of the rows `[n, ...]` with `acted`, `[]` float32."""
     outputs, value = team.network.apply(params, batch.obs)
-    rows = jax.vmap(partial(ppo.objective, team.config, team.policy))(outputs, value, batch)
+    rows = jax.vmap(partial(_ppo.objective, team.config, team.policy))(outputs, value, batch)
     return jnp.sum(jnp.where(acted, rows, 0)) / jnp.maximum(acted.sum(), 1)
 
 
@@ -158,7 +158,7 @@ def update(team: Team, state: State, key: jax.Array) -> State:
     play_key, learn_key = jax.random.split(key)
     state, steps = collect(team, state, play_key)
     reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
-    advantage = ppo.advantages(
+    advantage = _ppo.advantages(
         config, reward, steps.terminated, steps.done, value=steps.value, next_value=steps.next_value
     )
     target = advantage + steps.value
