@@ -121,7 +121,7 @@ def test_an_error_that_nobody_waited_for_comes_where_the_pool_is_left(make, tpu)
 def packed(handle, *operands):
     """Returns what a program sends."""
     operands = [handle.token, *operands]
-    return np.asarray(Packing.of(operands, everything=True).join(operands))
+    return np.asarray(Packing.of(operands, pack_all=True).join(operands))
 
 
 def describe(array):
