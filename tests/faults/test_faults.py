@@ -31,7 +31,6 @@ from support.disasters import (
     OUT_OF_MEMORY,
     FailingEnv,
     SleepingEnv,
-    TwoArguments,
     Way,
     assert_broken,
     assert_death,
@@ -679,31 +678,6 @@ def test_megabytes_that_envs_print_into_a_pipe_come_through(way):
         end(script)
     assert script.returncode == 0
     assert (out.count("x"), err.count("x")) == (2_000_000, 2_000_000)
-
-
-def test_a_failed_call_leaves_the_pool_usable(make, backend):
-    envs = make(CountingEnv, 2, backend=backend)
-    envs.reset()
-    with pytest.raises(jaxvec.EnvError, match=r"no env attribute 'no_such_thing' \(env 0"):
-        envs.call("no_such_thing")
-    envs.step(np.zeros(2, int))
-    assert envs.get_attr("steps") == (1, 1)
-
-
-def test_an_answer_that_does_not_travel_leaves_the_pool_usable(make):
-    class Env(CountingEnv):
-        def lock(self):
-            return threading.Lock()
-
-        def unpicklable_here(self):
-            return TwoArguments(1, 2)
-
-    envs = make(Env, 2)
-    with pytest.raises(jaxvec.EnvError, match=r"env 0 .*cannot pickle '_thread.lock'"):
-        envs.call("lock")
-    with pytest.raises(jaxvec.EnvError, match="worker 0 .*can't be unpickled here: TwoArguments"):
-        envs.call("unpicklable_here")
-    assert envs.get_attr("resets") == (0, 0)
 
 
 def test_a_worker_never_imports_jax(make):

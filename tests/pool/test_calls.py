@@ -6,10 +6,13 @@ import os
 import threading
 
 import gymnasium
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
+from support.disasters import TwoArguments
 
 import jaxvec
 from jaxvec.testing import CountingEnv
@@ -263,3 +266,51 @@ def test_indices_are_one_or_some_and_may_count_from_the_end(shared, ask):
 def test_wrong_indices_are_named_as_such(shared, ask, indices, message):
     with pytest.raises(jaxvec.EnvIdError, match=message):
         ask(shared, indices)
+
+
+def test_a_failed_call_leaves_the_pool_usable(make, backend):
+    envs = make(CountingEnv, 2, backend=backend)
+    envs.reset()
+    with pytest.raises(jaxvec.EnvError, match=r"no env attribute 'no_such_thing' \(env 0"):
+        envs.call("no_such_thing")
+    envs.step(np.zeros(2, int))
+    assert envs.get_attr("steps") == (1, 1)
+
+
+def test_an_answer_that_does_not_travel_leaves_the_pool_usable(make):
+    class Env(CountingEnv):
+        def lock(self):
+            return threading.Lock()
+
+        def unpicklable_here(self):
+            return TwoArguments(1, 2)
+
+    envs = make(Env, 2)
+    with pytest.raises(jaxvec.EnvError, match=r"env 0 .*cannot pickle '_thread.lock'"):
+        envs.call("lock")
+    with pytest.raises(jaxvec.EnvError, match="worker 0 .*can't be unpickled here: TwoArguments"):
+        envs.call("unpicklable_here")
+    assert envs.get_attr("resets") == (0, 0)
+
+
+def test_some_envs_render_within_a_scan(make):
+    class Counter(CountingEnv):
+        def render(self):
+            return np.full((2, 2, 3), self.steps, np.uint8)
+
+    def body(handle, action):
+        shown, frames = jaxvec.call(
+            handle[1:3], "render", result_shape_dtypes=jax.ShapeDtypeStruct((2, 2, 3), np.uint8)
+        )
+        handle = jax.tree.map(lambda *parts: jnp.concatenate(parts), handle[:1], shown, handle[3:])
+        handle, timestep = jaxvec.step(handle, action)
+        return handle, (frames, timestep.obs[:, 1])
+
+    envs = make(Counter, 4)
+    handle, _ = jaxvec.reset(envs, seed=0)
+    handle, (frames, steps) = jax.jit(lambda *xs: jax.lax.scan(body, *xs))(handle, jnp.zeros((5, 4), int))
+    assert frames.shape == (5, 2, 2, 2, 3)
+    assert frames[:, :, 0, 0, 0].tolist() == [[step, step] for step in range(5)]
+    assert steps.tolist() == [[step] * 4 for step in range(1, 6)]
+    with pytest.raises(TypeError, match="not iterable"):
+        handle, _ = handle

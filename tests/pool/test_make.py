@@ -693,26 +693,3 @@ def test_a_nested_info_that_can_not_be_arrays_names_the_place(make):
         make(Nested, 1, info=["text"], backend="serial")
     with pytest.raises(jaxvec.UnsupportedSpaceError, match=r"info\['text'\]: a dict needs strings as keys"):
         make(Nested, 1, info={"text": {}}, backend="serial")
-
-
-def test_some_envs_render_within_a_scan(make):
-    class Counter(CountingEnv):
-        def render(self):
-            return np.full((2, 2, 3), self.steps, np.uint8)
-
-    def body(handle, action):
-        shown, frames = jaxvec.call(
-            handle[1:3], "render", result_shape_dtypes=jax.ShapeDtypeStruct((2, 2, 3), np.uint8)
-        )
-        handle = jax.tree.map(lambda *parts: jnp.concatenate(parts), handle[:1], shown, handle[3:])
-        handle, timestep = jaxvec.step(handle, action)
-        return handle, (frames, timestep.obs[:, 1])
-
-    envs = make(Counter, 4)
-    handle, _ = jaxvec.reset(envs, seed=0)
-    handle, (frames, steps) = jax.jit(lambda *xs: jax.lax.scan(body, *xs))(handle, jnp.zeros((5, 4), int))
-    assert frames.shape == (5, 2, 2, 2, 3)
-    assert frames[:, :, 0, 0, 0].tolist() == [[step, step] for step in range(5)]
-    assert steps.tolist() == [[step] * 4 for step in range(1, 6)]
-    with pytest.raises(TypeError, match="not iterable"):
-        handle, _ = handle
