@@ -38,13 +38,16 @@ from support.graphs import KINDS, Data, DataSlots, Guarded, Number, Slotted, Thi
 # ----------------------------------------------------------------------------------------------------------
 
 
+_MISSING = object()
+
+
 def attributes(value: Any) -> dict[str, Any]:
     held = dict(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             mangled = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") else name
-            if base.__module__ != "numpy" and (found := getattr(value, mangled, value)) is not value:
+            if base.__module__ != "numpy" and (found := getattr(value, mangled, _MISSING)) is not _MISSING:
                 held[mangled] = found
     return held
 
