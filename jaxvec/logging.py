@@ -104,7 +104,7 @@ class Episodes(NamedTuple):
 class Run:
     """A folder with the configuration, the metrics and the results of a training run.
 
-    It writes `config.json` at once, a row of `metrics.csv` and a line of progress per `log`, and
+    It writes `config.json` at once, a line of `metrics.csv` and one of progress per `log`, and
     `curve.png` at the end, if matplotlib is installed. The training program writes its other files.
 
     Attributes:
@@ -138,7 +138,7 @@ class Run:
             folder: Path of the folder, such as `"runs/ppo"`. It must not contain a run, unless resumed.
             config: Options of the program for `config.json`, which also contains versions of packages.
             total_steps: Env steps of the whole run, for the progress line.
-            resume_at: Env steps after which the run in `folder` continues. Later rows are removed.
+            resume_at: Env steps after which the run in `folder` continues. Later lines are removed.
             progress: Whether to show progress on stderr.
             tensorboard: Whether to write event files for TensorBoard, too; needs `tensorboardX`.
             wandb: Whether to log to Weights & Biases, too; needs `wandb`.
@@ -184,7 +184,7 @@ class Run:
         self.close()
 
     def log(self, env_steps: Any, **metrics: Any) -> None:
-        """Writes a row of metrics. Works inside and outside of `jit`.
+        """Writes a line of metrics. Works inside and outside of `jit`.
 
         Args:
             env_steps: Env steps so far, a number or array `[]`.
@@ -283,7 +283,7 @@ class Run:
         temporary.replace(self.folder / name)
 
     def metrics(self) -> dict[str, NDArray[np.float64]]:
-        """Returns the columns of `metrics.csv`, float64 `[num_rows]`; NaN where a row has no value."""
+        """Returns the columns of `metrics.csv`, float64 `[num_lines]`; NaN where a line has no value."""
         rows = self._rows
         return {name: np.array([row.get(name, np.nan) for row in rows], float) for name in self._columns}
 
