@@ -1,6 +1,6 @@
-"""Checks and conversions of arguments given on the host: seeds, masks, reset options, env ids and actions.
+"""Checks and conversions of seeds, masks, reset options, env ids and actions.
 
-`VectorEnv` and the compatibility APIs use all of them, `callbacks/_call.py` those that work at trace time.
+Most take values on the host. Some also work at trace time, for `callbacks/_call.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def merge_options(held: Options, options: Options, slots: NDArray[Any], num_envs
 
 
 def options_changed(before: Options, after: Options, first: int, stop: int) -> bool:
-    """Returns True if the options of envs `first` to `stop - 1` differ between `before` and `after`."""
+    """Returns True if envs `first` to `stop - 1` have other dicts, compared by identity, in `after`."""
     nothing = (None,) * stop
     pairs = zip((before or nothing)[first:stop], (after or nothing)[first:stop], strict=True)
     return any(one is not other for one, other in pairs)
@@ -156,7 +156,7 @@ def check_on_host(spec: PoolSpec, action: Any, num_envs: int, *, exact: bool = F
 def check_options(
     spec: PoolSpec, options: Any, num_envs: int, check: Callable[[Node, Any], list[T]], ones: Callable[..., T]
 ) -> list[T]:
-    """Returns the leaves of declared reset options as `spec.option_leaves`; none for the options `None`.
+    """Returns the leaves of declared reset options, in the order of `spec.option_leaves`; `[]` for `None`.
 
     `check` returns the leaves `[num_envs, ...]` of a value, and `ones` makes arrays.
 

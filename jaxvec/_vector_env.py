@@ -115,8 +115,8 @@ class VectorEnv:
     def reset(self, *, seed: Any = None, mask: Any = None, options: Any = None) -> TimeStep[NDArray[Any]]:
         """Resets all envs, or those of `mask`; see `jaxvec.reset`.
 
-        Without a mask it waits for pending envs, and discards their results. `seed` and `options` are one for
-        all envs (an int seeds env *i* with `seed + i`) or a list with an entry for each env.
+        Without a mask it waits for pending envs, and discards their results. `seed` is an int (env *i* gets
+        `seed + i`) and `options` a dict for all envs, or each is a list with an entry per env.
 
         Returns:
             The time step, which later calls don't overwrite. Its arrays are NumPy arrays, or JAX arrays if
@@ -147,7 +147,7 @@ class VectorEnv:
         Args:
             action: Pytree of the action space with leaves `[num_envs, ...]`. A list with one dict per env may
                 replace a dict.
-            reset_options: Options for the envs that reset themselves in this step; the same holds for them.
+            reset_options: Options for envs that reset themselves in this step, in the form of `action`.
 
         Returns:
             The time step, as in `reset`.

@@ -40,7 +40,7 @@ class Episodes(NamedTuple):
     """Statistics of the latest episodes; a pytree that a compiled loop carries.
 
     Attributes:
-        last: Dict of float32 arrays `[window]`, in no particular order; NaN while fewer episodes have ended.
+        last: Dict of the latest values, float32 `[window]`, unordered; NaN while fewer episodes have ended.
         total: Number of episodes that have ended, int32 `[]`.
 
     Example:
@@ -83,7 +83,7 @@ class Episodes(NamedTuple):
         window = next(iter(self.last.values())).size
         rank = jnp.cumsum(done.reshape(-1))  # from 1, among the episodes that ended
         newest = done.reshape(-1) & (rank > rank[-1] - window)
-        slot = jnp.where(newest, (self.total + rank - 1) % window, window)  # the latter is out of range
+        slot = jnp.where(newest, (self.total + rank - 1) % window, window)  # `window`: dropped
         columns: list[jax.Array] = []
         for name in self.last:
             if name not in ends or jnp.shape(ends[name]) != done.shape:
@@ -104,8 +104,8 @@ class Episodes(NamedTuple):
 class Run:
     """A folder with the configuration, the metrics and the results of a training run.
 
-    It writes `config.json` at once, a line of `metrics.csv` and one of progress per `log`, and
-    `curve.png` at the end, if matplotlib is installed. The training program writes its other files.
+    It writes `config.json` at once, a line of `metrics.csv` per `log`, progress on stderr, and `curve.png` at
+    the end, if `episode_return` was logged and matplotlib is installed. `write` adds the program's own files.
 
     Attributes:
         folder: Path of the folder.
@@ -236,7 +236,7 @@ class Run:
 
     @contextmanager
     def signals(self) -> Generator[None]:
-        """Makes `stopping` return True after Ctrl-C or SIGTERM, instead of ending the program.
+        """Within the block, Ctrl-C and SIGTERM do not end the program, but make `stopping` return True.
 
         Use it in the main thread, around a program that checks `stopping`.
         """

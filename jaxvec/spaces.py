@@ -98,7 +98,7 @@ def _unpad(node: Node, tree: Any) -> Any:
 
 
 class _SizesOf(MaxSizes):
-    """The sizes of a tree of padded arrays: only whether its values have the key `cut` matters."""
+    """Stands for the maxima of padded arrays. The sizes are dummies; only the presence of `cut` matters."""
 
     def __init__(self, tree: Any) -> None:
         super().__init__({})
@@ -202,7 +202,7 @@ def to_graphs_tuple(graph: Mapping[str, Any]) -> Any:
     starts = jnp.cumsum(n_node) - n_node
 
     def pack(rows: Any, counts: jax.Array, spare: int, fill: Any = 0) -> jax.Array:
-        """Moves the used rows `[n, size, ...]` to the front of one array."""
+        """Joins the used rows of `[n, size, ...]` in `[n * size + spare, ...]`, and then repeats `fill`."""
         rows = jnp.asarray(rows)
         rows = rows.reshape(len(counts), *rows.shape[axes:])
         size = rows.shape[1]

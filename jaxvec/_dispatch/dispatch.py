@@ -220,8 +220,8 @@ class PortableParentDispatch(ParentDispatch):
         # Another thread's poll may have taken the wake bytes for these slots, so check them before blocking.
         return 0 if self.enough_completed(slots, count) else seconds
 
-    def _request(self, requests: NDArray[Any], slots: NDArray[Any]) -> None:
-        self._requested[slots] = requests  # from now on the workers own the slots
+    def _request(self, marks: NDArray[Any], slots: NDArray[Any]) -> None:
+        self._requested[slots] = marks  # from now on the workers own the slots
         for worker, _ in self._partition.of(slots):
             self._channels[worker].wake()
 

@@ -58,7 +58,7 @@ def _make(name: str, **kwargs: Any) -> Any:
         if found is not None:
             return found(**kwargs)
     unknown: Exception | None = None
-    # The program's Gymnasium, in an interpreter without one, is asked last.
+    # A library that is not installed here comes last: importing it finds the program's Gymnasium.
     libraries = sorted(_LIBRARIES, key=lambda name: not any(importlib.metadata.distributions(name=name)))
     for library in [module] if module in _LIBRARIES else libraries:
         try:
@@ -182,7 +182,7 @@ def build_space(name: str, arguments: dict[str, Any]) -> Space[Any]:
 
 
 def to_plain(description: Any) -> Any:
-    """Returns a `Description` with spaces that pickle as their description, as do others from now on."""
+    """Returns a `Description` without subclasses of spaces. From now on spaces pickle as plain data."""
     for name in _ARGUMENTS:
         _util.Pickler.dispatch_table[getattr(spaces, name)] = lambda space: (
             build_space,
@@ -194,7 +194,7 @@ def to_plain(description: Any) -> Any:
 
 
 def _integers(space: Any) -> dict[str, Any]:
-    # Older spaces have no `start`, and always the usual dtype, which older ones of Gymnasium 1 do not take.
+    # Older spaces have no `start`. Older constructors take no `dtype`: it is always int64.
     start, dtype = getattr(space, "start", None), np.dtype(space.dtype)
     given = {} if start is None or not np.any(start) else {"start": start}
     return given if dtype == np.int64 else {**given, "dtype": dtype}

@@ -29,7 +29,7 @@ def since_now() -> Callable[[], None]:
 def raise_since(before: int) -> None:
     """Raises `KeyboardInterrupt` if a SIGINT arrived since `count` returned `before`.
 
-    Does nothing in the main thread, where Python raises it, and if the user handles the signal.
+    Does nothing in the main thread, where Python raises it, or if the user handles SIGINT.
     """
     if (
         threading.current_thread() is not threading.main_thread()

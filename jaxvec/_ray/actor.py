@@ -95,7 +95,7 @@ class ActorHost:
         self._wake_run()
 
     def end(self, worker: int, incarnation: int) -> None:
-        """Ends a process and its descendants at once, or at its later `launch`."""
+        """Ends a process and its descendants at once; if it is not launched yet, `launch` ends it."""
         worker_slot = self._worker_slots[worker]
         with self._lock:
             worker_slot.ended = incarnation
@@ -132,7 +132,7 @@ class ActorHost:
     def move(self, verb: Verb, request: Payload) -> None:
         """Dispatches slots to their workers."""
         slots = self._wire.requests[verb].unpack(request)
-        # Before `run` sees the request: until then, the slots look completed.
+        # Forward first: until then the slots look completed, and `run` would yield them.
         self._dispatch.forward(self._requested, slots)
         with self._lock:
             self._requests.append(slots)
@@ -238,7 +238,7 @@ class ActorHost:
             self._dispatch.notify_parent()
 
     def _vacate(self, worker: int) -> None:
-        """Reports that a worker's process has ended; under the lock."""
+        """Reports that a worker's process has ended, and drops it. The caller holds the lock."""
         worker_slot = self._worker_slots[worker]
         assert worker_slot.process is not None
         end = ProcessEnd(*worker_slot.process.ending())

@@ -42,7 +42,7 @@ class _Memory:
                 spans.append((start, start + value.nbytes))
         blocks: list[tuple[int, int]] = []
         for start, end in sorted(spans):
-            # MuJoCo allocates all arrays in one block and aligns each to at most 64 bytes.
+            # MuJoCo aligns the arrays of its one block to at most 64 bytes: a smaller gap is padding.
             if blocks and 0 <= start - blocks[-1][1] < 64:
                 blocks[-1] = blocks[-1][0], end
             elif not blocks or start >= blocks[-1][1]:

@@ -78,7 +78,7 @@ def probe(python: str) -> Interpreter:
 
 
 def command(python: str, env: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Returns the start of a command that runs a module there, as `lifeline.py` does here, and its `env`."""
+    """Returns a command to which `spawn.py` adds the arguments of `lifeline.py`, and its environment."""
     files: dict[str, Any] = {name: sys.modules[name].__file__ for name in _LENT if name in sys.modules}
     if not probe(python).is_native:
         files.pop("jaxvec._native._ext", None)

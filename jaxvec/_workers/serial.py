@@ -78,7 +78,7 @@ class SerialWorkers(WorkerGroup):
 
     def send(self, verb: Verb, slots: NDArray[Any]) -> None:
         if self.env_settings is not None:
-            # A new request number: the slice keeps the received rows once for each request, for faults.
+            # For each new request number, the slice copies the received rows, which it repeats after a fault.
             self._requested[self._rows(slots)] += 1
         move = self._slice.step if verb is Verb.STEP else self._slice.reset
         while slots.size:
@@ -136,7 +136,7 @@ class SerialWorkers(WorkerGroup):
 
 
 @contextmanager
-def _typed() -> Generator[None]:
+def _typed() -> Generator[None]:  # turns an `EnvFailure` into its public error
     try:
         yield
     except EnvFailure as failure:

@@ -43,7 +43,7 @@ jax.tree_util.register_dataclass(EnvState, data_fields=["ids"], meta_fields=[])
 @partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["spec", "transport"])
 @dataclass(frozen=True)
 class Handle:
-    """The right to make the next move of some envs of a pool, once.
+    """Permission to reset or step some envs of a pool, once.
 
     A pytree with one array, so it works with `jit`, `scan`, `cond` and donation. Its first axis is the env
     axis: split it like observations, by indexing, reshaping, sharding or `vmap`. Each part is a handle:
@@ -187,11 +187,11 @@ class Call:
         spec: Specification of the pool.
         transport: Transport, as returned by `choose_transport`.
         fresh: True for a reset of the whole pool, without a handle.
-        extra: Pickled options, unless declared, and mask flag of a reset, or name, arguments and result
-            structure of a call.
-        arguments: Shape, without the env axis, and dtype of each argument of a call, or of each leaf of the
-            declared reset options, if the program gives them.
-        answers: The same of each result of a call.
+        extra: Pickled. RESET: undeclared options, and whether there is a mask. CALL and GET_ATTR: name,
+            arguments and result structure.
+        arguments: Shape, without the env axis, and dtype of each array argument of CALL, or of each leaf of
+            the declared reset options, if the program gives them.
+        answers: The same for each result of CALL or GET_ATTR.
         elastic: True for a fresh reset of a pool family, which starts the pool with as many envs as the token
             has rows; see `registry.publish_family`.
         unread: Indices of the results that the program does not read. They are not copied.
@@ -375,7 +375,7 @@ def pool_id_of(token: Array) -> int:
 
 
 def token_of(pool: Pool, move: Move) -> Array:
-    """Returns the token that makes the handle to the moved envs valid again."""
+    """Returns the token of the next handle to the envs of `move`."""
     token = np.empty((len(move.slots), 3), np.uint32)
     token[:, 0], token[:, 1] = pool.id, move.slots
     token[:, 2] = pool.generation(move.slots) if move.generation is None else move.generation + np.uint32(1)
@@ -461,7 +461,7 @@ def _check_batch(node: Node, batch: Any, num_envs: int, *, one_for_all: bool = F
 def seed_words(seed: Any, num_envs: int) -> jax.Array:
     """Returns the low and high word of each env's seed, `[num_envs, 2]` uint32.
 
-    Takes the seeds of `expand_seeds`, which may be traced, or a JAX key from which each env's seed is drawn.
+    `seed` is as in `expand_seeds`, but may be traced, or a JAX key from which each env's seed is drawn.
     """
     if _is_key(seed, num_envs):
         # 31 bits: some simulators take their seed as a C int.

@@ -108,7 +108,7 @@ _ELSEWHERE = {
     "seed": "Pass it to reset(seed=...)",
 }
 
-# Options that have moved into a record or a setting.
+# Former options of `make`, with what replaces them.
 _MOVED = {
     "worker_env": "Pass workers=jaxvec.Workers(env=...)",
     "worker_init": "Pass workers=jaxvec.Workers(init=...)",
@@ -171,8 +171,8 @@ def make(
             key has a mask `_key`; a missing value reads as 0.
         max_sizes: Maximum sizes of `Sequence` and `Graph` spaces, which become padded arrays, by the path of
             the space: `{"inventory": 16, "scene/nodes": 32, "scene/edges": 64}`. A path may start with `obs`,
-            `action`, `info` or `reset_options`; a space at the root has this name only. `Text` has a maximum,
-            which an entry replaces. A longer value is an error, or is cut if the maximum is a
+            `action`, `info` or `reset_options`; at the root it is that word alone. An entry replaces the
+            maximum of a `Text`. A longer value is an error, or is cut if the maximum is a
             `jaxvec.spaces.Cut`.
         check: Validation of observations, rewards and flags: `"structure"` checks structure, shapes and
             dtypes; `"strict"` also rejects observations outside their space, such as NaN, at some cost.
@@ -202,7 +202,7 @@ def make(
         workers: A `jaxvec.Workers`, such as the start method and environment variables of the workers.
 
     Args: Asynchronous mode
-        batch_size: Number of envs that `recv` returns at a time, the others are pending; by default all.
+        batch_size: Number of envs that `recv` returns at a time, while others stay pending; by default all.
         recv_order: Order in which `recv` returns pending envs: `"ready"` returns the envs that finish first;
             `"sent"` returns those that were sent first, so every run of a program has the same batches.
 

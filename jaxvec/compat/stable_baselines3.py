@@ -108,7 +108,7 @@ class _PooledVecEnv(_VecEnv):
         pool = self.pool.pool
         batch, as_objects = _check_actions(pool.spec, actions)
         if as_objects:
-            _PooledVecEnv.step_async(self, batch)
+            _PooledVecEnv.step_async(self, batch)  # not `self.`: `DummyVecEnv` defers to `step`
             return _PooledVecEnv.step_wait(self)
         with _as_raised():
             return self._result(pool.step(pool.move_all(Verb.STEP, Caller.HOST), batch))
