@@ -147,7 +147,7 @@ class Run:
             FileExistsError: The folder contains a run.
             ImportError: `tensorboardX` or `wandb` is missing.
         """
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self._csv = self.folder / "metrics.csv"
         self._total, self._progress = total_steps, progress
         self._rows: list[dict[str, Any]] = []

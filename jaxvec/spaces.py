@@ -193,7 +193,7 @@ def to_graphs_tuple(graph: Mapping[str, Any]) -> Any:
         ```
     """
     try:
-        import jraph
+        import jraph  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError(f"to_graphs_tuple needs jraph: {_util.install_command('jraph')}") from error
     n_node = jnp.asarray(graph["n_node"]).reshape(-1)

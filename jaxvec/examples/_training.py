@@ -245,7 +245,6 @@ def plot(options: Options, algorithm: str, result: Result, path: str) -> None:
         xlabel="env steps",
         ylabel=f"mean return of the last {_RECENT} episodes",
     )
-    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 

@@ -49,18 +49,16 @@ LEVEL = spaces.Dict(
 Level = dict[str, jax.Array]  # leaves [...] of LEVEL
 
 
-class Maze(gymnasium.Env[NDArray[np.int8], int]):
+class Maze(gymnasium.Env[NDArray[np.int8], Any]):
     """A maze with the walls, start and goal of the reset options.
 
     The agent sees the walls around it, the cells that it has visited, and in which direction the goal is.
     """
 
-    observation_space = spaces.Box(-1, MAX_VISITS, (2 * VIEW * VIEW + 2,), np.int8)
-    action_space = spaces.Discrete(4)
+    observation_space: spaces.Space[Any] = spaces.Box(-1, MAX_VISITS, (2 * VIEW * VIEW + 2,), np.int8)
+    action_space: spaces.Space[Any] = spaces.Discrete(4)
 
-    def reset(
-        self, *, seed: int | None = None, options: Any = None
-    ) -> tuple[NDArray[np.int8], dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[NDArray[np.int8], Any]:
         super().reset(seed=seed)
         level = options or {"walls": 0, "start": 0, "goal": CELLS - 1}
         self._y, self._x = divmod(int(level["start"]), SIZE)

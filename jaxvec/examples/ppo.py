@@ -89,9 +89,10 @@ class Policy:
     """Distribution of actions. Discrete: logits, actions from 0. Box: means and log standard deviations."""
 
     def __init__(self, space: Space[Any]) -> None:
-        self.space, self.discrete = space, isinstance(space, spaces.Discrete)
+        self.space: Space[Any] = space
+        self.discrete: bool = isinstance(space, spaces.Discrete)
         if isinstance(space, spaces.Discrete):
-            self.size = int(space.n)
+            self.size: int = int(space.n)
         elif isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
             self.size = int(np.prod(space.shape))
         else:
@@ -266,13 +267,15 @@ class Agent:
     """The parts that do not change during training, and the functions that are compiled."""
 
     def __init__(self, config: Config, envs: jaxvec.VectorEnv) -> None:
-        self.config, self.space = config, envs.single_observation_space
-        self.policy = Policy(envs.single_action_space)
+        self.config: Config = config
+        self.space: Space[Any] = envs.single_observation_space
+        self.policy: Policy = Policy(envs.single_action_space)
         self.network: Any = ActorCritic(self.policy)  # Any because flax annotates no result type for `apply`
         num_steps = config.num_updates * config.num_epochs * config.num_minibatches
         adam = optax.adam(optax.linear_schedule(config.lr, 0, num_steps))
+        clipped = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam)
         # All parameters in one vector: there are fewer operations to compile and run.
-        self.optimizer = optax.flatten(optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adam))
+        self.optimizer: optax.GradientTransformation = optax.flatten(clipped)
 
     def encode(self, obs: Any, info: dict[str, Any]) -> Obs:
         encoded = encode(self.space, obs)
