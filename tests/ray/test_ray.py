@@ -543,6 +543,7 @@ def test_an_actor_that_is_stopped_is_replaced(make_on_ray):
     envs.reset()
     stopped, _ = parents(envs)
     os.kill(stopped, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(stopped).status() == psutil.STATUS_STOPPED)
     rows = envs.step(np.zeros(4, int))
     assert rows.info["fault"].all()
     assert stopped not in parents(envs)
