@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -134,22 +135,36 @@ def standardize(advantage: jax.Array) -> jax.Array:
     return (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
 
+def shuffle(config: Config, key: jax.Array, count: int) -> jax.Array:
+    """Returns indices up to `count`, each once per pass, `[gradient steps, minibatch]` int32."""
+    order = jax.vmap(jax.random.permutation, (0, None))(jax.random.split(key, config.num_epochs), count)
+    return order.reshape(config.num_epochs * config.num_minibatches, -1)
+
+
+def descend_on(
+    loss: Callable[[Any, jax.Array], jax.Array], agent: Any, learned: tuple[Any, Any], minibatches: jax.Array
+) -> tuple[Any, Any]:
+    """Takes a gradient step of `loss(params, indices)` per minibatch. Returns the next `learned`."""
+
+    def step(learned: tuple[Any, Any], indices: jax.Array) -> tuple[tuple[Any, Any], None]:
+        params, opt_state = learned
+        change, opt_state = agent.optimizer.update(jax.grad(loss)(params, indices), opt_state, params)
+        return (optax.apply_updates(params, change), opt_state), None
+
+    return jax.lax.scan(step, learned, minibatches)[0]
+
+
 def descend(agent: Agent, params: Any, opt_state: Any, batch: Batch, key: jax.Array) -> tuple[Any, Any]:
     """Takes the gradient steps of an update. Returns the next parameters and optimiser state."""
     config = agent.config
     batch = batch._replace(advantage=standardize(batch.advantage))
     rows: Batch = jax.tree.map(lambda leaf: leaf.reshape(config.steps_per_update, *leaf.shape[2:]), batch)
 
-    def loss(params: Any, minibatch: Batch) -> jax.Array:
+    def loss(params: Any, chosen: jax.Array) -> jax.Array:
+        minibatch: Batch = jax.tree.map(partial(jnp.take, indices=chosen, axis=0), rows)
         outputs, value = agent.network.apply(params, minibatch.obs)
         return objective(config, agent.policy, outputs, value, minibatch)
 
-    def step(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], None]:
-        params, opt_state = carry
-        gradient = jax.grad(loss)(params, jax.tree.map(partial(jnp.take, indices=chosen, axis=0), rows))
-        change, opt_state = agent.optimizer.update(gradient, opt_state, params)
-        return (optax.apply_updates(params, change), opt_state), None
-
     order = jnp.argsort(jax.random.uniform(key, (config.num_epochs, config.steps_per_update)))
-    chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
-    return jax.lax.scan(step, (params, opt_state), chosen)[0]
+    chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)
+    return descend_on(loss, agent, (params, opt_state), chosen)

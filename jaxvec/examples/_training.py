@@ -76,14 +76,17 @@ def make_parser(kind: type[Any], module: str, description: str) -> argparse.Argu
     return parser
 
 
-def parse(kind: type[SomeOptions], module: str, description: str, argv: Sequence[str] | None) -> SomeOptions:
-    """Reads a program's options from `argv`, or from the command line."""
-    parser = make_parser(kind, module, description)
+def parse(
+    kind: type[SomeOptions], module: str, about: str, argv: Sequence[str] | None, *, is_id: bool = True
+) -> SomeOptions:
+    """Reads a program's options from `argv`, or from the command line. With `is_id`, checks the env id."""
+    parser = make_parser(kind, module, about)
     try:
         options = kind(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
-    check_env_id(parser, options.env)
+    if is_id:
+        check_env_id(parser, options.env)
     return options
 
 

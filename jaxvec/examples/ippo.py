@@ -24,7 +24,7 @@ from gymnasium import spaces
 import jaxvec
 from jaxvec.examples import _ppo, _training
 from jaxvec.examples._ppo import ActorCritic, Batch, Categorical
-from jaxvec.examples._training import Report, Result, Returns, Trained, finish, make_parser, option, repeat
+from jaxvec.examples._training import Report, Result, Returns, Trained, finish, option, parse, repeat
 from jaxvec.normalize import RunningMeanStd
 
 
@@ -166,17 +166,11 @@ def update(team: Team, state: State, key: jax.Array) -> State:
     batch = Batch(steps.obs, steps.action, steps.log_prob, (advantage - mean) / (std + 1e-8), target)
     rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), (batch, steps.acted))
 
-    def descend(carry: tuple[Any, Any], chosen: jax.Array) -> tuple[tuple[Any, Any], None]:
-        params, opt_state = carry
-        minibatch = jax.tree.map(lambda leaf: leaf[chosen], rows)
-        gradient = jax.grad(partial(loss, team))(params, *minibatch)
-        change, opt_state = team.optimizer.update(gradient, opt_state, params)
-        return (optax.apply_updates(params, change), opt_state), None
+    def loss_of(params: Any, chosen: jax.Array) -> jax.Array:
+        return loss(team, params, *jax.tree.map(lambda leaf: leaf[chosen], rows))
 
-    keys = jax.random.split(learn_key, config.num_epochs)
-    order = jax.vmap(jax.random.permutation, (0, None))(keys, rows[1].size)
-    chosen = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, minibatch]
-    (params, opt_state), _ = jax.lax.scan(descend, (state.params, state.opt_state), chosen)
+    chosen = _ppo.shuffle(config, learn_key, rows[1].size)
+    params, opt_state = _ppo.descend_on(loss_of, team, (state.params, state.opt_state), chosen)
     return state._replace(params=params, opt_state=opt_state)
 
 
@@ -213,11 +207,7 @@ def run(config: Config) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    parser = make_parser(Config, "ippo", "Train IPPO on a parallel env of PettingZoo.")
-    try:
-        config = Config(**vars(parser.parse_args(argv)))
-    except ValueError as error:
-        parser.error(str(error))
+    config = parse(Config, "ippo", "Train IPPO on a parallel env of PettingZoo.", argv, is_id=False)
     _training.need("families", "pettingzoo", config.env.partition(".")[0])
     return finish(config, "IPPO", "ippo", run(config))
 

@@ -173,17 +173,12 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
     target = advantage + steps.value
     batch = Batch(steps.obs, steps.action, steps.log_prob, _ppo.standardize(advantage), target)
 
-    def descend(carry: tuple[Any, Any], envs: jax.Array) -> tuple[tuple[Any, Any], None]:
-        params, opt_state = carry
+    def loss_of(params: Any, envs: jax.Array) -> jax.Array:
         minibatch: Batch = jax.tree.map(lambda leaf: leaf[:, envs], batch)
-        gradient = jax.grad(loss, argnums=1)(agent, params, before[envs], steps.done[:, envs], minibatch)
-        change, opt_state = agent.optimizer.update(gradient, opt_state, params)
-        return (optax.apply_updates(params, change), opt_state), None
+        return loss(agent, params, before[envs], steps.done[:, envs], minibatch)
 
-    keys = jax.random.split(learn_key, config.num_epochs)
-    order = jax.vmap(jax.random.permutation, (0, None))(keys, config.num_envs)
-    envs = order.reshape(config.num_epochs * config.num_minibatches, -1)  # [gradient steps, envs]
-    (params, opt_state), _ = jax.lax.scan(descend, (state.params, state.opt_state), envs)
+    envs = _ppo.shuffle(config, learn_key, config.num_envs)
+    params, opt_state = _ppo.descend_on(loss_of, agent, (state.params, state.opt_state), envs)
     return state._replace(params=params, opt_state=opt_state)
 
 
