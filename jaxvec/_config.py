@@ -580,6 +580,8 @@ class PoolConfig:
             raise ValueError(
                 f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {self.backend!r}'
             )
+        if self.backend == "ray":
+            object.__setattr__(self, "backend", Ray())
         if self.envs_per_instance is not None:
             _check_count("envs_per_instance", self.envs_per_instance, 1)
         _check_count("spare_envs", self.spare_envs, 0)
@@ -602,12 +604,11 @@ class PoolConfig:
                     'Restart(retry="restore") needs autoreset: without it, the program itself resets or '
                     "restores an env after a fault"
                 )
-        on_ray = isinstance(self.backend, Ray) or self.backend == "ray"
-        if self.workers.python is not None and on_ray:
+        if self.workers.python is not None and isinstance(self.backend, Ray):
             raise ValueError(
                 "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
             )
-        if self.workers.max_running is not None and on_ray:
+        if self.workers.max_running is not None and isinstance(self.backend, Ray):
             raise ValueError(
                 "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs per "
                 "worker"
@@ -675,7 +676,7 @@ class PoolConfig:
                 "reset_options does not go with a batched env, which resets its envs itself; pass options to "
                 "reset, or make the envs one by one"
             )
-        if self.states.max and (isinstance(self.backend, Ray) or self.backend == "ray"):
+        if self.states.max and isinstance(self.backend, Ray):
             raise ValueError(
                 "reset_options and states cannot be combined on a Ray cluster: a restore would not reach the "
                 "options that this process keeps for the envs. Remove one of them, or use local workers"

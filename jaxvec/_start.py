@@ -153,12 +153,11 @@ def _autoreset_of(description: Description) -> Autoreset:
 
 def _cluster(config: PoolConfig) -> RayCluster | None:
     """Connects to the Ray cluster of the workers, if the backend is Ray."""
-    backend = config.backend
-    if not isinstance(backend, Ray) and backend != "ray":
+    if not isinstance(config.backend, Ray):
         return None
     from jaxvec._ray import cluster as ray_cluster  # imports Ray, which is optional
 
-    return ray_cluster.connect(Ray() if isinstance(backend, str) else backend, config.timeouts.start)
+    return ray_cluster.connect(config.backend, config.timeouts.start)
 
 
 def _num_workers(config: PoolConfig, num_envs: int, cluster: RayCluster | None) -> int:
