@@ -9,6 +9,7 @@ This file has `Handle`, the effect that orders calls, `Call` and `answer`, and t
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -206,6 +207,10 @@ class Call:
     answers: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...] = ()
     elastic: bool = False
     unread: frozenset[int] = frozenset()
+
+    @property
+    def pickled(self) -> bytes:  # passed through C++ to Python, where `_ffi.py` unpickles it
+        return pickle.dumps((self.extra, self.arguments, self.answers))
 
     @property
     def whole(self) -> bool:

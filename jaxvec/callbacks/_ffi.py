@@ -49,7 +49,7 @@ def call(call: Call, *operands: jax.Array, platform: str | None) -> Sequence[jax
         "fingerprint": np.int64(call.spec.fingerprint),
         "verb": np.uint32(call.verb),
         "fresh": np.bool_(call.fresh),
-        "extra": np.frombuffer(pickle.dumps((call.extra, call.arguments, call.answers)), np.uint8),
+        "extra": np.frombuffer(call.pickled, np.uint8),
     }
     types = call.results(operands[0].shape[0])
     has_side_effect = call.verb not in PURE

@@ -7,7 +7,6 @@ costs. Callbacks use NumPy only, because calling jax inside a callback can deadl
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -66,8 +65,7 @@ class _Callback:
         call, types = self.call, [*self.to_host.types, *self.to_program.types]
         if not self.native or any(np.dtype(each.dtype).kind not in "biufc" for each in types):
             return self._answer_in_python
-        extra = pickle.dumps((call.extra, call.arguments, call.answers))
-        fields = int(call.verb), call.fresh, extra, call.spec.fingerprint
+        fields = int(call.verb), call.fresh, call.pickled, call.spec.fingerprint
         return partial(_native.load().call_packed, *fields, self.to_host.layout, self.to_program.layout)
 
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
