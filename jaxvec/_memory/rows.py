@@ -288,16 +288,15 @@ def _fitter(
 
 def _sizer(node: PaddedNode, arrays: Arrays, part: str, size: str) -> Callable[[int], int]:
     """Returns a function that reads the size of a value, and checks it, as it can be part of an action."""
-    most = _max_size(node.child(part), arrays)
-    sizes = arrays[(*node.path, size)]
+    most, path = _max_size(node.child(part), arrays), (*node.path, size)
+    sizes = arrays[path]
+    return lambda slot: _check_number(path, int(sizes[slot]), most)
 
-    def read(slot: int) -> int:
-        count = int(sizes[slot])
-        if not 0 <= count <= most:
-            raise ActionError(f"{format_path((*node.path, size))}: {count} is not from 0 to {most}")
-        return count
 
-    return read
+def _check_number(path: KeyPath, number: int, most: int) -> int:
+    if not 0 <= number <= most:
+        raise ActionError(f"{format_path(path)}: {number} is not from 0 to {most}")
+    return number
 
 
 def _encoding(chars: NDArray[Any]) -> tuple[str, str]:
@@ -499,13 +498,11 @@ def _choice_writer(node: PaddedNode, arrays: Arrays) -> Write:
 
 def _choice_reader(node: PaddedNode, arrays: Arrays) -> Callable[[int], tuple[Any, Any]]:
     readers = [reader(choice, arrays) for choice in node.child("values").children]
-    indices = arrays[(*node.path, "index")]
+    path = (*node.path, "index")
+    indices = arrays[path]
 
     def read(slot: int) -> tuple[Any, Any]:
-        index = int(indices[slot])
-        if not 0 <= index < len(readers):
-            where = format_path((*node.path, "index"))
-            raise ActionError(f"{where}: {index} is not from 0 to {len(readers) - 1}")
+        index = _check_number(path, int(indices[slot]), len(readers) - 1)
         (value,) = readers[index](slice(slot, slot + 1, 1))
         return np.int64(index), value
 
