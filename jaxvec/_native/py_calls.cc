@@ -113,10 +113,7 @@ PyObject* call_packed(PyObject*, PyObject* args) {
   }
   std::vector<Ref> operand_items, result_items;
   Arrays from, to;
-  if (!append_items(operands, &operand_items) || !from.borrow(operand_items) ||
-      !append_items(results, &result_items) || !to.borrow(result_items)) {
-    return nullptr;
-  }
+  if (!from.borrow(operands, &operand_items) || !to.borrow(results, &result_items)) return nullptr;
   const auto find = [](const auto& layout, const Arrays& arrays, std::vector<Array>* found) {
     return unpack(layout.data, layout.data + layout.count, arrays.arrays, found);
   };
@@ -176,10 +173,7 @@ PyObject* call_cuda(PyObject*, PyObject* args, PyObject* kwargs) {
   }
   std::vector<Ref> operand_items, result_items;
   Arrays from, to;
-  if (!append_items(operands, &operand_items) || !from.borrow(operand_items) ||
-      !append_items(results, &result_items) || !to.borrow(result_items)) {
-    return nullptr;
-  }
+  if (!from.borrow(operands, &operand_items) || !to.borrow(results, &result_items)) return nullptr;
   for (Array& array : from.arrays) {
     if (std::string("biufc").find(static_cast<char>(array.dtype % 256)) == std::string::npos) array.dtype = 0;
   }

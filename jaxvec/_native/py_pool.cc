@@ -116,8 +116,7 @@ PyObject* make_pool(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   auto& engine = OwnOf<Engine>(self.get());
   std::vector<Ref> action_leaves, flags;
   Arrays action_arrays, result_arrays;
-  if (!append_items(actions, &action_leaves) || !action_arrays.borrow(action_leaves) ||
-      !append_items(results, &engine.results) || !result_arrays.borrow(engine.results) ||
+  if (!action_arrays.borrow(actions, &action_leaves) || !result_arrays.borrow(results, &engine.results) ||
       !append_items(nonzero, &flags)) {
     return nullptr;
   }

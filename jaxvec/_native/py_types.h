@@ -48,9 +48,10 @@ struct Arrays {
   std::vector<Array> arrays;
   std::vector<std::vector<int64_t>> dims;  // to which `arrays` point
 
-  // Appends `given`; false if a Python error is set.
-  bool borrow(const std::vector<Ref>& given) {
-    for (const Ref& each : given) {
+  // Appends the arrays of a sequence, and keeps them in `items`; false if a Python error is set.
+  bool borrow(PyObject* sequence, std::vector<Ref>* items) {
+    if (!append_items(sequence, items)) return false;
+    for (const Ref& each : *items) {
       PyArrayObject* array = AsArray(each.get());
       if (!PyArray_Check(each.get()) || !PyArray_ISCARRAY_RO(array)) {
         PyErr_Format(PyExc_TypeError, "expected a C-contiguous array, not %R", Py_TYPE(each.get()));
