@@ -20,18 +20,7 @@ from jaxvec.examples import _ppo, _replay, dqn, impala, ppo_atari, ppo_mujoco, p
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def register():
-    """Yields `gymnasium.register`, undone after the test."""
-    before = set(gymnasium.registry)
-    yield gymnasium.register
-    for env_id in set(gymnasium.registry) - before:
-        del gymnasium.registry[env_id]
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ from jaxvec.examples import _ppo, ippo, plr
 KEY = jax.random.key(0)
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.mark.jax_version

@@ -27,18 +27,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def register():
-    """Yields `gymnasium.register`, undone after the test."""
-    before = set(gymnasium.registry)
-    yield gymnasium.register
-    for env_id in set(gymnasium.registry) - before:
-        del gymnasium.registry[env_id]
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def rows_of(folder):
