@@ -310,7 +310,5 @@ class Run:
 
 
 def _versions() -> dict[str, str]:
-    installed = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    return {"python": platform.python_version()} | {
-        name: installed[name] for name in _PACKAGES if name in installed
-    }
+    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
+    return {"python": platform.python_version()} | {name: found[name] for name in _PACKAGES if name in found}

@@ -650,8 +650,7 @@ class EnvSlice(Slice):
     def _verify(self, slot: int) -> bool:
         """Verifies that envs of this one's kind continue exactly from restored states, once per kind.
 
-        Returns:
-            False if the env has ended the process that stepped it with random actions.
+        Returns False if the env has ended the process that stepped it with random actions.
         """
         kind, index = self._simulator.kind, slot - self.first
         fresh = not self._slots.was_reset(index) or self._episodes.is_over(index)
