@@ -502,7 +502,7 @@ def test_an_address_where_no_cluster_is_is_an_error_at_once():
     with socket.socket() as refusing, socket.socket() as silent, socket.socket() as waiting:
         refusing.bind(("127.0.0.1", 0))  # and does not listen
         silent.bind(("127.0.0.1", 0))
-        silent.listen(0)  # so that nobody is let in but the first
+        silent.listen(0)  # so that it accepts only the first connection
         waiting.connect(silent.getsockname())
         addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (refusing, silent)]
         said = subprocess.run(
