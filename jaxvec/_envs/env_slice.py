@@ -672,7 +672,12 @@ class EnvSlice(Slice):
             if self._verifies_in_fork:
                 call_in_fork(verify, self._slots.envs[index])
             else:
-                verify()
+                stateful = self._slots.stateful[index]
+                before = stateful.save()
+                try:
+                    verify()
+                finally:
+                    stateful.restore(before)
 
     def _is_chosen(self) -> bool:
         return self._verified_share > 0 and self._random.random() < self._verified_share
@@ -688,5 +693,11 @@ class EnvSlice(Slice):
             return
         state = self._recorded.pop(index)
         self._slots.changed(index)  # it is stepped without the recording
-        if state.stateful is self._slots.stateful[index]:  # else a fault has replaced the env
-            self._call_apart(index, state.verify)
+        if state.stateful is not self._slots.stateful[index]:  # a fault has replaced the env
+            return
+        if not self._verifies_in_fork:
+            try:
+                state.stateful.save()
+            except EnvStateError:  # it could not be restored after a verification in place
+                return
+        self._call_apart(index, state.verify)

@@ -406,15 +406,11 @@ class Recording:
     def verify(self) -> None:
         """Restores the state, makes the same calls, and raises `EnvStateError` if a result differs."""
         assert self._state is not None
-        stateful, before = self.stateful, self.stateful.save()
-        name = type(stateful.env.unwrapped).__name__
-        try:
-            for state, form in ((self._state, ""), (_pickled(self._state), " from a pickled state")):
-                if state is not None:
-                    stateful.restore(state)
-                    stateful.repeat([self], name + form)
-        finally:
-            stateful.restore(before)
+        name = type(self.stateful.env.unwrapped).__name__
+        for state, form in ((self._state, ""), (_pickled(self._state), " from a pickled state")):
+            if state is not None:
+                self.stateful.restore(state)
+                self.stateful.repeat([self], name + form)
 
     def step(self, action: Any) -> Any:
         return self._call("step", (action,), {})

@@ -87,6 +87,29 @@ def test_no_verification_without_the_option(make):
     assert envs.restore(state).obs[0, 0] == 0
 
 
+class Generates(CountingEnv):
+    """Has an attribute that can't be saved after an action of 1."""
+
+    rows: object = None
+
+    def step(self, action):
+        self.rows = (number for number in range(3)) if action == 1 else None
+        return super().step(action)
+
+
+def test_an_env_that_can_no_longer_be_saved_is_restored(make, backend):
+    envs = make(Generates, 2, num_workers=1, states=ALWAYS, backend=backend)
+    envs.reset(seed=0)
+    state, first = envs.save(), envs.step([0, 0])
+    envs.step([1, 0])
+    envs.restore(state)
+    second = envs.step([0, 0])
+    assert second.obs.tolist() == first.obs.tolist()
+    envs.step([1, 0])
+    with pytest.raises(jaxvec.EnvStateError, match=r"env 0.*attribute Generates\.rows"):
+        envs.save()
+
+
 @pytest.mark.parametrize("share", [0.3, 1])
 def test_exact_states_pass_and_change_nothing(make, backend, share):
     results = []
