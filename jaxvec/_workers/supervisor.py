@@ -424,7 +424,7 @@ class Supervisor:
                 if not starting:
                     self._requested.update(dict.fromkeys(workers, name))
                     return
-                self.poll(0, limits)
+                self.poll(0, limits, only=starting)  # a death of another one is an error of this request
                 if self.time_left(limits) <= 0:
                     self.time_out(limits, starting)
             self._sleep(starting, limits)
@@ -494,21 +494,27 @@ class Supervisor:
         return self._poll_lock.acquire(None)
 
     def poll(
-        self, seconds: float, limits: WaitLimits, requested: Collection[int] = ()
+        self,
+        seconds: float,
+        limits: WaitLimits,
+        requested: Collection[int] = (),
+        only: Collection[int] | None = None,
     ) -> list[tuple[int, Any]]:
         """Waits for wakes and messages, and handles deaths, failure reports and the steps of a start.
 
         Every wait of the parent calls this, so the death of a worker or the failure of an env either ends the
         wait or is recovered from. It sleeps in `poll(2)`, without the GIL, and lets signal handlers run.
-        A message to another thread also ends the sleep. `requested` are workers with replies for the caller.
+        A message to another thread also ends the sleep. `requested` are workers with replies for the caller;
+        `only` are the workers to look at, if not all.
         """
         limits.check()
         deadline = limits.late(self._grace)
         received: list[tuple[int, Any]] = []
         others = self._requested.keys() - requested  # their sockets are read by other threads
-        for worker in self._readable(self._poll_object, seconds):
-            if worker in others:
-                continue
+        if only is not None:
+            others |= set(range(len(self._processes))) - set(only)
+        readable = [worker for worker in self._readable(self._poll_object, seconds) if worker not in others]
+        for worker in readable:
             try:
                 message = self.channels[worker].receive(deadline)
                 if isinstance(message, failures.Report):
@@ -521,7 +527,7 @@ class Supervisor:
                 self.replace(worker, self._died_error(worker))
             except TimeoutError:  # a partial message: the caller sees that no time is left
                 return []
-        if not received:
+        if not readable:
             # An env may have forked a process that keeps a dead worker's socket open.
             for worker, process in enumerate(self._processes):
                 if worker not in others and process.ended():

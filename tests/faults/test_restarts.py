@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from support import probe
+from support.disasters import wait_until_dead
 from support.scripts import workers
 
 import jaxvec
@@ -253,6 +254,17 @@ def test_envs_of_a_replacement_are_reset_once(make):
     psutil.Process(probe.processes(envs)[0].pid).kill()
     envs.reset()
     assert envs.get_attr("resets") == (1, 2)
+
+
+def test_a_call_meets_a_death_while_another_worker_starts(make):
+    envs = make(CountingEnv, 2, num_workers=2, on_fault=FREE)
+    envs.reset()
+    for worker in (1, 0, 1):  # worker 1 still starts when worker 0 is asked
+        probe.processes(envs)[worker].kill()
+        wait_until_dead(probe.processes(envs)[worker])
+        with pytest.raises(jaxvec.WorkerDiedError, match=f"worker {worker} .*while answering call"):
+            envs.get_attr("steps")
+    assert envs.get_attr("steps") == (0, 0)
 
 
 # --- Resets, constructors and data --------------------------------------------------------------
