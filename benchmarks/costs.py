@@ -10,11 +10,14 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
+from gymnasium import spaces
 from jax.experimental import io_callback
 
 import jaxvec
@@ -98,6 +101,65 @@ def _bare_callback(load: Load) -> Generator[Run]:
         return result, result
 
     yield scan(call, jnp.asarray(array), [array] * NUM_ACTIONS)
+
+
+class _Shows(gymnasium.Env[Any, Any]):
+    """An env that always shows the same value of a space."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: spaces.Space[Any], value: Any) -> None:
+        self.observation_space, self._obs = space, value
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self._obs, {}
+
+    def step(self, action: Any) -> Any:
+        return self._obs, 1.0, False, False, {}
+
+
+_BYTES = spaces.Box(0, 255, (32,), np.uint8)
+_BYTES_SHOWN = np.zeros(32, np.uint8)
+_NODES = spaces.Box(-1, 1, (3,))
+
+# An observation space, a value of it, and the maximum sizes.
+_PADDED = {
+    "32 bytes": (_BYTES, _BYTES_SHOWN, None),
+    "a text of 32 characters": (spaces.Text(32, charset="ab"), "ab" * 16, None),
+    "a sequence of 8 numbers": (spaces.Sequence(spaces.Discrete(9)), tuple(range(8)), {"obs": 8}),
+    "a graph of 8 nodes": (
+        spaces.Graph(_NODES, None),
+        spaces.GraphInstance(np.zeros((8, 3), np.float32), None, None),
+        {"obs/nodes": 8},
+    ),
+    "one of two spaces": (spaces.OneOf([_BYTES, spaces.Discrete(9)]), (0, _BYTES_SHOWN), None),
+}
+
+
+def padded(rounds: int, seconds: float) -> dict[str, float]:
+    """Returns the microseconds that a padded observation takes longer than one of 32 bytes, by kind.
+
+    64 envs step in one worker, in a jitted scan.
+    """
+    systems: dict[str, System] = {name: partial(_padded_scan, kind=name) for name in _PADDED}
+    results = measure(LOADS["no-op x 64"], systems, rounds=rounds, seconds=seconds)
+    step, *others = (1e6 / rate_of(result) for result in results.values())
+    return {name: other - step for name, other in zip(list(_PADDED)[1:], others, strict=True)}
+
+
+@contextmanager
+def _padded_scan(load: Load, kind: str) -> Generator[Run]:
+    space, value, maxima = _PADDED[kind]
+    with jaxvec.make(
+        [partial(_Shows, space, value)] * load.num_envs, num_workers=1, max_sizes=maxima
+    ) as envs:
+        handle, _ = jaxvec.reset(envs, seed=0)
+
+        def step(handle: jaxvec.Handle, action: jax.Array) -> tuple[jaxvec.Handle, jax.Array]:
+            handle, timestep = jaxvec.step(handle, action)
+            return handle, timestep.reward
+
+        yield scan(step, handle, [np.zeros(load.num_envs, int)] * NUM_ACTIONS)
 
 
 def memcpy(num_bytes: int, seconds: float) -> float:

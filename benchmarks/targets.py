@@ -109,6 +109,8 @@ def targets(
         yield Target("CartPole x 64, steps over io_callback over FFI's", value, 0.75)
     value = costs.callback(rounds, seconds)
     yield Target("8 no-op envs over io_callback over a bare io_callback", value, 1.6, at_least=False)
+    for kind, added in costs.padded(rounds, seconds).items():
+        yield Target(f"{kind} as observation, beyond 32 bytes", added, 5, at_least=False, unit=" us")
     if (image := results.get("image x 64", {}).get(_FFI)) and image.rate:
         row = prod(LOADS["image x 64"].env_fns()[0]().observation_space.shape or ())
         plain = costs.memcpy(64 * row, seconds)
