@@ -26,7 +26,7 @@ from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from support import disasters, probe, state_game
+from support import disasters, padded, probe, state_game
 from support.disasters import GatedEnv, SleepingEnv, wait_until
 from support.pool_machine import PoolMachine
 from support.scripts import leftovers
@@ -35,6 +35,7 @@ import jaxvec
 from jaxvec._ray import cluster as _cluster
 from jaxvec._ray import link as _link
 from jaxvec._workers import fork
+from jaxvec.spaces import pad
 from jaxvec.testing import CountingEnv, NestedEnv
 
 # Not `ray`: without Ray, the name is this folder, a namespace package.
@@ -210,6 +211,26 @@ def test_declared_reset_options_reach_the_envs_of_actors(make, make_on_ray):
     )
     assert_equal(on_ray, local)
     assert (on_ray[1].info["reset_options"]["length"] == 3).any()
+
+
+def test_padded_values_are_those_of_local_workers(make, make_on_ray):
+    space = spaces.Dict(
+        text=spaces.Text(6, charset="aé"),
+        bag=padded.Sequence(spaces.Dict(name=spaces.Text(3), count=spaces.Discrete(9))),
+        scene=padded.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(3)),
+        choice=spaces.OneOf([spaces.Text(4), spaces.Discrete(7)]),
+    )
+    maxima = padded.sizes(space)
+    space.seed(7)
+    actions = padded.stack(
+        [pad(space, [space.sample() for _ in range(NUM_ENVS)], max_sizes=maxima) for _ in range(12)]
+    )
+    env_fns = [partial(padded.EchoEnv, space)] * NUM_ENVS
+    on_ray = scan(make_on_ray(env_fns, max_sizes=maxima), actions)
+    local = scan(make(env_fns, num_workers=2, max_sizes=maxima), actions)
+    assert_equal(on_ray, local)
+    first_obs, first_actions = jax.tree.map(lambda leaf: leaf[0], (on_ray[1].obs, actions))
+    assert_equal(first_obs, first_actions)
 
 
 def test_batches_in_the_order_sent_are_those_of_local_workers(make, make_on_ray):
