@@ -245,7 +245,7 @@ def _view(child: Any, n: int) -> Any:
         lambda: base[..., n % 3 : n % 3 + 2] if base.ndim else base[...],
         lambda: base.T,
         lambda: base[::-1] if base.ndim else base[None],
-        lambda: base[:, 1] if base.ndim > 1 else base[1:],
+        lambda: base[:, -1] if base.ndim > 1 and base.shape[1] else base[...],
         lambda: base.reshape(-1) if base.size else base[...],
         lambda: base[None],
         lambda: np.broadcast_to(base, (2, *base.shape)),
