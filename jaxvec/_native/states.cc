@@ -397,7 +397,11 @@ class Identity {
     hash_ ^= hash_ >> 29;
   }
 
-  void MixSize(Py_ssize_t size) { Mix(reinterpret_cast<const void*>(~static_cast<uintptr_t>(size))); }
+  // A container may have the address of an earlier one of another type, whose memory was freed.
+  void MixStructure(PyObject* container, Py_ssize_t size) {
+    Mix(Py_TYPE(container));
+    Mix(reinterpret_cast<const void*>(~static_cast<uintptr_t>(size)));
+  }
 
   // The values of an exact type of an atom need no call, and most are of few types.
   Outcome AddItem(PyObject* item, int depth) {
@@ -418,7 +422,7 @@ class Identity {
     if (depth > kMaxDepth) return Outcome::kFallback;
     parts_.push_back(list);
     const Py_ssize_t size = PyList_Size(list);
-    MixSize(size);
+    MixStructure(list, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
       const Outcome outcome = AddItem(PyList_GetItem(list, i), depth);
       if (outcome != Outcome::kDone) return outcome;
@@ -429,7 +433,7 @@ class Identity {
   Outcome AddDict(PyObject* dict, int depth) {
     if (depth > kMaxDepth) return Outcome::kFallback;
     parts_.push_back(dict);
-    MixSize(PyDict_Size(dict));
+    MixStructure(dict, PyDict_Size(dict));
     PyObject *key, *value;
     Py_ssize_t place = 0;
     while (PyDict_Next(dict, &place, &key, &value) != 0) {
@@ -445,7 +449,7 @@ class Identity {
     if (depth > kMaxDepth) return Outcome::kFallback;
     const size_t num_parts = parts_.size();
     const Py_ssize_t size = PyTuple_Size(tuple);
-    MixSize(size);
+    MixStructure(tuple, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
       const Outcome outcome = AddItem(PyTuple_GetItem(tuple, i), depth);
       if (outcome != Outcome::kDone) return outcome;

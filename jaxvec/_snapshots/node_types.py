@@ -92,8 +92,9 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
     """Takes a container of atoms; `None` if it has to be walked through."""
     if id(value) in saver.walked:
         return None
+    # Perhaps of an earlier container at this address. It then serves this one, if the values are the same.
     known = saver.shared.get(id(value))
-    node: Plain | None = known[1] if known is not None and known[0] is value else None
+    node = known if type(known) is Plain else None
     identity: int | None = None
     if _native.ext is not None:
         found = _native.ext.plain_identity(value, ATOMS, node.identity if node is not None else None)
@@ -117,7 +118,7 @@ def save_plain(saver: Saver, value: Any) -> Plain | None:
             raise TakenAsAWhole(container)
     if node is None:
         node = Plain(_copy_plain(value), identity, parts)
-        saver.shared[id(value)] = value, node
+        saver.shared[id(value)] = node
     saver.inside.append((parts, value))
     return node
 
@@ -674,9 +675,9 @@ class Space(Node):
 def save_space(saver: Saver, value: Any) -> Any:
     if type(value) in _SIMPLE_SPACES and value._np_random is None:
         known = saver.shared.get(id(value))
-        if known is None:
-            known = saver.shared[id(value)] = value, Space(value, None)
-        return known[1]
+        if type(known) is not Space or known.space is not value:
+            known = saver.shared[id(value)] = Space(value, None)
+        return known
     return saver.remember(value, Space(value, [saver.value(space._np_random) for space in _spaces_in(value)]))
 
 

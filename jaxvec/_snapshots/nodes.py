@@ -190,8 +190,9 @@ class Restorer:
                 object.__delattr__(owner, name)
 
 
-# By `id`, objects that rarely change, each with its node. It keeps the object alive, so the id stays its own.
-Shared: TypeAlias = dict[int, tuple[Any, Any]]
+# Nodes of objects that rarely change, by `id`. It must not keep a container alive: the program may have
+# discarded it, and weak references to what it holds show that.
+Shared: TypeAlias = dict[int, Any]
 
 
 # --- Atoms: values that a snapshot holds directly --------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+import weakref
 from collections import Counter
 
 import gymnasium
@@ -213,6 +214,19 @@ def test_two_long_lists_share_a_row():
         env.one = None
         stateful.restore(each)
         assert env.one[-1] is env.other[0]
+
+
+@pytest.mark.parametrize("container", [dict, list])
+def test_a_save_keeps_no_discarded_container_alive(container):
+    env = Cyclic()
+    env.table = dict.fromkeys(range(20)) if container is dict else [None] * 20
+    stateful = StatefulEnv(env)
+    stateful.save()
+    env.table[5] = Owner()
+    env.owner_of_it = weakref.ref(env.table[5])
+    del env.table
+    gc.collect()
+    assert env.owner_of_it() is None
 
 
 def test_an_iterator_in_its_own_list_is_refused():
