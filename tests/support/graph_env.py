@@ -419,6 +419,6 @@ class GraphEnv(gymnasium.Env[Any, Any]):
         for number in path[1:]:
             inside = [part for part in parts(value) if type(part) not in ATOMS]
             if not inside:
-                return value
+                break
             value = inside[number % len(inside)]
-        return value
+        return None if type(value) is weakref.ProxyType else value  # its referent may be gone

@@ -336,8 +336,7 @@ def _spawned(child: Any, n: int) -> Any:
 
 
 def _weak(child: Any, n: int) -> Any:
-    kinds = Thing, np.ndarray, set, types.FunctionType
-    target = child if issubclass(type(child), kinds) else Thing(child, n)  # a proxy has another type
+    target = child if isinstance(child, (Thing, np.ndarray, set, types.FunctionType)) else Thing(child, n)
     return [weakref.ref(target), target, weakref.proxy(target) if n % 2 else None]
 
 
