@@ -12,6 +12,7 @@ legal Discrete actions. Each run has a folder in `runs`. Ctrl-C ends a run after
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -29,6 +30,7 @@ import optax
 from flax import linen as nn
 from flax import serialization
 from gymnasium import Space, spaces
+from gymnasium.envs.registration import EnvSpec
 
 import jaxvec
 from jaxvec.logging import Episodes, Run
@@ -396,20 +398,33 @@ class Agent:
         return jnp.where(jnp.isnan(returns), timestep.info["episode_return"], returns).mean()
 
 
+def find_env(env_id: str) -> str | EnvSpec:
+    """Imports the module in an id such as `my_module:MyEnv-v0`, and returns the spec of the env."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    try:
+        return gymnasium.spec(name)  # workers need it: the env may be registered in this process only
+    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound):
+        raise
+    except gymnasium.error.Error:
+        return env_id  # such as an id without a version, which gymnasium.make accepts
+
+
 def make_envs(config: Config, num_envs: int, folder: Path | None = None) -> jaxvec.VectorEnv:
     """Makes the envs. With a `folder`, it films the first ones there."""
-    env_id, num_films = config.env, config.video
+    env, num_films = find_env(config.env), config.video
     options: dict[str, Any] = {"num_workers": config.num_workers, "states": num_envs}
     options |= {"info": ["action_mask"]} if config.mask_info else {}
     if folder is None or not num_films:
-        return jaxvec.make(env_id, num_envs, **options)
+        return jaxvec.make(env, num_envs, **options)
     path = str(folder.absolute() / "videos")
 
     def film(index: int) -> gymnasium.Env[Any, Any]:  # a worker calls this, and must not import JAX
-        env = gymnasium.make(env_id, render_mode="rgb_array")
+        made = gymnasium.make(env, render_mode="rgb_array")
         if index >= num_films:
-            return env
-        return gymnasium.wrappers.RecordVideo(env, path, name_prefix=f"env_{index}", disable_logger=True)
+            return made
+        return gymnasium.wrappers.RecordVideo(made, path, name_prefix=f"env_{index}", disable_logger=True)
 
     return jaxvec.make(film, num_envs, **options)
 
@@ -494,11 +509,9 @@ def parse(argv: Sequence[str] | None, kind: type[Config], program: str) -> tuple
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
-        gymnasium.spec(config.env)
-    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
+        find_env(config.env)
+    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound, ImportError) as error:
         parser.error(str(error))
-    except (gymnasium.error.Error, ImportError):
-        pass  # such as an id without a version, which gymnasium.make accepts
     name = f"{program}_{config.env.replace('/', '-')}_{config.seed}_{time.strftime('%Y%m%d-%H%M%S')}"
     return config, resume or Path("runs") / (config.name or name), resume is not None
 

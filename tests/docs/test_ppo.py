@@ -262,6 +262,27 @@ def test_ppo_films_envs(env):
     assert not list(Path("runs/a/videos").glob("env_1*"))
 
 
+OWN = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+gymnasium.register("Own-v0", CartPoleEnv, max_episode_steps=20)
+"""
+
+
+@pytest.mark.parametrize("films", [0, 1])
+def test_ppo_trains_an_env_that_a_module_registers(films, monkeypatch, tmp_path):
+    if films:
+        pytest.importorskip("moviepy", reason="moviepy is not installed")
+    (tmp_path / "own_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    small = [*SMALL, "--total-steps", "64", "--video", str(films), "--name", "a"]
+    result = ppo.main([*small, "--env", "own_module:Own-v0"])
+    assert result.env_steps == 64
+    del sys.modules["own_module"]
+    del gymnasium.registry["Own-v0"]
+
+
 @pytest.mark.parametrize(
     ("spaces_", "message"),
     [
@@ -282,6 +303,7 @@ def test_ppo_says_which_spaces_it_takes(spaces_, message):
         ("--num-envs 3 --num-steps 3", "multiple of --num-minibatches"),
         ("--total-steps 0", "at least 1"),
         ("--env Cartpole-v7", "Cartpole"),
+        ("--env no_module:Own-v0", "no_module"),
         ("--resume runs/none", "runs/none/config.json"),
     ],
 )
