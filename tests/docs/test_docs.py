@@ -152,3 +152,14 @@ def check(self, slot, keys, error, report):
     raise ValueError(f"env {slot} has {sorted(keys)}, " "not two")
     raise TypeError(str(error))  # no text of its own
 """
+
+
+def test_the_chart_of_speeds_shows_the_figures_of_the_last_benchmark():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: the extra demo has it")
+    benchmarks = pytest.importorskip(
+        "benchmarks.speed_chart", reason="the benchmarks are not beside the tests"
+    )
+    rates = benchmarks.speeds(benchmarks.RESULTS.read_text())
+    drawn = re.findall(r"<text [^>]*>([\d,]+)</text>", (ROOT / "docs/images/speed.svg").read_text())
+    assert sorted(drawn) == sorted(f"{rate:,}" for rate in rates.values())
+    assert min(rates.values()) > 0
