@@ -1,6 +1,6 @@
 """A hook of mkdocs that adds pages from other folders, and the texts for language models, to the site.
 
-- "Benchmarks" is `benchmarks/README.md`.
+- "Benchmarks" is `benchmarks/README.md`; "Changelog" is `CHANGELOG.md` with the entries of `changelog.d/`.
 - Each notebook of `notebooks/` is a page. Its outputs are in `notebook_outputs.json`, which
   `python docs/site_pages.py` writes: it runs the notebooks.
 - `llms.txt` lists the pages with their first sentences, and `llms-full.txt` contains their text.
@@ -35,6 +35,25 @@ After this page you can choose a notebook. Each is shown with its outputs, and i
 def benchmarks_page() -> str:
     """Returns the page "Benchmarks", with links as they are on the site."""
     return (ROOT / "benchmarks/README.md").read_text().replace("](../docs/", "](")
+
+
+def changelog_page() -> str:
+    """Returns the page "Changelog": the releases, below the changes since the last one."""
+    head, mark, releases = (
+        (ROOT / "CHANGELOG.md").read_text().partition("<!-- towncrier release notes start -->")
+    )
+    lines = [head.replace("What the next release is going to have is in the folder `changelog.d/`.\n\n", "")]
+    lines += ["## The next release", ""]
+    for kind, title in (
+        ("added", "Added"),
+        ("changed", "Changed"),
+        ("fixed", "Fixed"),
+        ("limits", "Known limits"),
+    ):
+        entries = [path.read_text().strip() for path in sorted((ROOT / "changelog.d").glob(f"*.{kind}.md"))]
+        if entries:
+            lines += [f"### {title}", "", *(f"- {entry}" for entry in entries), ""]
+    return "\n".join(lines) + mark + releases
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:
@@ -128,6 +147,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     files.append(File.generated(config, "benchmarks.md", content=benchmarks_page()))
     files.append(File.generated(config, "results.svg", abs_src_path=str(ROOT / "benchmarks/results.svg")))
+    files.append(File.generated(config, "changelog.md", content=changelog_page()))
     for path, content in notebook_pages().items():
         files.append(File.generated(config, path, content=content))
     return files
