@@ -181,3 +181,13 @@ def test_the_outputs_of_a_notebook_are_those_of_its_cells(site, path):
     assert texts[0].splitlines()[0] in html.unescape(shown)
     pictures = sum(output.startswith("data:") for some in outputs.values() for output in some)
     assert pictures == shown.count('alt="Output of the cell"')
+
+
+@pytest.mark.filterwarnings("ignore")  # of weasyprint
+def test_the_cheat_sheet_is_printed_on_one_sheet(site):
+    try:
+        import weasyprint
+    except (ImportError, OSError):
+        pytest.skip("weasyprint or Pango is not installed: pip install weasyprint")
+    printed = weasyprint.HTML(str(site / "cheat_sheet/index.html")).render()
+    assert [(round(page.width), round(page.height)) for page in printed.pages] == [(794, 1123)]  # A4
