@@ -87,8 +87,9 @@ def run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "example.py"],
         cwd=folder,
-        # Not the cluster that another test breaks meanwhile; and a folder, without which SDL complains.
-        env=os.environ | {"RAY_ADDRESS": "local", "XDG_RUNTIME_DIR": str(folder)},
+        # Not the cluster that another test breaks meanwhile; and what SDL complains about if it is missing:
+        # a folder and a sound card.
+        env=os.environ | {"RAY_ADDRESS": "local", "XDG_RUNTIME_DIR": str(folder), "SDL_AUDIODRIVER": "dummy"},
         capture_output=True,
         text=True,
         timeout=290,

@@ -107,6 +107,7 @@ def test_a_family_steps_as_in_gymnasium(make, family):
     assert_same(rollout(envs, actions), expected)
 
 
+@pytest.mark.nightly
 def test_states_of_a_family_are_as_in_the_gallery(family):
     expected = gallery()[family.name]["states"]
     if expected == "no":
@@ -114,6 +115,7 @@ def test_states_of_a_family_are_as_in_the_gallery(family):
     assert families.states(family) == expected
 
 
+@pytest.mark.nightly
 def test_pictures_of_a_family_are_as_in_the_gallery(family):
     frame = families.picture(family)
     assert (frame is not None) == gallery()[family.name]["picture"]
