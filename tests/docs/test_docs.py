@@ -9,6 +9,7 @@ that of all blocks with the same needs, and `<!-- not run: why -->` leaves it ou
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -86,8 +87,9 @@ def run(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "example.py"],
         cwd=folder,
-        # Not the cluster that another test breaks meanwhile; and a folder, without which SDL complains.
-        env=os.environ | {"RAY_ADDRESS": "local", "XDG_RUNTIME_DIR": str(folder)},
+        # Not the cluster that another test breaks meanwhile; and what SDL complains about if it is missing:
+        # a folder and a sound card.
+        env=os.environ | {"RAY_ADDRESS": "local", "XDG_RUNTIME_DIR": str(folder), "SDL_AUDIODRIVER": "dummy"},
         capture_output=True,
         text=True,
         timeout=290,
@@ -152,3 +154,28 @@ def check(self, slot, keys, error, report):
     raise ValueError(f"env {slot} has {sorted(keys)}, " "not two")
     raise TypeError(str(error))  # no text of its own
 """
+
+
+def test_the_chart_of_speeds_shows_the_figures_of_the_last_benchmark():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: the extra demo has it")
+    benchmarks = pytest.importorskip(
+        "benchmarks.speed_chart", reason="the benchmarks are not beside the tests"
+    )
+    rates = benchmarks.speeds(benchmarks.RESULTS.read_text())
+    drawn = re.findall(r"<text [^>]*>([\d,]+)</text>", (ROOT / "docs/images/speed.svg").read_text())
+    assert sorted(drawn) == sorted(f"{rate:,}" for rate in rates.values())
+    assert min(rates.values()) > 0
+
+
+def test_the_gallery_shows_the_families_that_are_tested():
+    families = pytest.importorskip("benchmarks.families", reason="the benchmarks are not beside the tests")
+    results = json.loads(families.RESULTS.read_text())
+    assert [family.name for family in families.FAMILIES] == [*results["families"]]
+    assert len(families.FAMILIES) >= 25
+    assert (ROOT / "docs/envs.md").read_text() == families.page(results)
+    pictures = {
+        families.slug(each) for each in families.FAMILIES if results["families"][each.name]["picture"]
+    }
+    files = [*(ROOT / "docs/images/envs").iterdir()]
+    assert {path.stem for path in files} == pictures
+    assert sum(path.stat().st_size for path in files) < 300_000

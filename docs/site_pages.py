@@ -1,0 +1,202 @@
+"""A hook of mkdocs that adds pages from other folders, and the texts for language models, to the site.
+
+- "Benchmarks" is `benchmarks/README.md`; "Changelog" is `CHANGELOG.md` with the entries of `changelog.d/`.
+- Each notebook of `notebooks/` is a page. Its outputs are in `notebook_outputs.json`, which
+  `python docs/site_pages.py` writes: it runs the notebooks.
+- `llms.txt` lists the pages with their first sentences, and `llms-full.txt` contains their text.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+NOTEBOOKS = ROOT / "notebooks"
+OUTPUTS = DOCS / "notebook_outputs.json"
+_MAX_OUTPUT = 60  # lines
+_INDEX = """# Notebooks
+
+After this page you can choose a notebook. Each is shown with its outputs, and is a file in the folder
+`notebooks` of the repository. Its first cell installs jaxvec from a clone or a wheel, in Colab, too.
+"""
+
+
+def benchmarks_page() -> str:
+    """Returns the page "Benchmarks", with links as they are on the site."""
+    return (ROOT / "benchmarks/README.md").read_text().replace("](../docs/", "](")
+
+
+def changelog_page() -> str:
+    """Returns the page "Changelog": the releases, below the changes since the last one."""
+    head, mark, releases = (
+        (ROOT / "CHANGELOG.md").read_text().partition("<!-- towncrier release notes start -->")
+    )
+    lines = [head.replace("What the next release is going to have is in the folder `changelog.d/`.\n\n", "")]
+    lines += ["## The next release", ""]
+    for kind, title in (
+        ("added", "Added"),
+        ("changed", "Changed"),
+        ("fixed", "Fixed"),
+        ("limits", "Known limits"),
+    ):
+        entries = [path.read_text().strip() for path in sorted((ROOT / "changelog.d").glob(f"*.{kind}.md"))]
+        if entries:
+            lines += [f"### {title}", "", *(f"- {entry}" for entry in entries), ""]
+    return "\n".join(lines) + mark + releases
+
+
+def cells_of(path: Path) -> list[dict[str, Any]]:
+    """Returns the cells of a notebook, each with its source as one string."""
+    cells = json.loads(path.read_text())["cells"]
+    return [cell | {"source": "".join(cell["source"])} for cell in cells]
+
+
+def digest(source: str) -> str:
+    """Returns a short hash of a cell's source, by which its outputs are found."""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def notebook_pages() -> dict[str, str | bytes]:
+    """Returns the pages of the notebooks, and their pictures, by path on the site."""
+    outputs = json.loads(OUTPUTS.read_text())
+    pages: dict[str, str | bytes] = {}
+    titles: list[str] = []
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        parts: list[str] = []
+        for cell in cells_of(path):
+            if cell["cell_type"] == "markdown":
+                parts.append(re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](\1.md", cell["source"]))
+                continue
+            parts.append(f"```python\n{cell['source']}\n```")
+            for number, output in enumerate(outputs.get(path.stem, {}).get(digest(cell["source"]), ())):
+                if output.startswith("data:"):
+                    name = f"{path.stem}_{cell['id']}_{number}.png"
+                    pages[f"notebooks/{name}"] = base64.b64decode(output.partition(",")[2])
+                    parts.append(f"![Output of the cell]({name})")
+                else:
+                    parts.append(f"```text\n{output}\n```")
+        text = "\n\n".join(parts)
+        pages[f"notebooks/{path.stem}.md"] = text + "\n"
+        titles.append(f"- [{text.partition(chr(10))[0].lstrip('# ')}]({path.stem}.md)")
+    pages["notebooks/index.md"] = f"{_INDEX}\n" + "\n".join(titles) + "\n"
+    return pages
+
+
+def run_notebooks() -> None:
+    """Runs the notebooks, and writes their outputs by the hash of each cell's source."""
+    found: dict[str, dict[str, list[str]]] = {}
+    silent = os.environ | {"SDL_AUDIODRIVER": "dummy"}
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "jupyter", "execute", str(path), "--timeout=600"]
+            subprocess.run([*command, f"--output={folder}/executed"], cwd=folder, env=silent, check=True)
+            cells = json.loads((Path(folder) / "executed.ipynb").read_text())["cells"]
+        shown = {
+            digest("".join(cell["source"])): _shown(cell["outputs"])
+            for cell in cells
+            if cell["cell_type"] == "code"
+        }
+        found[path.stem] = {key: outputs for key, outputs in shown.items() if outputs}
+    OUTPUTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _shown(outputs: list[dict[str, Any]]) -> list[str]:
+    """Returns texts, and pictures as `data:` addresses."""
+    shown: list[str] = []
+    for output in outputs:
+        data = output.get("data", {})
+        if "image/png" in data:
+            shown.append("data:image/png;base64," + _smaller("".join(data["image/png"])))
+            continue
+        if "text/html" in data:  # a film
+            continue
+        text = "".join(output.get("text") or data.get("text/plain") or output.get("traceback") or "")
+        text = re.sub(r"\x1b\[[0-9;]*m", "", text.rpartition("\r")[2]).rstrip()
+        lines = text.replace(str(ROOT), "jaxvec").splitlines()
+        if lines:
+            shown.append("\n".join([*lines[:_MAX_OUTPUT], *(["…"] if len(lines) > _MAX_OUTPUT else [])]))
+    return shown
+
+
+def _smaller(picture: str) -> str:
+    """Returns a PNG with few colours."""
+    import io
+
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+    image.quantize(64).save(buffer, "PNG", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages; mkdocs calls this function."""
+    from mkdocs.structure.files import File
+
+    files.append(File.generated(config, "benchmarks.md", content=benchmarks_page()))
+    files.append(File.generated(config, "results.svg", abs_src_path=str(ROOT / "benchmarks/results.svg")))
+    files.append(File.generated(config, "changelog.md", content=changelog_page()))
+    for path, content in notebook_pages().items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Makes the search prefer pages of the navigation; mkdocs calls this function."""
+    if page.parent is None and not page.is_homepage:
+        page.meta.setdefault("search", {}).setdefault("boost", 0.5)
+    return markdown
+
+
+_texts: dict[str, tuple[str, str, str, str]] = {}  # by path: title, address, first sentence, text
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Keeps the text of each page; mkdocs calls this function."""
+    markdown = page.markdown
+    if "\n::: " in markdown:  # a reference, whose text is in the docstrings
+        markdown = html.unescape(re.sub(r"<[^>]+>", "", re.sub(r"</(p|li|h\d|pre)>", "\n", content)))
+        markdown = re.sub(r"\n\s*\n\s*\n+", "\n\n", markdown.replace("¶", ""))
+    first = re.search(r"^(?![#|<`!\s])(?:.+\n)+", page.markdown, re.MULTILINE)
+    sentence = " ".join((first[0] if first else "").split())
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z*`\[])", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", sentence))[0]
+    _texts[page.file.src_uri] = page.title, page.file.url, sentence, markdown
+    return content
+
+
+def on_post_build(config: Any) -> None:
+    """Writes `llms.txt` and `llms-full.txt`; mkdocs calls this function."""
+    site = Path(config.site_dir)
+    base = config.site_url or ""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    ordered: list[str] = []
+    for section in config.nav:
+        for head, pages in section.items():
+            lines += [f"## {head}", ""]
+            for path in (path for page in pages for path in page.values()):
+                title, url, sentence, _ = _texts[path]
+                lines.append(f"- [{title}]({base}{url}): {sentence.removeprefix('After this page ')}")
+                ordered.append(path)
+            lines.append("")
+    lines += ["## Optional", ""]
+    for path in sorted(_texts.keys() - {*ordered}):
+        title, url, *_ = _texts[path]
+        lines.append(f"- [{title}]({base}{url})")
+    (site / "llms.txt").write_text("\n".join(lines) + "\n")
+    (site / "llms-full.txt").write_text("\n\n".join(_texts[path][3].strip() for path in ordered) + "\n")
+
+
+if __name__ == "__main__":
+    run_notebooks()

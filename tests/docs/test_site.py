@@ -1,0 +1,193 @@
+"""The built site: its navigation is short, its search finds pages by task words, and it has texts for models.
+
+The search is that of the theme: the same index, and lunr with the theme's weights.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "docs"))
+import site_pages  # noqa: E402
+
+MAX_PAGES = 38  # of the navigation
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "mkdocs.yml").is_file() or not all(map(importlib.util.find_spec, ("mkdocs", "lunr"))),
+    reason='mkdocs or the site\'s sources are not there: pip install -e ".[docs]"',
+)
+
+FOUND = {  # words: the page that is among the first three results
+    "action mask": "how-to/your_env/",
+    "asynchronous": "how-to/first_ready/",
+    "atari": "how-to/env_libraries/",
+    "autoreset": "transformations/",
+    "cheat sheet": "cheat_sheet/",
+    "checkpoint": "how-to/checkpoints/",
+    "versions": "install/",
+    "colab": "how-to/gpu/",
+    "comparison": "features/",
+    "curriculum": "how-to/curricula/",
+    "debug": "how-to/your_env/",
+    "dm_control": "how-to/env_libraries/",
+    "doctor": "install/",
+    "final_obs": "transformations/",
+    "gpu": "how-to/gpu/",
+    "images": "how-to/your_env/",
+    "info": "how-to/your_env/",
+    "install": "install/",
+    "logging": "api/modules/",
+    "make": "api/make/",
+    "memory": "troubleshooting/",
+    "minigrid": "how-to/spaces/",
+    "mujoco": "how-to/env_libraries/",
+    "multi-agent": "how-to/env_libraries/",
+    "normalize": "api/modules/",
+    "old gym": "how-to/workers/",
+    "planning": "how-to/planning/",
+    "ppo": "programs/",
+    "preemption": "how-to/checkpoints/",
+    "ray": "how-to/ray/",
+    "render": "how-to/your_env/",
+    "restart": "how-to/faults/",
+    "resume": "how-to/checkpoints/",
+    "save model": "how-to/checkpoints/",
+    "seeds": "how-to/seeds_and_devices/",
+    "slow": "troubleshooting/",
+    "spare_envs": "how-to/speed/",
+    "stable-baselines3": "porting/stable_baselines3/",
+    "stale handle": "troubleshooting/",
+    "tensorboard": "api/modules/",
+    "text": "how-to/spaces/",
+    "timeout": "how-to/faults/",
+    "tpu": "how-to/gpu/",
+    "trace": "how-to/speed/",
+    "video": "how-to/training/",
+    "vmap": "transformations/",
+    "wandb": "api/modules/",
+    "windows": "install/",
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def navigation():
+    """Returns the title in the navigation and the file of each of its pages."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    nav = text.partition("\nnav:")[2].partition("\nnot_in_nav:")[0]
+    return [(name.strip('"'), page) for name, page in re.findall(r"^ +- (.+): (\S+\.md)$", nav, re.MULTILINE)]
+
+
+def test_the_navigation_is_short():
+    pages = [page for _, page in navigation()]
+    assert 30 < len({*pages}) == len(pages) <= MAX_PAGES
+
+
+@pytest.mark.parametrize(("name", "page"), navigation(), ids=lambda each: each)
+def test_a_page_has_one_name(name, page):
+    title = (ROOT / "docs" / page).read_text().partition("\n")[0].lstrip("# ").replace("`", "")
+    assert name == {"jaxvec": "Home"}.get(title, title)
+
+
+class Search:
+    """The theme's search: results are pages, by the best of their sections."""
+
+    def __init__(self, index):
+        from lunr import get_default_builder
+        from lunr.tokenizer import Tokenizer
+
+        builder = get_default_builder()
+        builder.pipeline.reset()
+        builder.search_pipeline.reset()
+        separator = re.compile(index["config"]["separator"])
+        builder.tokenizer = lambda text, metadata=None: Tokenizer(str(text or ""), metadata, separator)
+        builder.ref("location")
+        for field, settings in index["config"]["fields"].items():
+            builder.field(field, boost=settings["boost"])
+        for entry in index["docs"]:
+            text = html.unescape(re.sub(r"<[^>]+>", " ", entry["text"]))
+            title = html.unescape(re.sub(r"<[^>]+>", "", entry["title"]))
+            builder.add(
+                {"location": entry["location"], "title": title, "text": text, "tags": ""},
+                {"boost": entry.get("boost", 1)},
+            )
+        self.index = builder.build()
+
+    def pages(self, words):
+        terms = words.lower().split()
+        scores = {}
+        for result in self.index.search(" ".join(f"{term.replace('-', ' ')}*" for term in terms)):
+            found = result["match_data"].metadata
+            matched = sum(any(word.startswith(term) for word in found) for term in terms) / len(terms)
+            whole = "#" not in result["ref"]
+            page = result["ref"].partition("#")[0]
+            scores[page] = max(scores.get(page, 0), result["score"] * (1 + (whole + matched) ** 2))
+        return sorted(scores, key=scores.get, reverse=True)
+
+
+@pytest.fixture(scope="module")
+def search(site):
+    return Search(json.loads((site / "search/search_index.json").read_text()))
+
+
+@pytest.mark.parametrize(("words", "page"), FOUND.items())
+def test_a_search_finds_the_page_of_a_task(search, words, page):
+    assert page in search.pages(words)[:3]
+
+
+def test_llms_txt_lists_the_pages_and_llms_full_has_their_text(site):
+    listed = re.findall(r"^- \[(.+?)\]\((.+?)\)", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert [name for name, _ in listed][: len(navigation())] == [name for name, _ in navigation()]
+    assert all((site / url / "index.html").is_file() for _, url in listed)
+    text = (site / "llms-full.txt").read_text()
+    for page in ("tutorial", "how-to/faults"):
+        assert (ROOT / f"docs/{page}.md").read_text().strip() in text
+    assert "\nmake and its options\n" in text
+
+
+@pytest.mark.parametrize("path", sorted(site_pages.NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_outputs_of_a_notebook_are_those_of_its_cells(site, path):
+    """Changed cells need `python docs/site_pages.py`, which runs the notebooks."""
+    outputs = json.loads(site_pages.OUTPUTS.read_text())[path.stem]
+    sources = [cell["source"] for cell in site_pages.cells_of(path) if cell["cell_type"] == "code"]
+    assert outputs.keys() <= {site_pages.digest(source) for source in sources}
+    printing = [source for source in sources if re.search(r"^print\(", source, re.MULTILINE)]
+    assert [source for source in printing if site_pages.digest(source) not in outputs] == []
+    shown = (site / "notebooks" / path.stem / "index.html").read_text()
+    texts = [output for some in outputs.values() for output in some if not output.startswith("data:")]
+    assert texts[0].splitlines()[0] in html.unescape(shown)
+    pictures = sum(output.startswith("data:") for some in outputs.values() for output in some)
+    assert pictures == shown.count('alt="Output of the cell"')
+
+
+@pytest.mark.filterwarnings("ignore")  # of weasyprint
+def test_the_cheat_sheet_is_printed_on_one_sheet(site):
+    try:
+        import weasyprint
+    except (ImportError, OSError):
+        pytest.skip("weasyprint or Pango is not installed: pip install weasyprint")
+    printed = weasyprint.HTML(str(site / "cheat_sheet/index.html")).render()
+    assert [(round(page.width), round(page.height)) for page in printed.pages] == [(794, 1123)]  # A4
