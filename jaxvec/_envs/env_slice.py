@@ -597,14 +597,23 @@ class EnvSlice(Slice):
                     self._slots.check_fit(slot - self.first, state.env)
                     self._states.add([number], [state._replace(slot=slot)])
 
-    def step_from(self, row: NDArray[Any], state: SlotState) -> SlotState:
-        """Restores a state into the env of a row, `[1]`, steps it, and returns the next state."""
-        index = int(row[0])
-        self._restore_env(index, state)
-        self._episodes.restore(index, state.episode)
-        self._episodes.clear_marks(index)  # the row may contain flags of another state
-        self.step(row)
-        return self._save_slot(index, state.slot)
+    def step_from(self, states: Sequence[SlotState], after: list[SlotState]) -> None:
+        """Steps the envs of the first rows from `states`, and appends each next state to `after`.
+
+        All rows share one env, so each state is restored when the step before it is saved.
+        """
+        for index, state in enumerate(states):
+            self._episodes.restore(index, state.episode)
+            self._episodes.clear_marks(index)  # the row may contain flags of another state
+
+        def save_and_restore_next(index: int, _: int) -> None:
+            after.append(self._save_slot(index, states[index].slot))
+            if len(after) < len(states):
+                self._running[0] = len(after) + 1  # an error of the restore is one of the next env
+                self._restore_env(len(after), states[len(after)])
+
+        self._restore_env(0, states[0])
+        self.step(np.arange(len(states)), save_and_restore_next)
 
     def _save_slot(self, index: int, slot: int, *, is_recorded: bool = False) -> SlotState:
         """Returns the state of the env at `index`, labelled with `slot`.

@@ -20,8 +20,8 @@ from jaxvec._util import dumps
 
 _MAX_ROWS = 64  # rows of steps that are in memory at the same time
 
-# Steps the env of a row, `[1]`, from a state, and returns the next state.
-Stepper: TypeAlias = Callable[[NDArray[Any], SlotState], SlotState]
+# Steps an env from each state in turn, into the first rows, and appends the next states to the list.
+Stepper: TypeAlias = Callable[[Sequence[SlotState], list[SlotState]], None]
 
 
 class Simulator:
@@ -63,12 +63,20 @@ class Simulator:
             for leaf in self._spec.timestep_leaves
         ]
         after: list[Any] = [None] * len(states)
-        kinds = [self.kind(state.slot) for state in states]
-        for kind in dict.fromkeys(kinds):
-            places = [place for place, each in enumerate(kinds) if each == kind]
+        by_kind: dict[Hashable, list[int]] = {}
+        for place, state in enumerate(states):
+            if state.episode[0] == IDLE:  # takes no step, and the parent has its row
+                after[place] = state
+            else:
+                by_kind.setdefault(self.kind(state.slot), []).append(place)
+        for kind, places in by_kind.items():
             for start in range(0, len(places), _MAX_ROWS):
                 chunk = places[start : start + _MAX_ROWS]
-                arrays = self._step_chunk(kind, states, chunk, actions, after)
+                next_states, arrays = self._step_chunk(
+                    kind, [states[place] for place in chunk], [leaf[chunk] for leaf in actions]
+                )
+                for place, state in zip(chunk, next_states, strict=True):
+                    after[place] = state
                 for leaf, array in zip(self._spec.timestep_leaves, out, strict=True):
                     array[chunk] = arrays[leaf.path][: len(chunk)]
         return after, out
@@ -80,41 +88,31 @@ class Simulator:
                 env.close()
 
     def _step_chunk(
-        self,
-        kind: Hashable,
-        states: Sequence[SlotState],
-        places: Sequence[int],
-        actions: Sequence[NDArray[Any]],
-        after: list[Any],
-    ) -> Arrays:
-        """Steps from the states at `places`, which are of one kind. Returns the arrays with their rows."""
+        self, kind: Hashable, states: Sequence[SlotState], actions: Sequence[NDArray[Any]]
+    ) -> tuple[list[SlotState], Arrays]:
+        """Steps from states of one kind. Returns the next states, and the arrays with the rows."""
         if kind not in self._built:
-            self._build(kind, states[places[0]].slot)
+            self._build(kind, states[0].slot)
         env, stepper, arrays = self._built[kind]
         counters = arrays["stats",][0]
         before = counters[_stats.STEPS]
         for leaf, action in zip(self._spec.action_leaves, actions, strict=True):
-            arrays[leaf.path][: len(places)] = action[places]
-        rows = np.arange(len(places))
-        for index, place in enumerate(places):
-            state = states[place]
-            if state.episode[0] == IDLE:  # takes no step, and the parent has its row
-                after[place] = state
-                continue
-            try:
-                after[place] = stepper(rows[index : index + 1], state)
-            except BaseException as error:
-                del self._built[kind]  # its state is unknown now
-                with suppress(BaseException):
-                    env.close()
-                if not isinstance(error, EnvFailure):
-                    raise EnvFailure(state.slot, "simulate") from error
-                error.env_id, error.operation = state.slot, "simulate"
-                raise error from error.__cause__
-            finally:
-                self.steps += int(counters[_stats.STEPS] - before)
-                before = counters[_stats.STEPS]
-        return arrays
+            arrays[leaf.path][: len(states)] = action
+        after: list[SlotState] = []
+        try:
+            stepper(states, after)
+        except BaseException as error:
+            del self._built[kind]  # its state is unknown now
+            with suppress(BaseException):
+                env.close()
+            slot = states[len(after)].slot
+            if not isinstance(error, EnvFailure):
+                raise EnvFailure(slot, "simulate") from error
+            error.env_id, error.operation = slot, "simulate"
+            raise error from error.__cause__
+        finally:
+            self.steps += int(counters[_stats.STEPS] - before)
+        return after, arrays
 
     def _build(self, kind: Hashable, slot: int) -> None:
         env_fn = self._env_fns[slot - self._first]
