@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeAlias, final
 
 import gymnasium
@@ -363,11 +362,9 @@ class EnvPool(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Closes the pool. Raises the pool's typed error if a program failed because of the pool."""
-        self.vector_env.__exit__(kind, error, trace)
+        self.vector_env.__exit__(*error)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.config.items())})"

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import multiprocessing
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -573,19 +573,11 @@ class AsyncVectorEnv(PooledVectorEnv):
         """Waits up to `timeout` seconds for a pending call; see `call` and, for errors, `reset_wait`."""
         self._check_pending(AsyncState.WAITING_CALL)
         assert self._calls is not None
-        try:
-            with as_gymnasium(type(self).__name__):
-                result = self._calls.result(timeout)
-        except TimeoutError as error:
-            if self._calls.done():  # not the wait but an env raised TimeoutError
-                self._state = AsyncState.DEFAULT
-                raise
-            self._time_out(timeout, error)
-        except BaseException:
-            self._state = AsyncState.DEFAULT
-            raise
+        if not wait([self._calls], timeout).done:
+            raise self._timeout_error(timeout)
         self._state = AsyncState.DEFAULT
-        return result
+        with as_gymnasium(type(self).__name__):
+            return self._calls.result()
 
     def set_attr(self, name: str, values: Any) -> None:
         self._check_can_start("set_attr")
@@ -597,9 +589,8 @@ class AsyncVectorEnv(PooledVectorEnv):
             logger.warn(
                 f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete."
             )
-            wait = getattr(self, f"{self._state.value}_wait")
             try:
-                wait(0 if terminate else timeout)
+                getattr(self, f"{self._state.value}_wait")(0 if terminate else timeout)
             except multiprocessing.TimeoutError:
                 terminate = True
             except Exception as error:
@@ -608,20 +599,17 @@ class AsyncVectorEnv(PooledVectorEnv):
 
     def _receive(self, timeout: float | None) -> Any:
         """Receives the results of the pending call, which stays pending only after a timeout."""
+        state, self._state = self._state, AsyncState.DEFAULT
         try:
-            rows = self._recv(timeout)
+            return self._recv(timeout)
         except NotReadyError as error:
-            self._time_out(timeout, error)
-        except BaseException:
-            self._state = AsyncState.DEFAULT
-            raise
-        self._state = AsyncState.DEFAULT
-        return rows
+            self._state = state
+            raise self._timeout_error(timeout) from error
 
-    def _time_out(self, timeout: float | None, error: BaseException) -> NoReturn:
-        raise multiprocessing.TimeoutError(
+    def _timeout_error(self, timeout: float | None) -> multiprocessing.TimeoutError:
+        return multiprocessing.TimeoutError(
             f"The call to `{self._state.value}_wait` has timed out after {timeout} second(s)."
-        ) from error
+        )
 
     def _check_can_start(self, name: str) -> None:
         self._assert_is_running()

@@ -262,8 +262,5 @@ def _convert(space: Space[Any], root: str) -> Any:
 
 
 def _stoa() -> Any:
-    _util.check_versions("jaxvec.compat.stoix", "stoix")
-    try:
+    with _util.optional_imports("jaxvec.compat.stoix", "stoix"):
         return importlib.import_module("stoa")
-    except ImportError as error:
-        raise ImportError(f"jaxvec.compat.stoix needs stoa: {_util.install_command('stoix')}") from error
