@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,46 +53,46 @@ class Box:
         return jnp.all((x >= self.low) & (x <= self.high))
 
 
-class Dict:
-    """Stand-in for gymnax's `Dict`."""
-
-    def __init__(self, spaces: Mapping[str, Any]) -> None:
+class _Composite:
+    def __init__(self, spaces: Any) -> None:
         self.spaces = spaces
         self.num_spaces = len(spaces)
 
-    def sample(self, key: jax.Array) -> dict[str, Any]:
-        keys = jax.random.split(key, self.num_spaces)
-        pairs = zip(self.spaces.items(), keys, strict=True)
-        return {name: space.sample(key) for (name, space), key in pairs}
+    def sample(self, key: jax.Array) -> Any:
+        children, tree = jax.tree.flatten(self.spaces)
+        keys = jax.random.split(key, len(children))
+        return tree.unflatten([space.sample(key) for space, key in zip(children, keys, strict=True)])
 
-    def contains(self, x: Mapping[str, Any]) -> jax.Array:
-        return jnp.all(jnp.stack([space.contains(x[name]) for name, space in self.spaces.items()]))
+    def contains(self, x: Any) -> jax.Array:
+        parts = jax.tree.map(lambda space, part: space.contains(part), self.spaces, x)
+        return jnp.all(jnp.stack(jax.tree.leaves(parts)))
 
 
-class Tuple:
-    """Stand-in for gymnax's `Tuple`."""
+class Dict(_Composite):
+    """Stand-in for gymnax's `Dict`: a dict of spaces."""
 
-    def __init__(self, spaces: Sequence[Any]) -> None:
-        self.spaces = spaces
-        self.num_spaces = len(spaces)
 
-    def sample(self, key: jax.Array) -> tuple[Any, ...]:
-        keys = jax.random.split(key, self.num_spaces)
-        return tuple(space.sample(key) for space, key in zip(self.spaces, keys, strict=True))
-
-    def contains(self, x: Sequence[Any]) -> jax.Array:
-        return jnp.all(jnp.stack([space.contains(one) for space, one in zip(self.spaces, x, strict=True)]))
+class Tuple(_Composite):
+    """Stand-in for gymnax's `Tuple`: a tuple of spaces."""
 
 
 def to_gymnax_space(space: Space[Any], root: str) -> Any:
     """Converts the space of one env to gymnax's, or to the stand-ins above where gymnax is not installed.
 
-    `MultiDiscrete` and `MultiBinary` become a `Box`. `root` is the name of the space in errors.
+    `root` is the name of the space in errors.
     """
     try:
         module = importlib.import_module("gymnax.environments.spaces")
     except ImportError:
         module = importlib.import_module(__name__)
+    return to_jax_space(space, root, module, "gymnax")
+
+
+def to_jax_space(space: Space[Any], root: str, module: Any, library: str) -> Any:
+    """Converts the space of one env to the classes `Discrete`, `Box`, `Dict` and `Tuple` of `module`.
+
+    `MultiDiscrete` and `MultiBinary` become a `Box`. `root` and `library` are names in errors.
+    """
 
     def leaf(space: Space[Any], path: KeyPath) -> Any:
         match space:
@@ -100,7 +100,7 @@ def to_gymnax_space(space: Space[Any], root: str) -> Any:
                 return module.Discrete(int(space.n))
             case spaces.Discrete():
                 raise UnsupportedSpaceError(
-                    f"{format_path(path)}: {space} starts at {space.start}, but gymnax has only Discrete "
+                    f"{format_path(path)}: {space} starts at {space.start}, but {library} has only Discrete "
                     "spaces that start at 0; wrap the env"
                 )
             case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
@@ -109,7 +109,7 @@ def to_gymnax_space(space: Space[Any], root: str) -> Any:
                 return module.Box(low, high, shape=tuple(space.shape), dtype=dtype)
             case _:
                 raise UnsupportedSpaceError(
-                    f"{format_path(path)}: gymnax has no space like {space}; wrap the env"
+                    f"{format_path(path)}: {library} has no space like {space}; wrap the env"
                 )
 
     return _fold(space, leaf, module, root=(root,))
@@ -118,7 +118,7 @@ def to_gymnax_space(space: Space[Any], root: str) -> Any:
 def _simplify(bound: np.ndarray[Any, Any]) -> Any:
     # One number if all bounds are equal; an image's bounds would otherwise be large constants in the program.
     equal = bound.size > 0 and bool((bound == bound.flat[0]).all())
-    return bound.flat[0].item() if equal else jnp.asarray(bound)
+    return bound.flat[0].item() if equal else bound
 
 
 def to_old_gym(space: Space[Any]) -> Any:
@@ -147,19 +147,10 @@ def to_old_gym(space: Space[Any]) -> Any:
 FIRST, MID, LAST = 0, 1, 2  # dm_env.StepType
 
 
-class _TimeStep(NamedTuple):
-    """Stand-in for `dm_env.TimeStep`."""
-
-    step_type: Any
-    reward: Any
-    discount: Any
-    observation: Any
-
-
 try:
-    from dm_env import TimeStep  # pyright: ignore[reportMissingImports, reportAssignmentType]
-except ImportError:
-    TimeStep = _TimeStep
+    from dm_env import TimeStep  # pyright: ignore[reportMissingImports]
+except ImportError:  # a stand-in
+    TimeStep = namedtuple("TimeStep", ["step_type", "reward", "discount", "observation"])
 
 
 @lru_cache
@@ -226,7 +217,7 @@ def _fold(space: Space[Any], leaf: Callable[..., Any], module: Any, root: KeyPat
         leaf,
         root=root,
         make_dict=lambda children, _: module.Dict(children),
-        make_tuple=lambda children, _: module.Tuple(children),
+        make_tuple=lambda children, _: module.Tuple(tuple(children)),
     )
 
 
