@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from gymnasium import Space, spaces
 
@@ -20,79 +19,15 @@ from jaxvec._spec import KeyPath, Leaf, Node, PoolSpec, fold_space, format_path,
 from jaxvec.compat._base import info_extras
 
 
-# Stand-ins for gymnax's spaces, for use where gymnax is not installed. `x` may be traced in `contains`.
-class Discrete:
-    """Stand-in for gymnax's `Discrete`: the integers from 0 to `n - 1`."""
-
-    def __init__(self, num_categories: int) -> None:
-        self.n = num_categories
-        self.shape: tuple[int, ...] = ()
-        self.dtype = np.dtype(np.int32)
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        return jax.random.randint(key, (), 0, self.n, self.dtype)
-
-    def contains(self, x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return (x >= 0) & (x < self.n)
-
-
-class Box:
-    """Stand-in for gymnax's `Box`: bounded arrays. The bounds must be finite for `sample`."""
-
-    def __init__(self, low: Any, high: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> None:
-        self.low = low
-        self.high = high
-        self.shape = shape
-        self.dtype = dtype
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        return jax.random.uniform(key, self.shape, minval=self.low, maxval=self.high).astype(self.dtype)
-
-    def contains(self, x: Any) -> jax.Array:
-        return jnp.all((x >= self.low) & (x <= self.high))
-
-
-class _Composite:
-    def __init__(self, spaces: Any) -> None:
-        self.spaces = spaces
-        self.num_spaces = len(spaces)
-
-    def sample(self, key: jax.Array) -> Any:
-        children, tree = jax.tree.flatten(self.spaces)
-        keys = jax.random.split(key, len(children))
-        return tree.unflatten([space.sample(key) for space, key in zip(children, keys, strict=True)])
-
-    def contains(self, x: Any) -> jax.Array:
-        parts = jax.tree.map(lambda space, part: space.contains(part), self.spaces, x)
-        return jnp.all(jnp.stack(jax.tree.leaves(parts)))
-
-
-class Dict(_Composite):
-    """Stand-in for gymnax's `Dict`: a dict of spaces."""
-
-
-class Tuple(_Composite):
-    """Stand-in for gymnax's `Tuple`: a tuple of spaces."""
-
-
 def to_gymnax_space(space: Space[Any], root: str) -> Any:
-    """Converts the space of one env to gymnax's, or to the stand-ins above where gymnax is not installed.
+    """Converts the space of one env to gymnax's. Where gymnax is not installed, returns the space itself.
 
-    `root` is the name of the space in errors.
+    `MultiDiscrete` and `MultiBinary` become a `Box`. `root` is the name of the space in errors.
     """
     try:
         module = importlib.import_module("gymnax.environments.spaces")
     except ImportError:
-        module = importlib.import_module(__name__)
-    return to_jax_space(space, root, module, "gymnax")
-
-
-def to_jax_space(space: Space[Any], root: str, module: Any, library: str) -> Any:
-    """Converts the space of one env to the classes `Discrete`, `Box`, `Dict` and `Tuple` of `module`.
-
-    `MultiDiscrete` and `MultiBinary` become a `Box`. `root` and `library` are names in errors.
-    """
+        return space
 
     def leaf(space: Space[Any], path: KeyPath) -> Any:
         match space:
@@ -100,7 +35,7 @@ def to_jax_space(space: Space[Any], root: str, module: Any, library: str) -> Any
                 return module.Discrete(int(space.n))
             case spaces.Discrete():
                 raise UnsupportedSpaceError(
-                    f"{format_path(path)}: {space} starts at {space.start}, but {library} has only Discrete "
+                    f"{format_path(path)}: {space} starts at {space.start}, but gymnax has only Discrete "
                     "spaces that start at 0; wrap the env"
                 )
             case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
@@ -109,7 +44,7 @@ def to_jax_space(space: Space[Any], root: str, module: Any, library: str) -> Any
                 return module.Box(low, high, shape=tuple(space.shape), dtype=dtype)
             case _:
                 raise UnsupportedSpaceError(
-                    f"{format_path(path)}: {library} has no space like {space}; wrap the env"
+                    f"{format_path(path)}: gymnax has no space like {space}; wrap the env"
                 )
 
     return _fold(space, leaf, module, root=(root,))
@@ -147,16 +82,16 @@ def to_old_gym(space: Space[Any]) -> Any:
 FIRST, MID, LAST = 0, 1, 2  # dm_env.StepType
 
 
-try:
-    from dm_env import TimeStep  # pyright: ignore[reportMissingImports]
-except ImportError:  # a stand-in
-    TimeStep = namedtuple("TimeStep", ["step_type", "reward", "discount", "observation"])
-
-
 @lru_cache
 def record_type(name: str, fields: tuple[str, ...]) -> Any:
     """Returns a namedtuple type, the same for equal arguments, so that equal pytrees have equal structure."""
     return namedtuple(name, fields, rename=True)  # pyright: ignore[reportUntypedNamedTuple]
+
+
+try:
+    from dm_env import TimeStep  # pyright: ignore[reportMissingImports]
+except ImportError:  # a stand-in
+    TimeStep = record_type("TimeStep", ("step_type", "reward", "discount", "observation"))
 
 
 def record(name: str, values: Mapping[str, Any]) -> Any:

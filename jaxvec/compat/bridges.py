@@ -1,156 +1,116 @@
-"""The env classes of gxm and Jaxnasium over a Python env: `make_gxm("CartPole-v1")`, `make_jaxnasium(...)`.
+"""The env classes of gxm and Jaxnasium over a Python env: `make("CartPole-v1", "gxm")`.
 
-Both describe a single env, to be vmapped. As in `compat.gymnax`, there is one pool per number of vmapped
-instances, and a state can be stepped once. rejax and memorax use `compat.gymnax` itself.
+They wrap an env of `compat.gymnax`: a state can be stepped once, and there is one pool per number of vmapped
+instances. rejax and memorax use `compat.gymnax` itself.
 """
 
 from __future__ import annotations
 
 import importlib
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector.utils import create_empty_array
 
-from jaxvec._spec import TimeStep
 from jaxvec._util import optional_imports
-from jaxvec.callbacks._call import Handle
-from jaxvec.callbacks._family import EnvFamily
-from jaxvec.compat._base import PooledEnv, pop_final_obs, select
-from jaxvec.compat._spaces import to_jax_space
+from jaxvec.compat import gymnax
+from jaxvec.compat._base import select
 
-__all__ = ["make_gxm", "make_jaxnasium"]
+__all__ = ["make"]
 
 
-class _Env(PooledEnv):
-    """A Python env with the spaces of another library. Abstract."""
-
-    _types: ClassVar[Any]  # the library's classes `Discrete`, `Box`, `Dict` and `Tuple`
-    _library: ClassVar[str]
-
-    @property
-    def action_space(self) -> Any:
-        space = self._family.first.single_action_space
-        return to_jax_space(space, "action", self._types, self._library)
-
-    @property
-    def observation_space(self) -> Any:
-        space = self._family.first.single_observation_space
-        return to_jax_space(space, "obs", self._types, self._library)
-
-
-def make_gxm(env: Any, **kwargs: Any) -> Any:
-    """Starts a pool of one env and returns a `gxm.Environment`, also with `pools` and `close`.
-
-    `gxm.register("jaxvec", make_gxm)` makes `gxm.make("jaxvec/CartPole-v1")` use it.
+def make(env: Any, library: Literal["gxm", "jaxnasium"], **kwargs: Any) -> Any:
+    """Starts a pool of one env and returns an `Environment` of a library.
 
     Args:
         env: A Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
+        library: Name of the library.
         **kwargs: Arguments of `jaxvec.make`, except those that set the number of envs.
 
     Returns:
-        The env. `info` of its time steps is that of `jaxvec.TimeStep`. Wrappers that choose between a step
-        and a reset, such as `TimeLimit`, can't be used: wrap the Python env instead.
+        The env, which resets itself. Its attribute `env` is the `jaxvec.compat.gymnax.Environment`, which has
+        `pools` and `close`. Wrappers that choose between a step and a reset, such as gxm's `TimeLimit`, can't
+        be used: wrap the Python env instead.
 
     Raises:
-        ImportError: gxm is not installed.
-        JaxvecError: see `jaxvec.make`.
+        ImportError: The library, or gymnax for its spaces, is not installed.
+        JaxvecError: See `jaxvec.make`.
 
     Example:
         ```python
-        from jaxvec.compat.bridges import make_gxm
+        from jaxvec.compat import bridges
 
-        with make_gxm("CartPole-v1") as env:
-            state, timestep = jax.jit(jax.vmap(env.init))(jax.random.split(jax.random.key(0), 2))
-            print(timestep.next_obs.shape, env.action_space.n)  # (2, 4) 2
+        env = bridges.make("CartPole-v1", "gxm")
+        state, timestep = jax.jit(jax.vmap(env.init))(jax.random.split(jax.random.key(0), 2))
+        print(timestep.next_obs.shape, env.action_space.n)  # (2, 4) 2
+        env.env.close()
         ```
     """
-    with optional_imports("jaxvec.compat.bridges.make_gxm", "gxm"):
-        gxm = importlib.import_module("gxm")
-        theirs: Any = importlib.import_module("gxm.spaces")
+    if library not in _CLASSES:
+        raise ValueError(f"library must be one of {[*_CLASSES]}, not {library!r}")
+    with optional_imports("jaxvec.compat.bridges", library):
+        env_class = _CLASSES[library]()
+    return env_class(gymnax.make(env, num_returns=6, final_obs=True, **kwargs)[0])
 
-    def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        return theirs.Box(low, high, shape)  # gxm's has no dtype
 
-    class Env(_Env, gxm.Environment):
-        id = f"jaxvec/{env}"
-        _types = SimpleNamespace(Discrete=theirs.Discrete, Box=box, Dict=theirs.Tree, Tuple=theirs.Tree)
-        _library = "gxm"
+@cache
+def _gxm_class() -> Any:
+    gxm: Any = importlib.import_module("gxm")
+    to_space: Any = importlib.import_module("gxm.adapters.gymnax")._gymnax_to_gxm_space
 
-        def init(self, key: jax.Array) -> tuple[Handle, Any]:
-            no_action = create_empty_array(self._family.first.single_action_space, 1, np.zeros)
-            return self._convert(*self._family.reset(key), jax.tree.map(lambda leaf: leaf[0], no_action))
+    class Env(gxm.Environment):
+        def __init__(self, env: gymnax.Environment) -> None:
+            self.env = env
+            self.id = f"jaxvec/{env.name}"
 
-        def reset(self, key: jax.Array, state: Handle) -> tuple[Handle, Any]:
+        action_space = property(lambda self: to_space(self.env.action_space()))
+        observation_space = property(lambda self: to_space(self.env.observation_space()))
+
+        def init(self, key: jax.Array) -> tuple[gymnax.EnvState, Any]:
+            obs, state = self.env.reset(key)
+            space = self.env.pools[1].single_action_space
+            action = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), create_empty_array(space, 1, np.zeros))
+            return state, gxm.Timestep(obs, action, {}, jnp.float32(0), jnp.bool_(0), jnp.bool_(0), obs)
+
+        def reset(self, key: jax.Array, state: gymnax.EnvState) -> tuple[gymnax.EnvState, Any]:
             return self.init(key)
 
-        def step(self, key: jax.Array, state: Handle, action: Any) -> tuple[Handle, Any]:
-            return self._convert(*self._family.step(state, action), action)
+        def step(self, key: jax.Array, state: gymnax.EnvState, action: Any) -> tuple[gymnax.EnvState, Any]:
+            obs, state, reward, terminated, truncated, info = self.env.step(key, state, action)
+            last = select(truncated, info.pop("final_observation"), obs, jnp)
+            action = jax.tree.map(jnp.asarray, action)
+            return state, gxm.Timestep(obs, action, info, reward, terminated, truncated, last)
 
-        def _convert(self, handle: Handle, timestep: TimeStep, action: Any) -> tuple[Handle, Any]:
-            obs, reward, terminated, truncated, _ = timestep
-            info, last = pop_final_obs(timestep, jnp)
-            return handle, gxm.Timestep(
-                next_obs=obs,
-                true_next_obs=obs if last is None else select(truncated, last, obs, jnp),
-                action=jax.tree.map(jnp.asarray, action),
-                reward=reward.astype(np.float32),
-                terminated=terminated,
-                truncated=truncated,
-                info=info,
-            )
-
-    return Env(EnvFamily(env, **kwargs))
+    return Env
 
 
-def make_jaxnasium(env: Any, **kwargs: Any) -> Any:
-    """Starts a pool of one env and returns a `jaxnasium.Environment`, also with `pools` and `close`.
+@cache
+def _jaxnasium_class() -> Any:
+    jaxnasium: Any = importlib.import_module("jaxnasium")
+    last_obs: str = importlib.import_module("jaxnasium._environment").ORIGINAL_OBSERVATION_KEY
+    to_space: Any = importlib.import_module("jaxnasium.wrappers").gymnasium_to_jaxnasium_space
+    static: Any = importlib.import_module("equinox").field(static=True)
 
-    Args:
-        env: A Gymnasium id, an `EnvSpec`, or a callable that makes an env; see `jaxvec.make`.
-        **kwargs: Arguments of `jaxvec.make`, except those that set the number of envs.
+    class Env(jaxnasium.Environment):
+        env: gymnax.Environment = static
 
-    Returns:
-        The env, which resets itself. `info` of its time steps is that of `jaxvec.TimeStep`, with Jaxnasium's
-        own key for the observation before a reset.
+        action_space = property(lambda self: to_space(self.env.action_space()))
+        observation_space = property(lambda self: to_space(self.env.observation_space()))
 
-    Raises:
-        ImportError: Jaxnasium is not installed.
-        JaxvecError: see `jaxvec.make`.
+        def reset(self, key: jax.Array) -> tuple[Any, gymnax.EnvState]:
+            return self.env.reset(key)
 
-    Example:
-        ```python
-        from jaxvec.compat.bridges import make_jaxnasium
-
-        with make_jaxnasium("CartPole-v1") as env:
-            obs, state = jax.jit(jax.vmap(env.reset))(jax.random.split(jax.random.key(0), 2))
-            print(obs.shape, env.action_space.n)  # (2, 4) 2
-        ```
-    """
-    with optional_imports("jaxvec.compat.bridges.make_jaxnasium", "jaxnasium"):
-        jaxnasium = importlib.import_module("jaxnasium")
-        original: str = importlib.import_module("jaxnasium._environment").ORIGINAL_OBSERVATION_KEY
-        static: Any = importlib.import_module("equinox").field(static=True)
-
-    class Env(_Env, jaxnasium.Environment):
-        _family: EnvFamily = static
-        # Its nested spaces are pytrees.
-        _types = SimpleNamespace(Discrete=jaxnasium.Discrete, Box=jaxnasium.Box, Dict=dict, Tuple=tuple)
-        _library = "Jaxnasium"
-
-        def reset(self, key: jax.Array) -> tuple[Any, Handle]:
-            handle, timestep = self._family.reset(key)
-            return timestep.obs, handle
-
-        def step(self, key: jax.Array, state: Handle, action: Any) -> tuple[Any, Handle]:
-            handle, timestep = self._family.step(state, action)
-            info, last = pop_final_obs(timestep, jnp)
-            info[original] = timestep.obs if last is None else last
-            return jaxnasium.TimeStep(*timestep[:4], info), handle
+        def step(self, key: jax.Array, state: gymnax.EnvState, action: Any) -> tuple[Any, gymnax.EnvState]:
+            obs, state, *step, info = self.env.step(key, state, action)
+            info[last_obs] = info.pop("final_observation")
+            return jaxnasium.TimeStep(obs, *step, info), state
 
         reset_env, step_env = reset, step
 
-    return Env(EnvFamily(env, **kwargs))
+    return Env
+
+
+_CLASSES = {"gxm": _gxm_class, "jaxnasium": _jaxnasium_class}

@@ -8,7 +8,6 @@ dtypes and accept envs of every space: values without a fixed shape are pickled.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import multiprocessing
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
@@ -150,13 +149,10 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.autoreset_mode: AutoresetMode = self._autoreset.as_gymnasium
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
         try:
-            self.num_envs: int = self.pool.num_envs
-            self.metadata: dict[str, Any] = self.pool.metadata
-            self.render_mode: str | None = self.pool.render_mode
+            for name in ("num_envs", "metadata", "render_mode", "action_space", "observation_space"):
+                setattr(self, name, getattr(self.pool, name))
             self.single_action_space: Space[Any] = self.pool.single_action_space
-            self.action_space: Space[Any] = self.pool.action_space
             self.single_observation_space: Space[Any] = self.pool.single_observation_space
-            self.observation_space: Space[Any] = self.pool.observation_space
             if observation_mode == "different":
                 self.observation_space = batch_differing_spaces(list(self.pool.call("observation_space")))
             elif isinstance(observation_mode, tuple):
@@ -355,29 +351,19 @@ def _row(node: Node, value: Any, index: int) -> Any:
 
 
 def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        got = getattr(mask, "dtype", type(mask))
+        raise TypeError(f"`options['reset_mask']` must be a numpy array with `dtype=np.bool_`, got {got}")
     if mask.shape != (num_envs,):
         raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
-        raise ValueError(
-            "`options['reset_mask']` must contain a boolean array with at least one True value, got "
-            f"reset_mask={mask}"
-        )
+        raise ValueError(f"`options['reset_mask']` must contain at least one True value, got {mask}")
     return cast("NDArray[np.bool_]", mask)
 
 
 def _check_mode(mode: Any) -> None:
-    if isinstance(mode, tuple) and len(mode) == 2:  # pyright: ignore[reportUnknownArgumentType]
-        batched, single = cast("tuple[Any, Any]", mode)
-        if not (isinstance(batched, Space) and isinstance(single, Space)):
-            raise TypeError(
-                "Expected both elements of observation_mode to be Spaces, got "
-                f"{type(batched)} and {type(single)}"
-            )
-    elif mode not in ("same", "different"):
+    pair = isinstance(mode, tuple) and [isinstance(each, Space) for each in cast("tuple[Any, ...]", mode)]
+    if pair != [True, True] and mode not in ("same", "different"):
         raise ValueError(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
             f"observation space, actual got {mode}"
@@ -460,7 +446,10 @@ class AsyncVectorEnv(PooledVectorEnv):
             ValueError: an argument is invalid.
         """
         if worker is not None:
-            raise _worker_error(worker)
+            raise ValueError(
+                "a custom `worker` must accept 8 arguments, which are Gymnasium's pipes and others that this "
+                "vector env does not have; change what the env does in a wrapper"
+            )
         if context is not None:
             multiprocessing.get_context(context)  # raises what Gymnasium would
         if max_concurrency is not None:
@@ -630,19 +619,6 @@ class AsyncVectorEnv(PooledVectorEnv):
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
-
-
-def _worker_error(worker: Callable[..., None]) -> ValueError:
-    try:
-        inspect.signature(worker).bind(*(None,) * 8)
-    except TypeError:
-        return ValueError(
-            f"A custom `worker` must accept 8 arguments. Got the signature {inspect.signature(worker)}."
-        )
-    return ValueError(
-        "a custom `worker` uses Gymnasium's pipes, which this vector env does not have; change what the env "
-        "does in a wrapper"
-    )
 
 
 # --- `SyncVectorEnv`: Gymnasium's class over a pool in this process --------------------------------------

@@ -187,11 +187,11 @@ class Environment(PooledEnv):
         return obs, state, reward, terminated, truncated, info
 
     def action_space(self, params: EnvParams | None = None) -> Any:
-        """Returns gymnax's space of actions, or a stand-in if gymnax is not installed."""
+        """Returns gymnax's space of actions, or Gymnasium's if gymnax is not installed."""
         return _spaces.to_gymnax_space(self._family.first.single_action_space, "action")
 
     def observation_space(self, params: EnvParams | None = None) -> Any:
-        """Returns gymnax's space of observations, or a stand-in if gymnax is not installed."""
+        """Returns gymnax's space of observations, or Gymnasium's if gymnax is not installed."""
         return _spaces.to_gymnax_space(self._family.first.single_observation_space, "obs")
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -260,7 +260,6 @@ def evaluate(
     key: jax.Array,
     env: Environment,
     num_episodes: int = 128,
-    max_steps: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Plays one episode in each of `num_episodes` envs, also inside a program that trains, and under `vmap`.
 
@@ -272,7 +271,6 @@ def evaluate(
         key: JAX key, for the env's seeds and for `act`.
         env: The env. Pass another one than the program trains, if that has `num_episodes` instances, too.
         num_episodes: Number of envs, each with one episode.
-        max_steps: Number of steps after which running episodes are cut; `None` for no limit.
 
     Returns:
         Lengths and returns of the episodes, int32 and float32 `[num_episodes]`.
@@ -294,21 +292,17 @@ def evaluate(
     obs, state = jax.vmap(env.reset)(jax.random.split(reset_key, num_episodes))
     zeros = jnp.zeros(num_episodes, np.int32)
 
-    def is_running(carry: Any) -> jax.Array:
-        _, _, _, count, over, *_ = carry
-        return ~_all(over) & (max_steps is None or count < max_steps)
-
     def play(carry: Any) -> Any:
-        key, obs, state, count, over, lengths, returns = carry
+        key, obs, state, over, lengths, returns = carry
         key, act_key = jax.random.split(key)
         action = jax.vmap(act)(obs, jax.random.split(act_key, num_episodes))
         obs, state, *_, info = jax.vmap(env.step, (None, 0, 0))(key, state, action)
         lengths = jnp.where(over, lengths, info["episode_length"])
         returns = jnp.where(over, returns, info["episode_return"].astype(np.float32))
-        return key, obs, state, count + 1, over | info["terminated"] | info["truncated"], lengths, returns
+        return key, obs, state, over | info["terminated"] | info["truncated"], lengths, returns
 
-    start = (key, obs, state, 0, zeros.astype(np.bool_), zeros, zeros.astype(np.float32))
-    return jax.lax.while_loop(is_running, play, start)[-2:]
+    start = key, obs, state, zeros.astype(np.bool_), zeros, zeros.astype(np.float32)
+    return jax.lax.while_loop(lambda carry: ~_all(carry[3]), play, start)[-2:]
 
 
 # Under `vmap`, also returns one bool for all instances, so that one loop steps all of them together.
