@@ -351,13 +351,17 @@ def _row(node: Node, value: Any, index: int) -> Any:
 
 
 def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-        got = getattr(mask, "dtype", type(mask))
-        raise TypeError(f"`options['reset_mask']` must be a numpy array with `dtype=np.bool_`, got {got}")
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
     if mask.shape != (num_envs,):
         raise ValueError(f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
-        raise ValueError(f"`options['reset_mask']` must contain at least one True value, got {mask}")
+        raise ValueError(
+            "`options['reset_mask']` must contain a boolean array with at least one True value, got "
+            f"reset_mask={mask}"
+        )
     return cast("NDArray[np.bool_]", mask)
 
 
