@@ -95,7 +95,7 @@ __all__ = [
     "step",
 ]
 
-_MODULES = ("adapters", "compat", "logging", "normalize", "spaces", "testing")
+_MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "spaces", "testing")
 
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {

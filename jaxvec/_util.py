@@ -11,9 +11,9 @@ import shlex
 import sys
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, TypeVar
@@ -88,6 +88,16 @@ def _packages(extra: str) -> list[str]:
         parts = nested[1].split(",") if nested else []
         packages += [each for part in parts for each in _packages(part)] or [package.strip()]
     return packages
+
+
+@contextmanager
+def optional_imports(user: str, extra: str) -> Generator[None]:
+    """Adds the install command to a failed import of an extra's packages; otherwise checks their versions."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{user} needs {error.name}: {install_command(extra)}") from error
+    check_versions(user, extra)
 
 
 def check_versions(user: str, extra: str) -> None:

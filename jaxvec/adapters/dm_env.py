@@ -12,16 +12,12 @@ from gymnasium.error import ResetNeeded
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec._spec import KeyPath, format_path
-from jaxvec._util import check_versions, install_command
+from jaxvec._util import optional_imports
 from jaxvec.adapters._adapter import Adapter
 
-try:
+with optional_imports("jaxvec.adapters.dm_env", "dm-env"):
     import dm_env
     from dm_env import specs
-except ImportError as _error:
-    _install = install_command("dm-env")
-    raise ImportError(f"jaxvec.adapters.dm_env needs dm_env: {_install}") from _error
-check_versions("jaxvec.adapters.dm_env", "dm-env")
 
 
 __all__ = ["INFO", "DmEnv"]
@@ -85,13 +81,9 @@ def _as_array(spec: specs.Array, value: Any) -> Any:
 
 
 def _limits(dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    match dtype.kind:
-        case "f":
-            return -np.inf, np.inf
-        case "b":
-            return 0, 1
-        case _:
-            return np.iinfo(dtype).min, np.iinfo(dtype).max
+    if dtype.kind == "f":
+        return -np.inf, np.inf
+    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
 # --- the env ---------------------------------------------------------------------------------------------

@@ -10,24 +10,18 @@ from gymnasium import Space, spaces
 from gymnasium.error import ResetNeeded
 from numpy.typing import NDArray
 
-from jaxvec import _util
 from jaxvec._memory.rows import reader
 from jaxvec._spec import MaxSizes, Node, as_is, leaves, walk
+from jaxvec._util import optional_imports
+from jaxvec.adapters._adapter import Adapter
 
-try:
+with optional_imports("jaxvec.adapters.pettingzoo", "pettingzoo"):
     from pettingzoo import AECEnv, ParallelEnv
     from pettingzoo.utils.conversions import (
         aec_to_parallel,
         turn_based_aec_to_parallel,
         turn_based_aec_to_parallel_wrapper,
     )
-except ImportError as _error:
-    _install = _util.install_command("pettingzoo")
-    raise ImportError(f"jaxvec.adapters.pettingzoo needs pettingzoo: {_install}") from _error
-
-from jaxvec.adapters._adapter import Adapter
-
-_util.check_versions("jaxvec.adapters.pettingzoo", "pettingzoo")
 
 __all__ = ["INFO", "PettingZooEnv"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
@@ -42,11 +41,9 @@ class PooledEnv:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Closes all pools. Raises a pool's typed error if a program failed because of that pool."""
-        self._family.__exit__(kind, error, trace)
+        self._family.__exit__(*error)
 
 
 def max_episode_steps(envs: VectorEnv) -> int | None:
@@ -68,7 +65,7 @@ def pop_final_obs(timestep: TimeStep[Any], numpy: Any) -> tuple[dict[str, Any], 
     if "final_obs" not in info:
         return info, None
     ended, final = info.pop("_final_obs"), info.pop("final_obs")
-    return info, _select(ended, final, timestep.obs, numpy)
+    return info, select(ended, final, timestep.obs, numpy)
 
 
 def merge_final_info(timestep: TimeStep[Any], numpy: Any) -> TimeStep[Any]:
@@ -76,11 +73,11 @@ def merge_final_info(timestep: TimeStep[Any], numpy: Any) -> TimeStep[Any]:
     info = dict(timestep.info)
     final = info.pop("final_info", {})
     new = {key: info[key] for key in final}
-    info |= _select(timestep.terminated | timestep.truncated, final, new, numpy)
+    info |= select(timestep.terminated | timestep.truncated, final, new, numpy)
     return timestep._replace(info=info)
 
 
-def _select(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
+def select(ended: Any, final: Any, new: Any, numpy: Any) -> Any:
     """Returns the leaves of `final` where an episode has ended, and the leaves of `new` elsewhere."""
 
     def select(last: Any, new: Any) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections import namedtuple
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from gymnasium import Space, spaces
 
@@ -20,79 +19,15 @@ from jaxvec._spec import KeyPath, Leaf, Node, PoolSpec, fold_space, format_path,
 from jaxvec.compat._base import info_extras
 
 
-# Stand-ins for gymnax's spaces, for use where gymnax is not installed. `x` may be traced in `contains`.
-class Discrete:
-    """Stand-in for gymnax's `Discrete`: the integers from 0 to `n - 1`."""
-
-    def __init__(self, num_categories: int) -> None:
-        self.n = num_categories
-        self.shape: tuple[int, ...] = ()
-        self.dtype = np.dtype(np.int32)
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        return jax.random.randint(key, (), 0, self.n, self.dtype)
-
-    def contains(self, x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return (x >= 0) & (x < self.n)
-
-
-class Box:
-    """Stand-in for gymnax's `Box`: bounded arrays. The bounds must be finite for `sample`."""
-
-    def __init__(self, low: Any, high: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> None:
-        self.low = low
-        self.high = high
-        self.shape = shape
-        self.dtype = dtype
-
-    def sample(self, key: jax.Array) -> jax.Array:
-        return jax.random.uniform(key, self.shape, minval=self.low, maxval=self.high).astype(self.dtype)
-
-    def contains(self, x: Any) -> jax.Array:
-        return jnp.all((x >= self.low) & (x <= self.high))
-
-
-class Dict:
-    """Stand-in for gymnax's `Dict`."""
-
-    def __init__(self, spaces: Mapping[str, Any]) -> None:
-        self.spaces = spaces
-        self.num_spaces = len(spaces)
-
-    def sample(self, key: jax.Array) -> dict[str, Any]:
-        keys = jax.random.split(key, self.num_spaces)
-        pairs = zip(self.spaces.items(), keys, strict=True)
-        return {name: space.sample(key) for (name, space), key in pairs}
-
-    def contains(self, x: Mapping[str, Any]) -> jax.Array:
-        return jnp.all(jnp.stack([space.contains(x[name]) for name, space in self.spaces.items()]))
-
-
-class Tuple:
-    """Stand-in for gymnax's `Tuple`."""
-
-    def __init__(self, spaces: Sequence[Any]) -> None:
-        self.spaces = spaces
-        self.num_spaces = len(spaces)
-
-    def sample(self, key: jax.Array) -> tuple[Any, ...]:
-        keys = jax.random.split(key, self.num_spaces)
-        return tuple(space.sample(key) for space, key in zip(self.spaces, keys, strict=True))
-
-    def contains(self, x: Sequence[Any]) -> jax.Array:
-        return jnp.all(jnp.stack([space.contains(one) for space, one in zip(self.spaces, x, strict=True)]))
-
-
 def to_gymnax_space(space: Space[Any], root: str) -> Any:
-    """Converts the space of one env to gymnax's, or to the stand-ins above where gymnax is not installed.
+    """Converts the space of one env to gymnax's. Where gymnax is not installed, returns the space itself.
 
     `MultiDiscrete` and `MultiBinary` become a `Box`. `root` is the name of the space in errors.
     """
     try:
         module = importlib.import_module("gymnax.environments.spaces")
     except ImportError:
-        module = importlib.import_module(__name__)
+        return space
 
     def leaf(space: Space[Any], path: KeyPath) -> Any:
         match space:
@@ -118,7 +53,7 @@ def to_gymnax_space(space: Space[Any], root: str) -> Any:
 def _simplify(bound: np.ndarray[Any, Any]) -> Any:
     # One number if all bounds are equal; an image's bounds would otherwise be large constants in the program.
     equal = bound.size > 0 and bool((bound == bound.flat[0]).all())
-    return bound.flat[0].item() if equal else jnp.asarray(bound)
+    return bound.flat[0].item() if equal else bound
 
 
 def to_old_gym(space: Space[Any]) -> Any:
@@ -147,25 +82,16 @@ def to_old_gym(space: Space[Any]) -> Any:
 FIRST, MID, LAST = 0, 1, 2  # dm_env.StepType
 
 
-class _TimeStep(NamedTuple):
-    """Stand-in for `dm_env.TimeStep`."""
-
-    step_type: Any
-    reward: Any
-    discount: Any
-    observation: Any
-
-
-try:
-    from dm_env import TimeStep  # pyright: ignore[reportMissingImports, reportAssignmentType]
-except ImportError:
-    TimeStep = _TimeStep
-
-
 @lru_cache
 def record_type(name: str, fields: tuple[str, ...]) -> Any:
     """Returns a namedtuple type, the same for equal arguments, so that equal pytrees have equal structure."""
     return namedtuple(name, fields, rename=True)  # pyright: ignore[reportUntypedNamedTuple]
+
+
+try:
+    from dm_env import TimeStep  # pyright: ignore[reportMissingImports]
+except ImportError:  # a stand-in
+    TimeStep = record_type("TimeStep", ("step_type", "reward", "discount", "observation"))
 
 
 def record(name: str, values: Mapping[str, Any]) -> Any:
@@ -226,7 +152,7 @@ def _fold(space: Space[Any], leaf: Callable[..., Any], module: Any, root: KeyPat
         leaf,
         root=root,
         make_dict=lambda children, _: module.Dict(children),
-        make_tuple=lambda children, _: module.Tuple(children),
+        make_tuple=lambda children, _: module.Tuple(tuple(children)),
     )
 
 

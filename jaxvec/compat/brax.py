@@ -29,24 +29,13 @@ from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._family import EnvFamily
 from jaxvec.compat._base import PooledEnv
 
-__all__ = ["Env", "State", "make", "wrap"]
+__all__ = ["Env", "make", "wrap"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Stand-in for `brax.envs.State`, for use where brax is not installed.
-
-    Example:
-        ```python
-        from jaxvec.compat import brax
-
-        env = brax.make("Pendulum-v1")
-        state = env.reset(jax.random.key(0))
-        print(state.obs.shape, state.info["env"]["episode_length"])  # (3,) 0
-        env.close()
-        ```
-    """
+    """Stand-in for `brax.envs.State`, for use where brax is not installed."""
 
     pipeline_state: Any
     obs: Any

@@ -90,17 +90,13 @@ class GymVectorEnv:
         self._reset_options = task.reset_options
         self._seed: int | None = seed
         self.num_envs: int = envs.num_envs
-        self.observation_space: Space[Any] = envs.single_observation_space
-        self.action_space: Space[Any] = envs.single_action_space
-        self.single_observation_space: Space[Any] = self.observation_space
-        self.single_action_space: Space[Any] = self.action_space
+        self.single_observation_space: Space[Any] = envs.single_observation_space
+        self.single_action_space: Space[Any] = envs.single_action_space
+        self.observation_space, self.action_space = self.single_observation_space, self.single_action_space
         self.is_vector_env = True
-        config: dict[str, Any] = {"num_envs": envs.num_envs, "seed": seed}
-        if task.atari is None:
-            config["max_episode_steps"] = _base.max_episode_steps(envs) or envpool.NO_LIMIT
-        else:
-            config |= asdict(task.atari)
-        self.spec: SimpleNamespace = SimpleNamespace(config=SimpleNamespace(**config))
+        limit = _base.max_episode_steps(envs) or envpool.NO_LIMIT
+        options = {"max_episode_steps": limit} if task.atari is None else asdict(task.atari)
+        self.spec = SimpleNamespace(config=SimpleNamespace(num_envs=envs.num_envs, seed=seed, **options))
 
     def reset(self) -> Any:
         """Resets all envs and returns their observations. Only the first reset uses the seed."""

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeAlias, final
 
 import gymnasium
@@ -109,63 +108,6 @@ class EnvSpec:
         return dm_spec(self.gymnasium_action_space, self.data.action)
 
 
-# --- `xla`: EnvPool's three functions for compiled programs ----------------------------------------------
-# As in EnvPool, the handle is a plain array, which users may convert and save: the token of a `Handle`. The
-# functions hold the static part of the `Handle`.
-
-
-def make_xla(
-    envs: VectorEnv, convert: Callable[[TimeStep[Any]], Any]
-) -> tuple[jax.Array, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Returns a fresh handle and the functions `recv`, `send` and `step`; see `EnvPool.xla`.
-
-    `convert` converts a time step to the result of `step`.
-    """
-    spec, transport = envs.spec, envs.transport
-
-    def to_handle(handle: Any, function: str) -> Handle:
-        dtype, shape = getattr(handle, "dtype", None), getattr(handle, "shape", ())
-        if dtype != np.uint32 or len(shape) != 2 or shape[1] != 3:
-            what = type(handle).__name__ if dtype is None else f"{dtype} of shape {shape}"
-            raise TypeError(
-                f"{function} takes the handle that xla() or the last call returned, uint32 of shape "
-                f"({spec.num_envs}, 3), got {what}; under vmap, split it like the action"
-            )
-        return Handle(jnp.asarray(handle), spec, transport)
-
-    def recv(handle: Any) -> tuple[jax.Array, Any]:
-        after, timestep = _functions.recv(to_handle(handle, "recv"))
-        return after.token, convert(timestep)
-
-    def send(handle: Any, action: Any, env_id: Any = None) -> jax.Array:
-        action, env_id = split(action, env_id)
-        env_id = None if env_id is None else jnp.atleast_1d(env_id)
-        return _functions.send(to_handle(handle, "send"), action, env_id).token
-
-    def step(handle: Any, action: Any, env_id: Any = None) -> tuple[jax.Array, Any]:
-        action, env_id = split(action, env_id)
-        if spec.first_ready:
-            return recv(send(handle, action, env_id))
-        before = to_handle(handle, "step")
-        if env_id is None:
-            after, timestep = _functions.step(before, action)
-        else:
-            after, timestep = _step_some(before, action, jnp.atleast_1d(env_id))
-        return after.token, convert(timestep)
-
-    return jnp.asarray(token_of(envs.pool, envs.pool.move_all(Verb.RECV))), recv, send, step
-
-
-def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeStep]:
-    check_ids(env_id.dtype, env_id.shape)
-    ids = env_id.astype(np.uint32)
-    # Only the generation is gathered from the token. Gathering clips an id that is out of range, so the ids
-    # must come from the caller for the pool to reject them.
-    part = jnp.stack([jnp.broadcast_to(handle.token[0, 0], ids.shape), ids, handle.token[ids, 2]], axis=1)
-    moved, timestep = _functions.step(handle.next(part), action)
-    return handle.next(handle.token.at[ids].set(moved.token)), timestep
-
-
 # --- `EnvPool`: the methods on NumPy arrays, for all result formats --------------------------------------
 # These methods do not make handles of `xla` stale. As with EnvPool, users call `xla` first and reset on the
 # host afterwards.
@@ -211,6 +153,8 @@ class EnvPool(ABC):
         self.single_observation_space: Any = spec.observation_space
         self.single_action_space: Any = spec.action_space
         self.is_vector_env = True
+        self.metadata: dict[str, Any] = vector_env.metadata
+        self.render_mode: str | None = vector_env.render_mode
         self._pool = vector_env.pool
         self._seeds = self._expand(seed)  # of each env's next reset, `NO_SEED` after its first one
         self._reset_options = reset_options
@@ -341,7 +285,42 @@ class EnvPool(ABC):
         once, as for jaxvec's own functions. The methods on NumPy arrays leave handles valid. So the handles
         of two calls of `xla` are both valid until one is used.
         """
-        return make_xla(self.vector_env, self._convert)
+        # As in EnvPool, the handle is a plain array, which users may convert and save: the token of a
+        # `Handle`. The functions hold its static part.
+        envs, convert = self.vector_env, self._convert
+        spec, transport = envs.spec, envs.transport
+
+        def to_handle(handle: Any, function: str) -> Handle:
+            dtype, shape = getattr(handle, "dtype", None), getattr(handle, "shape", ())
+            if dtype != np.uint32 or len(shape) != 2 or shape[1] != 3:
+                what = type(handle).__name__ if dtype is None else f"{dtype} of shape {shape}"
+                raise TypeError(
+                    f"{function} takes the handle that xla() or the last call returned, uint32 of shape "
+                    f"({spec.num_envs}, 3), got {what}; under vmap, split it like the action"
+                )
+            return Handle(jnp.asarray(handle), spec, transport)
+
+        def recv(handle: Any) -> tuple[jax.Array, Any]:
+            after, timestep = _functions.recv(to_handle(handle, "recv"))
+            return after.token, convert(timestep)
+
+        def send(handle: Any, action: Any, env_id: Any = None) -> jax.Array:
+            action, env_id = split(action, env_id)
+            env_id = None if env_id is None else jnp.atleast_1d(env_id)
+            return _functions.send(to_handle(handle, "send"), action, env_id).token
+
+        def step(handle: Any, action: Any, env_id: Any = None) -> tuple[jax.Array, Any]:
+            action, env_id = split(action, env_id)
+            if spec.first_ready:
+                return recv(send(handle, action, env_id))
+            before = to_handle(handle, "step")
+            if env_id is None:
+                after, timestep = _functions.step(before, action)
+            else:
+                after, timestep = _step_some(before, action, jnp.atleast_1d(env_id))
+            return after.token, convert(timestep)
+
+        return jnp.asarray(token_of(envs.pool, envs.pool.move_all(Verb.RECV))), recv, send, step
 
     def render(self, env_ids: Any = 0) -> NDArray[Any]:
         """Returns the frames, `[k, height, width, 3]`, of one or more envs.
@@ -363,11 +342,9 @@ class EnvPool(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Closes the pool. Raises the pool's typed error if a program failed because of the pool."""
-        self.vector_env.__exit__(kind, error, trace)
+        self.vector_env.__exit__(*error)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.config.items())})"
@@ -400,6 +377,16 @@ class EnvPool(ABC):
         if len(np.unique(ids)) < len(ids):
             raise EnvIdError(f"env_id contains a duplicate: {ids.tolist()}; name each env once")
         return ids
+
+
+def _step_some(handle: Handle, action: Any, env_id: Any) -> tuple[Handle, TimeStep]:
+    check_ids(env_id.dtype, env_id.shape)
+    ids = env_id.astype(np.uint32)
+    # Only the generation is gathered from the token. Gathering clips an id that is out of range, so the ids
+    # must come from the caller for the pool to reject them.
+    part = jnp.stack([jnp.broadcast_to(handle.token[0, 0], ids.shape), ids, handle.token[ids, 2]], axis=1)
+    moved, timestep = _functions.step(handle.next(part), action)
+    return handle.next(handle.token.at[ids].set(moved.token)), timestep
 
 
 # --- Tasks: envs with their options, including the Atari tasks of EnvPool --------------------------------
@@ -527,11 +514,6 @@ class GymnasiumEnvPool(EnvPool, gymnasium.vector.VectorEnv[Any, Any, Any]):  # p
             print(obs.shape)  # (2, 4)
         ```
     """
-
-    def __init__(self, vector_env: VectorEnv, spec: EnvSpec, **kwargs: Any) -> None:
-        super().__init__(vector_env, spec, **kwargs)
-        self.metadata: dict[str, Any] = vector_env.metadata
-        self.render_mode: str | None = vector_env.render_mode
 
     def reset(self, env_id: Any = None, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
         """Resets all envs, or the envs of `env_id` or of `options["reset_mask"]`; see `EnvPool.reset`.

@@ -8,10 +8,9 @@ dtypes and accept envs of every space: values without a fixed shape are pickled.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import multiprocessing
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -150,13 +149,10 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.autoreset_mode: AutoresetMode = self._autoreset.as_gymnasium
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
         try:
-            self.num_envs: int = self.pool.num_envs
-            self.metadata: dict[str, Any] = self.pool.metadata
-            self.render_mode: str | None = self.pool.render_mode
+            for name in ("num_envs", "metadata", "render_mode", "action_space", "observation_space"):
+                setattr(self, name, getattr(self.pool, name))
             self.single_action_space: Space[Any] = self.pool.single_action_space
-            self.action_space: Space[Any] = self.pool.action_space
             self.single_observation_space: Space[Any] = self.pool.single_observation_space
-            self.observation_space: Space[Any] = self.pool.observation_space
             if observation_mode == "different":
                 self.observation_space = batch_differing_spaces(list(self.pool.call("observation_space")))
             elif isinstance(observation_mode, tuple):
@@ -370,14 +366,8 @@ def _check_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
 
 
 def _check_mode(mode: Any) -> None:
-    if isinstance(mode, tuple) and len(mode) == 2:  # pyright: ignore[reportUnknownArgumentType]
-        batched, single = cast("tuple[Any, Any]", mode)
-        if not (isinstance(batched, Space) and isinstance(single, Space)):
-            raise TypeError(
-                "Expected both elements of observation_mode to be Spaces, got "
-                f"{type(batched)} and {type(single)}"
-            )
-    elif mode not in ("same", "different"):
+    pair = isinstance(mode, tuple) and [isinstance(each, Space) for each in cast("tuple[Any, ...]", mode)]
+    if pair != [True, True] and mode not in ("same", "different"):
         raise ValueError(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
             f"observation space, actual got {mode}"
@@ -460,7 +450,10 @@ class AsyncVectorEnv(PooledVectorEnv):
             ValueError: an argument is invalid.
         """
         if worker is not None:
-            raise _worker_error(worker)
+            raise ValueError(
+                "a custom `worker` must accept 8 arguments, which are Gymnasium's pipes and others that this "
+                "vector env does not have; change what the env does in a wrapper"
+            )
         if context is not None:
             multiprocessing.get_context(context)  # raises what Gymnasium would
         if max_concurrency is not None:
@@ -573,19 +566,11 @@ class AsyncVectorEnv(PooledVectorEnv):
         """Waits up to `timeout` seconds for a pending call; see `call` and, for errors, `reset_wait`."""
         self._check_pending(AsyncState.WAITING_CALL)
         assert self._calls is not None
-        try:
-            with as_gymnasium(type(self).__name__):
-                result = self._calls.result(timeout)
-        except TimeoutError as error:
-            if self._calls.done():  # not the wait but an env raised TimeoutError
-                self._state = AsyncState.DEFAULT
-                raise
-            self._time_out(timeout, error)
-        except BaseException:
-            self._state = AsyncState.DEFAULT
-            raise
+        if not wait([self._calls], timeout).done:
+            raise self._timeout_error(timeout)
         self._state = AsyncState.DEFAULT
-        return result
+        with as_gymnasium(type(self).__name__):
+            return self._calls.result()
 
     def set_attr(self, name: str, values: Any) -> None:
         self._check_can_start("set_attr")
@@ -597,9 +582,8 @@ class AsyncVectorEnv(PooledVectorEnv):
             logger.warn(
                 f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete."
             )
-            wait = getattr(self, f"{self._state.value}_wait")
             try:
-                wait(0 if terminate else timeout)
+                getattr(self, f"{self._state.value}_wait")(0 if terminate else timeout)
             except multiprocessing.TimeoutError:
                 terminate = True
             except Exception as error:
@@ -608,20 +592,17 @@ class AsyncVectorEnv(PooledVectorEnv):
 
     def _receive(self, timeout: float | None) -> Any:
         """Receives the results of the pending call, which stays pending only after a timeout."""
+        state, self._state = self._state, AsyncState.DEFAULT
         try:
-            rows = self._recv(timeout)
+            return self._recv(timeout)
         except NotReadyError as error:
-            self._time_out(timeout, error)
-        except BaseException:
-            self._state = AsyncState.DEFAULT
-            raise
-        self._state = AsyncState.DEFAULT
-        return rows
+            self._state = state
+            raise self._timeout_error(timeout) from error
 
-    def _time_out(self, timeout: float | None, error: BaseException) -> NoReturn:
-        raise multiprocessing.TimeoutError(
+    def _timeout_error(self, timeout: float | None) -> multiprocessing.TimeoutError:
+        return multiprocessing.TimeoutError(
             f"The call to `{self._state.value}_wait` has timed out after {timeout} second(s)."
-        ) from error
+        )
 
     def _check_can_start(self, name: str) -> None:
         self._assert_is_running()
@@ -642,19 +623,6 @@ class AsyncVectorEnv(PooledVectorEnv):
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
-
-
-def _worker_error(worker: Callable[..., None]) -> ValueError:
-    try:
-        inspect.signature(worker).bind(*(None,) * 8)
-    except TypeError:
-        return ValueError(
-            f"A custom `worker` must accept 8 arguments. Got the signature {inspect.signature(worker)}."
-        )
-    return ValueError(
-        "a custom `worker` uses Gymnasium's pipes, which this vector env does not have; change what the env "
-        "does in a wrapper"
-    )
 
 
 # --- `SyncVectorEnv`: Gymnasium's class over a pool in this process --------------------------------------

@@ -9,6 +9,7 @@ including those of other programs. To train and evaluate alternately on equally 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, Self, final
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 from jax.core import Tracer
+from jax.custom_batching import custom_vmap
 
 from jaxvec._errors import UnsupportedSpaceError
 from jaxvec.callbacks._call import Handle
@@ -23,7 +25,7 @@ from jaxvec.callbacks._family import EnvFamily
 from jaxvec.compat import _base, _spaces
 from jaxvec.compat._base import PooledEnv
 
-__all__ = ["EnvParams", "EnvState", "Environment", "make"]
+__all__ = ["EnvParams", "EnvState", "Environment", "evaluate", "make"]
 
 
 @jax.tree_util.register_dataclass
@@ -185,12 +187,15 @@ class Environment(PooledEnv):
         return obs, state, reward, terminated, truncated, info
 
     def action_space(self, params: EnvParams | None = None) -> Any:
-        """Returns gymnax's space of actions, or a stand-in if gymnax is not installed."""
+        """Returns gymnax's space of actions, or Gymnasium's if gymnax is not installed."""
         return _spaces.to_gymnax_space(self._family.first.single_action_space, "action")
 
     def observation_space(self, params: EnvParams | None = None) -> Any:
-        """Returns gymnax's space of observations, or a stand-in if gymnax is not installed."""
+        """Returns gymnax's space of observations, or Gymnasium's if gymnax is not installed."""
         return _spaces.to_gymnax_space(self._family.first.single_observation_space, "obs")
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # as it stands for processes; rejax copies its configuration
 
     def __repr__(self) -> str:
         return f"Environment({self.name!r}, pools of {sorted(self.pools)} envs)"
@@ -248,3 +253,58 @@ def make(
     family = EnvFamily(env, final_obs=keep, **kwargs)
     made = Environment(family, name=name or type(env).__name__, num_returns=num_returns)
     return made, made.default_params
+
+
+def evaluate(
+    act: Callable[[Any, jax.Array], Any],
+    key: jax.Array,
+    env: Environment,
+    num_episodes: int = 128,
+) -> tuple[jax.Array, jax.Array]:
+    """Plays one episode in each of `num_episodes` envs, also inside a program that trains, and under `vmap`.
+
+    It replaces evaluations by `vmap` of a `while_loop`, such as rejax's, in which an env can't wait for the
+    others after its episode. Here it continues with the next episode, which is not counted.
+
+    Args:
+        act: Function of one observation and a key that returns an action.
+        key: JAX key, for the env's seeds and for `act`.
+        env: The env. Pass another one than the program trains, if that has `num_episodes` instances, too.
+        num_episodes: Number of envs, each with one episode.
+
+    Returns:
+        Lengths and returns of the episodes, int32 and float32 `[num_episodes]`.
+
+    Raises:
+        JaxvecError: see `jaxvec.reset` and `jaxvec.step`.
+
+    Example:
+        ```python
+        from jaxvec.compat import gymnax
+
+        env, params = gymnax.make("CartPole-v1")
+        lengths, returns = gymnax.evaluate(lambda obs, key: jnp.int32(obs[2] > 0), jax.random.key(0), env, 4)
+        print((lengths == returns).all())  # True
+        env.close()
+        ```
+    """
+    key, reset_key = jax.random.split(key)
+    obs, state = jax.vmap(env.reset)(jax.random.split(reset_key, num_episodes))
+    zeros = jnp.zeros(num_episodes, np.int32)
+
+    def play(carry: Any) -> Any:
+        key, obs, state, over, lengths, returns = carry
+        key, act_key = jax.random.split(key)
+        action = jax.vmap(act)(obs, jax.random.split(act_key, num_episodes))
+        obs, state, *_, info = jax.vmap(env.step, (None, 0, 0))(key, state, action)
+        lengths = jnp.where(over, lengths, info["episode_length"])
+        returns = jnp.where(over, returns, info["episode_return"].astype(np.float32))
+        return key, obs, state, over | info["terminated"] | info["truncated"], lengths, returns
+
+    start = key, obs, state, zeros.astype(np.bool_), zeros, zeros.astype(np.float32)
+    return jax.lax.while_loop(lambda carry: ~_all(carry[3]), play, start)[-2:]
+
+
+# Under `vmap`, also returns one bool for all instances, so that one loop steps all of them together.
+_all = custom_vmap(lambda over: over.all())
+_all.def_vmap(lambda axis_size, in_batched, over: (_all(over), False))

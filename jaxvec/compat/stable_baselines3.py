@@ -43,14 +43,8 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    try:
+    with _util.optional_imports("jaxvec.compat.stable_baselines3", "sb3"):
         _VecEnv = importlib.import_module("stable_baselines3.common.vec_env").VecEnv
-    except ImportError as error:
-        raise ImportError(
-            "jaxvec.compat.stable_baselines3 needs Stable-Baselines3, which can't be imported: "
-            + _util.install_command("sb3")
-        ) from error
-    _util.check_versions("jaxvec.compat.stable_baselines3", "sb3")
 
 Result: TypeAlias = tuple[Any, NDArray[Any], NDArray[np.bool_], list[dict[str, Any]]]
 

@@ -25,10 +25,6 @@ from jaxvec.compat.envpool import Task
 __all__ = ["EnvFactory", "StoaVectorEnv", "register"]
 
 
-def _unwrapped(env: Any) -> Any:
-    return env
-
-
 @final
 class EnvFactory:
     """Makes pools of equal envs with different seeds, from any thread.
@@ -50,7 +46,7 @@ class EnvFactory:
         self,
         task_id: Any,
         init_seed: int = 42,
-        apply_wrapper_fn: Callable[[Any], Any] = _unwrapped,
+        apply_wrapper_fn: Callable[[Any], Any] = lambda env: env,
         **kwargs: Any,
     ) -> None:
         """Checks the arguments. The envs are started by `__call__`.
@@ -119,10 +115,11 @@ def register(env_name: str = "jaxvec") -> None:
     def make_factory(config: Any) -> Any:
         if config.env.env_name != env_name:
             return make_other(config)
-        apply: Callable[[Any], Any] = _unwrapped
+        kwargs = dict(config.env.kwargs)
         if config.env.get("wrapper") is not None:
-            apply = importlib.import_module("hydra.utils").instantiate(config.env.wrapper, _partial_=True)
-        return EnvFactory(config.env.scenario.name, config.arch.seed, apply, **config.env.kwargs)
+            hydra: Any = importlib.import_module("hydra.utils")
+            kwargs["apply_wrapper_fn"] = hydra.instantiate(config.env.wrapper, _partial_=True)
+        return EnvFactory(config.env.scenario.name, config.arch.seed, **kwargs)
 
     module.make_factory = make_factory
 
@@ -262,8 +259,5 @@ def _convert(space: Space[Any], root: str) -> Any:
 
 
 def _stoa() -> Any:
-    _util.check_versions("jaxvec.compat.stoix", "stoix")
-    try:
+    with _util.optional_imports("jaxvec.compat.stoix", "stoix"):
         return importlib.import_module("stoa")
-    except ImportError as error:
-        raise ImportError(f"jaxvec.compat.stoix needs stoa: {_util.install_command('stoix')}") from error

@@ -620,3 +620,74 @@ def test_a_replayed_env_may_change_its_actions():
     expected = env.step(np.full(1, 0.3, np.float32))
     env.set_state(state)
     assert_equal(env.step(np.full(1, 0.3, np.float32)), expected)
+
+
+# --- Envs with their state in a C library ---------------------------------------------------------------
+
+
+def falling_ball():
+    pybullet = pytest.importorskip("pybullet")
+
+    class FallingBall(gymnasium.Env):
+        observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        action_space = spaces.Box(-5, 5, (3,), np.float32)
+
+        def __init__(self):
+            self.client = pybullet.connect(pybullet.DIRECT)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            here = {"physicsClientId": self.client}
+            pybullet.resetSimulation(**here)
+            pybullet.setGravity(0, 0, -9.8, **here)
+            sphere = pybullet.createCollisionShape(pybullet.GEOM_SPHERE, radius=0.1, **here)
+            place = self.np_random.uniform(size=3).tolist()
+            self.ball = pybullet.createMultiBody(1, sphere, basePosition=place, **here)
+            return np.array(place), {}
+
+        def step(self, action):
+            here = {"physicsClientId": self.client}
+            pybullet.applyExternalForce(self.ball, -1, action.tolist(), [0] * 3, pybullet.LINK_FRAME, **here)
+            pybullet.stepSimulation(**here)
+            place, _ = pybullet.getBasePositionAndOrientation(self.ball, **here)
+            return np.array(place), 0.0, False, False, {}
+
+        def close(self):
+            pybullet.disconnect(self.client)
+
+    return FallingBall()
+
+
+def tic_tac_toe():
+    pyspiel, shimmy = pytest.importorskip("pyspiel"), pytest.importorskip("shimmy")
+    pytest.importorskip("pettingzoo")
+    return jaxvec.adapters.pettingzoo.PettingZooEnv(
+        shimmy.OpenSpielCompatibilityV0(pyspiel.load_game("tic_tac_toe"))
+    )
+
+
+@pytest.mark.parametrize("env_fn", [falling_ball, tic_tac_toe])
+def test_states_in_a_c_library_need_a_replayed_env(env_fn):
+    env_fn().close()  # or the test is skipped
+    with jaxvec.make(env_fn, 1, backend="serial", states=1) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(jaxvec.EnvStateError, match=r"wrap the env in.*ReplayEnv|or use .*ReplayEnv"):
+            envs.save()
+    with jaxvec.make(lambda: ReplayEnv(env_fn()), 1, backend="serial", states=1) as envs:
+        envs.reset(seed=0)
+        space = envs.single_action_space
+        is_dict = isinstance(space, spaces.Dict)
+        number = 0
+
+        def play():
+            nonlocal number
+            number += 1
+            action = dict.fromkeys(space, number - 1) if is_dict else np.full(3, 0.1 * number, np.float32)
+            return envs.step([action])
+
+        play(), play()
+        state = envs.save()
+        expected = [play(), play()]
+        number = 2
+        envs.restore(state)
+        assert_equal([play()[:4], play()[:4]], [one[:4] for one in expected])
