@@ -397,7 +397,7 @@ class Identity {
     hash_ ^= hash_ >> 29;
   }
 
-  // A container may have the address of an earlier one of another type, whose memory was freed.
+  // A container may have the address of a freed one of another type.
   void MixStructure(PyObject* container, Py_ssize_t size) {
     Mix(Py_TYPE(container));
     Mix(reinterpret_cast<const void*>(~static_cast<uintptr_t>(size)));

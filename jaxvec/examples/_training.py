@@ -67,7 +67,7 @@ SomeOptions = TypeVar("SomeOptions", bound=Options)
 def make_parser(kind: type[Any], module: str, description: str) -> argparse.ArgumentParser:
     """Returns an argument parser with the options of a dataclass, for a program of this package."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m jaxvec.examples.{module}",
+        prog=f"{module}.py",
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -119,7 +119,8 @@ PARTS: dict[str, list[Path]] = {}
 for _path in sorted((ROOT / "jaxvec").rglob("*")):
     if _path.suffix in (".py", ".cc", ".h"):
         PARTS.setdefault(part_of(_path), []).append(_path)
-PARTS["benchmarks"] = sorted((ROOT / "benchmarks").rglob("*.py"))
+for _folder in ("benchmarks", "examples"):
+    PARTS[_folder] = sorted((ROOT / _folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -3,13 +3,15 @@
 import sys
 from functools import partial
 
+import ippo
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plr
 import pytest
 
 import jaxvec
-from jaxvec.examples import _ppo, ippo, plr
+from jaxvec.examples import _ppo
 
 KEY = jax.random.key(0)
 

@@ -6,9 +6,8 @@ import signal
 import subprocess
 import sys
 
+import data_parallel
 import pytest
-
-from jaxvec.examples import data_parallel
 
 # The time limits of what is started come before that of the test, whose message would say less.
 pytestmark = [pytest.mark.jax_version, pytest.mark.timeout(300)]
@@ -64,7 +63,7 @@ def start(counts):
     started = []
 
     def start(*options):
-        command = [sys.executable, "-m", "jaxvec.examples.data_parallel", "--num-envs", "4", "--seed", "100"]
+        command = [sys.executable, data_parallel.__file__, "--num-envs", "4", "--seed", "100"]
         started.append(
             subprocess.Popen(
                 [*command, *map(str, options)],

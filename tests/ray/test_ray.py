@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import cloudpickle
+import data_parallel
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -583,7 +584,7 @@ def test_envs_are_reset_in_advance_as_by_local_workers(make, make_on_ray):
 
 
 def test_distributed_learners_train_alike_on_local_and_ray_envs(cluster):
-    command = [sys.executable, "-m", "jaxvec.examples.data_parallel", "--num-envs", "4", "--num-updates", "3"]
+    command = [sys.executable, data_parallel.__file__, "--num-envs", "4", "--num-updates", "3"]
     said = [
         subprocess.run(
             [*command, "--num-workers", "1", "--backend", backend],

@@ -9,6 +9,7 @@ import time
 from functools import partial
 from typing import Any, NamedTuple
 
+import impala_ray
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +17,6 @@ import pytest
 from support.disasters import wait_until
 
 import jaxvec
-from jaxvec.examples import impala_ray
 from jaxvec.testing import CountingEnv
 
 # Not `ray`: without Ray, the name is this folder, a namespace package.

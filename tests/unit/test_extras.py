@@ -48,7 +48,7 @@ def test_where_jaxvec_is_not_installed_the_command_is_for_its_folder(monkeypatch
     assert _util.install_command("ray").startswith('pip install ".[ray]" ')
 
 
-@pytest.mark.parametrize("example", ["ppo", "data_parallel"])
+@pytest.mark.parametrize("example", ["ppo", "impala"])
 def test_an_example_says_what_it_needs(example):
     script = f"import sys, runpy; sys.modules['optax'] = None; runpy.run_module('jaxvec.examples.{example}')"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)

@@ -3,12 +3,12 @@
 This command starts two processes on this machine, which connect through `jax.distributed` and compute on
 the CPU:
 
-    python -m jaxvec.examples.data_parallel
+    python examples/data_parallel.py
 
 To use several machines, start each process by hand, with equal options except `--process-id`, which starts
 at 0:
 
-    python -m jaxvec.examples.data_parallel --coordinator HOST:PORT --num-processes 2 --process-id 0
+    python examples/data_parallel.py --coordinator HOST:PORT --num-processes 2 --process-id 0
 
 With `--backend ray`, the envs of each process run on the Ray cluster at `RAY_ADDRESS`.
 """
@@ -130,7 +130,7 @@ def free_address() -> str:
 
 def launch(argv: Sequence[str], num_processes: int) -> None:
     """Starts all processes on this machine, and ends them when one fails."""
-    command = [sys.executable, "-m", "jaxvec.examples.data_parallel", *argv, "--coordinator", free_address()]
+    command = [sys.executable, __file__, *argv, "--coordinator", free_address()]
     children: list[subprocess.Popen[bytes]] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that `finally` runs
     with ThreadPool(num_processes) as waiters:
@@ -149,7 +149,7 @@ def launch(argv: Sequence[str], num_processes: int) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one process of the training, or starts all of them if there is no `--coordinator`."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxvec.examples.data_parallel",
+        prog="python examples/data_parallel.py",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

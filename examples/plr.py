@@ -1,6 +1,6 @@
 """Prioritised level replay against uniformly drawn levels, with all of training in one `jax.jit`.
 
-    python -m jaxvec.examples.plr
+    python examples/plr.py
 
 Each update of PPO starts with a choice of levels: new ones, levels from a buffer that the agent can still
 learn from, and mutations of those. The levels are arrays of the program, which `jaxvec.reset(options=...)`
@@ -352,7 +352,7 @@ def make_train(config: Config, envs: jaxvec.VectorEnv) -> Callable[[jax.Array, j
 
 def main(argv: Sequence[str] | None = None) -> Trained:
     about = "Compare prioritised level replay with uniformly drawn levels."
-    parser = argparse.ArgumentParser(prog="python -m jaxvec.examples.plr", description=about)
+    parser = argparse.ArgumentParser(prog="python examples/plr.py", description=about)
     for each in fields(Config):
         parser.add_argument(f"--{each.name.replace('_', '-')}", type=type(each.default), default=each.default)
     config = Config(**vars(parser.parse_args(argv)))

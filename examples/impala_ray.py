@@ -1,7 +1,7 @@
 """IMPALA on a Ray cluster: each actor has its own pool, and the learner takes the first finished rollout.
 
-    python -m jaxvec.examples.impala_ray --address auto --num-actors 16
-    python -m jaxvec.examples.impala_ray --simulate-nodes 3 --kill-one --stop-at 475
+    python examples/impala_ray.py --address auto --num-actors 16
+    python examples/impala_ray.py --simulate-nodes 3 --kill-one --stop-at 475
 
 The network, the loss and V-trace are imported from `impala.py`; `jaxvec.Rollouts` replaces the threads. The
 second command simulates a cluster of three nodes on this machine, with an actor on each. It kills one node
