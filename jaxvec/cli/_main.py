@@ -1,4 +1,4 @@
-"""The command line: arguments and output of `doctor`, `bench`, `check` and `new`.
+"""The command line: arguments and output of the commands, such as `doctor` and `bench`.
 
 Each command is a `Command`. `main` parses the arguments, runs the command, and prints its `Outcome` or the
 error.
@@ -40,7 +40,7 @@ from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
 from jaxvec._workers import base, fork, process
 from jaxvec.callbacks import _ffi, _make
-from jaxvec.cli import _bench
+from jaxvec.cli import _bench, _top
 from jaxvec.spaces import pad
 
 FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -65,10 +65,10 @@ def lacks_package(error: EnvError) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a command: the object for `--json`, the text without it, and the exit code."""
+    """Result of a command: the object for `--json`, the text or texts without it, and the exit code."""
 
     record: dict[str, Any]
-    text: str
+    text: str | Iterator[str]
     code: int = FINE
 
 
@@ -494,9 +494,46 @@ examples:
 )
 
 
+# --- top -------------------------------------------------------------------------------------------------
+
+
+def _run_top(options: Namespace) -> Outcome:
+    try:
+        workers = _top.look(options.pid)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    record = {"schema": "jaxvec.top/1", "pid": options.pid, "workers": workers}
+    return Outcome(record, _top.table(workers) if options.once else _top.live(options.pid, options.seconds))
+
+
+def _add_top_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="process id of the program that made the pools")
+    parser.add_argument("--once", action="store_true", help="print one table, and exit")
+    text = "time between two tables in seconds, default 2"
+    parser.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help=text)
+
+
+_TOP = Command(
+    name="top",
+    summary="show the memory, age and speed of the workers of a running program",
+    details="""\
+The command reads /proc and the shared memory of the program's pools, and changes nothing. The workers with
+the most memory come first. MEMORY is resident memory, with that of child processes; in SHARE, a page that n
+processes share counts 1/n. Ctrl-C ends the command.
+
+--json prints {"schema": "jaxvec.top/1", "pid": PID, "workers": [{…}]} once.
+
+examples:
+  python -m jaxvec top 4711
+  python -m jaxvec top 4711 --once""",
+    add_arguments=_add_top_arguments,
+    run=_run_top,
+)
+
+
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -523,14 +560,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "KeyboardInterrupt" not in str(error):
             raise
         return _fail(command, "interrupted", INTERRUPTED)
-    print(json.dumps(outcome.record, indent=2) if options.json else outcome.text)
+    text = json.dumps(outcome.record, indent=2) if options.json else outcome.text
+    for each in [text] if isinstance(text, str) else text:
+        print(each, flush=True)
     return outcome.code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxvec",
-        description="Diagnose this installation; check or benchmark an environment; start a program.",
+        description="Diagnose this installation or a program; check or benchmark an env; start a program.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
