@@ -49,6 +49,7 @@ from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
+from jaxvec._workers import stacks
 from jaxvec._workers.base import Check, Launcher, Process, Slices, WaitLimits
 from jaxvec._workers.worker import (
     Attach,
@@ -110,6 +111,8 @@ class FairLocks:
 
 _logger = logging.getLogger("jaxvec")
 
+_MAX_STACKS = 4  # of late workers in an error message
+
 _ACTIVITIES: dict[int, str] = {
     Verb.RESET: "resetting",
     Verb.STEP: "stepping",
@@ -167,7 +170,8 @@ class Diagnosis:
         name, place = self.name(worker), self.processes[worker].place
         where = place and f": it is {place}"
         return EnvTimeoutError(
-            f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}",
+            f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}"
+            + self._describe_stacks([worker]),
             env_ids=tuple(range(*self._slices[worker])),
         )
 
@@ -194,8 +198,19 @@ class Diagnosis:
         if not self._recovers and self.arrays is not None:
             advice += ', or use on_fault="restart"'
         return EnvTimeoutError(
-            f"{limits.name} timed out after {limits.timeout} s. {activity}. {advice}.", env_ids=env_ids
+            f"{limits.name} timed out after {limits.timeout} s. {activity}. {advice}."
+            + self._describe_stacks(workers),
+            env_ids=env_ids,
         )
+
+    def _describe_stacks(self, workers: Sequence[int]) -> str:
+        """Returns the stacks of workers that are late, for the end of a message. Those to be replaced end."""
+        end, text = self._recovers and self.arrays is not None, ""
+        reads = [stacks.request_stack(self.processes[each].pid, end=end) for each in workers[:_MAX_STACKS]]
+        for worker, read in zip(workers, reads, strict=False):
+            if part := stacks.env_part(read()):
+                text += f"\n\nThe stack of {self.name(worker)}, most recent call first:\n{part}"
+        return text
 
 
 def _describe_action(action: Any) -> str:
@@ -816,7 +831,7 @@ class Supervisor:
     # --- Messages ------------------------------------------------------------------------------------------
 
     def pids(self) -> list[int | None]:
-        return [getattr(process, "pid", None) for process in self._processes]  # `None` on another machine
+        return [process.pid for process in self._processes]
 
     def ahead(self, worker: int) -> int:
         """Returns by how many nanoseconds a worker's monotonic clock is ahead of this process's clock."""

@@ -40,7 +40,7 @@ from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
-from jaxvec._workers import foreign
+from jaxvec._workers import foreign, stacks
 from jaxvec._workers.base import Slices, worker_end
 
 # --- Limit on running workers ----------------------------------------------------------------------------
@@ -312,6 +312,7 @@ def run_worker(channel: Channel) -> None:
             config = replace(config, states=states)
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
+            stacks.publish(setup.worker, setup.first, last)
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
             with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
                 Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit

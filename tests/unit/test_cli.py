@@ -479,7 +479,7 @@ def test_the_examples_of_the_help_run(run, example):
         assert run(*words)[0] == 2
         pytest.skip("ale_py is not installed, which the command says")
     if words[0] == "top":
-        words[1:2] = str(os.getpid()), "--once"
+        words[1:] = str(os.getpid()), *(words[2:3] or ["--once"])
     with jaxvec.make(CountingEnv, 1) if words[0] == "top" else nullcontext():
         code, out, _ = run(*words, *(QUICK if words[0] == "bench" else []))
     assert code == 0

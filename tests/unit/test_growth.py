@@ -166,7 +166,7 @@ with jaxvec.make("CartPole-v1", 4, num_workers=2) as envs, jaxvec.make("CartPole
     assert [(each["pool"], each["envs"], each["steps"]) for each in workers] == [
         (0, "0-1", 20),
         (0, "2-3", 20),
-        (1, "0", 0),
+        (1, "0-0", 0),
     ]
     assert len(lines) == 3
     assert head.split()[:4] == ["PID", "POOL", "ENVS", "MEMORY"]
@@ -174,7 +174,7 @@ with jaxvec.make("CartPole-v1", 4, num_workers=2) as envs, jaxvec.make("CartPole
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize(("pid", "text"), [(None, "has no workers"), (2**30, "no process")])
+@pytest.mark.parametrize(("pid", "text"), [(None, "has no workers"), (2**30, "there is no process")])
 def test_top_says_why_it_has_nothing_to_show(pid, text, capsys):
     assert main(["top", str(pid or os.getpid()), "--once"]) == 2
     assert text in capsys.readouterr().err
