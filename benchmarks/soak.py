@@ -134,9 +134,11 @@ class PoolConfig:
     retry: str = "rebuild"
     spare_envs: int = 0
     backend: str = "process"
+    recycle_steps: int | None = None  # of the envs of a worker, after which a fresh process replaces it
 
     def __str__(self) -> str:
         extras = [f"{self.spare_envs} spare envs"] if self.spare_envs else []
+        extras += [f"recycled after {self.recycle_steps}"] if self.recycle_steps else []
         extras += ["Ray"] if self.backend == "ray" else []
         return ", ".join([self.dispatch, self.transport, str(self.batch_size), self.retry, *extras])
 
@@ -145,6 +147,7 @@ MODES = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback
 CONFIGS = [PoolConfig(*way, batch_size) for batch_size in (NUM_ENVS, NUM_ENVS // 2) for way in MODES]
 CONFIGS += [replace(config, retry="reset") for config in (CONFIGS[0], CONFIGS[5])]
 CONFIGS += [replace(config, spare_envs=2) for config in (CONFIGS[3], CONFIGS[6])]
+CONFIGS += [replace(config, recycle_steps=300) for config in (*CONFIGS[:4], CONFIGS[5], CONFIGS[6])]
 ON_RAY = [replace(config, backend="ray") for config in (CONFIGS[0], CONFIGS[3], CONFIGS[7])]
 
 
@@ -158,6 +161,7 @@ class Tally:
         wrong: Number of fields that differ from the prediction.
         faults: Number of caused faults by name.
         restarts: Number of restarts that the pool reports.
+        recycled: Number of workers that were replaced because of their steps.
     """
 
     steps: int = 0
@@ -165,6 +169,7 @@ class Tally:
     wrong: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
+    recycled: int = 0
 
 
 class ResultModel:
@@ -286,7 +291,10 @@ def run(config, seconds, mean, deaths):
             envs = jaxvec.make(
                 FaultyEnv,
                 NUM_ENVS,
-                num_workers=NUM_WORKERS,
+                workers=jaxvec.Workers(
+                    num=NUM_WORKERS,
+                    recycle=config.recycle_steps and jaxvec.Recycle(steps=config.recycle_steps),
+                ),
                 batch_size=None if config.batch_size == NUM_ENVS else config.batch_size,
                 backend=config.backend,
                 spare_envs=config.spare_envs,
@@ -337,7 +345,9 @@ def run(config, seconds, mean, deaths):
             finally:
                 stop.set()
                 killer.join()
-            tally.restarts = envs.stats().total.restarts
+            stats = envs.stats()
+            tally.restarts = stats.total.restarts
+            tally.recycled = sum(each.process.recycled for each in stats.workers if each.process)
         tally.faults.update(record.read_text().split("\n")[:-1])
     return tally
 
@@ -516,10 +526,10 @@ def main() -> None:
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
-        "| dispatch, transport, envs per batch, retry | steps | faults | restarts | faulty results "
+        "| dispatch, transport, envs per batch, retry | steps | faults | restarts | recycled | fault rows "
         "| wrong fields | RSS, MB |"
     )
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| --- |" + " ---: |" * 7)
     wrong = 0
     seconds = 60 * options.minutes / len(configs)
     for config in configs:
@@ -528,7 +538,7 @@ def main() -> None:
         megabytes = process.memory_info().rss / 1e6
         print(
             f"| {config} | {tally.steps:,} | {tally.faults.total()} "
-            f"| {tally.restarts} | {tally.fault_rows} | {tally.wrong} | {megabytes:.0f} |",
+            f"| {tally.restarts} | {tally.recycled} | {tally.fault_rows} | {tally.wrong} | {megabytes:.0f} |",
             flush=True,
         )
         print(f"  {dict(tally.faults)}", file=sys.stderr, flush=True)
