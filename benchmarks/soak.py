@@ -3,6 +3,9 @@
 Each field of each result is compared with a prediction from the previous results. Pools with several
 combinations of dispatch, transport, batch size, `retry` and spare envs run for equal times, with unlimited
 restarts. With `--ray`, some pools also run on a separate Ray cluster.
+
+`--kind leaks` steps envs that leak 1 MB per step, with `Workers(recycle=...)`, and `--kind growth` shows the
+memory of jaxvec itself.
 """
 
 from __future__ import annotations
@@ -131,9 +134,11 @@ class PoolConfig:
     retry: str = "rebuild"
     spare_envs: int = 0
     backend: str = "process"
+    recycle_steps: int | None = None  # of the envs of a worker, after which a fresh process replaces it
 
     def __str__(self) -> str:
         extras = [f"{self.spare_envs} spare envs"] if self.spare_envs else []
+        extras += [f"recycled after {self.recycle_steps}"] if self.recycle_steps else []
         extras += ["Ray"] if self.backend == "ray" else []
         return ", ".join([self.dispatch, self.transport, str(self.batch_size), self.retry, *extras])
 
@@ -142,6 +147,7 @@ MODES = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback
 CONFIGS = [PoolConfig(*way, batch_size) for batch_size in (NUM_ENVS, NUM_ENVS // 2) for way in MODES]
 CONFIGS += [replace(config, retry="reset") for config in (CONFIGS[0], CONFIGS[5])]
 CONFIGS += [replace(config, spare_envs=2) for config in (CONFIGS[3], CONFIGS[6])]
+CONFIGS += [replace(config, recycle_steps=300) for config in (*CONFIGS[:4], CONFIGS[5], CONFIGS[6])]
 ON_RAY = [replace(config, backend="ray") for config in (CONFIGS[0], CONFIGS[3], CONFIGS[7])]
 
 
@@ -155,6 +161,7 @@ class Tally:
         wrong: Number of fields that differ from the prediction.
         faults: Number of caused faults by name.
         restarts: Number of restarts that the pool reports.
+        recycled: Number of workers that were replaced because of their steps.
     """
 
     steps: int = 0
@@ -162,6 +169,7 @@ class Tally:
     wrong: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
+    recycled: int = 0
 
 
 class ResultModel:
@@ -283,7 +291,10 @@ def run(config, seconds, mean, deaths):
             envs = jaxvec.make(
                 FaultyEnv,
                 NUM_ENVS,
-                num_workers=NUM_WORKERS,
+                workers=jaxvec.Workers(
+                    num=NUM_WORKERS,
+                    recycle=config.recycle_steps and jaxvec.Recycle(steps=config.recycle_steps),
+                ),
                 batch_size=None if config.batch_size == NUM_ENVS else config.batch_size,
                 backend=config.backend,
                 spare_envs=config.spare_envs,
@@ -334,9 +345,145 @@ def run(config, seconds, mean, deaths):
             finally:
                 stop.set()
                 killer.join()
-            tally.restarts = envs.stats().total.restarts
+            stats = envs.stats()
+            tally.restarts = stats.total.restarts
+            tally.recycled = sum(each.process.recycled for each in stats.workers if each.process)
         tally.faults.update(record.read_text().split("\n")[:-1])
     return tally
+
+
+# --- Leaks of envs, and memory of jaxvec itself ---------------------------------------------------------
+
+_hoard = []  # of a worker process; envs do not own it, so their states do not contain it
+
+
+def _leak_c():
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    ctypes.memset(malloc(MEGABYTE), 1, MEGABYTE)
+
+
+def _leak_descriptor():
+    descriptor = os.memfd_create("leak")
+    os.write(descriptor, bytes(MEGABYTE))
+
+
+MEGABYTE = 1_000_000
+LEAKS = {
+    "C memory": (_leak_c, {"memory": "300MB"}),
+    "Python": (lambda: _hoard.append(b"x" * MEGABYTE), {"memory": "300MB"}),
+    "descriptors": (_leak_descriptor, {"descriptors": 250}),
+}
+
+
+class LeakingEnv(CountingEnv):
+    """A `CountingEnv` that leaks 1 MB in each step, which takes at least a millisecond.
+
+    Args:
+        leak: Key of `LEAKS`.
+        exact: Whether its states can be copied; otherwise it has an open file.
+    """
+
+    def __init__(self, leak: str, exact: bool) -> None:
+        super().__init__(episode_length=EPISODE)
+        self._leak = leak
+        if not exact:
+            self._file = open(os.devnull)  # noqa: SIM115 - it stays open
+
+    def step(self, action):
+        time.sleep(0.001)
+        LEAKS[self._leak][0]()
+        return super().step(action)
+
+
+def run_leak(leak, exact, seconds):
+    """Steps leaking envs, and returns a row of the table and the number of wrong fields."""
+    workers = jaxvec.Workers(num=2, recycle=jaxvec.Recycle(**LEAKS[leak][1]))
+    peaks, stop = [0, 0], threading.Event()
+    with jaxvec.make(LeakingEnv, 4, workers=workers, leak=leak, exact=exact) as envs:
+
+        def watch():
+            while not stop.wait(0.1):
+                # The first replacement also verifies the states in a fork, where envs leak, too.
+                found = [worker.process for worker in envs.stats().workers if worker.process]
+                found = [each for each in found if each.recycled]
+                peaks[0] = max([peaks[0], *(each.memory for each in found)])
+                peaks[1] = max([peaks[1], *(each.descriptors for each in found)])
+
+        watcher = threading.Thread(target=watch)
+        handle, _ = jaxvec.reset(envs, seed=0)
+        program = jax.jit(lambda handle, actions: jax.lax.scan(jaxvec.step, handle, actions))
+        watcher.start()
+        end, count, wrong = time.monotonic() + seconds, 0, 0
+        try:
+            while time.monotonic() < end:
+                actions = (count + np.arange(LENGTH)[:, None] + np.arange(4)) % 1000
+                handle, rows = program(handle, jnp.asarray(actions))
+                numbers = count + 1 + np.arange(LENGTH)[:, None] + np.zeros(4, int)
+                episode = (numbers - 1) % EPISODE + 1
+                over = episode == EPISODE
+                columns = [np.where(over, 0, episode), np.where(over, -1, actions)]
+                if exact:
+                    columns += [1 + numbers // EPISODE, numbers]
+                found = [rows.obs[..., column] for column in (2, 3, 0, 1)[: len(columns)]]
+                lengths = rows.info["episode_length"]
+                found += [rows.reward, rows.terminated, rows.truncated, lengths]
+                columns += [episode, over, np.zeros_like(over), episode]
+                wrong += sum(int((one != other).sum()) for one, other in zip(found, columns, strict=True))
+                count += LENGTH
+        finally:
+            stop.set()
+            watcher.join()
+        recycled = sum(worker.process.recycled for worker in envs.stats().workers if worker.process)
+    states = "exact states" if exact else "ends of episodes"
+    row = f"| {leak}, {states} | {4 * count:,} | {recycled} | {peaks[0] / 1e6:.0f} | {peaks[1]} | {wrong} |"
+    return row, wrong
+
+
+class FragileEnv(CountingEnv):
+    """A `CountingEnv` that raises at action 999."""
+
+    def step(self, action):
+        if action == 999:
+            raise ValueError("an error to recover from")
+        return super().step(action)
+
+
+def run_growth(minutes):
+    """Prints the memory of this process and of a worker while episodes end, envs fail and states are saved.
+
+    Worker 1 has an error in each round, and is killed in each 50th. Worker 0 is never replaced.
+    """
+    policy = jaxvec.Restart(retry="reset", max_restarts=None, rate=None)
+    options = {"num_workers": 2, "states": 64, "on_fault": policy, "episode_length": EPISODE}
+    program = jax.jit(lambda handle, actions: jax.lax.scan(jaxvec.step, handle, actions))
+    actions = np.zeros((LENGTH, 64), int)
+    actions[LENGTH // 2, 40] = 999
+    process = psutil.Process()
+    print("| env steps | faults | this process, MB | worker 0, MB | descriptors |\n|" + " ---: |" * 5)
+    with jaxvec.make(FragileEnv, 64, info={"steps": np.int32}, **options) as envs:
+        handle, _ = jaxvec.reset(envs, seed=0)
+        start, rounds, lines = time.monotonic(), 0, 0
+        while lines <= 12:
+            rounds += 1
+            handle, states = jaxvec.save(handle)
+            if not rounds % 50:
+                os.kill(envs.stats().workers[1].process.pid, signal.SIGKILL)
+            handle, rows = program(handle, jnp.asarray(actions))
+            assert rows.info["fault"].any()
+            if rounds % 50:  # else the states of worker 1 are lost
+                handle, _ = jaxvec.restore(handle, states)
+            envs.pool.env_calls.infos(envs.pool.all)
+            envs.get_attr("steps")
+            if time.monotonic() - start >= 60 * minutes * lines / 12:
+                lines += 1
+                stats = envs.stats()
+                sizes = process.memory_info().rss, stats.workers[0].process.memory
+                print(
+                    f"| {stats.total.steps:,} | {stats.total.faults} | {sizes[0] / 1e6:.1f} "
+                    f"| {sizes[1] / 1e6:.1f} | {process.num_fds()} |",
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -349,8 +496,27 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=20, help="mean seconds between faults of an env")
     parser.add_argument("--deaths", type=float, default=5, help="mean seconds between kills of a worker")
     parser.add_argument("--ray", action="store_true", help="also run pools on Ray")
+    text = (
+        "faults: kills and errors; leaks: envs that leak 1 MB per step; growth: the memory of jaxvec itself"
+    )
+    parser.add_argument("--kind", choices=["faults", "leaks", "growth"], default="faults", help=text)
     options = parser.parse_args()
     logging.getLogger("jaxvec").setLevel(logging.ERROR)
+    if options.kind == "growth":
+        run_growth(options.minutes)
+        return
+    if options.kind == "leaks":
+        print(
+            "| leak | env steps | replaced workers | peak of a worker, MB | of descriptors | wrong fields |"
+        )
+        print("| --- |" + " ---: |" * 5)
+        wrong = 0
+        for exact in (True, False):
+            for leak in LEAKS:
+                row, more = run_leak(leak, exact, 10 * options.minutes)
+                wrong += more
+                print(row, flush=True)
+        sys.exit(bool(wrong))
     configs = CONFIGS + ON_RAY if options.ray else CONFIGS
     if options.ray:
         import ray
@@ -360,10 +526,10 @@ def main() -> None:
     process = psutil.Process()
     print(f"`python -m benchmarks.soak {' '.join(sys.argv[1:])}`\n")
     print(
-        "| dispatch, transport, envs per batch, retry | steps | faults | restarts | faulty results "
+        "| dispatch, transport, envs per batch, retry | steps | faults | restarts | recycled | fault rows "
         "| wrong fields | RSS, MB |"
     )
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| --- |" + " ---: |" * 7)
     wrong = 0
     seconds = 60 * options.minutes / len(configs)
     for config in configs:
@@ -372,7 +538,7 @@ def main() -> None:
         megabytes = process.memory_info().rss / 1e6
         print(
             f"| {config} | {tally.steps:,} | {tally.faults.total()} "
-            f"| {tally.restarts} | {tally.fault_rows} | {tally.wrong} | {megabytes:.0f} |",
+            f"| {tally.restarts} | {tally.recycled} | {tally.fault_rows} | {tally.wrong} | {megabytes:.0f} |",
             flush=True,
         )
         print(f"  {dict(tally.faults)}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxvec._config import Ray, Restart, States, Timeouts, Workers, config
+from jaxvec._config import Ray, Recycle, Restart, States, Timeouts, Workers, config
 from jaxvec._errors import (
     ActionError,
     ActorDiedError,
@@ -65,6 +65,7 @@ __all__ = [
     "PoolBrokenError",
     "PoolClosedError",
     "Ray",
+    "Recycle",
     "ResetNeededError",
     "Restart",
     "Rollout",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -240,6 +241,59 @@ def _variables(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
     return variables
 
 
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+Fallback: TypeAlias = Literal["episodes", "cut"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recycle:
+    """Limits for `Workers(recycle=...)`. A fresh process replaces a worker that exceeds one of them.
+
+    If the envs have exact states, as for `jaxvec.save`, they continue in the new process in the middle of
+    their episodes, and the data do not change. The first replacement verifies that. `fallback` is for others.
+
+    Attributes:
+        memory: Resident memory of the worker and its child processes, as a number of bytes or a text such as
+            `"2GB"` or `"500MiB"`. A worker looks ten times a second, between steps.
+        steps: Number of steps of the worker's envs together.
+        seconds: Age of the process in seconds.
+        descriptors: Number of open file descriptors of the worker.
+        fallback: `"episodes"` moves each env at the end of its own episode, and no episode is cut: until the
+            last one ends, the old process steps the remaining envs for the new one, with a higher cost.
+            `"cut"` replaces all at once. The next result of each env is then truncated, with `info["fault"]`.
+
+    Example:
+        ```python
+        recycle = jaxvec.Recycle(memory="2GB", steps=1_000_000)
+        with jaxvec.make("CartPole-v1", 4, workers=jaxvec.Workers(recycle=recycle)) as envs:
+            print(envs.reset(seed=0).obs.shape)  # (4, 4)
+        ```
+    """
+
+    memory: int | str | None = None
+    steps: int | None = None
+    seconds: float | None = None
+    descriptors: int | None = None
+    fallback: Fallback = "episodes"
+
+    def __post_init__(self) -> None:
+        if self.memory is not None:
+            found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(self.memory).strip().upper())
+            if found is None or found[2] not in _UNITS or not float(found[1]):
+                raise ValueError(
+                    'Recycle(memory=...) must be a number of bytes, or a text such as "2GB", not '
+                    f"{self.memory!r}"
+                )
+            object.__setattr__(self, "memory", int(float(found[1]) * _UNITS[found[2]]))
+        for name in ("steps", "descriptors"):
+            if getattr(self, name) is not None:
+                _check_count(f"Recycle({name}=...)", getattr(self, name), 1)
+        object.__setattr__(self, "seconds", _check_seconds("Recycle(seconds=...)", self.seconds))
+        _check_choice("Recycle(fallback=...)", self.fallback, get_args(Fallback))
+        if (self.memory, self.steps, self.seconds, self.descriptors) == (None,) * 4:
+            raise ValueError("Recycle() has no limit; pass memory, steps, seconds or descriptors")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workers:
     """Options of the worker processes, for `make(workers=...)`.
@@ -265,6 +319,7 @@ class Workers:
         max_running: Maximum number of workers that run envs at the same time; the others wait. Use it for
             simulators that need one process each, if there are not enough cores or memory for all at once.
             The waiting time counts towards `Timeouts(step=..., reset=...)`. Needs Linux.
+        recycle: Limits of memory and age at which a fresh process replaces a worker. Needs Linux.
 
     Example:
         ```python
@@ -282,6 +337,7 @@ class Workers:
     pin: bool = False
     python: str | os.PathLike[str] | None = None
     max_running: int | None = None
+    recycle: Recycle | None = None
 
     def __post_init__(self) -> None:
         modules = (self.preload,) if isinstance(self.preload, str) else tuple(self.preload)
@@ -306,6 +362,10 @@ class Workers:
             _check_count("Workers(max_running=...)", self.max_running, 1)
             if sys.platform != "linux":
                 raise ValueError("Workers(max_running=...) needs Linux, for locks on parts of shared memory")
+        if not isinstance(self.recycle, Recycle | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"Workers(recycle=...) must be a jaxvec.Recycle, or None, not {self.recycle!r}")
+        if self.recycle is not None and sys.platform != "linux":
+            raise ValueError("Workers(recycle=...) needs Linux, to read the memory of processes in /proc")
         if self.pin and not hasattr(os, "sched_setaffinity"):
             raise ValueError("Workers(pin=True) needs Linux, to bind processes to cores")
 
@@ -608,6 +668,16 @@ class PoolConfig:
             raise ValueError(
                 "Workers(python=...) needs workers on this machine; on a cluster, use Ray(runtime_env=...)"
             )
+        if self.workers.recycle is not None and isinstance(self.backend, Ray):
+            raise ValueError(
+                "Workers(recycle=...) needs workers on this machine; on a cluster, a new process lacks the "
+                "rows that it would continue from. Use on_fault=Restart(...) there"
+            )
+        if self.workers.recycle is not None and self.spare_envs:
+            raise ValueError(
+                "Workers(recycle=...) and spare_envs cannot be combined: a new process can restore envs, but "
+                "not the resets of spare envs. Remove one of them"
+            )
         if self.workers.max_running is not None and isinstance(self.backend, Ray):
             raise ValueError(
                 "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs per "
@@ -616,11 +686,12 @@ class PoolConfig:
         if self.envs_per_instance is not None:
             rejected: dict[str, Any] = {"on_fault": restart, "check": self.strict}
             rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
+            rejected |= {"Workers(recycle=...)": self.workers.recycle}
             _reject("does not go with a batched env", rejected)
         if self.backend == "serial":
             if self.workers.num not in (None, 1):
                 raise ValueError(f'backend="serial" has one worker, this process, not {self.workers.num}')
-            options = ("env", "init", "preload", "pin", "python", "max_running")
+            options = ("env", "init", "preload", "pin", "python", "max_running", "recycle")
             rejected = {f"Workers({name}=...)": getattr(self.workers, name) for name in options}
             rejected["spare_envs"] = self.spare_envs
             _reject('needs worker processes; backend="serial" has none', rejected)
@@ -639,6 +710,17 @@ class PoolConfig:
     def restart(self) -> Restart | None:
         """Policy for faults; `None` if a fault breaks the pool."""
         return parse_restart(self.on_fault)
+
+    @property
+    def takes_states(self) -> bool:
+        """True if the states of envs are saved, to keep them or to move them to a new process."""
+        return bool(self.states.max) or self.workers.recycle is not None
+
+    @property
+    def has_fault(self) -> bool:
+        """True if rows have a flag for episodes that are cut by a fault, or to recycle a worker."""
+        recycle = self.workers.recycle
+        return self.restart is not None or (recycle is not None and recycle.fallback == "cut")
 
     @property
     def strict(self) -> bool:

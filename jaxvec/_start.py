@@ -72,10 +72,10 @@ def start(
     slices = split_evenly(num_envs, num_workers, together)
     python = None if config.workers.python is None else foreign.probe(str(config.workers.python))
     if python is not None:
-        if config.states.max and python.numpy < (2, 0):  # which can't restore generators
+        if config.takes_states and python.numpy < (2, 0):  # which can't restore generators
             raise ValueError(
-                f"states need NumPy 2 in the workers, but Workers(python={python.python!r}) has an older "
-                "one; install it there, or leave states out"
+                "states and Workers(recycle=...) need NumPy 2 in the workers, but Workers(python="
+                f"{python.python!r}) has an older one; install it there, or leave them out"
             )
         env = foreign_env.by_name(env)
     env_fns = constructors.resolve(env, slices, env_kwargs, configs=config.env_configs, size=size)
@@ -93,7 +93,7 @@ def start(
             batch_size=_batch_size(config.batch_size, num_envs, autoreset, together=together),
             autoreset=autoreset,
             final_obs=config.final_obs,
-            fault=config.restart is not None,
+            fault=config.has_fault,
             declared=declared | _learn(learnt, description),
             policy=policy,
             objects=objects,

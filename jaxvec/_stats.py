@@ -1,16 +1,139 @@
-"""Statistics of the workers, which count in the shared segment."""
+"""Statistics of the workers, which count in the shared segment, and of their processes, from /proc."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 # Columns of a worker's row in the segment, `[num_workers, ...]` int64. Only the worker writes its row.
 STEPS, EPISODES, RESETS, FAULTS, STEP_NS, RESET_NS, WAIT_NS, STATE_BYTES, SIMULATED = range(9)
+PID, REPLACED, RECYCLED = range(9, 12)  # number of the process, and of its predecessors (recycled or not)
 WIDTH = 16  # columns: whole cache lines, so that no two workers write to the same line
+
+
+# --- Processes, as /proc shows them ----------------------------------------------------------------------
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class ProcessStats:
+    """A worker process and its child processes, as they are now.
+
+    Attributes:
+        pid: Process id.
+        memory: Resident memory in bytes, with that of the child processes, and with pages that processes
+            share.
+        proportional_memory: As `memory`, but a page that `n` processes share counts `1 / n`. 0 if the system
+            does not show it.
+        descriptors: Number of open file descriptors.
+        threads: Number of threads.
+        children: Number of child processes, and their child processes.
+        age: Seconds since the process was started.
+        growth: Bytes per hour by which `memory` grew in the last hour, or since the start of the process;
+            0 for less than a minute.
+        recycled: Number of processes that were replaced before because of `Workers(recycle=...)`.
+    """
+
+    pid: int
+    memory: int
+    proportional_memory: int
+    descriptors: int
+    threads: int
+    children: int
+    age: float
+    growth: float = 0.0
+    recycled: int = 0
+
+
+def read_process(pid: int) -> ProcessStats | None:
+    """Returns what /proc shows of a process; `None` if it has ended, or without /proc."""
+    family = family_of(pid)
+    with suppress(OSError, ValueError, IndexError):
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(status[19]) / _TICKS
+        descriptors, threads = len(os.listdir(f"/proc/{pid}/fd")), int(status[17])
+        shares = sum(map(_proportional_memory, family))
+        return ProcessStats(pid, memory_of(family), shares, descriptors, threads, len(family) - 1, age)
+    return None
+
+
+def family_of(pid: int) -> list[int]:
+    """Returns a process, its child processes, and their child processes."""
+    found = [pid]
+    for each in found:  # which grows
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{each}/task"):
+                found += map(int, Path(f"/proc/{each}/task/{thread}/children").read_text().split())
+    return found
+
+
+def memory_of(pids: Sequence[int]) -> int:
+    """Returns the resident memory of processes in bytes. Those that have ended have none."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    return total
+
+
+def _proportional_memory(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+_HISTORY = 3600.0  # seconds of memory that a trend takes into account
+_MIN_HISTORY, _MIN_STEADY = 60.0, 600.0  # seconds for a trend, and for a warning
+_PARTS = 5  # of the history, each of which must have a higher minimum than the one before
+
+
+class Growth:
+    """The memory of one process over the last hour."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()  # time in seconds, and bytes
+
+    def add(self, now: float, memory: int) -> None:
+        self._samples.append((now, memory))
+        while self._samples[0][0] < now - _HISTORY:
+            self._samples.popleft()
+
+    @property
+    def seconds(self) -> float:
+        return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
+
+    @property
+    def rate(self) -> float:
+        """The slope of the memory in bytes per hour; 0 for less than a minute."""
+        if self.seconds < _MIN_HISTORY:
+            return 0.0
+        times, memory = np.array(self._samples).T
+        times -= times.mean()
+        return float(times @ (memory - memory.mean()) / (times @ times)) * 3600
+
+    @property
+    def is_steady(self) -> bool:
+        """True if the memory has grown in each part of at least 10 minutes, by more than 5% in all."""
+        if self.seconds < _MIN_STEADY or len(self._samples) < 2 * _PARTS:
+            return False
+        lows = [part.min() for part in np.array_split(np.array(self._samples)[:, 1], _PARTS)]
+        return all(one < other for one, other in pairwise(lows)) and lows[-1] > 1.05 * lows[0]
+
+
+# --- The statistics of a pool ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,6 +153,9 @@ class WorkerStats:
             Python objects take up to 50% more. Memory that MuJoCo allocates is not measured, but takes less
             than the pickle, which contains the model.
         simulated: Number of steps of `simulate`, which `steps` does not include.
+        process: Memory, descriptors and age of the worker process, as a `ProcessStats`. `None` in the sum of
+            all workers, while a process is replaced, for the serial backend, on other machines, and without
+            /proc.
 
     Example:
         ```python
@@ -51,10 +177,11 @@ class WorkerStats:
     wait_time: float = 0.0
     state_bytes: int = 0
     simulated: int = 0
+    process: ProcessStats | None = None
 
     def __add__(self, other: WorkerStats) -> WorkerStats:
-        """Returns the sum of both, field by field."""
-        return WorkerStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        """Returns the sum of both, field by field, without the processes."""
+        return WorkerStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)[:-1]))
 
 
 @dataclass(frozen=True)
@@ -83,7 +210,14 @@ class Stats:
     state_row_bytes: int = 0
 
 
-def read(rows: NDArray[np.int64], restarts: Sequence[int], *, states: int, state_row_bytes: int) -> Stats:
+def read(
+    rows: NDArray[np.int64],
+    restarts: Sequence[int],
+    processes: Sequence[ProcessStats | None],
+    *,
+    states: int,
+    state_row_bytes: int,
+) -> Stats:
     """Returns the statistics in the workers' rows `[num_workers, WIDTH]`, with the counts of the parent."""
     workers = tuple(
         WorkerStats(
@@ -97,7 +231,8 @@ def read(rows: NDArray[np.int64], restarts: Sequence[int], *, states: int, state
             wait_time=row[WAIT_NS] / 1e9,
             state_bytes=row[STATE_BYTES],
             simulated=row[SIMULATED],
+            process=process and replace(process, recycled=row[RECYCLED]),
         )
-        for row, count in zip(rows.tolist(), restarts, strict=True)
+        for row, count, process in zip(rows.tolist(), restarts, processes, strict=True)
     )
     return Stats(workers, sum(workers, WorkerStats()), states, state_row_bytes)

@@ -36,8 +36,33 @@ def usable_cores(proc: str = "/proc/self") -> int:
     return max(1, min([cores, *map(math.ceil, _cpu_quotas(Path(proc)))]))
 
 
+def memory_left(proc: str = "/proc") -> float:
+    """Returns the bytes that this process and its children can still use: those of the machine or cgroup."""
+    left = [math.inf]
+    with suppress(OSError, ValueError):
+        meminfo = dict(line.split(":") for line in Path(proc, "meminfo").read_text().splitlines())
+        left.append(int(meminfo["MemAvailable"].split()[0]) * 1024)
+    for folder in _cgroups(Path(proc, "self"), "memory"):
+        with suppress(OSError, ValueError):  # no limit at this level, or "max"
+            limit, used = ((folder / f"memory.{name}").read_text() for name in ("max", "current"))
+            left.append(int(limit) - int(used))
+    return max(min(left), 0)
+
+
 def _cpu_quotas(proc: Path) -> Iterator[float]:
     """Yields the CPU quotas, in cores, of the cgroups of this process and of their parents."""
+    for each in _cgroups(proc, "cpu"):
+        with suppress(OSError, ValueError):  # no quota at this level, or "max"
+            if (each / "cpu.max").exists():
+                quota, period = (each / "cpu.max").read_text().split()
+            else:
+                quota, period = ((each / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:  # -1: none
+                yield int(quota) / int(period)
+
+
+def _cgroups(proc: Path, controller: str) -> Iterator[Path]:
+    """Yields the folders of the cgroups of this process, and of their parents, with a controller."""
     try:
         groups = dict(line.split(":", 2)[1:] for line in (proc / "cgroup").read_text().splitlines())
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -46,24 +71,13 @@ def _cpu_quotas(proc: Path) -> Iterator[float]:
     for mount in mounts:
         (_, _, _, root, point, *_), (kind, _, options, *_) = (half.split(" ") for half in mount.split(" - "))
         for controllers, group in groups.items():  # version 2 has no list of controllers
-            version_1 = kind == "cgroup" and "cpu" in {*options.split(",")} & {*controllers.split(",")}
+            version_1 = kind == "cgroup" and controller in {*options.split(",")} & {*controllers.split(",")}
             if version_1 or (kind == "cgroup2" and not controllers):
-                yield from _quotas_up_to(Path(point), os.path.relpath(group, root))
-
-
-def _quotas_up_to(mount_point: Path, group: str) -> Iterator[float]:
-    # Of a group outside the mounted part, only the group at the mount point, a container, can be read.
-    folder = mount_point if group.startswith("..") else mount_point / group
-    for each in (folder, *folder.parents):
-        with suppress(OSError, ValueError):  # no quota at this level, or "max"
-            if (each / "cpu.max").exists():
-                quota, period = (each / "cpu.max").read_text().split()
-            else:
-                quota, period = ((each / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            if int(quota) > 0:  # -1: none
-                yield int(quota) / int(period)
-        if each == mount_point:
-            return
+                # Of a group outside the mounted part, only the group at the mount point, a container, can
+                # be read.
+                inside, mount_point = os.path.relpath(group, root), Path(point)
+                folder = mount_point if inside.startswith("..") else mount_point / inside
+                yield from (each for each in (folder, *folder.parents) if each.is_relative_to(mount_point))
 
 
 def install_command(extra: str) -> str:

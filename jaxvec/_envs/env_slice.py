@@ -15,6 +15,7 @@ A worker process has one `EnvSlice` for its part of the pool. The serial backend
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -22,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from random import Random
 from time import monotonic_ns
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from jaxvec import _native, _stats
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_rows import EnvRows
 from jaxvec._envs.env_states import (
+    EnvState,
     ForkedProcessEnded,
     LostStates,
     Recording,
@@ -55,11 +57,13 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes, SavedEpisode
+from jaxvec._envs.guests import Guest, Host, call, connect, find_callable
 from jaxvec._envs.simulator import Simulator
-from jaxvec._envs.slice import Done, Slice, SlotSettings
+from jaxvec._envs.slice import Done, HandedOver, Slice, SlotSettings
 from jaxvec._envs.slot_envs import SlotEnvs, Spares
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.segment import Arrays, Index, Marks, index_of
+from jaxvec._snapshots.pickling import dumps
 from jaxvec._spec import KeyPath, PoolSpec, padded_nodes
 from jaxvec._tracing import Recorder, span
 
@@ -84,12 +88,13 @@ class EnvSlice(Slice):
         spares: Spares | None = None,
         lends: bool = True,
         replaces: Mapping[KeyPath, NDArray[Any]] | None = None,
+        moved: bool = False,
     ) -> None:
         """Creates the slice of the slots from `first`, with one env for each, which `env_fns` built.
 
         `spares` take turns with `envs`. With `lends`, envs may write observations directly into their rows.
         `replaces` is for a slice that replaces one of a dead process: the leaves of Python objects that the
-        program received last, `[n, ...]` each.
+        program received last, `[n, ...]` each. With `moved`, `take_over` will restore the states of its envs.
         """
         left = replaces is not None
         # The cut is meaningless for the arrays with one row per worker, which are not read through `rows`.
@@ -115,7 +120,7 @@ class EnvSlice(Slice):
             stats=self._stats,
             config=config,
             bypass=config.settings.wrapper_bypass and compiled is not None,
-            rebuilt=left,
+            rebuilt=left and not moved,
             lends=lends,
         )
         self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
@@ -174,8 +179,7 @@ class EnvSlice(Slice):
         )
         if replaces is None:
             rows["info", "env_id"][:] = range(first, first + len(envs))
-        else:
-            assert self._delivered is not None
+        elif self._delivered is not None:
             self._delivered.take_over(replaces)
 
     # --- Steps and resets -------------------------------------------------------------------------
@@ -429,7 +433,7 @@ class EnvSlice(Slice):
         results: list[Any] = []
         for slot, env, arguments in self._accessed(slots, args):
             with AttributeErrorContext(slot, name):
-                attribute = find_attr(env, name)
+                attribute = find_callable(env, name)
             with EnvErrorContext(slot, name):
                 results.append(attribute(*arguments, **kwargs) if callable(attribute) else attribute)
         return results
@@ -438,26 +442,86 @@ class EnvSlice(Slice):
         values: list[Any] = []
         for slot, env, _ in self._accessed(slots, args):
             with AttributeErrorContext(slot, name):
-                values.append(find_attr(env, name))
+                values.append(call(find_attr, env, name))
         return values
 
     def map(self, slots: Iterable[int], args: Sequence[Any], function: Callable[..., Any]) -> list[Any]:
         results: list[Any] = []
         for slot, env, arguments in self._accessed(slots, args):
             with EnvErrorContext(slot, "map"):
-                results.append(function(env, *arguments))
+                results.append(call(function, env, *arguments))
         return results
 
     def set_attr(self, slots: Iterable[int], values: Sequence[Any], name: str) -> None:
         for slot, env, value in self._accessed(slots, values):
             with AttributeErrorContext(slot, f"set_attr({name!r})"):
-                put_attr(env, name, value)
+                call(put_attr, env, name, value)
+                if (own := self._slots.own.get(slot - self.first)) is not None:
+                    put_attr(own, name, value)
 
     def _accessed(self, slots: Iterable[int], args: Sequence[Any]) -> Iterator[tuple[int, Env, Any]]:
         """Yields each slot with its env and its arguments. User code may then change the env."""
         for slot, arguments in zip(slots, args, strict=True):
             self._slots.changed(slot - self.first)  # before the access, which may fail half-way
             yield slot, self._slots.envs[slot - self.first], arguments
+
+    # --- The replacement of the process -----------------------------------------------------------
+
+    def can_leave(self) -> bool:
+        """Returns whether `hand_over` can be called: no env is elsewhere, or has to recover from a fault."""
+        return not (self._slots.own or self._resumed or any(each > IDLE for each in self._episodes.state))
+
+    def hand_over(self, *, inexact: str, cut: bool) -> HandedOver:
+        """Returns a message for the process that continues. Afterwards, this slice can only `host` envs.
+
+        `inexact` is the known reason why the states of the envs are not exact, or empty. Then, running
+        episodes are `cut`, or continued by `host`.
+        """
+        indices = range(len(self._slots.envs))
+        if not inexact:
+            try:
+                for index in indices:
+                    self._verify_recorded(index, is_last=True)
+                    if index in self._unverified:
+                        self._verify(self.first + index)
+                return HandedOver(self._pack_slots())
+            except Exception as error:  # also one of a user's own functions
+                inexact = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if cut:
+            return HandedOver(None, inexact)
+        # Envs between two episodes need not stay.
+        guests = [
+            each for each in indices if self._slots.was_reset(each) and not self._episodes.is_over(each)
+        ]
+        for index in guests:
+            self._slots.set_buffer(index, lend=False)
+        packed = self._pack_slots(guests)
+        if not guests:
+            return HandedOver(packed, inexact)
+        self._host = Host({index: self._slots.envs[index] for index in guests})
+        return HandedOver(packed, inexact, self._host.address)
+
+    def host(self) -> None:
+        """Steps envs for the new process to the ends of their episodes."""
+        self._host.serve()
+
+    def take_over(self, handed: HandedOver) -> None:
+        """Continues from the message of `hand_over`."""
+        assert handed.data is not None
+        slots, guests, kept, self._unverified, self._rows.given = pickle.loads(handed.data)
+        connection: Any = handed.host and connect(handed.host)
+        for index, state in enumerate(slots):
+            self._restore_slot(index, state, moved=True)
+        for index in guests:
+            self._slots.host(index, Guest(connection, index))
+        self._states.add(list(kept), list(kept.values()))
+
+    def _pack_slots(self, guests: Sequence[int] | None = None) -> bytes:
+        """Pickles all that the new process needs; without the envs if it gets `guests`."""
+        whole = guests is None
+        slots = [self._save_slot(i, self.first + i, whole=whole) for i in range(len(self._slots.envs))]
+        kept = self._states.by_number if whole else {}
+        return dumps((slots, guests or (), kept, self._unverified, self._rows.given))
 
     # --- Saved states -----------------------------------------------------------------------------
 
@@ -615,19 +679,23 @@ class EnvSlice(Slice):
         self._restore_env(0, states[0])
         self.step(np.arange(len(states)), save_and_restore_next)
 
-    def _save_slot(self, index: int, slot: int, *, is_recorded: bool = False) -> SlotState:
-        """Returns the state of the env at `index`, labelled with `slot`.
+    def _save_slot(
+        self, index: int, slot: int, *, is_recorded: bool = False, whole: bool = True
+    ) -> SlotState:
+        """Returns the state of the env at `index`, labelled with `slot`; unless `whole`, without the env.
 
         If `is_recorded`, it also records the next calls of the env, to verify the state by them later.
         """
         if self._episodes.state[index] > IDLE or index in self._resumed:
             raise EnvStateError("after this fault, the env has no state to save until it is stepped or reset")
+        if index in self._slots.own:
+            raise EnvStateError("the env ends its episode in a recycled process, where it can't be saved")
         info = self._rows.infos[index]
         stateful = self._slots.stateful[index]
         is_recorded = is_recorded and index not in self._recorded
         if is_recorded:  # its results are compared, so they need memory of their own
             self._slots.set_buffer(index, lend=False)
-        state = stateful.save()
+        state = stateful.save() if whole else cast("EnvState", None)
         if is_recorded:
             self._recorded[index] = Recording(stateful, state)
             self._slots.targets.set_env(index, self._recorded[index])
@@ -641,9 +709,12 @@ class EnvSlice(Slice):
             {path: column[index] for path, column in self._rows.objects.items()},
         )
 
-    def _restore_slot(self, index: int, state: SlotState) -> None:
-        """Restores a state except its row of the segment, which the caller or the parent writes."""
-        self._restore_env(index, state)
+    def _restore_slot(self, index: int, state: SlotState, *, moved: bool = False) -> None:
+        """Restores a state except its row of the segment, which the caller or the parent writes.
+
+        If it was `moved` from an old process, the program may have given newer reset options.
+        """
+        self._restore_env(index, state, fault=moved)
         self._episodes.restore(index, state.episode)
         self._rows.take_info(index, deepcopy(state.info) if state.info else {})
         self._rows.final.note_written(index, is_written=state.is_final)
@@ -653,6 +724,8 @@ class EnvSlice(Slice):
 
     def _restore_env(self, index: int, state: SlotState, *, fault: bool = False) -> None:
         self._resumed.pop(index, None)  # this restore takes precedence over recovery from a fault
+        if state.env is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return  # a guest, or a new env between two episodes
         self._slots.make_ready(index)
         self._slots.restore(index, state.env, state.seed, state.new_seed, state.options, fault=fault)
 

@@ -59,7 +59,7 @@ class SlotState(NamedTuple):
     """
 
     slot: int  # the slot that it was saved from
-    env: EnvState  # of the env and its wrappers
+    env: EnvState  # of the env and its wrappers; `None` in `EnvSlice.hand_over` if the env is not moved
     episode: tuple[int, Any, int]  # from `Episodes.save`
     seed: int  # the last seed that the env was reset with
     new_seed: int | None  # of the next reset, like `options`
@@ -81,19 +81,19 @@ class SavedStates:
     """The states of a slice by number. The parent assigns the numbers in increasing order, each once."""
 
     def __init__(self, stats: memoryview) -> None:
-        self._states: dict[int, SlotState] = {}
+        self.by_number: dict[int, SlotState] = {}
         self._in_order: deque[int] = deque()  # the numbers
         self._stats = stats  # the worker's row of statistics
         self._size, self._until_measured, self._between = 0, 0, 1
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        return [number for number in numbers if number not in self._states]
+        return [number for number in numbers if number not in self.by_number]
 
     def __getitem__(self, number: int) -> SlotState:
-        return self._states[number]
+        return self.by_number[number]
 
     def add(self, numbers: Sequence[int], states: Sequence[SlotState]) -> None:
-        self._states.update(zip(numbers, states, strict=True))
+        self.by_number.update(zip(numbers, states, strict=True))
         self._in_order.extend(numbers)
         # Measuring a state costs more than keeping it, so it is done less and less often.
         self._until_measured -= len(states)
@@ -112,8 +112,8 @@ class SavedStates:
         finally:
             numbers = self._in_order
             while numbers and numbers[0] < oldest:
-                del self._states[numbers.popleft()]
-            self._stats[_stats.STATE_BYTES] = len(self._states) * self._size
+                del self.by_number[numbers.popleft()]
+            self._stats[_stats.STATE_BYTES] = len(self.by_number) * self._size
 
 
 def pack(states: Iterable[SlotState]) -> list[bytes]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from jaxvec._arguments import Options
 from jaxvec._config import Restart
 from jaxvec._envs.envs import EnvFailure
+from jaxvec._envs.guests import Address
 from jaxvec._spec import KeyPath
 from jaxvec._tracing import Record, Recorder
 
@@ -86,6 +87,15 @@ class EnvSettings:
         return lost
 
 
+@dataclass(frozen=True)
+class HandedOver:
+    """The message in which a worker passes on its slots to the process that replaces it."""
+
+    data: bytes | None  # from `EnvSlice.hand_over`; `None` if the episodes are cut
+    inexact: str = ""  # the reason why the states of the envs are not exact, if they are not
+    host: Address | None = None  # of the old process, if it steps envs to the ends of their episodes
+
+
 # --- The interface between a worker, or the serial backend, and its envs ---------------------------------
 
 # Called with the first of some neighbouring slots, and their number, when their rows are complete.
@@ -119,7 +129,7 @@ class Slice(ABC):
     """The envs of neighbouring slots, which fill the rows of these slots in the segment.
 
     Optional methods raise `NotImplementedError` here; the pool's configuration prevents their use. `EnvSlice`
-    documents the methods for saved states.
+    documents the methods for saved states, and for a move to a new process.
     """
 
     first: int  # the first slot
@@ -234,6 +244,7 @@ class Slice(ABC):
         raise self._unsupported("keep states")
 
     save_states = restore_states = simulate_states = export_states = import_states = _refuse_states
+    can_leave = hand_over = host = take_over = _refuse_states
 
     def close(self) -> None:  # noqa: B027 - a default
         """Closes envs that the slice built for itself. The caller closes those that it passed in."""

@@ -256,10 +256,12 @@ class SlotEnvs:
         self._first = first
         self.record(None)
         self.spares = spares
-        self._states = config.states
+        self._states, self._takes_states = config.states, config.takes_states
+        # The envs of this process for slots in which a `Guest` finishes its episode.
+        self.own: dict[int, Env] = {}
         # Empty if the pool keeps no states. All slots of a simulator share one env and its `StatefulEnv`.
-        stateful = {id(env): self._make_stateful(env) for env in envs if config.states.max}
-        self.stateful = [stateful[id(env)] for env in envs if config.states.max]
+        stateful = {id(env): self._make_stateful(env) for env in envs if config.takes_states}
+        self.stateful = [stateful[id(env)] for env in envs if config.takes_states]
         self._has_spares = bool(spares)  # never changes; faster than `bool(spares)` at each end
         self._env_fns = env_fns
         self._seeds, self._rebuilds = rows["seed",], rows["rebuilds",]
@@ -333,20 +335,34 @@ class SlotEnvs:
                 spare.failed = True
 
     def rebuild(self, index: int) -> None:
+        self.settle(index)
         with suppress(BaseException):
             self.envs[index].close()
         (self.envs[index],) = build_env([self._env_fns[index]], self._first + index)
-        if self._states.max:
+        if self._takes_states:
             self.stateful[index] = self._make_stateful(self.envs[index])
         self._unlent.add(index)
         self.changed(index)
         self._note_rebuilt(index)
+
+    def host(self, index: int, guest: Any) -> None:
+        """Puts the env of another process into a slot, until the next reset."""
+        self.own[index], self.envs[index] = self.envs[index], guest
+        self.changed(index)
+
+    def settle(self, index: int) -> None:
+        """Returns a slot to the env of this process, if it has a guest, which ends."""
+        if index in self.own:
+            guest, self.envs[index] = self.envs[index], self.own.pop(index)
+            guest.close()
+            self.changed(index)
 
     def was_reset(self, index: int) -> bool:
         return index not in self._unlent
 
     def make_ready(self, index: int) -> None:
         """Resets an env that was never reset. Wrappers and simulators require that before a restore."""
+        self.settle(index)
         if not self.was_reset(index):
             self.envs[index].reset(seed=0)
             self._unlent.remove(index)
@@ -428,6 +444,8 @@ class SlotEnvs:
             seed = self._new_seeds.get(index)
         else:
             self._last_seeds[index] = seed
+        if self.own:
+            self.settle(index)
         if index in self._unlent:
             self._unlent.remove(index)
             self._lend(index)

@@ -132,6 +132,8 @@ def split_evenly(num_envs: int, num_workers: int, size: int = 1) -> tuple[tuple[
 def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
     """Yields the path, shape and dtype of every array; the comments name the writers."""
     n = spec.num_envs
+    # Written by workers. It comes first, so that `python -m jaxvec top` finds it without a layout.
+    yield ("stats",), (num_workers, _stats.WIDTH), np.dtype(np.int64)
     # The parent writes actions, reset options and seeds, and workers write time steps. A worker that restores
     # a state also writes the reset options in it.
     for leaf in (*spec.action_leaves, *spec.option_leaves, *spec.timestep_leaves):
@@ -152,7 +154,6 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
                 yield ("kept", *leaf.path), spec.batch_shape(leaf), leaf.stored
         yield ("kept_over",), (n,), np.dtype(np.uint8)  # 1 if that result ended an episode, 2 if by a fault
         yield ("kept_for",), (n,), np.dtype(np.int64)  # the request that followed; see `Marks.requested`
-    yield ("stats",), (num_workers, _stats.WIDTH), np.dtype(np.int64)
     for name in ("requested", "completed", "completed_at"):
         yield (name,), (n,), np.dtype(np.int64)
     for name in ("running", "doorbell", "worker_notices", "asleep"):

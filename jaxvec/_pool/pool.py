@@ -127,6 +127,7 @@ class Pool:
             return _stats.read(
                 self._views.stats,
                 self._workers.restarts,
+                self._workers.processes(),
                 states=self._saved.table.count,
                 state_row_bytes=self._saved.table.row_bytes,
             )

@@ -34,6 +34,7 @@ from jaxvec._native import load, reason_unavailable
 from jaxvec._native.native_dispatch import NativeParentDispatch, NativeWorkerDispatch
 from jaxvec._native.native_engine import CEngine, StepHere
 from jaxvec._spec import Leaf, PoolSpec
+from jaxvec._stats import ProcessStats
 from jaxvec._tracing import Record
 
 # --- Processes and launchers -----------------------------------------------------------------------------
@@ -43,6 +44,8 @@ Slices: TypeAlias = tuple[tuple[int, int], ...]
 
 class Process(ABC):
     """A worker process, here or on another machine."""
+
+    pid: Any = None  # of a process on this machine
 
     @property
     def place(self) -> str:
@@ -210,6 +213,10 @@ class WorkerGroup(ABC):
 
         With `tell`, it logs each `close` of an env that was cut off.
         """
+
+    def processes(self) -> list[ProcessStats | None]:
+        """Returns the memory, descriptors and age of each worker's process, if it is on this machine."""
+        return [None] * len(self.restarts)
 
     def kill(self) -> None:  # noqa: B027 - a default
         """Kills worker processes at once, so that waits for them raise. Any thread may call it."""

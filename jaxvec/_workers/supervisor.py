@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 
 from jaxvec._arguments import Options, select_options
-from jaxvec._config import Budget
+from jaxvec._config import Budget, Restart
 from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._dispatch.move import Verb, verbs_of
 from jaxvec._envs import failures
 from jaxvec._envs.constructors import Description, compare
-from jaxvec._envs.slice import Arguments, EnvSettings, RequestName
+from jaxvec._envs.slice import Arguments, EnvSettings, HandedOver, RequestName
 from jaxvec._errors import (
     EnvError,
     EnvStateError,
@@ -49,15 +49,18 @@ from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
+from jaxvec._workers import stacks
 from jaxvec._workers.base import Check, Launcher, Process, Slices, WaitLimits
 from jaxvec._workers.worker import (
     Attach,
     Closed,
+    HandOver,
     Ready,
     Recover,
     Replacement,
     Reply,
     Request,
+    Retire,
     WorkerRecipe,
     make_setup,
     pack,
@@ -107,6 +110,8 @@ class FairLocks:
 # --- Error messages about workers ------------------------------------------------------------------------
 
 _logger = logging.getLogger("jaxvec")
+
+_MAX_STACKS = 4  # of late workers in an error message
 
 _ACTIVITIES: dict[int, str] = {
     Verb.RESET: "resetting",
@@ -165,7 +170,8 @@ class Diagnosis:
         name, place = self.name(worker), self.processes[worker].place
         where = place and f": it is {place}"
         return EnvTimeoutError(
-            f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}",
+            f"the replacement of {name} did not start within {timeout} s (Timeouts.start){where}"
+            + self._describe_stacks([worker]),
             env_ids=tuple(range(*self._slices[worker])),
         )
 
@@ -192,8 +198,19 @@ class Diagnosis:
         if not self._recovers and self.arrays is not None:
             advice += ', or use on_fault="restart"'
         return EnvTimeoutError(
-            f"{limits.name} timed out after {limits.timeout} s. {activity}. {advice}.", env_ids=env_ids
+            f"{limits.name} timed out after {limits.timeout} s. {activity}. {advice}."
+            + self._describe_stacks(workers),
+            env_ids=env_ids,
         )
+
+    def _describe_stacks(self, workers: Sequence[int]) -> str:
+        """Returns the stacks of workers that are late, for the end of a message. Those to be replaced end."""
+        end, text = self._recovers and self.arrays is not None, ""
+        reads = [stacks.request_stack(self.processes[each].pid, end=end) for each in workers[:_MAX_STACKS]]
+        for worker, read in zip(workers, reads, strict=False):
+            if part := stacks.env_part(read()):
+                text += f"\n\nThe stack of {self.name(worker)}, most recent call first:\n{part}"
+        return text
 
 
 def _describe_action(action: Any) -> str:
@@ -280,7 +297,13 @@ class Supervisor:
         self.starting: dict[int, float | None] = {}
         # For replacements: options of resets, settings of the envs, and capacity of the span recorder.
         self.options: Options = None
-        self.env_settings = EnvSettings(budget.policy, dumps) if budget.policy else None
+        policy = budget.policy or (recipe.config.workers.recycle and Restart())
+        self.env_settings = EnvSettings(policy, dumps) if policy else None
+        # For `Workers(recycle=...)`, guarded by `polling`: the limit that each worker has reported; its
+        # message for the new process; and old processes that step some envs for new ones.
+        self._retiring: dict[int, str] = {}
+        self._handed: dict[int, HandedOver] = {}
+        self._hosts: list[tuple[int, Process]] = []
         self.trace: int | None = None
         self.losses: list[tuple[int, Loss]] = []  # of span records, with the worker, since `trace` was set
         self.incarnations = [0] * len(recipe.slices)
@@ -459,6 +482,7 @@ class Supervisor:
                         replies[worker] = self._replaced.pop(worker)
                     elif worker in replies:
                         del self._requested[worker]
+                self._request_handovers(limits.late(self._grace))
                 late = [worker for worker in missing if worker in self._requested]
                 # A message may have come from a recovery, which extends the time.
                 if late and not received and self.time_left(limits) <= 0:
@@ -517,11 +541,17 @@ class Supervisor:
         for worker in readable:
             try:
                 message = self.channels[worker].receive(deadline)
-                if isinstance(message, failures.Report):
+                if isinstance(message, Retire):
+                    self._retiring[worker] = message.reason
+                elif isinstance(message, failures.Report) and message.operation == "close":
+                    _logger.warning("%s", failures.to_error(message, worker=worker))
+                elif isinstance(message, failures.Report):
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
+                elif isinstance(message, Closed):  # of a worker that ends
+                    continue
                 elif worker in self.starting and message is not WAKE:
                     self._continue_start(worker, message, deadline)
-                elif not isinstance(message, Closed):  # which is the last message of a worker that ends
+                else:
                     received.append((worker, message))
             except EOFError:
                 self.replace(worker, self._died_error(worker))
@@ -530,12 +560,14 @@ class Supervisor:
         if not readable:
             # An env may have forked a process that keeps a dead worker's socket open.
             for worker, process in enumerate(self._processes):
-                if worker not in others and process.ended():
+                # A recycled worker ends by itself after its last message.
+                if worker not in others and process.ended() and not self.channels[worker].readable():
                     self.replace(worker, self._died_error(worker))
         for worker, start_deadline in [*self.starting.items()]:
             if start_deadline is not None and time.monotonic() >= start_deadline:
                 timeout = self._recipe.config.timeouts.start
                 self.replace(worker, self.diagnosis.late_start_error(worker, timeout))
+        self._request_handovers(deadline)
         return received
 
     def collect_errors(
@@ -586,26 +618,65 @@ class Supervisor:
             raise error
         losses = describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
-        self.losses.append((worker, Loss(str(error), time.monotonic_ns())))
+        self._note_loss(worker, str(error))
         self.incarnations[worker] += 1
         self.last_errors[worker] = error
-        old = self._processes[worker]
-        old.end()
+        self._retiring.pop(worker, None)
+        self._handed.pop(worker, None)
+        for owner, host in self._hosts:
+            if owner == worker:  # it may hang with an env that the worker waits for
+                host.end()
+        self._relaunch(worker, error)
+
+    def _relaunch(self, worker: int, error: JaxvecError | None) -> None:
+        """Kills a worker, unless it hosts envs, and starts a new process. Raises `error` if that fails."""
+        old, handed = self._processes[worker], self._handed.get(worker)
+        is_host = handed is not None and handed.host is not None
+        if is_host:
+            self._hosts.append((worker, old))
+        else:
+            old.end()
         self.channels[worker].break_off()  # a thread that is blocked in a send to it gets an EOFError
         with self.channels[worker].sending:
-            if self._requested.pop(worker, None) is not None:
+            if error is not None and self._requested.pop(worker, None) is not None:
                 self._replaced[worker] = error
-        old.wait(timeout=1)  # a process that is stuck in a system call ends later
+        if not is_host:
+            old.wait(timeout=1)  # a process that is stuck in a system call ends later
         try:
             self._processes[worker], channel = self._launch(worker)
         except ConnectionError as lost:
-            raise error from lost
+            raise error or self._died_error(worker) from lost
         except JaxvecError as failed:
             raise failed from error
         self.channels[worker] = self.channels[worker].replace(channel)
         deadline = self._extend_start(worker)
         with suppress(EOFError):  # the next poll replaces it
             self._send(worker, make_setup(self._recipe, worker, learn_info=False), deadline)
+
+    def _request_handovers(self, deadline: float | None) -> None:
+        """Requests the slots of workers that exceed a limit of `Workers(recycle=...)`, and are not in use."""
+        self._hosts = [(owner, host) for owner, host in self._hosts if not host.ended()]
+        for worker in self._retiring.keys() - self._requested.keys() - self.starting.keys():
+            with suppress(EOFError):  # the next poll replaces it
+                self._send(worker, HandOver(), deadline)
+            self._extend_start(worker)  # from now on, requests wait for the new process
+
+    def _recycle(self, worker: int, message: HandedOver) -> None:
+        """Starts a fresh process, which continues from the message of a worker."""
+        fate = "its envs continue in a fresh process"
+        if message.inexact:
+            self.incarnations[worker] += 1  # saved states are lost
+            fate = "its episodes are cut" if message.data is None else "its envs move at the ends of episodes"
+            fate += f", because their states are not exact: {message.inexact}"
+            fate += describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
+        _logger.info("%s is recycled, as %s: %s", self.diagnosis.name(worker), self._retiring[worker], fate)
+        self._handed[worker] = message
+        self._note_loss(worker, "the worker was recycled")
+        self._relaunch(worker, None)
+
+    def _note_loss(self, worker: int, text: str) -> None:
+        if self.trace is not None:
+            self.losses.append((worker, Loss(text, time.monotonic_ns())))
 
     def _launch(self, worker: int) -> tuple[Process, ParentChannel]:
         env_ids, name = tuple(range(*self._recipe.slices[worker])), self.diagnosis.name(worker)
@@ -644,13 +715,18 @@ class Supervisor:
 
     def _continue_start(self, worker: int, message: Any, deadline: float | None) -> None:
         """Handles the two messages of a starting worker: its envs are built, and it serves."""
+        if isinstance(message, HandedOver):
+            self._recycle(worker, message)
+            return
         if isinstance(message, Ready):
             self._check_spaces(worker, pickle.loads(message.description))
             arrays = self.diagnosis.arrays
             assert self._attach is not None
             assert arrays is not None
             first, stop = self._recipe.slices[worker]
-            known = self.env_settings
+            handed = self._handed.get(worker)
+            exact = handed is not None and not handed.inexact  # then the states contain the settings
+            known = None if exact else self.env_settings
             kept = self._attach.spec.kept_leaves
             replaces = Replacement(
                 select_options(self.options, first, stop),
@@ -658,6 +734,7 @@ class Supervisor:
                 int(Marks.of(arrays).worker_notices[worker, 0]),
                 {leaf.path: arrays[leaf.path][first:stop] for leaf in kept if leaf.is_object},
                 {slot: each for slot in range(first, stop) if known and (each := known.of(slot)) is not None},
+                handed,
             )
             attach = replace(self._attach, worker=worker, slots=(first, stop), replaces=replaces)
             self._send(worker, attach, deadline, [self._segment])
@@ -665,6 +742,8 @@ class Supervisor:
             self._extend_start(worker)
             return
         del self.starting[worker]
+        self._handed.pop(worker, None)
+        self._retiring.pop(worker, None)
         if not self.starting:
             self._grace = time.monotonic()
 
@@ -679,7 +758,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """Kills the workers and all processes of their envs at once. Any thread may call it."""
-        for process in self._processes:
+        for process in self._all_processes():
             process.end()
 
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
@@ -689,6 +768,9 @@ class Supervisor:
         finally:  # also after Ctrl-C
             self._end()
 
+    def _all_processes(self) -> list[Process]:
+        return [*self._processes, *(host for _, host in self._hosts)]
+
     def _end(self) -> None:
         # Callbacks run in reverse order, and all of them, even if Ctrl-C interrupts one.
         with ExitStack() as stack:
@@ -697,14 +779,15 @@ class Supervisor:
             stack.callback(self._launcher.close)
             for channel in self.channels:
                 stack.callback(channel.close)
-            for process in self._processes:
+            processes = self._all_processes()
+            for process in processes:
                 stack.callback(process.wait, timeout=_KILL_TIMEOUT)
             # Runs first: kills each process group, with all that a worker's envs have started. Before the
             # worker is reaped, its pid can't belong to another process.
-            for process in self._processes:
+            for process in processes:
                 stack.callback(process.end)
             # A new list, as `kill` may iterate the old one. Remote workers keep the segment, so all drop it.
-            self._processes, self.channels, self._by_fd = [], [], {}
+            self._processes, self.channels, self._by_fd, self._hosts = [], [], {}, []
             self.diagnosis.processes = []
             self.diagnosis.arrays = None
             self._segment, self.notify_worker = -1, lambda worker: None
@@ -726,7 +809,9 @@ class Supervisor:
                 except (EOFError, TimeoutError):
                     still_open.remove(worker)
                     continue
-                if isinstance(message, Closed):
+                if isinstance(message, HandedOver):
+                    self._processes[worker].end()  # no new process will ask for its envs
+                elif isinstance(message, Closed):
                     unclosed[worker].difference_update(message.env_ids)
                 elif isinstance(message, failures.Report) and message.operation == "close":
                     _logger.warning("%s", failures.to_error(message, worker=worker))
@@ -739,6 +824,9 @@ class Supervisor:
                 }
                 if remaining <= 0:
                     break
+        for owner, host in self._hosts:  # they end after their guests, if a new process has asked for these
+            if owner not in self._handed:
+                host.wait(min(time_left(deadline), _KILL_TIMEOUT))
         for worker in sorted(still_open) if timeout and tell else ():
             late = sorted(unclosed[worker])
             name = f"{name_envs(late)} (worker {worker})" if late else f"spare envs of worker {worker}"
@@ -747,6 +835,9 @@ class Supervisor:
             )
 
     # --- Messages ------------------------------------------------------------------------------------------
+
+    def pids(self) -> list[int | None]:
+        return [process.pid for process in self._processes]
 
     def ahead(self, worker: int) -> int:
         """Returns by how many nanoseconds a worker's monotonic clock is ahead of this process's clock."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxvec._arguments import Options
-from jaxvec._config import PoolConfig
+from jaxvec._config import PoolConfig, Recycle, Workers
 from jaxvec._dispatch.channel import Channel, adopt_channel
 from jaxvec._dispatch.dispatch import Work, WorkerDispatch
 from jaxvec._dispatch.move import Verb
@@ -33,14 +33,14 @@ from jaxvec._envs.constructors import describe
 from jaxvec._envs.envs import EnvErrorContext, EnvFailure, EnvFn, build_env, close_envs, watch_forks
 from jaxvec._envs.failures import Report
 from jaxvec._envs.foreign_env import to_plain
-from jaxvec._envs.slice import RequestName, Slice, SlotSettings
+from jaxvec._envs.slice import HandedOver, RequestName, Slice, SlotSettings
 from jaxvec._envs.slot_envs import Spares
 from jaxvec._memory.segment import Layout, Marks, attach_segment
 from jaxvec._spec import KeyPath, PoolSpec
-from jaxvec._stats import WAIT_NS
+from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
-from jaxvec._workers import foreign
+from jaxvec._workers import foreign, stacks
 from jaxvec._workers.base import Slices, worker_end
 
 # --- Limit on running workers ----------------------------------------------------------------------------
@@ -129,6 +129,7 @@ class Replacement:
     notices: int  # number of notices of messages on the control socket, which a futex counts
     objects: dict[KeyPath, NDArray[Any]]  # last received rows of the leaves that are not in the segment
     settings: dict[int, SlotSettings]  # by slot, for envs that have some
+    handed: HandedOver | None  # from the old process, if that was recycled
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,18 @@ class Recover:
 
     rebuild: bool  # whether to build the env anew
     settings: SlotSettings | None  # of the new env
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Report of the worker that it exceeds a limit of `Workers(recycle=...)`, and waits for `HandOver`."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Request of the parent to reply `HandedOver`, and to end. No other request to the worker is pending."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,38 @@ def _pickle(function: Any, name: str, otherwise: str = "") -> bytes:
     )
 
 
+# --- Limits of the worker's age ---------------------------------------------------------------------------
+
+_LOOK_INTERVAL_NS = 100_000_000  # between reads of /proc, which take about 50 µs
+
+
+class Age:
+    """The memory and the age of this process, compared with the limits of `Workers(recycle=...)`."""
+
+    def __init__(self, limits: Recycle, stats: memoryview) -> None:
+        self.limits, self._stats = limits, stats
+        self._born_ns, self._first_step, self._next_look_ns = monotonic_ns(), stats[STEPS], 0
+
+    def exceeded(self, now_ns: int) -> str:
+        """Returns a description of a limit that is exceeded, or an empty text."""
+        limits, steps = self.limits, self._stats[STEPS] - self._first_step
+        if not steps:  # limits that are too low must not stop all progress
+            return ""
+        found: dict[str, Any] = {"steps": steps}
+        if now_ns >= self._next_look_ns:
+            self._next_look_ns = now_ns + _LOOK_INTERVAL_NS
+            found["seconds"] = (now_ns - self._born_ns) / 1e9
+            if limits.memory is not None:
+                found["memory"] = memory_of(family_of(os.getpid()))
+            if limits.descriptors is not None:
+                found["descriptors"] = len(os.listdir("/proc/self/fd"))
+        for name, value in found.items():
+            limit = getattr(limits, name)
+            if limit is not None and value >= limit:
+                return f"it has reached {name}={limit:,}"
+        return ""
+
+
 # --- The worker's start and loop -------------------------------------------------------------------------
 # A worker is an interpreter of its own (spawn.py), or a fork of an idle one (forkserver.py). It is not a
 # child of `multiprocessing`, which would run the user's script again or fork under JAX's threads. It never
@@ -267,6 +312,7 @@ def run_worker(channel: Channel) -> None:
             config = replace(config, states=states)
             size = config.envs_per_instance
             last = setup.first + len(env_fns) * (size or 1) - 1
+            stacks.publish(setup.worker, setup.first, last)
             ids = f"{setup.first}-{last}" if last > setup.first else f"{last}"
             with suppress(OSError):  # not Linux, or no /proc; the name is only a convenience for `ps`
                 Path("/proc/self/comm").write_text(f"jaxvec {ids}"[:15])  # the kernel's limit
@@ -276,6 +322,7 @@ def run_worker(channel: Channel) -> None:
                 with suppress(EOFError):  # the parent has ended
                     channel.send(Closed(env_ids))
 
+            handed: HandedOver | None = None
             try:
                 with _reporting(channel):
                     spares.build(config.spare_envs, env_fns, setup.first)
@@ -288,21 +335,31 @@ def run_worker(channel: Channel) -> None:
                         ready = Ready(dumps(description))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
-                    _serve(channel, make_slice, config.workers.max_running)
+                    handed = _serve(channel, make_slice, config.workers)
             finally:
-                close_envs([*envs, *spares.envs], setup.first, size, report_closed)
+                try:
+                    close_envs([*envs, *spares.envs], setup.first, size, report_closed)
+                finally:  # after `close`, since the parent then ends this process
+                    if handed is not None:
+                        channel.send(handed)
 
 
-def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int | None) -> None:
-    """Performs work and answers requests until end of file, with a replaced worker's settings if any."""
+def _serve(channel: Channel, make_slice: Callable[..., Slice], config: Workers) -> HandedOver | None:
+    """Performs work and answers requests until end of file, with a replaced worker's settings if any.
+
+    Returns:
+        Message for the parent once the envs are closed, if the process is to be replaced.
+    """
     attach: Attach = channel.receive_message()  # past wakes: slots may be dispatched before it serves
     segment = channel.descriptors.pop()
     arrays = attach_segment(segment, attach.layout)
     marks = Marks.of(arrays)
     waiting = marks.running[attach.worker, 1:2]
-    turn = nullcontext() if max_running is None else RunLimit(segment, max_running, waiting)
+    turn = nullcontext() if config.max_running is None else RunLimit(segment, config.max_running, waiting)
     os.close(segment)
     replaces = attach.replaces
+    handed = None if replaces is None else replaces.handed
+    inexact = "" if handed is None else handed.inexact
     with EnvErrorContext(attach.slots[0], "constructor"):
         env_slice = make_slice(
             first=attach.slots[0],
@@ -310,11 +367,15 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
             spec=attach.spec,
             arrays=arrays,
             **({} if replaces is None else {"replaces": replaces.objects}),
+            **({"moved": True} if handed is not None and not inexact else {}),
         )
     if replaces is not None:
         env_slice.set_options(replaces.options)
         for slot, pickled in replaces.settings.items():
             env_slice.reapply_settings(slot, _unpickle_settings(slot, pickled))
+        if handed is not None and handed.data is not None:
+            with EnvErrorContext(attach.slots[0], "restore"):
+                env_slice.take_over(handed)
         if replaces.trace is not None:
             env_slice.start_trace(replaces.trace)
     with closing(env_slice):
@@ -327,8 +388,12 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
             spin_ns=attach.spin_ns,
             notices=0 if replaces is None else replaces.notices,
         )
-        channel.send(Reply())
         stats = arrays["stats",][attach.worker].data
+        stats[PID] = os.getpid()
+        if replaces is not None:
+            stats[REPLACED if handed is None else RECYCLED] += 1
+        channel.send(Reply())
+        age = None if config.recycle is None else Age(config.recycle, stats)
         # In first-ready mode, a receiver may wait for any single slot, so each is posted at once.
         done = end.post_some if attach.spec.first_ready else None
         while True:
@@ -336,6 +401,15 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
                 with turn:
                     env_slice.prepare()
             start = monotonic_ns()
+            if age is not None and (reason := age.exceeded(start)) and env_slice.can_leave():
+                _retire(channel, end, env_slice, reason)
+                with turn:
+                    handed = env_slice.hand_over(inexact=inexact, cut=age.limits.fallback == "cut")
+                if handed.host is None:
+                    return handed
+                channel.send(handed)
+                env_slice.host()
+                return None
             message = end.receive()
             stats[WAIT_NS] += monotonic_ns() - start
             recorder = env_slice.recorder
@@ -363,6 +437,14 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], max_running: int 
                     end.post(np.array(failure.completed, np.int64))
                 # The marks of the other slots are unchanged, so the next `receive` returns them again.
                 _recover(channel, end, env_slice, failure, turn)
+
+
+def _retire(channel: Channel, end: WorkerDispatch, env_slice: Slice, reason: str) -> None:
+    """Reports that the process should be replaced, and waits until the parent has no other request."""
+    channel.send(Retire(reason))
+    end.notify_parent()
+    while not isinstance(message := end.receive_message(), HandOver):
+        channel.send(pack(_answer(env_slice, message)))
 
 
 def _recover(

@@ -1,4 +1,4 @@
-"""The command line: arguments and output of `doctor`, `bench`, `check` and `new`.
+"""The command line: arguments and output of the commands, such as `doctor` and `bench`.
 
 Each command is a `Command`. `main` parses the arguments, runs the command, and prints its `Outcome` or the
 error.
@@ -38,9 +38,9 @@ from jaxvec._native import NativeUnavailableError, native_dispatch
 from jaxvec._ray import cluster
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import base, fork, process
+from jaxvec._workers import base, fork, process, stacks
 from jaxvec.callbacks import _ffi, _make
-from jaxvec.cli import _bench
+from jaxvec.cli import _bench, _top
 from jaxvec.spaces import pad
 
 FINE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -65,10 +65,10 @@ def lacks_package(error: EnvError) -> bool:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a command: the object for `--json`, the text without it, and the exit code."""
+    """Result of a command: the object for `--json`, the text or texts without it, and the exit code."""
 
     record: dict[str, Any]
-    text: str
+    text: str | Iterator[str]
     code: int = FINE
 
 
@@ -494,9 +494,73 @@ examples:
 )
 
 
+# --- top -------------------------------------------------------------------------------------------------
+
+
+def _run_top(options: Namespace) -> Outcome:
+    try:
+        if options.stack:
+            return _show_stacks(options.pid, options.env)
+        workers = _top.look(options.pid)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    record = {"schema": "jaxvec.top/1", "pid": options.pid, "workers": workers}
+    return Outcome(record, _top.table(workers) if options.once else _top.live(options.pid, options.seconds))
+
+
+def _show_stacks(pid: int, env_id: int | None) -> Outcome:
+    workers = [each for each in stacks.find_all(pid) if env_id is None or each.first <= env_id <= each.last]
+    if not workers:
+        raise ValueError(f"process {pid} has no worker with env {env_id or 0} that you may inspect")
+    reads = [each.request_stack() for each in workers]
+    found: list[dict[str, Any]] = [
+        {"pid": w.pid, "worker": w.worker, "envs": [w.first, w.last], "stack": read()}
+        for w, read in zip(workers, reads, strict=True)
+    ]
+    text = "\n\n".join(
+        f"worker {each['worker']} (envs {each['envs'][0]} to {each['envs'][1]}, pid {each['pid']})\n"
+        + (each["stack"].strip() or "no answer: the process is stopped, or blocks the signal")
+        for each in found
+    )
+    record = {"schema": "jaxvec.top/1", "pid": pid, "workers": found}
+    return Outcome(record, text, FINE if all(each["stack"] for each in found) else FAILED)
+
+
+def _add_top_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="process id of the program that made the pools")
+    parser.add_argument("--once", action="store_true", help="print one table, and exit")
+    parser.add_argument("--stack", action="store_true", help="print the workers' Python stacks, and exit")
+    parser.add_argument("--env", type=int, metavar="N", help="only the stack of the worker that has this env")
+    text = "time between two tables in seconds, default 2"
+    parser.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help=text)
+
+
+_TOP = Command(
+    name="top",
+    summary="show memory, age, speed, or with --stack the Python stacks, of a program's workers",
+    details="""\
+The command reads /proc and the shared memory of the program's pools, and changes nothing. The workers with
+the most memory come first. MEMORY is resident memory, with that of child processes; in SHARE, a page that n
+processes share counts 1/n. Ctrl-C ends the command.
+
+--stack also shows workers that hang. It interrupts each one for a moment by a real-time signal: Python then
+repeats an interrupted system call, but C code may see EINTR. The exit code is 1 if a worker does not answer.
+
+--json prints {"schema": "jaxvec.top/1", "pid": PID, "workers": [{…}]} once; with --stack, each worker has a
+"worker" index, its first and last "envs", and a "stack".
+
+examples:
+  python -m jaxvec top 4711
+  python -m jaxvec top 4711 --once
+  python -m jaxvec top 4711 --stack --env 17""",
+    add_arguments=_add_top_arguments,
+    run=_run_top,
+)
+
+
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -523,14 +587,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "KeyboardInterrupt" not in str(error):
             raise
         return _fail(command, "interrupted", INTERRUPTED)
-    print(json.dumps(outcome.record, indent=2) if options.json else outcome.text)
+    text = json.dumps(outcome.record, indent=2) if options.json else outcome.text
+    for each in [text] if isinstance(text, str) else text:
+        print(each, flush=True)
     return outcome.code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxvec",
-        description="Diagnose this installation; check or benchmark an environment; start a program.",
+        description="Diagnose this installation or a program; check or benchmark an env; start a program.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -39,7 +39,9 @@ def test_the_total_is_the_sum_of_the_workers(make):
         envs.step(np.zeros(5, int))
     stats = envs.stats()
     assert [worker.steps for worker in stats.workers] == [7, 14, 14]
-    for field in dataclasses.fields(WorkerStats):
+    *counters, process = dataclasses.fields(WorkerStats)
+    assert process.name == "process"
+    for field in counters:
         each = [getattr(worker, field.name) for worker in stats.workers]
         assert getattr(stats.total, field.name) == pytest.approx(sum(each))
     assert all(worker.wait_time > 0 for worker in stats.workers)

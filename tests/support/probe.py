@@ -72,6 +72,11 @@ def pids(envs: jaxvec.VectorEnv | Pool) -> list[int]:
     return [process.pid for process in supervisor(envs)._processes]
 
 
+def hosts(envs: jaxvec.VectorEnv | Pool) -> list[int]:
+    """Returns the process ids of recycled workers that step some envs to the ends of their episodes."""
+    return [host.pid for _, host in supervisor(envs)._hosts]
+
+
 def array(envs: jaxvec.VectorEnv | Pool, name: str) -> Any:
     """Returns a column of marks in the segment, such as `running` or `completed`."""
     return workers(envs)._arrays[name,]

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import gymnasium
@@ -477,7 +478,10 @@ def test_the_examples_of_the_help_run(run, example):
     if "ALE/Pong-v5" in words and importlib.util.find_spec("ale_py") is None:
         assert run(*words)[0] == 2
         pytest.skip("ale_py is not installed, which the command says")
-    code, out, _ = run(*words, *(QUICK if words[0] == "bench" else []))
+    if words[0] == "top":
+        words[1:] = str(os.getpid()), *(words[2:3] or ["--once"])
+    with jaxvec.make(CountingEnv, 1) if words[0] == "top" else nullcontext():
+        code, out, _ = run(*words, *(QUICK if words[0] == "bench" else []))
     assert code == 0
     if "--json" in words:
         assert json.loads(out)["schema"] == f"jaxvec.{words[0]}/1"

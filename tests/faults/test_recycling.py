@@ -1,0 +1,425 @@
+"""`Workers(recycle=...)`: a fresh process takes the place of a worker, and no row is lost or wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import gymnasium
+import jax
+import numpy as np
+import pytest
+from gymnasium.wrappers import TimeLimit
+from support import probe
+from support.state_game import Walk
+
+import jaxvec
+from jaxvec import _stats
+from jaxvec.compat.gymnasium import AsyncVectorEnv
+from jaxvec.testing import CountingEnv
+
+NUM_ENVS, NUM_STEPS = 4, 60
+Recycle = jaxvec.Recycle
+OFTEN = Recycle(steps=20)  # about every tenth step, as a worker has two envs
+WAYS = [("native", "ffi"), ("native", "io_callback"), ("portable", "io_callback")]
+
+
+def walk():
+    return TimeLimit(Walk(), 7)
+
+
+class Opened(CountingEnv):
+    """An env without exact states, because it has an open file. Its info has its process."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.file = open(os.devnull)  # noqa: SIM115 - it stays open
+        self.difficulty = 0
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"pid": os.getpid(), "difficulty": self.difficulty}
+
+    def close(self):
+        self.file.close()
+
+
+class Leaking(CountingEnv):
+    """Keeps 1 MB more with each step, outside of its attributes."""
+
+    def step(self, action):
+        hoard = jaxvec.__dict__.setdefault("hoard", [])
+        hoard.append(b"x" * 1_000_000)
+        return super().step(action)
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def way(request):
+    dispatch, transport = request.param
+    with jaxvec.config.override(dispatch=dispatch, transport=transport):
+        yield request.param
+
+
+def make(env, recycle, **options):
+    return jaxvec.make(env, NUM_ENVS, workers=jaxvec.Workers(num=2, recycle=recycle), **options)
+
+
+def recycled(envs):
+    return probe.array(envs, "stats")[:, _stats.RECYCLED].tolist()
+
+
+def actions(seed=0, high=3):
+    return np.random.default_rng(seed).integers(0, high, (NUM_STEPS, NUM_ENVS))
+
+
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def scan(envs, chosen):
+    handle, first = jaxvec.reset(envs, seed=3)
+    _, rows = jax.jit(lambda handle: jax.lax.scan(jaxvec.step, handle, chosen))(handle)
+    return jax.tree.map(np.asarray, (first, rows))
+
+
+# --- Envs with exact states -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "EPISODIC"])
+@pytest.mark.parametrize("env", [walk, lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)])
+def test_recycling_in_a_compiled_loop_changes_no_bit(env, mode, way):
+    chosen = actions(high=2)
+    with make(env, None, autoreset_mode=mode) as envs:
+        expected = scan(envs, chosen)
+    often = Recycle(steps=4) if mode == "EPISODIC" else OFTEN  # each env has one episode there
+    with make(env, often, autoreset_mode=mode) as envs:
+        pids = probe.pids(envs)
+        found = scan(envs, chosen)
+        assert min(recycled(envs)) >= 1
+        assert not {*pids} & {*probe.pids(envs)}
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_recycling_in_first_ready_mode_changes_no_row(dispatch):
+    def play(recycle):
+        rows = []
+        with jaxvec.config.override(dispatch=dispatch):
+            envs = make(walk, recycle, batch_size=2, recv_order="sent", info={"luck": np.float32})
+        with envs:
+            handle, timestep = jaxvec.reset(envs, seed=3)
+            for action in actions()[:, :2]:
+                rows.append(jax.tree.map(np.asarray, timestep))
+                handle, timestep = jaxvec.recv(jaxvec.send(handle, action, timestep.info["env_id"]))
+            return rows, recycled(envs)
+
+    expected, _ = play(None)
+    found, times = play(OFTEN)
+    assert min(times) >= 1
+    assert_equal(found, expected)
+
+
+def test_recycling_keeps_saved_states_infos_and_attributes():
+    def play(recycle):
+        with make(walk, recycle, states=20) as envs:
+            rows = [envs.reset(seed=3)]
+            for step, action in enumerate(actions()):
+                if step == 8:
+                    states = envs.save()
+                    envs.set_attr("mark", [1, 2, 3, 4])
+                if step == 30:
+                    rows.append(envs.restore(states))
+                rows.append(envs.step(action))
+                rows.append([envs.pool.env_calls.infos(envs.pool.all)])
+                if step >= 8:
+                    rows.append(envs.get_attr("mark") if step < 30 else [])
+            _, simulated = envs.simulate(states, actions()[0])
+            return rows, simulated, recycled(envs) if recycle else [1]
+
+    *expected, _ = play(None)
+    *found, times = play(OFTEN)
+    assert min(times) >= 1
+    assert_equal(found, expected)
+
+
+class Levels(gymnasium.Env):
+    """Observes the level of its reset options, and the step of its episode, which has three."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1000, (2,), np.int32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.level, self.count = (options or {}).get("level", -1), 0
+        return np.array([self.level, 0], np.int32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.array([self.level, self.count], np.int32), 0.0, self.count == 3, False, {}
+
+
+@pytest.mark.parametrize("dispatch", ["native", "portable"])
+def test_recycling_keeps_the_newest_reset_options(dispatch):
+    levels = gymnasium.spaces.Dict(level=gymnasium.spaces.Discrete(1000))
+    with jaxvec.config.override(dispatch=dispatch):
+        envs = make(Levels, Recycle(steps=10), reset_options=levels)
+    with envs:
+        envs.reset(seed=0, options={"level": np.arange(4)})
+        for step in range(1, 60):
+            given = {"level": 10 * step + np.arange(4)}
+            timestep = envs.step([0] * NUM_ENVS, reset_options=given)
+            begun = 10 * (step - step % 3) + np.arange(4)
+            assert (timestep.obs[:, 0] == begun).all(), step
+            assert (timestep.obs[:, 1] == step % 3).all()
+        assert min(recycled(envs)) >= 2
+
+
+def test_recycling_keeps_python_objects_in_gymnasiums_api():
+    class Speaking(gymnasium.Env):
+        observation_space = gymnasium.spaces.Text(20)
+        action_space = gymnasium.spaces.Text(20)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.said = "start"
+            return self.said, {"said": [self.said]}
+
+        def step(self, action):
+            self.said = f"{self.said[-9:]}{action}"
+            return self.said, 1.0, len(self.said) > 9, False, {"said": [self.said]}
+
+    def play(recycle):
+        workers = jaxvec.Workers(num=2, recycle=recycle)
+        envs = AsyncVectorEnv([Speaking] * NUM_ENVS, workers=workers)
+        rows = [envs.reset(seed=0)]
+        rows += [envs.step([f"{word}{env}" for env in range(NUM_ENVS)]) for word in range(40)]
+        times = recycled(envs.pool)[0]
+        envs.close()
+        return rows, times
+
+    expected, _ = play(None)
+    found, times = play(OFTEN)
+    assert times >= 1
+    assert_equal(found, expected)
+
+
+class Distance:
+    """A class that is copied by its own protocol only."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __reduce__(self):
+        return Distance, (self.value,)
+
+
+class Trusting(CountingEnv):
+    def reset(self, **kwargs):
+        self.distance = Distance(0)
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.distance = Distance(self.distance.value + int(action))
+        obs, _, *rest = super().step(action)
+        return obs, float(self.distance.value), *rest
+
+
+def test_trusted_classes_move_to_the_new_process(caplog):
+    with caplog.at_level("INFO", "jaxvec"):
+        states = jaxvec.States(max=1, trust=[Distance])
+        with make(Trusting, OFTEN, states=states) as envs:
+            envs.reset(seed=0)
+            for step in range(1, 40):
+                assert (envs.step([1, 2, 3, 4]).reward == step * np.arange(1, 5)).all()
+            assert min(recycled(envs)) >= 1
+    assert any("continue in a fresh process" in message for message in caplog.messages)
+    assert not any("not exact" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("limit", [{"memory": "120MB"}, {"seconds": 0.2}, {"descriptors": 1}])
+def test_each_limit_replaces_the_workers(limit):
+    with make(Leaking, Recycle(**limit)) as envs:
+        envs.reset(seed=0)
+        for number in range(1, 2000):
+            timestep = envs.step([7] * NUM_ENVS)
+            assert (timestep.obs == [1, number, number, 7]).all()
+            if min(recycled(envs)) >= 2:
+                break
+        assert min(recycled(envs)) >= 2
+
+
+def test_a_leak_stays_below_the_limit_of_memory():
+    with make(Leaking, Recycle(memory="150MB", steps=100)) as envs:
+        envs.reset(seed=0)
+        for number in range(1, 251):
+            timestep = envs.step([7] * NUM_ENVS)
+            assert (timestep.obs == [1, number, number, 7]).all()
+            # The first replacement also verifies the states, in a fork that shares the memory.
+            found = [worker.process for worker in envs.stats().workers if worker.process is not None]
+            assert all(process.memory < 200e6 for process in found if process.recycled)
+        assert min(recycled(envs)) >= 4
+
+
+# --- Envs without exact states --------------------------------------------------------------------------
+
+
+def rows_of_counting(chosen, faults, length):
+    """Yields the fields of each row of a `CountingEnv` that ends after `length` steps or at a fault."""
+    total, steps = 0.0, 0
+    for action, fault in zip(chosen, faults, strict=True):
+        if fault:
+            yield (-1, 0, 0.0, total, steps, False, True)
+            total, steps = 0.0, 0
+            continue
+        steps += 1
+        total += steps
+        over = steps == length
+        yield (-1 if over else action, 0 if over else steps, float(steps), total, steps, over, False)
+        if over:
+            total, steps = 0.0, 0
+
+
+def check_rows(rows, chosen, faults, length=7):
+    for env_id in range(NUM_ENVS):
+        columns = (
+            rows.obs[..., 3],
+            rows.obs[..., 2],
+            rows.reward,
+            rows.info["episode_return"],
+            rows.info["episode_length"],
+            rows.terminated,
+            rows.truncated,
+        )
+        expected = rows_of_counting(chosen[:, env_id], faults[:, env_id], length)
+        assert [*zip(*(column[:, env_id].tolist() for column in columns), strict=True)] == [*expected]
+
+
+def test_without_exact_states_episodes_end_in_the_old_process(way):
+    chosen = actions(high=2)
+    with make(Opened, OFTEN, episode_length=7, info={"pid": np.int32}) as envs:
+        _, rows = scan(envs, chosen)
+        assert min(recycled(envs)) >= 2
+        assert "fault" not in rows.info
+    check_rows(rows, chosen, np.zeros_like(chosen, bool))
+    ends = rows.terminated
+    pids = np.where(ends, rows.info["final_info"]["pid"], rows.info["pid"])
+    changed = pids[1:] != pids[:-1]
+    assert changed.any(axis=0).all()
+    assert (~changed | ends[:-1]).all()  # between two episodes only
+
+
+def test_cut_recycling_marks_the_rows_that_end_episodes(way):
+    chosen = actions(high=2)
+    with make(Opened, Recycle(steps=20, fallback="cut"), episode_length=7) as envs:
+        _, rows = scan(envs, chosen)
+        assert min(recycled(envs)) >= 2
+        assert envs.stats().total.restarts == 0
+    faults = rows.info["fault"]
+    check_rows(rows, chosen, faults)
+    assert (faults.sum(0) >= 2).all()
+    # The final observation of a cut episode is the one that was delivered last.
+    for before, env_id in np.argwhere(faults[1:]):
+        assert (rows.info["final_obs"][before + 1, env_id] == rows.obs[before, env_id]).all()
+
+
+def test_guests_answer_calls_and_their_attributes_move_on():
+    with make(Opened, OFTEN, episode_length=50) as envs:
+        envs.reset(seed=0)
+        for _ in range(15):
+            envs.step([1] * NUM_ENVS)
+        assert min(recycled(envs)) == 1  # the episodes go on in the old processes
+        envs.set_attr("difficulty", [5, 6, 7, 8])
+        assert [*envs.get_attr("difficulty")] == [5, 6, 7, 8]
+        assert [obs.tolist() for obs in envs.call("_observe", 9)] == [[1, 15, 15, 9]] * NUM_ENVS
+        for _ in range(40):
+            envs.step([1] * NUM_ENVS)
+        assert [*envs.get_attr("difficulty")] == [5, 6, 7, 8]
+        assert [*envs.get_attr("resets")] == [1] * NUM_ENVS  # of new envs
+
+
+def test_the_death_of_an_old_process_is_a_fault_of_its_envs():
+    policy = jaxvec.Restart(retry="rebuild", max_restarts=None, rate=None)
+    with make(Opened, OFTEN, episode_length=50, on_fault=policy) as envs:
+        envs.reset(seed=0)
+        for _ in range(15):
+            envs.step([1] * NUM_ENVS)
+        hosts = probe.hosts(envs)
+        assert len(hosts) == 2
+        for pid in hosts:
+            os.kill(pid, signal.SIGKILL)
+        for _ in range(20):
+            timestep = envs.step([1] * NUM_ENVS)
+            if timestep.info["fault"].any():
+                break
+        assert timestep.info["fault"].all()
+        assert (envs.step([1] * NUM_ENVS).obs == [1, 1, 1, 1]).all()
+
+
+def test_close_during_a_handover_ends_all_processes():
+    for steps in range(18, 24):
+        with make(Opened, Recycle(steps=20), episode_length=None) as envs:
+            envs.reset(seed=0)
+            for _ in range(steps // 2):
+                envs.step([1] * NUM_ENVS)
+            pids = {*probe.pids(envs), *probe.hosts(envs)}
+        assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+def test_faults_beside_recycling_are_recovered():
+    class Fragile(Walk):
+        def step(self, action):
+            if action == 2 and self.np_random.random() < 0.3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step(action)
+
+    policy = jaxvec.Restart(max_restarts=None, rate=None)
+    with make(Fragile, OFTEN, on_fault=policy) as envs:
+        _, rows = scan(envs, actions())
+        stats = envs.stats()
+        assert rows.info["fault"].any()
+        assert sum(recycled(envs)) >= 1
+        assert stats.total.restarts >= 1
+        assert stats.total.steps + stats.total.faults == NUM_STEPS * NUM_ENVS
+
+
+# --- Arguments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"backend": "serial"}, "needs worker processes"),
+        ({"backend": "ray"}, "needs workers on this machine"),
+        ({"spare_envs": 1}, "spare_envs cannot be combined"),
+        ({"envs_per_instance": 2}, "does not go with a batched env"),
+    ],
+)
+def test_recycling_is_refused_with_a_reason(options, text):
+    with pytest.raises(ValueError, match=text):
+        jaxvec.make(CountingEnv, 2, workers=jaxvec.Workers(recycle=OFTEN), **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "has no limit"),
+        ({"memory": "2 parsecs"}, 'such as "2GB"'),
+        ({"memory": 0}, "memory"),
+        ({"memory": "..GB"}, "memory"),
+        ({"steps": 0}, "steps"),
+        ({"seconds": -1}, "seconds"),
+        ({"descriptors": "many"}, "descriptors"),
+        ({"steps": 1, "fallback": "never"}, "fallback"),
+    ],
+)
+def test_limits_of_recycling_are_checked_by_name(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        Recycle(**arguments)
+
+
+def test_memory_is_read_with_its_unit():
+    assert Recycle(memory="2GB").memory == 2 * 10**9
+    assert Recycle(memory=" 1.5 GiB ").memory == 3 * 2**29
+    assert Recycle(memory=123).memory == 123
+    with pytest.raises(TypeError, match=r"jaxvec\.Recycle"):
+        jaxvec.Workers(recycle="2GB")
