@@ -1,4 +1,4 @@
-"""Trains with a program of `jaxvec.examples` and one of CleanRL for the same time, and saves both curves.
+"""Trains with a program of `examples/` and one of CleanRL for the same time, and saves both curves.
 
     python -m benchmarks.beside_cleanrl ppo_mujoco ppo_continuous_action --cleanrl CHECKOUT --python PYTHON \
         --options "--total-steps 6000000" --cleanrl-options "--total-timesteps 600000" --out curves
@@ -110,7 +110,7 @@ class Program:
 def main() -> None:
     """Parses the command line, runs both programs and writes their curves."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("program", help="module in jaxvec.examples")
+    parser.add_argument("program", help="name of a program in examples/, or ppo_mujoco")
     parser.add_argument("cleanrl_program", help="file in CleanRL's folder `cleanrl`, without .py")
     parser.add_argument("--cleanrl", type=Path, required=True, help="path of a checkout of CleanRL")
     parser.add_argument("--python", required=True, help="interpreter with the dependencies of CleanRL")
@@ -123,8 +123,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     script = args.cleanrl.resolve() / "cleanrl" / f"{args.cleanrl_program}.py"
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), str(args.cleanrl.resolve())])
-    log = [] if args.program in ("ppo", "ppo_mujoco") else ["--log", "/dev/stdout"]
-    jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}", *log]
+    if args.program in ("ppo", "ppo_mujoco"):
+        jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}"]
+    else:
+        jaxvec_command = [sys.executable, f"examples/{args.program}.py", "--log", "/dev/stdout"]
     cleanrl_command = [args.python, str(script), *shlex.split(args.cleanrl_options)]
     with tempfile.TemporaryDirectory() as folder:
         programs = {

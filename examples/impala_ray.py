@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import impala
 import jax
 import jax.numpy as jnp
 import numpy as np
+from impala import Agent, Learner, make_agent
+from shared_training import Result, encode, finish, option, parse, progress
 
 import jaxvec
-from jaxvec.examples import impala
-from jaxvec.examples._training import Result, encode, finish, option, parse, progress
-from jaxvec.examples.impala import Agent, Learner, make_agent
 
 _MEMORY = 200 << 20  # bytes of each simulated node's object store
 

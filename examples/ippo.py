@@ -5,7 +5,7 @@
 
 The agents share one network, and each learns from its own rewards. Agents may leave before the episode ends:
 the masks of the adapter mark the agents that act, and rows of others have no weight in the loss. The shared
-parts of PPO are in `_ppo.py`.
+parts of PPO are in `shared_ppo.py`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import shared_ppo
+import shared_training
 from gymnasium import spaces
+from shared_ppo import ActorCritic, Batch, Categorical
+from shared_training import Report, Result, Returns, Trained, finish, option, parse, repeat
 
 import jaxvec
-from jaxvec.examples import _ppo, _training
-from jaxvec.examples._ppo import ActorCritic, Batch, Categorical
-from jaxvec.examples._training import Report, Result, Returns, Trained, finish, option, parse, repeat
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config(_ppo.Config):
+class Config(shared_ppo.Config):
     env: str = option(
         "mpe2.simple_spread_v3", "module with a function parallel_env, of equal Discrete agents"
     )
@@ -79,7 +80,7 @@ def make_team(config: Config, envs: jaxvec.VectorEnv) -> Team:
             f"actions, not {obs_spaces} and {action_spaces}"
         )
     network = ActorCritic(int(action_space.n))
-    return Team(config, names, Categorical(action_space), network, _ppo.make_optimizer(config))
+    return Team(config, names, Categorical(action_space), network, shared_ppo.make_optimizer(config))
 
 
 class State(NamedTuple):
@@ -148,7 +149,7 @@ def collect(team: Team, state: State, key: jax.Array) -> tuple[State, Steps]:
 def loss(team: Team, params: Any, batch: Batch, acted: jax.Array) -> jax.Array:
     """Returns PPO's loss of the rows `[n, ...]` with `acted`, `[]` float32."""
     outputs, value = team.network.apply(params, batch.obs)
-    rows = jax.vmap(partial(_ppo.objective, team.config, team.policy))(outputs, value, batch)
+    rows = jax.vmap(partial(shared_ppo.objective, team.config, team.policy))(outputs, value, batch)
     return jnp.sum(jnp.where(acted, rows, 0)) / jnp.maximum(acted.sum(), 1)
 
 
@@ -158,7 +159,7 @@ def update(team: Team, state: State, key: jax.Array) -> State:
     play_key, learn_key = jax.random.split(key)
     state, steps = collect(team, state, play_key)
     reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
-    advantage = _ppo.advantages(
+    advantage = shared_ppo.advantages(
         config, reward, steps.terminated, steps.done, value=steps.value, next_value=steps.next_value
     )
     target = advantage + steps.value
@@ -169,8 +170,8 @@ def update(team: Team, state: State, key: jax.Array) -> State:
     def loss_of(params: Any, chosen: jax.Array) -> jax.Array:
         return loss(team, params, *jax.tree.map(lambda leaf: leaf[chosen], rows))
 
-    chosen = _ppo.shuffle(config, learn_key, rows[1].size)
-    params, opt_state = _ppo.descend_on(loss_of, team, (state.params, state.opt_state), chosen)
+    chosen = shared_ppo.shuffle(config, learn_key, rows[1].size)
+    params, opt_state = shared_ppo.descend_on(loss_of, team, (state.params, state.opt_state), chosen)
     return state._replace(params=params, opt_state=opt_state)
 
 
@@ -203,12 +204,12 @@ def run(config: Config) -> Result:
         num_workers=config.num_workers,
         info=INFO,
     ) as envs:
-        return _training.run(config, envs, partial(train, make_team(config, envs)))
+        return shared_training.run(config, envs, partial(train, make_team(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
     config = parse(Config, "ippo", "Train IPPO on a parallel env of PettingZoo.", argv, is_id=False)
-    _training.need("families", "pettingzoo", config.env.partition(".")[0])
+    shared_training.need("families", "pettingzoo", config.env.partition(".")[0])
     return finish(config, "IPPO", "ippo", run(config))
 
 

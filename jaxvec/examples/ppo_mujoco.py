@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+from jaxvec import _util
 from jaxvec.examples import ppo
-from jaxvec.examples._training import need
 from jaxvec.examples.ppo import Result, option
 
 
@@ -31,7 +32,8 @@ class Config(ppo.Config):
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    need("mujoco", "mujoco")
+    if find_spec("mujoco") is None:
+        raise SystemExit(f"this example needs mujoco: {_util.install_command('mujoco')}")
     return ppo.main(argv, Config, "ppo_mujoco")
 
 

@@ -5,17 +5,25 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import dqn
 import gymnasium
+import impala
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import ppo_atari
+import ppo_recurrent
 import pytest
+import sac
+import search
+import shared_ppo
+import shared_replay
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 
 import jaxvec
-from jaxvec.examples import _ppo, _replay, dqn, impala, ppo_atari, ppo_mujoco, ppo_recurrent, sac, search
+from jaxvec.examples import ppo_mujoco
 
 KEY = jax.random.key(0)
 
@@ -97,8 +105,8 @@ def test_atari_halves_learn_from_the_results_gymnasium_returns():
     network = SimpleNamespace(
         init=lambda *_: (), apply=lambda _, frames: (jnp.zeros((len(frames), 3)), value_of(frames))
     )
-    policy = _ppo.Categorical(GameEnv.action_space)
-    agent = _ppo.Agent(config, policy, network, optax.identity())
+    policy = shared_ppo.Categorical(GameEnv.action_space)
+    agent = shared_ppo.Agent(config, policy, network, optax.identity())
     updates = []
     with jaxvec.make(GameEnv, num_envs, info={"lives": int}, **ppo_atari.halves(config)) as envs:
         state = jax.jit(partial(ppo_atari.begin, agent))(*jaxvec.reset(envs, seed=7), KEY)
@@ -160,7 +168,7 @@ class Counting:
 
 def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
     """A limit of four steps truncates; a pole that falls, and ends an episode, takes longer."""
-    config = _replay.ReplayOptions(
+    config = shared_replay.ReplayOptions(
         num_envs=2, num_steps=24, total_steps=48, batch_size=2, learn_after=20, gradient_steps=3
     )
     make = {"max_episode_steps": 4}
@@ -178,11 +186,11 @@ def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
         obs = after
     with jaxvec.make("CartPole-v1", 2, **make) as envs:
         handle, timestep = jaxvec.reset(envs, seed=3)
-        program = jax.jit(lambda *args: _replay.train(Counting(), config, lambda _: None, *args))
+        program = jax.jit(lambda *args: shared_replay.train(Counting(), config, lambda _: None, *args))
         state, _, _ = program(handle, timestep, jax.random.key(0))
         jax.effects_barrier()
     kept = state.buffer.experience
-    for name, value in zip(_replay.Transition._fields, zip(*expected, strict=True), strict=True):
+    for name, value in zip(shared_replay.Transition._fields, zip(*expected, strict=True), strict=True):
         np.testing.assert_array_equal(getattr(kept, name)[0, :48], np.concatenate(value), name)
     assert state.learned == 3 * (24 - 20 // 2 + 1)
 
@@ -190,7 +198,10 @@ def test_what_is_replayed_is_what_gymnasium_returns_within_episodes():
 def ends_and_goes_on(loss, action):
     """Returns losses of a transition that ended, and of one that differs from it in nothing else."""
     obs, reward = jnp.ones((1, 3)), jnp.float32([2.0])
-    return [loss(_replay.Transition(obs, action, reward, obs, jnp.array([ended]))) for ended in (True, False)]
+    return [
+        loss(shared_replay.Transition(obs, action, reward, obs, jnp.array([ended])))
+        for ended in (True, False)
+    ]
 
 
 def test_dqn_s_targets_go_on_where_an_episode_was_only_truncated():
@@ -234,7 +245,7 @@ def test_what_a_memory_is_trained_on_is_what_it_did():
 
     policy = SimpleNamespace(evaluate=evaluate)
     watched = SimpleNamespace(config=config, network=agent.network, policy=policy)
-    batch = _ppo.Batch(steps.obs, steps.action, zeros, zeros, zeros)
+    batch = shared_ppo.Batch(steps.obs, steps.action, zeros, zeros, zeros)
     ppo_recurrent.loss(watched, params, memory, steps.done, batch)
     np.testing.assert_allclose(seen[0], steps.log_prob, atol=1e-5)
     ppo_recurrent.loss(watched, params, memory, zeros > 0, batch)
@@ -304,7 +315,9 @@ def test_v_trace_is_what_its_definition_says():
     np.testing.assert_allclose(advantage, advantages, rtol=1e-5, atol=1e-6)
     # With the weights that played, it is the generalised advantage.
     target, advantage = impala.v_trace(config, *map(jnp.array, given), **values, log_ratio=jnp.zeros(shape))
-    same = _ppo.advantages(_ppo.Config(gamma=0.9, gae_lambda=0.8), *map(jnp.array, given), **values)
+    same = shared_ppo.advantages(
+        shared_ppo.Config(gamma=0.9, gae_lambda=0.8), *map(jnp.array, given), **values
+    )
     np.testing.assert_allclose(advantage, same, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(target, value + same, rtol=1e-5, atol=1e-6)
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import plr
 import pytest
+import shared_ppo
 
 import jaxvec
-from jaxvec.examples import _ppo
 
 KEY = jax.random.key(0)
 
@@ -152,7 +152,7 @@ def test_ippo_masks_agents_that_left():
     assert np.isfinite(state.returns.last).sum() == 4
     # Rows of agents that left have no weight in the loss.
     zeros = jnp.zeros_like(steps.reward)
-    batch = _ppo.Batch(steps.obs, steps.action, steps.log_prob, zeros, zeros)
+    batch = shared_ppo.Batch(steps.obs, steps.action, steps.log_prob, zeros, zeros)
     batch = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), batch)
     acted = steps.acted.reshape(-1)
     spoilt = batch._replace(target=jnp.where(acted, 0, 1e6))

@@ -1,9 +1,9 @@
 """SAC on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`.
 
-    python -m jaxvec.examples.sac
+    python examples/sac.py
 
 The program has two critics, a policy that is squashed to the action bounds, and a learned temperature.
-`_replay.py` contains the loop of env steps, buffer and gradient steps.
+`shared_replay.py` contains the loop of env steps, buffer and gradient steps.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import shared_replay
+import shared_training
 from flax import linen as nn
 from gymnasium import spaces
+from shared_replay import ReplayOptions, Transition
+from shared_training import Result, finish, option, parse
 
 import jaxvec
-from jaxvec.examples import _replay, _training
-from jaxvec.examples._replay import ReplayOptions, Transition
-from jaxvec.examples._training import Result, finish, option, parse
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True)
 class Sac:
-    """The algorithm; see `_replay.Algorithm`. Its actions are float32; -1 and 1 are the bounds."""
+    """The algorithm; see `shared_replay.Algorithm`. Its actions are float32; -1 and 1 are the bounds."""
 
     config: Config
     space: spaces.Box  # the action space
@@ -152,7 +153,7 @@ def make_sac(config: Config, envs: jaxvec.VectorEnv) -> Sac:
 
 def run(config: Config) -> Result:
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
-        return _training.run(config, envs, partial(_replay.train, make_sac(config, envs), config))
+        return shared_training.run(config, envs, partial(shared_replay.train, make_sac(config, envs), config))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:

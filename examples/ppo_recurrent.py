@@ -1,11 +1,11 @@
 """PPO with a memory (GRU) on Gymnasium envs, with all of training in one `jax.jit`.
 
-    python -m jaxvec.examples.ppo_recurrent
-    python -m jaxvec.examples.ppo_recurrent --entries 0,1,2,3
+    python examples/ppo_recurrent.py
+    python examples/ppo_recurrent.py --entries 0,1,2,3
 
 With the first command, the agent observes only the positions of cart and pole, so it needs a memory to
 estimate their velocities. The memory is cleared at the end of an episode. The shared parts of PPO are
-imported from `_ppo.py`.
+imported from `shared_ppo.py`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import shared_ppo
+import shared_training
 from flax import linen as nn
 from gymnasium import spaces
+from shared_ppo import Batch, Categorical
+from shared_training import Report, Result, Returns, Trained, finish, option, parse, repeat
 
 import jaxvec
-from jaxvec.examples import _ppo, _training
-from jaxvec.examples._ppo import Batch, Categorical
-from jaxvec.examples._training import Report, Result, Returns, Trained, finish, option, parse, repeat
 from jaxvec.normalize import RunningMeanStd
 
 
 @dataclass(frozen=True)
-class Config(_ppo.Config):
+class Config(shared_ppo.Config):
     entries: str = option("0,2", "indices of the observation entries that the agent sees, from 0")
     num_units: int = option(64, "size of the memory")
 
@@ -85,7 +86,7 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
             f"{config.env}: --entries {max(entries)} is out of range for {obs_space.shape[0]} entries"
         )
     network = RecurrentActorCritic(int(action_space.n), config.num_units)
-    return Agent(config, entries, Categorical(action_space), network, _ppo.make_optimizer(config))
+    return Agent(config, entries, Categorical(action_space), network, shared_ppo.make_optimizer(config))
 
 
 class State(NamedTuple):
@@ -158,7 +159,7 @@ def loss(agent: Agent, params: Any, memory: jax.Array, done: jax.Array, batch: B
         return empty(memory, done), (logits, value)
 
     _, (logits, value) = jax.lax.scan(remember, memory, (batch.obs, done))
-    return _ppo.objective(agent.config, agent.policy, logits, value, batch)
+    return shared_ppo.objective(agent.config, agent.policy, logits, value, batch)
 
 
 def update(agent: Agent, state: State, key: jax.Array) -> State:
@@ -169,16 +170,16 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
     state, steps = collect(agent, state, play_key)
     reward = (1 - config.gamma) * steps.reward  # scales values to the magnitude of one reward
     ends = steps.terminated, steps.done
-    advantage = _ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
+    advantage = shared_ppo.advantages(config, reward, *ends, value=steps.value, next_value=steps.next_value)
     target = advantage + steps.value
-    batch = Batch(steps.obs, steps.action, steps.log_prob, _ppo.standardize(advantage), target)
+    batch = Batch(steps.obs, steps.action, steps.log_prob, shared_ppo.standardize(advantage), target)
 
     def loss_of(params: Any, envs: jax.Array) -> jax.Array:
         minibatch: Batch = jax.tree.map(lambda leaf: leaf[:, envs], batch)
         return loss(agent, params, before[envs], steps.done[:, envs], minibatch)
 
-    envs = _ppo.shuffle(config, learn_key, config.num_envs)
-    params, opt_state = _ppo.descend_on(loss_of, agent, (state.params, state.opt_state), envs)
+    envs = shared_ppo.shuffle(config, learn_key, config.num_envs)
+    params, opt_state = shared_ppo.descend_on(loss_of, agent, (state.params, state.opt_state), envs)
     return state._replace(params=params, opt_state=opt_state)
 
 
@@ -204,7 +205,7 @@ def train(
 
 def run(config: Config) -> Result:
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
-        return _training.run(config, envs, partial(train, make_agent(config, envs)))
+        return shared_training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:

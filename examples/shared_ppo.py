@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from gymnasium import spaces
-
-from jaxvec.examples._training import Options, option
+from shared_training import Options, option
 
 
 @dataclass(frozen=True)

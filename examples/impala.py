@@ -1,7 +1,7 @@
 """IMPALA on one machine: actors play while the learner learns, and V-trace corrects for older weights.
 
-    python -m jaxvec.examples.impala
-    python -m jaxvec.examples.impala --num-actors 0
+    python examples/impala.py
+    python examples/impala.py --num-actors 0
 
 Each actor is a thread with its own pool and a compiled rollout. It reads the newest weights, plays, and
 puts the rollout into a queue. The learner takes the next rollout from the queue, so a slow env delays only
@@ -26,10 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-import jaxvec
-from jaxvec.examples._ppo import ActorCritic, Categorical
-from jaxvec.examples._training import (
+from shared_ppo import ActorCritic, Categorical
+from shared_training import (
     Options,
     Result,
     Returns,
@@ -40,6 +38,8 @@ from jaxvec.examples._training import (
     parse,
     progress,
 )
+
+import jaxvec
 from jaxvec.normalize import RunningMeanStd
 
 

@@ -1,7 +1,7 @@
 """PPO on Atari games in one `jax.jit`: half of the envs step while the network acts for the other half.
 
-    python -m jaxvec.examples.ppo_atari
-    python -m jaxvec.examples.ppo_atari --env ALE/Breakout-v5 --sticky 0
+    python examples/ppo_atari.py
+    python examples/ppo_atari.py --env ALE/Breakout-v5 --sticky 0
 
 Workers return single frames, scores and lives, preprocessed by Gymnasium's `AtariPreprocessing`. The
 program stacks four frames and clips rewards to their sign. It treats a lost life as the end of an episode
@@ -9,7 +9,7 @@ for learning, while the game continues. The reported returns are unclipped score
 
 As in every `ALE/...-v5`, the emulator repeats the last action with probability 0.25 in each frame. To compare
 with older results, disable these sticky actions with `--sticky 0`. The shared parts of PPO are imported from
-`_ppo.py`.
+`shared_ppo.py`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from typing import Any, NamedTuple
 import gymnasium
 import jax
 import jax.numpy as jnp
+import shared_ppo
+import shared_training
 from flax import linen as nn
 from gymnasium import spaces
 from gymnasium.wrappers import AtariPreprocessing
+from shared_ppo import Agent, Batch, Categorical
+from shared_training import Report, Result, Returns, Trained, finish, need, option, parse, repeat
 
 import jaxvec
-from jaxvec.examples import _ppo, _training
-from jaxvec.examples._ppo import Agent, Batch, Categorical
-from jaxvec.examples._training import Report, Result, Returns, Trained, finish, need, option, parse, repeat
 
 _NUM_FRAMES = 4
 
 
 @dataclass(frozen=True)
-class Config(_ppo.Config):
+class Config(shared_ppo.Config):
     env: str = option("ALE/Pong-v5", "id of an ALE game")
     num_envs: int = option(16, "number of envs, in two alternating halves")
     total_steps: int = option(1_000_000, "env steps of four frames each, rounded up to whole updates")
@@ -186,9 +187,11 @@ def update(agent: Agent, state: State, key: jax.Array) -> State:
     state, steps = collect(agent, state, play_key)
     frames, _, action, log_prob, value = steps.decision
     ends = steps.terminated, steps.done
-    advantage = _ppo.advantages(agent.config, steps.reward, *ends, value=value, next_value=steps.next_value)
+    advantage = shared_ppo.advantages(
+        agent.config, steps.reward, *ends, value=value, next_value=steps.next_value
+    )
     batch = Batch(frames, action, log_prob, advantage, advantage + value)
-    params, opt_state = _ppo.descend(agent, state.params, state.opt_state, batch, learn_key)
+    params, opt_state = shared_ppo.descend(agent, state.params, state.opt_state, batch, learn_key)
     returns = state.returns.add(steps.game_over, steps.score)
     return state._replace(params=params, opt_state=opt_state, returns=returns)
 
@@ -242,12 +245,12 @@ def make_agent(config: Config, envs: jaxvec.VectorEnv) -> Agent:
     actions = envs.single_action_space
     assert isinstance(actions, spaces.Discrete)
     network = NatureNetwork(int(actions.n))
-    return Agent(config, Categorical(actions), network, _ppo.make_optimizer(config))
+    return Agent(config, Categorical(actions), network, shared_ppo.make_optimizer(config))
 
 
 def run(config: Config) -> Result:
     with make_envs(config) as envs:
-        return _training.run(config, envs, partial(train, make_agent(config, envs)))
+        return shared_training.run(config, envs, partial(train, make_agent(config, envs)))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:

@@ -1,7 +1,7 @@
 r"""Gumbel MuZero search that plans with the envs themselves: no learned model, one `jax.jit`.
 
-    python -m jaxvec.examples.search
-    python -m jaxvec.examples.search --env FrozenLake-v1 --env-options '{"is_slippery": false}' \
+    python examples/search.py
+    python examples/search.py --env FrozenLake-v1 --env-options '{"is_slippery": false}' \
         --num-simulations 128
 
 The tree search is mctx's. Its model is `jaxvec.simulate`, which steps copies of the envs from the states in
@@ -38,15 +38,15 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
+from shared_training import check_env_id, make_parser, option
 
 import jaxvec
 from jaxvec import EnvState, Handle, TimeStep, _util
-from jaxvec.examples._training import check_env_id, make_parser, option
 
 try:
     import mctx
 except ImportError as _error:
-    raise ImportError(f"jaxvec.examples.search needs mctx: {_util.install_command('search')}") from _error
+    raise ImportError(f"search.py needs mctx: {_util.install_command('search')}") from _error
 
 
 @dataclass(frozen=True)

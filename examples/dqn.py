@@ -1,9 +1,9 @@
 """DQN on Gymnasium envs, with the replay buffer and all of training in one `jax.jit`.
 
-    python -m jaxvec.examples.dqn
+    python examples/dqn.py
 
 This is double DQN with a slowly updated target network and normalised layers. Without them, values grew
-without bound. `_replay.py` contains the loop of env steps, buffer and gradient steps.
+without bound. `shared_replay.py` contains the loop of env steps, buffer and gradient steps.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import shared_replay
+import shared_training
 from flax import linen as nn
+from shared_replay import ReplayOptions, Transition
+from shared_training import Result, discrete_actions, finish, option, parse
 
 import jaxvec
-from jaxvec.examples import _replay, _training
-from jaxvec.examples._replay import ReplayOptions, Transition
-from jaxvec.examples._training import Result, discrete_actions, finish, option, parse
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Learned(NamedTuple):
 
 @dataclass(frozen=True)
 class Dqn:
-    """The algorithm; see `_replay.Algorithm`. Its actions are int32 from 0."""
+    """The algorithm; see `shared_replay.Algorithm`. Its actions are int32 from 0."""
 
     config: Config
     first_action: int  # the start of the action space
@@ -117,7 +118,7 @@ def make_dqn(config: Config, envs: jaxvec.VectorEnv) -> Dqn:
 
 def run(config: Config) -> Result:
     with jaxvec.make(config.env, config.num_envs, num_workers=config.num_workers) as envs:
-        return _training.run(config, envs, partial(_replay.train, make_dqn(config, envs), config))
+        return shared_training.run(config, envs, partial(shared_replay.train, make_dqn(config, envs), config))
 
 
 def main(argv: Sequence[str] | None = None) -> Result:

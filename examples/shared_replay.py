@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from shared_training import Options, Report, Returns, Trained, encode, option, repeat
 
 import jaxvec
 from jaxvec import _util
-from jaxvec.examples._training import Options, Report, Returns, Trained, encode, option, repeat
 from jaxvec.normalize import RunningMeanStd
 
 try:
