@@ -45,6 +45,8 @@ Slices: TypeAlias = tuple[tuple[int, int], ...]
 class Process(ABC):
     """A worker process, here or on another machine."""
 
+    pid: Any = None  # of a process on this machine
+
     @property
     def place(self) -> str:
         """Location in words, such as "on node 10.0.0.2"; empty for this machine."""

@@ -7,12 +7,14 @@ error.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import importlib.metadata
 import inspect
 import json
 import operator
 import os
+import pickle
 import platform
 import re
 import sys
@@ -30,7 +32,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 import jaxvec
 from jaxvec import _native, _util, testing
 from jaxvec._config import Transport
-from jaxvec._envs import constructors
+from jaxvec._envs import constructors, flight
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import split_evenly
@@ -38,7 +40,7 @@ from jaxvec._native import NativeUnavailableError, native_dispatch
 from jaxvec._ray import cluster
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import base, fork, process
+from jaxvec._workers import base, fork, process, stacks
 from jaxvec.callbacks import _ffi, _make
 from jaxvec.cli import _bench, _top
 from jaxvec.spaces import pad
@@ -531,9 +533,104 @@ examples:
 )
 
 
+# --- attach ----------------------------------------------------------------------------------------------
+
+
+def _run_attach(options: Namespace) -> Outcome:
+    pid, env_id = options.pid, options.env
+    if not os.path.exists(f"/proc/{pid}"):
+        raise UsageError(f"there is no process {pid}, or no /proc; give the pid of a running program")
+    workers = [each for each in stacks.find_all(pid) if env_id is None or each.first <= env_id <= each.last]
+    if not workers:
+        what = "workers of jaxvec" if env_id is None else f"worker of jaxvec with env {env_id}"
+        raise UsageError(f"process {pid} has no {what} on this machine that you may inspect")
+    names = [f"worker {w.worker} (envs {w.first} to {w.last}, pid {w.pid})" for w in workers]
+    record: dict[str, Any] = {"schema": "jaxvec.attach/1", "pid": pid}
+    if not options.stack:
+        if len(workers) > 1 or not os.isatty(0):
+            raise UsageError(
+                "a prompt needs a terminal and one worker: pass --env, or --stack for all stacks"
+            )
+        print(f"pdb will prompt at the next line of an env of {names[0]}; continue ends it", file=sys.stderr)
+        workers[0].attach()
+        return Outcome(record, f"detached from {names[0]}")
+    reads = [each.request_stack() for each in workers]
+    found = [(each, name, read()) for each, name, read in zip(workers, names, reads, strict=True)]
+    silent = "no answer: the process is stopped, or blocks the signal"
+    text = "\n\n".join(f"{name}\n{stack.strip() or silent}" for _, name, stack in found)
+    record["workers"] = [
+        {"pid": each.pid, "worker": each.worker, "envs": [each.first, each.last], "stack": stack}
+        for each, _, stack in found
+    ]
+    return Outcome(record, text, FINE if all(stack for *_, stack in found) else FAILED)
+
+
+def _add_attach_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("pid", type=int, metavar="PID", help="process id of a program, or of a worker")
+    parser.add_argument("--env", type=int, metavar="N", help="only the worker that has this env")
+    parser.add_argument("--stack", action="store_true", help="print stacks instead of a prompt")
+
+
+_ATTACH = Command(
+    name="attach",
+    summary="open pdb in a worker of a running program, or show the Python stacks of its workers",
+    details="""\
+The command interrupts each worker for a moment by a real-time signal. Python then repeats an interrupted
+system call; C code may see EINTR. --stack also works while a worker hangs in C code. Both need Linux, and
+the permission to inspect the processes.
+
+--json prints {"schema": "jaxvec.attach/1", "pid": PID, "workers": [{"pid": PID, "worker": INDEX, "envs":
+[FIRST, LAST], "stack": TEXT}]}. The text is empty, and the exit code 1, if a worker does not answer.
+
+examples:
+  python -m jaxvec attach 4711 --env 17
+  python -m jaxvec attach 4711 --stack""",
+    add_arguments=_add_attach_arguments,
+    run=_run_attach,
+)
+
+
+# --- replay ----------------------------------------------------------------------------------------------
+
+
+def _run_replay(options: Namespace) -> Outcome:
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        print(line, file=sys.stderr, flush=True)  # at once, because the env may end this process
+
+    faulthandler.enable()
+    try:
+        repeated = flight.replay(options.file, report, debug=options.pdb)
+    except (OSError, pickle.UnpicklingError, ImportError, AttributeError) as error:
+        raise UsageError(f"{options.file} can't be read: {type(error).__name__}: {error}") from error
+    record = {"schema": "jaxvec.replay/1", "file": options.file, "repeated": repeated, "report": lines}
+    text = "The env repeated the fault." if repeated else "The env did not repeat the fault."
+    return Outcome(record, text, FINE if repeated else FAILED)
+
+
+def _add_replay_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a record in the directory of make(record_faults=...)")
+    parser.add_argument("--pdb", action="store_true", help="open pdb at the fault, or before the last step")
+
+
+_REPLAY = Command(
+    name="replay",
+    summary="make an episode that ended in a fault again, in this process",
+    details="""\
+The exit code is 0 if the env repeats the fault, and 1 if it does not. A record is a pickle, which can run any
+code: replay only records that you trust.
+
+--json prints {"schema": "jaxvec.replay/1", "file": TEXT, "repeated": BOOL, "report": [TEXT]}.""",
+    add_arguments=_add_replay_arguments,
+    run=_run_replay,
+)
+
+
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _ATTACH, _REPLAY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

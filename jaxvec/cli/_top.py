@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxvec import _stats
+from jaxvec._workers import stacks
 
 _CLEAR = "\x1b[H\x1b[J"
 _ROW_BYTES = 8 * _stats.WIDTH
@@ -26,6 +27,7 @@ _COLUMNS = (
 def look(pid: int) -> list[dict[str, Any]]:
     """Returns the workers of a program, those with the most memory first. Raises `ValueError` for none."""
     family, workers = _stats.family_of(pid), list[dict[str, Any]]()
+    envs = {each.pid: f"{each.first}-{each.last}" for each in stacks.find_all(pid)}
     for pool, segment in enumerate(_segments(pid)):
         # The rows of the statistics come first. Rows of no worker are other data.
         rows = np.frombuffer(segment[: len(segment) // _ROW_BYTES * _ROW_BYTES], np.int64)
@@ -36,7 +38,7 @@ def look(pid: int) -> list[dict[str, Any]]:
                     name: row[getattr(_stats, name.upper())] for name in ("steps", "episodes", "faults")
                 }
                 counters |= {"replaced": row[_stats.REPLACED], "recycled": row[_stats.RECYCLED]}
-                workers.append({"pool": pool, "envs": _env_ids(worker), **asdict(process), **counters})
+                workers.append({"pool": pool, "envs": envs.get(worker, "?"), **asdict(process), **counters})
     if not workers:
         raise ValueError(
             f"process {pid} has no workers of jaxvec on this machine; a pool with backend='serial' has none, "
@@ -90,9 +92,3 @@ def _segments(pid: int) -> Iterator[bytes]:
                 seen.add(inode)
                 with path.open("rb") as file:
                     yield file.read(_ROW_BYTES * 4096)
-
-
-def _env_ids(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip().removeprefix("jaxvec ")
-    return "?"
