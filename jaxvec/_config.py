@@ -615,6 +615,8 @@ class PoolConfig:
     envs_per_instance: int | None = None
     on_fault: OnFault | Restart = "raise"
     check: CheckMode = "structure"
+    debug: bool = False
+    record_faults: str | os.PathLike[str] | None = None
     spare_envs: int = 0
     reset_options: spaces.Dict | None = None
     states: States = States()
@@ -636,6 +638,7 @@ class PoolConfig:
             object.__setattr__(self, "states", States(self.states))
         _check_choice("recv_order", self.recv_order, get_args(RecvOrder))
         _check_choice("check", self.check, get_args(CheckMode))
+        _check_choice("debug", self.debug, (False, True))
         if not isinstance(self.backend, Ray) and self.backend not in get_args(Backend):
             raise ValueError(
                 f'backend must be "process", "serial", "ray" or a jaxvec.Ray, not {self.backend!r}'
@@ -678,13 +681,21 @@ class PoolConfig:
                 "Workers(recycle=...) and spare_envs cannot be combined: a new process can restore envs, but "
                 "not the resets of spare envs. Remove one of them"
             )
+        if self.record_faults is not None:
+            object.__setattr__(self, "record_faults", os.path.abspath(self.record_faults))
+            rejected: dict[str, Any] = {"envs_per_instance": self.envs_per_instance}
+            rejected |= {"spare_envs": self.spare_envs, "reset_options": self.reset_options}
+            rejected |= {"a Ray cluster": isinstance(self.backend, Ray)}
+            _reject("does not go with record_faults; remove one of them", rejected)
+        if self.debug and isinstance(self.backend, Ray):
+            raise ValueError("debug=True needs workers on this machine, which share the program's terminal")
         if self.workers.max_running is not None and isinstance(self.backend, Ray):
             raise ValueError(
                 "Workers(max_running=...) needs workers on this machine; on a cluster, reserve more CPUs per "
                 "worker"
             )
         if self.envs_per_instance is not None:
-            rejected: dict[str, Any] = {"on_fault": restart, "check": self.strict}
+            rejected = {"on_fault": restart, "check": self.strict}
             rejected |= {"spare_envs": self.spare_envs, "states": self.states.max or self.states.functions}
             rejected |= {"Workers(recycle=...)": self.workers.recycle}
             _reject("does not go with a batched env", rejected)

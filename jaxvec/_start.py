@@ -24,7 +24,7 @@ from jaxvec._pool.pool import Pool
 from jaxvec._spec import Autoreset, DtypePolicy, make_spec, undeclared
 from jaxvec._util import usable_cores
 from jaxvec._vector_env import VectorEnv
-from jaxvec._workers import base, foreign
+from jaxvec._workers import base, debugger, foreign
 from jaxvec._workers.base import Launcher, WorkerGroup
 from jaxvec._workers.process import LocalLauncher, ProcessWorkers
 from jaxvec._workers.serial import SerialWorkers
@@ -107,6 +107,7 @@ def start(
             together=together,
             in_order=config.recv_order == "sent",
             timeouts=config.timeouts,
+            records=config.record_faults is not None,
             resets_required=resets_required,
             states=config.states.max,
         )
@@ -137,6 +138,11 @@ def _workers(recipe: WorkerRecipe, cluster: RayCluster | None, *, learn_info: bo
     dispatch = "portable" if portable else base.choose_dispatch(dispatch)
     if config.backend == "serial":
         return SerialWorkers(recipe, dispatch=dispatch, budget=budget, learn_info=learn_info)
+    if config.debug and not debugger.has_terminal():
+        raise RuntimeError(
+            "debug=True opens pdb at the program's terminal, but this program is in the foreground of none; "
+            'start it in a terminal, or use backend="serial", which also works in a notebook'
+        )
     launcher: Launcher = LocalLauncher(config) if cluster is None else cluster.launcher(recipe.slices, config)
     return ProcessWorkers(recipe, launcher=launcher, dispatch=dispatch, budget=budget, learn_info=learn_info)
 

@@ -57,6 +57,7 @@ from jaxvec._envs.envs import (
     wrong_step,
 )
 from jaxvec._envs.episodes import ENDED, IDLE, LOST, MARKED, UNRESET, CommittedRows, Episodes, SavedEpisode
+from jaxvec._envs.flight import FlightRecorder
 from jaxvec._envs.guests import Guest, Host, call, connect, find_callable
 from jaxvec._envs.simulator import Simulator
 from jaxvec._envs.slice import Done, HandedOver, Slice, SlotSettings
@@ -110,6 +111,11 @@ class EnvSlice(Slice):
         self._episodes = Episodes(rows, spec.autoreset, lost=left)
         self._rows = EnvRows(spec, rows, left=left)
         self._delivered = CommittedRows(spec, rows) if spec.has_fault else None
+        self._flight = None
+        if (directory := config.record_faults) is not None:
+            self._flight = FlightRecorder(
+                env_fns, first=first, spec=spec, arrays=arrays, directory=str(directory)
+            )
         self._slots = SlotEnvs(
             envs,
             env_fns,
@@ -122,6 +128,7 @@ class EnvSlice(Slice):
             bypass=config.settings.wrapper_bypass and compiled is not None,
             rebuilt=left and not moved,
             lends=lends,
+            flight=self._flight,
         )
         self._step_slots = self._step_until_wrong if any(padded_nodes(spec.action)) else self._step_each
         self._reward_shape = spec.reward.shape
@@ -172,7 +179,9 @@ class EnvSlice(Slice):
                     worker=0,
                     spec=spec,
                     arrays=arrays,
-                    config=replace(config, settings=replace(config.settings, wrapper_bypass=False)),
+                    config=replace(
+                        config, settings=replace(config.settings, wrapper_bypass=False), record_faults=None
+                    ),
                     lends=False,
                 ).step_from
             ),
@@ -197,6 +206,9 @@ class EnvSlice(Slice):
             except BaseException as error:
                 failure = EnvFailure(slot, "reset")
                 failure.completed = slots[:place].tolist()
+                failure.__cause__ = error
+                if self._flight is not None:
+                    self._flight.record_failure(failure)
                 raise failure from error
         self._running[0] = 0
 
@@ -209,6 +221,8 @@ class EnvSlice(Slice):
         if self._delivered is not None:
             self._delivered.keep(slots - self.first)
         actions = self._rows.actions(indices, self._index)
+        if self._flight is not None:
+            self._flight.step(self._index)
         self._running[0] = self.first + indices[0] + 1
         try:
             self._step_slots(indices, actions, done)
@@ -225,7 +239,11 @@ class EnvSlice(Slice):
                 failure = EnvFailure(slot, "step", actions[place])
                 failure.__cause__ = error
             failure.completed = slots[:place].tolist()
+            if self._flight is not None:
+                self._flight.record_failure(failure, unstepped=indices[place + 1 :])
             raise failure from failure.__cause__
+        if self._flight is not None:
+            self._flight.check()
         self._count_steps(len(indices) if done is None else 0)
         self._running[0] = 0
 
@@ -724,6 +742,8 @@ class EnvSlice(Slice):
 
     def _restore_env(self, index: int, state: SlotState, *, fault: bool = False) -> None:
         self._resumed.pop(index, None)  # this restore takes precedence over recovery from a fault
+        if self._flight is not None:
+            self._flight.forget(index)
         if state.env is None:  # pyright: ignore[reportUnnecessaryComparison]
             return  # a guest, or a new env between two episodes
         self._slots.make_ready(index)

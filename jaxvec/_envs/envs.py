@@ -36,6 +36,7 @@ class EnvFailure(Exception):
         self.operation = operation  # such as "step" or "constructor"
         self.action = action  # of a failed step
         self.completed: list[int] = []  # the slots that completed the same request before the failure
+        self.advice = ""  # for the end of the error's text
 
 
 class AttributeFailure(EnvFailure):

@@ -10,6 +10,7 @@ import difflib
 import pickle
 import reprlib
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxvec._envs.envs import AttributeFailure, EnvFailure
@@ -36,10 +37,16 @@ class Report:
     pickled: bytes | None  # the exception; `None` if it can't be pickled or is too large
     error: type[EnvError] | type[EnvStateError]  # the class of the error that the user gets
     is_action: bool = False  # True if the env was not called, because its action is invalid
+    advice: str = ""  # for the end of the error's text
+
+
+# Called before each report, in a worker with `make(debug=True)`.
+before_report: Callable[[EnvFailure], object] = id
 
 
 def report(failure: EnvFailure) -> Report:
     """Makes a report of `failure` and its cause; never raises."""
+    before_report(failure)
     error = failure.__cause__ or failure
     kind = type(error)
     message, error_type = _text(error), EnvError
@@ -59,6 +66,7 @@ def report(failure: EnvFailure) -> Report:
         pickled=_pickle(error),
         error=error_type,
         is_action=isinstance(error, ActionError) and failure.operation == "step",
+        advice=failure.advice,
     )
 
 
@@ -87,7 +95,7 @@ def to_error(report: Report, *, worker: int | None) -> EnvError | EnvStateError:
             f"The env's own traceback:\n{report.traceback}"
         )
     error = report.error(
-        message,
+        "\n".join(filter(None, (message, report.advice))),
         env_id=report.env_id,
         worker=worker,
         operation=operation,

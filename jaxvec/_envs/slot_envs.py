@@ -24,6 +24,7 @@ from jaxvec._arguments import NO_SEED, derive_seeds
 from jaxvec._config import PoolConfig
 from jaxvec._envs.env_states import EnvState, StatefulEnv
 from jaxvec._envs.envs import Env, EnvFn, build_env, end_forks, explain_reset, forked, split_reset
+from jaxvec._envs.flight import FlightRecorder
 from jaxvec._errors import EnvStateError
 from jaxvec._memory.rows import InvalidValue, reader, scalars
 from jaxvec._memory.segment import Arrays
@@ -246,6 +247,7 @@ class SlotEnvs:
         bypass: bool,
         rebuilt: bool,
         lends: bool,
+        flight: FlightRecorder | None,
     ) -> None:
         """Takes over built envs, which replace those of a dead worker if `rebuilt`.
 
@@ -253,7 +255,7 @@ class SlotEnvs:
         """
         self.envs = envs
         self._bypass = bypass
-        self._first = first
+        self._first, self._flight = first, flight
         self.record(None)
         self.spares = spares
         self._states, self._takes_states = config.states, config.takes_states
@@ -452,6 +454,8 @@ class SlotEnvs:
         self.targets.reset_limits(index)
         if self._options is not None:
             options = self._options.next(index)
+        if self._flight is not None:
+            self._flight.begin(index, self.envs[index], seed, options)
         result = self._call(self.targets.envs[index], self._first + index, seed, options)
         # After the reset: if it fails, the next try needs the same seed and options.
         self._new_seeds.pop(index, None)

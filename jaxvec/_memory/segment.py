@@ -112,10 +112,12 @@ class Layout:
     objects: tuple[KeyPath, ...]  # arrays `[num_envs]` of Python objects, private to each process
 
 
-def make_layout(spec: PoolSpec, num_workers: int) -> Layout:
+def make_layout(spec: PoolSpec, num_workers: int, *, records: bool = False) -> Layout:
+    """Returns the layout of a pool; with `records`, it has room for the flight recorder."""
     fields: list[Field] = []
     offset = 0
-    for path, shape, dtype in _arrays(spec, num_workers):
+    recorded = _recorded(spec) if records else ()
+    for path, shape, dtype in (*_arrays(spec, num_workers), *recorded):
         field = Field(path, shape, dtype, offset)
         fields.append(field)
         offset = align(offset + field.nbytes)
@@ -160,6 +162,20 @@ def _arrays(spec: PoolSpec, num_workers: int) -> Iterator[tuple[KeyPath, tuple[i
         yield (name,), (num_workers, *_LINE), np.dtype(np.uint32)
     for name in ("finished", "target", "sleepers", "parent_notices"):
         yield (name,), _LINE, np.dtype(np.uint32)
+
+
+_RING_BYTES = 1 << 26  # of the actions that the flight recorder keeps
+_RING_STEPS = 1 << 16  # of each env
+
+
+def _recorded(spec: PoolSpec) -> Iterator[tuple[KeyPath, tuple[int, ...], np.dtype[Any]]]:
+    """Yields the arrays of `_envs/flight.py`, which workers write. They also outlive a worker."""
+    n, size = spec.num_envs, sum(leaf.nbytes for leaf in spec.action_leaves)
+    yield ("flight_count",), (n,), np.dtype(np.int64)  # number of steps of each env's episode
+    yield ("flight_begin",), (n, 64), np.dtype(np.uint8)  # of each env's episode
+    for leaf in spec.action_leaves:
+        steps = max(min(_RING_BYTES // max(n * size, 1), _RING_STEPS), 1)
+        yield ("flight", *leaf.path), (n, steps, *leaf.shape), leaf.stored
 
 
 def align(offset: int) -> int:

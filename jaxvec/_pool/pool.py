@@ -73,6 +73,7 @@ class Pool:
         together: int,
         in_order: bool,
         timeouts: Timeouts,
+        records: bool,
         resets_required: bool,
         states: int = 0,
     ) -> None:
@@ -87,7 +88,7 @@ class Pool:
         self._workers = workers
         self._in_order = in_order
         self._timeouts = timeouts
-        layout = make_layout(spec, len(slices))
+        layout = make_layout(spec, len(slices), records=records)
         arrays = workers.attach(layout, spec)
         self._pending_envs = PendingEnvs(spec.num_envs, spec.batch_size, together)
         self.all: NDArray[np.int_] = self._pending_envs.all  # ids of all envs

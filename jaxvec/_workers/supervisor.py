@@ -31,7 +31,7 @@ from jaxvec._config import Budget, Restart
 from jaxvec._dispatch.channel import WAKE, ParentChannel
 from jaxvec._dispatch.dispatch import DEATH_CHECK_INTERVAL, time_left
 from jaxvec._dispatch.move import Verb, verbs_of
-from jaxvec._envs import failures
+from jaxvec._envs import failures, flight
 from jaxvec._envs.constructors import Description, compare
 from jaxvec._envs.slice import Arguments, EnvSettings, HandedOver, RequestName
 from jaxvec._errors import (
@@ -49,7 +49,7 @@ from jaxvec._memory.segment import Arrays, Marks
 from jaxvec._native import interrupts
 from jaxvec._tracing import Loss, Record
 from jaxvec._util import dumps
-from jaxvec._workers import stacks
+from jaxvec._workers import debugger, stacks
 from jaxvec._workers.base import Check, Launcher, Process, Slices, WaitLimits
 from jaxvec._workers.worker import (
     Attach,
@@ -140,7 +140,7 @@ class Diagnosis:
     def worker_of(self, slot: int) -> int:
         return next(w for w, (first, stop) in enumerate(self._slices) if first <= slot < stop)
 
-    def _running(self, slots: Iterable[int]) -> dict[int, tuple[str, str]]:
+    def running(self, slots: Iterable[int]) -> dict[int, tuple[str, str]]:
         """Maps those of `slots` with a running env to an activity and the action of a step."""
         if self.arrays is None:
             return {}
@@ -159,7 +159,7 @@ class Diagnosis:
         exitcode, ending = self.processes[worker].ending()
         env_ids = tuple(range(*self._slices[worker]))
         name, activity = self.name(worker), f"answering {request}" if request else "idle or starting"
-        for slot, (doing, action) in self._running(env_ids).items():  # at most one
+        for slot, (doing, action) in self.running(env_ids).items():  # at most one
             activity = f"{doing} env {slot}" + (action and f" with action {action}")
             if len(env_ids) == 1:  # the activity names the worker's only env
                 name = f"worker {worker}"
@@ -184,7 +184,7 @@ class Diagnosis:
         running = {}
         if unfinished is not None:
             env_ids = tuple(unfinished)
-            running = self._running(env_ids)
+            running = self.running(env_ids)
             activity = f"No env is running. Unfinished: {name_envs(env_ids)}"
         if running:
             activity = "Still running: " + ", ".join(
@@ -322,6 +322,7 @@ class Supervisor:
         # Every timeout counts from here, in time.monotonic() seconds, if its operation is older: the time of
         # a recovery is not charged to other operations. Guarded by `polling`.
         self._grace = -math.inf
+        self._terminal = debugger.Terminal()
         self._attach: Attach | None = None  # the message that replacements get, too
         self._description: Description | None = None
         self.diagnosis = Diagnosis(recipe.slices, self._processes, recovers=budget.policy is not None)
@@ -549,6 +550,11 @@ class Supervisor:
                     self._recover(worker, failures.to_error(message, worker=worker), deadline)
                 elif isinstance(message, Closed):  # of a worker that ends
                     continue
+                elif isinstance(message, debugger.WantTerminal):
+                    self._terminal.note(worker, message.group)
+                    if worker in self.starting:
+                        self._extend_start(worker)
+                    self._reset_clocks()
                 elif worker in self.starting and message is not WAKE:
                     self._continue_start(worker, message, deadline)
                 else:
@@ -563,6 +569,9 @@ class Supervisor:
                 # A recycled worker ends by itself after its last message.
                 if worker not in others and process.ended() and not self.channels[worker].readable():
                     self.replace(worker, self._died_error(worker))
+        if self._terminal.wanted:
+            self._terminal.forward()  # unless the program was in the background, it was passed on already
+            return received
         for worker, start_deadline in [*self.starting.items()]:
             if start_deadline is not None and time.monotonic() >= start_deadline:
                 timeout = self._recipe.config.timeouts.start
@@ -616,11 +625,14 @@ class Supervisor:
         """
         if self.diagnosis.arrays is None:
             raise error
+        if self._recipe.config.record_faults is not None:
+            self._record(worker, error)
         losses = describe_losses(self.env_settings, range(*self._recipe.slices[worker]))
         self._budget.spend(worker, error, losses)
         self._note_loss(worker, str(error))
         self.incarnations[worker] += 1
         self.last_errors[worker] = error
+        self._terminal.note(worker, None)
         self._retiring.pop(worker, None)
         self._handed.pop(worker, None)
         for owner, host in self._hosts:
@@ -652,6 +664,19 @@ class Supervisor:
         deadline = self._extend_start(worker)
         with suppress(EOFError):  # the next poll replaces it
             self._send(worker, make_setup(self._recipe, worker, learn_info=False), deadline)
+
+    def _record(self, worker: int, error: JaxvecError) -> None:
+        """Writes the record of the env that a dead or late worker runs, and names the file in `error`."""
+        assert self._attach is not None
+        assert self.diagnosis.arrays is not None
+        first, stop = self._recipe.slices[worker]
+        for slot in self.diagnosis.running(range(first, stop)):
+            env_fn = self._recipe.env_fns_of(worker)[slot - first]
+            options = None if self.options is None else self.options[slot]
+            cause, folder = str(error).partition("\n")[0], str(self._recipe.config.record_faults)
+            arrays, spec = self.diagnosis.arrays, self._attach.spec
+            if advice := flight.write(folder, arrays, spec, slot, env_fn, options, cause):
+                error.args = (f"{error}\n{advice}",)
 
     def _request_handovers(self, deadline: float | None) -> None:
         """Requests the slots of workers that exceed a limit of `Workers(recycle=...)`, and are not in use."""
@@ -710,7 +735,7 @@ class Supervisor:
         timeout = self._recipe.config.timeouts.start
         deadline = None if timeout is None else time.monotonic() + timeout
         self.starting[worker] = deadline
-        self._grace = math.inf if deadline is None else deadline
+        self._reset_clocks()
         return deadline
 
     def _continue_start(self, worker: int, message: Any, deadline: float | None) -> None:
@@ -744,8 +769,12 @@ class Supervisor:
         del self.starting[worker]
         self._handed.pop(worker, None)
         self._retiring.pop(worker, None)
-        if not self.starting:
-            self._grace = time.monotonic()
+        self._reset_clocks()
+
+    def _reset_clocks(self) -> None:
+        """Extends all timeouts until the last start, and without limit while a worker is debugged."""
+        deadlines = [math.inf if each is None else each for each in self.starting.values()]
+        self._grace = math.inf if self._terminal.wanted else max(deadlines, default=time.monotonic())
 
     def _check_spaces(self, worker: int, description: Description) -> None:
         assert self._description is not None
@@ -786,6 +815,7 @@ class Supervisor:
             # worker is reaped, its pid can't belong to another process.
             for process in processes:
                 stack.callback(process.end)
+            stack.callback(self._terminal.clear)
             # A new list, as `kill` may iterate the old one. Remote workers keep the segment, so all drop it.
             self._processes, self.channels, self._by_fd, self._hosts = [], [], {}, []
             self.diagnosis.processes = []
@@ -801,6 +831,9 @@ class Supervisor:
         unclosed = {worker: set(range(*slots)) for worker, slots in enumerate(self._recipe.slices)}
         still_open = {worker for workers in self._by_fd.values() for worker in workers}
         while still_open:
+            if self._terminal.wanted:  # an env's `close` is debugged
+                self._terminal.forward()
+                deadline = None if timeout is None else time.monotonic() + timeout
             remaining = time_left(deadline)  # before the poll, which then sees messages sent by the deadline
             readable = self._readable(self._make_poll(still_open), min(remaining, DEATH_CHECK_INTERVAL))
             for worker in readable:
@@ -811,6 +844,8 @@ class Supervisor:
                     continue
                 if isinstance(message, HandedOver):
                     self._processes[worker].end()  # no new process will ask for its envs
+                elif isinstance(message, debugger.WantTerminal):
+                    self._terminal.note(worker, message.group)
                 elif isinstance(message, Closed):
                     unclosed[worker].difference_update(message.env_ids)
                 elif isinstance(message, failures.Report) and message.operation == "close":

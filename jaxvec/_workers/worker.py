@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -40,7 +41,7 @@ from jaxvec._spec import KeyPath, PoolSpec
 from jaxvec._stats import PID, RECYCLED, REPLACED, STEPS, WAIT_NS, family_of, memory_of
 from jaxvec._tracing import span
 from jaxvec._util import add_note, dumps
-from jaxvec._workers import foreign, stacks
+from jaxvec._workers import debugger, foreign, stacks
 from jaxvec._workers.base import Slices, worker_end
 
 # --- Limit on running workers ----------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class Setup:
     config: PoolConfig
     equal_spaces: bool
     learn_info: bool
+    terminal: bool  # whether the program has one that it can lend
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,7 @@ def make_setup(recipe: WorkerRecipe, worker: int, *, learn_info: bool) -> Setup:
         config=config.for_workers(),
         equal_spaces=recipe.equal_spaces,
         learn_info=learn_info and first == 0,
+        terminal=config.backend == "process" and debugger.has_terminal(),
     )
 
 
@@ -303,6 +306,9 @@ def run_worker(channel: Channel) -> None:
             os.environ.pop("PYTHONPATH", None)
         else:
             os.environ["PYTHONPATH"] = setup.python_path
+        debug = debugger.WorkerDebugger(channel.send, terminal=setup.terminal, worker=setup.worker)
+        if config.debug:
+            failures.before_report = partial(debugger.post_mortem, debug=debug.post_mortem)
         with _reporting(channel):
             if setup.init is not None:
                 with EnvErrorContext(setup.first, "worker_init"):
@@ -335,7 +341,7 @@ def run_worker(channel: Channel) -> None:
                         ready = Ready(dumps(description))
                     channel.send(ready)
                     make_slice = constructors.slice_of(config, envs, env_fns, spares)
-                    handed = _serve(channel, make_slice, config.workers)
+                    handed = _serve(channel, make_slice, config.workers, debug)
             finally:
                 try:
                     close_envs([*envs, *spares.envs], setup.first, size, report_closed)
@@ -344,7 +350,9 @@ def run_worker(channel: Channel) -> None:
                         channel.send(handed)
 
 
-def _serve(channel: Channel, make_slice: Callable[..., Slice], config: Workers) -> HandedOver | None:
+def _serve(
+    channel: Channel, make_slice: Callable[..., Slice], config: Workers, debug: debugger.WorkerDebugger
+) -> HandedOver | None:
     """Performs work and answers requests until end of file, with a replaced worker's settings if any.
 
     Returns:
@@ -354,7 +362,8 @@ def _serve(channel: Channel, make_slice: Callable[..., Slice], config: Workers) 
     segment = channel.descriptors.pop()
     arrays = attach_segment(segment, attach.layout)
     marks = Marks.of(arrays)
-    waiting = marks.running[attach.worker, 1:2]
+    running, waiting = marks.running[attach.worker, :1], marks.running[attach.worker, 1:2]
+    debug.env_id = lambda: int(running[0]) - 1
     turn = nullcontext() if config.max_running is None else RunLimit(segment, config.max_running, waiting)
     os.close(segment)
     replaces = attach.replaces

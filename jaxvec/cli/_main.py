@@ -7,12 +7,14 @@ error.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import importlib.metadata
 import inspect
 import json
 import operator
 import os
+import pickle
 import platform
 import re
 import sys
@@ -30,7 +32,7 @@ from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 import jaxvec
 from jaxvec import _native, _util, testing
 from jaxvec._config import Transport
-from jaxvec._envs import constructors
+from jaxvec._envs import constructors, flight
 from jaxvec._errors import EnvError, JaxvecError, UnsupportedSpaceError
 from jaxvec._memory import pinned
 from jaxvec._memory.segment import split_evenly
@@ -558,9 +560,47 @@ examples:
 )
 
 
+# --- replay ----------------------------------------------------------------------------------------------
+
+
+def _run_replay(options: Namespace) -> Outcome:
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        print(line, file=sys.stderr, flush=True)  # at once, because the env may end this process
+
+    faulthandler.enable()
+    try:
+        repeated = flight.replay(options.file, report, debug=options.pdb)
+    except (OSError, pickle.UnpicklingError, ImportError, AttributeError) as error:
+        raise UsageError(f"{options.file} can't be read: {type(error).__name__}: {error}") from error
+    record = {"schema": "jaxvec.replay/1", "file": options.file, "repeated": repeated, "report": lines}
+    text = "The env repeated the fault." if repeated else "The env did not repeat the fault."
+    return Outcome(record, text, FINE if repeated else FAILED)
+
+
+def _add_replay_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a record in the directory of make(record_faults=...)")
+    parser.add_argument("--pdb", action="store_true", help="open pdb at the fault, or before the last step")
+
+
+_REPLAY = Command(
+    name="replay",
+    summary="make an episode that ended in a fault again, in this process",
+    details="""\
+The exit code is 0 if the env repeats the fault, and 1 if it does not. A record is a pickle, which can run any
+code: replay only records that you trust.
+
+--json prints {"schema": "jaxvec.replay/1", "file": TEXT, "repeated": BOOL, "report": [TEXT]}.""",
+    add_arguments=_add_replay_arguments,
+    run=_run_replay,
+)
+
+
 # --- The command line ------------------------------------------------------------------------------------
 
-COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP)
+COMMANDS: tuple[Command, ...] = (_DOCTOR, _BENCH, _CHECK, _NEW, _TOP, _REPLAY)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
