@@ -92,11 +92,14 @@ class GymVectorEnv:
         self.num_envs: int = envs.num_envs
         self.single_observation_space: Space[Any] = envs.single_observation_space
         self.single_action_space: Space[Any] = envs.single_action_space
-        self.observation_space, self.action_space = self.single_observation_space, self.single_action_space
+        self.observation_space: Space[Any] = self.single_observation_space
+        self.action_space: Space[Any] = self.single_action_space
         self.is_vector_env = True
         limit = _base.max_episode_steps(envs) or envpool.NO_LIMIT
         options = {"max_episode_steps": limit} if task.atari is None else asdict(task.atari)
-        self.spec = SimpleNamespace(config=SimpleNamespace(num_envs=envs.num_envs, seed=seed, **options))
+        self.spec: SimpleNamespace = SimpleNamespace(
+            config=SimpleNamespace(num_envs=envs.num_envs, seed=seed, **options)
+        )
 
     def reset(self) -> Any:
         """Resets all envs and returns their observations. Only the first reset uses the seed."""
