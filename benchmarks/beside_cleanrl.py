@@ -30,6 +30,8 @@ Point = tuple[float, float]  # env steps, mean return
 _PROGRESS = re.compile(r" ([\d,]+) steps .* return (-?[\d.]+)$")
 _RETURN = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
 
+_EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
 
 def read_jaxvec(line: str) -> Point | None:
     """Parses a line of progress or of `--log` of jaxvec's programs, or returns None for another line."""
@@ -126,7 +128,7 @@ def main() -> None:
     if args.program in ("ppo", "ppo_mujoco"):
         jaxvec_command = [sys.executable, "-m", f"jaxvec.examples.{args.program}"]
     else:
-        jaxvec_command = [sys.executable, f"examples/{args.program}.py", "--log", "/dev/stdout"]
+        jaxvec_command = [sys.executable, str(_EXAMPLES / f"{args.program}.py"), "--log", "/dev/stdout"]
     cleanrl_command = [args.python, str(script), *shlex.split(args.cleanrl_options)]
     with tempfile.TemporaryDirectory() as folder:
         programs = {

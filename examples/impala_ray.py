@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -20,14 +21,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import impala
 import jax
 import jax.numpy as jnp
 import numpy as np
+import shared_ppo
+import shared_training
 from impala import Agent, Learner, make_agent
 from shared_training import Result, encode, finish, option, parse, progress
 
 import jaxvec
+
+# Actors on other machines do not have these files.
+for _module in (sys.modules[__name__], impala, shared_ppo, shared_training):
+    cloudpickle.register_pickle_by_value(_module)
 
 _MEMORY = 200 << 20  # bytes of each simulated node's object store
 

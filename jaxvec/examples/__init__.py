@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from jaxvec import _util
 
-_missing = [package for package in ("flax", "optax", "tqdm", "matplotlib") if find_spec(package) is None]
+_missing = [package for package in ("flax", "optax") if find_spec(package) is None]
 if _missing:
     raise ImportError(
         f"jaxvec's examples need {', '.join(_missing)}, of the extra [demo]: {_util.install_command('demo')}"
