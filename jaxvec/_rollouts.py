@@ -9,6 +9,7 @@ With `backend="ray"`, `make` uses a cluster in the other way: the pool is here a
 from __future__ import annotations
 
 import importlib
+import logging
 import pickle
 import queue
 import threading
@@ -32,11 +33,14 @@ from jaxvec._arguments import derive_seeds
 from jaxvec._config import Budget, OnFault, PoolConfig, Ray, Restart, Timeouts, parse_restart
 from jaxvec._errors import (
     ActorDiedError,
+    EnvError,
+    EnvTimeoutError,
     NotPicklableError,
     NotReadyError,
     PoolBrokenError,
     PoolClosedError,
     RolloutError,
+    WorkerDiedError,
 )
 from jaxvec._ray import cluster, nodes
 from jaxvec._util import dumps
@@ -193,6 +197,11 @@ def _pack_error(error: Exception) -> RemoteError:
 # and the learner adds the rollouts that it has taken. So answers are handled in the order in which they
 # arrive, without polling or locks.
 
+_logger = logging.getLogger("jaxvec")
+
+# Errors of envs and workers, and not of the rollout function.
+_FAULTS = EnvError, EnvTimeoutError, WorkerDiedError, PoolBrokenError
+
 _CLOSE_TIMEOUT = 5.0  # seconds for actors to close their envs
 _JOIN_TIMEOUT = 10.0  # seconds for the group's thread to end, with all actors
 _SHUTDOWN_CHECK_INTERVAL = 1.0  # seconds between checks for `ray.shutdown()`, after which no answer arrives
@@ -208,6 +217,7 @@ class GroupOptions(NamedTuple):
     rollout_timeout: float | None
     in_flight: int
     policy: Restart | None
+    min_actors: int
 
 
 @dataclass
@@ -221,6 +231,8 @@ class _Place:
     pending: str = ""  # name of the method that the actor runs, if any
     deadline: float = float("inf")  # of that call, of `time.monotonic()`
     dead_nodes: set[str] = field(default_factory=set[str])  # at the start of the actor
+    waits: bool = False  # for room in the cluster, longer than an actor may take to start
+    given_up: bool = False  # its limits of faults are exceeded
     unread: int = 0  # finished rollouts that the learner has not taken
     index: int = 0  # of the next rollout
     version: int = -1  # of the weights in use
@@ -316,12 +328,14 @@ class ActorGroup:
         self._call(place, "identify", self._on_identified, options={"max_task_retries": -1})
 
     def _on_identified(self, place: _Place, node: str) -> None:
-        place.node = node
+        place.node, place.waits = node, False
+        place.deadline = _deadline(self._options.start_timeout)
         self._call(place, "start", self._on_started, self._program, place.number, place.incarnation)
 
     def _on_started(self, place: _Place, failure: RemoteError | None) -> None:
         if failure is not None:
-            raise _unpack_error(failure, place, "when it started")
+            self._on_error(place, failure, "when it started")
+            return
         place.deadline = float("inf")
         self._num_started += 1
         if self._num_started >= len(self._places):
@@ -330,7 +344,7 @@ class ActorGroup:
 
     def _start_rollout(self, place: _Place) -> None:
         """Starts the next rollout with the newest weights, unless the actor is busy or too far ahead."""
-        if place.pending or place.unread >= self._options.in_flight:
+        if place.given_up or place.pending or place.unread >= self._options.in_flight:
             return
         place.version, weights = self.weights
         place.deadline = _deadline(self._options.rollout_timeout)
@@ -338,12 +352,21 @@ class ActorGroup:
 
     def _on_rollout(self, place: _Place, result: PackedRollout | RemoteError) -> None:
         if isinstance(result, RemoteError):
-            raise _unpack_error(result, place, f"in rollout {place.index}")
+            self._on_error(place, result, f"in rollout {place.index}")
+            return
         place.deadline = float("inf")
         self.finished.put(result)
         place.index += 1
         place.unread += 1
         self._start_rollout(place)
+
+    def _on_error(self, place: _Place, failure: RemoteError, when: str) -> None:
+        """Replaces an actor with a pool that its envs or workers have broken; raises any other error."""
+        error = _unpack_error(failure, place, when)
+        if not self._all_started.is_set() or not isinstance(error.__cause__, _FAULTS):
+            raise error
+        self._kill(place)
+        self._restart(place, error, nodes.find_dead_nodes(self._ray))
 
     def _release(self, place: _Place) -> None:
         place.unread -= 1
@@ -356,6 +379,8 @@ class ActorGroup:
             return
         why = f"was not ready within Timeouts.start, {self._options.start_timeout} s"
         if place.pending == "identify":
+            if self._may_wait(place):
+                return
             needs, free = self._options.backend.of_actor(), self._ray.available_resources()
             why += f": Ray has not started it; it needs {needs}, available: {free}"
         self._replace(place, why)
@@ -374,8 +399,41 @@ class ActorGroup:
             if loss := self._placement.loss():
                 error.args = (f"{error}\n{loss}",)
                 raise error
-            self.budget.spend(place.number, error, ", and resets its envs")
+            self._restart(place, error, dead_nodes)
+            return
         self._start(place, dead_nodes)
+
+    def _restart(self, place: _Place, error: RolloutError | ActorDiedError, dead_nodes: set[str]) -> None:
+        """Counts a fault of an actor, and starts another one, or gives up its place if enough are left."""
+        try:
+            self.budget.spend(place.number, error, ", and resets its envs")
+        except type(error):
+            place.given_up = True
+            if self._options.policy is None or self._num_left() < self._options.min_actors:
+                raise
+            place.actor, place.deadline, place.version = None, float("inf"), -1
+            place.incarnation += 1  # late answers are of no interest
+            _logger.error("%s The other actors go on: %d are left", error, self._num_left())
+            return
+        self._start(place, dead_nodes)
+
+    def _may_wait(self, place: _Place) -> bool:
+        """Lets a place wait on for room in the cluster, if enough other actors work."""
+        waiting = sum(each.waits and each is not place for each in self._places) + 1
+        all_started = self._all_started.is_set()
+        if not all_started or self._num_left() - waiting < self._options.min_actors:
+            return False
+        if not place.waits:
+            place.waits = True
+            _logger.warning(
+                "actor %d has found no room in the cluster for %s s, and waits on; %d others work",
+                *(place.number, self._options.start_timeout, self._num_left() - waiting),
+            )
+        place.deadline = _deadline(self._options.start_timeout)
+        return True
+
+    def _num_left(self) -> int:
+        return sum(not place.given_up for place in self._places)
 
     def _check_connected(self) -> None:
         # After a shutdown, most calls of Ray would start another cluster.
@@ -538,7 +596,10 @@ class Rollouts:
         in_flight: Number of rollouts that an actor may finish before `get` returns the first of them. This
             limits how far actors run ahead of a slow learner.
         on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. `"restart"`, or a
-            `jaxvec.Restart`, also replaces lost actors; its limits count separately for each actor.
+            `jaxvec.Restart`, also replaces lost actors, and those with a pool that its envs or workers have
+            broken; its limits count separately for each actor. An exception of `rollout` always ends all.
+        min_actors: Number of actors without which `get` raises. While more work, an actor that finds no room
+            in the cluster waits for it, and one that exceeds its limits of faults is given up.
         timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
             an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
@@ -586,6 +647,7 @@ class Rollouts:
         max_lag: int | None = None,
         in_flight: int = 1,
         on_fault: OnFault | Restart = "raise",
+        min_actors: int = 1,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - it can't be changed
         rollout_timeout: float | None = None,
         **options: Any,
@@ -597,6 +659,9 @@ class Rollouts:
             raise ValueError(f'backend must be "ray" or a jaxvec.Ray, not {backend!r}')
         for name, count in (("num_envs", num_envs), ("num_actors", num_actors), ("in_flight", in_flight)):
             _check_count(name, count, 1)
+        _check_count("min_actors", min_actors, 1)
+        if min_actors > num_actors:
+            raise ValueError(f"min_actors, {min_actors}, must be at most num_actors, {num_actors}")
         _check_count("seed", seed, 0)
         if max_lag is not None:
             _check_count("max_lag", max_lag, 0)
@@ -622,7 +687,9 @@ class Rollouts:
         self._broken: BaseException | None = None
         self._rollouts = self._env_steps = self._dropped = 0
         limits = timeouts.start, rollout_timeout
-        group_options = GroupOptions(self._ray, ray_options, num_actors, *limits, in_flight, policy)
+        group_options = GroupOptions(
+            self._ray, ray_options, num_actors, *limits, in_flight, policy, min_actors
+        )
         placement = nodes.Placement(self._ray, ray_options, [workers] * num_actors, timeouts.start)
         self._actors = ActorGroup(group_options, placement, pickled, (0, self._put(params)))
         # Not at exit: Ray itself ends the actors then.

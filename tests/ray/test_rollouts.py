@@ -246,6 +246,89 @@ def test_an_actor_that_dies_is_replaced_within_limits(make_rollouts, caplog):
             get(rollouts)
 
 
+ONE = jaxvec.Restart(max_restarts=1, rate=None)
+
+
+class Sick(CountingEnv):
+    """Raises in each step while a file exists, unless it was reset with the seed of a healthy env."""
+
+    def __init__(self, path, is_healthy):
+        super().__init__()
+        self._path, self._is_healthy = path, is_healthy
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self._fails = not self._is_healthy(seed)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if self._fails and self._path.exists():
+            raise OSError("no simulator")
+        return super().step(action)
+
+
+def rollouts_of_two(make_rollouts, path, is_healthy):
+    """Returns rollouts of two actors, with the seeds 0 and 1, and 2 and 3, once both work."""
+    rollouts = make_rollouts(env=partial(Sick, path, is_healthy), num_actors=2, on_fault=ONE)
+    while {get(rollouts).actor for _ in range(6)} != {0, 1}:
+        pass
+    path.touch()
+    return rollouts
+
+
+def test_an_actor_with_a_broken_pool_is_replaced(make_rollouts, tmp_path):
+    # The envs of a replacement have other seeds.
+    rollouts = rollouts_of_two(make_rollouts, tmp_path / "sick", lambda seed: seed > 1)
+    while rollouts.stats().restarts != (1, 0):
+        get(rollouts)
+    while get(rollouts).actor == 1:
+        pass
+
+
+def test_an_actor_beyond_its_limits_is_given_up(make_rollouts, tmp_path, caplog):
+    rollouts = rollouts_of_two(make_rollouts, tmp_path / "sick", lambda seed: seed in (2, 3))
+    while "The other actors go on: 1 are left" not in caplog.text:
+        get(rollouts)
+    assert "Actor 0 was not restarted: it was restarted 1 times, and max_restarts is 1" in caplog.text
+    assert rollouts.stats().restarts == (1, 0)
+    while get(rollouts).actor == 0:  # one that was done before
+        pass
+    assert [get(rollouts).actor for _ in range(5)] == [1] * 5
+
+
+def test_an_error_of_the_program_ends_all_with_restarts(make_rollouts):
+    def failing(params, handle, timestep, key):
+        raise LookupError("no such layer")
+
+    with pytest.raises(jaxvec.RolloutError, match="raised LookupError in rollout 0"):
+        get(make_rollouts(failing, num_actors=2, on_fault=ONE))
+
+
+@pytest.mark.nightly  # an actor counts as late after a minute
+def test_an_actor_of_a_lost_node_waits_for_another(make_rollouts, cluster, caplog):
+    add = partial(cluster.add_node, num_cpus=1, resources={"spot": 1}, object_store_memory=80 * 2**20)
+    spots = [add(), add()]
+    rollouts = make_rollouts(
+        num_actors=2,
+        on_fault=ONE,
+        timeouts=jaxvec.Timeouts(start=60),
+        backend=jaxvec.Ray(resources_per_worker={"spot": 1}),
+    )
+    while {get(rollouts).actor for _ in range(6)} != {0, 1}:
+        pass
+    cluster.remove_node(spots.pop(), allow_graceful=False)
+    while "has found no room in the cluster for 60" not in caplog.text:
+        get(rollouts)
+    (left,) = {get(rollouts).actor for _ in range(6)}
+    assert sum(rollouts.stats().restarts) <= 1  # the loss itself; the wait costs nothing
+    spots.append(add())
+    while get(rollouts).actor == left:
+        pass
+    rollouts.close()
+    for spot in spots:
+        cluster.remove_node(spot)
+
+
 def test_actors_that_find_no_room_or_take_too_long_are_told(make_rollouts):
     taken = ray.util.placement_group([{"CPU": 1}] * 3)
     ray.get(taken.ready(), timeout=200)
