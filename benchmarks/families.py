@@ -263,6 +263,8 @@ def is_installed(family: Family) -> bool:
             __import__(argument.partition(":")[0])
         if isinstance(argument, str):
             gymnasium.make(argument, **_env_options(family)).close()
+        elif callable(argument):
+            argument().close()
     except (ImportError, gymnasium.error.UnregisteredEnv, gymnasium.error.DependencyNotInstalled):
         return False
     return True

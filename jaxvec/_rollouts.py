@@ -413,12 +413,12 @@ class ActorGroup:
                 raise
             place.actor, place.deadline, place.version = None, float("inf"), -1
             place.incarnation += 1  # late answers are of no interest
-            _logger.error("%s The other actors go on: %d are left", error, self._num_left())
+            _logger.error("%s The other actors continue: %d are left", error, self._num_left())
             return
         self._start(place, dead_nodes)
 
     def _may_wait(self, place: _Place) -> bool:
-        """Lets a place wait on for room in the cluster, if enough other actors work."""
+        """Extends the time of a place without room in the cluster; returns False if too few others work."""
         waiting = sum(each.waits and each is not place for each in self._places) + 1
         all_started = self._all_started.is_set()
         if not all_started or self._num_left() - waiting < self._options.min_actors:

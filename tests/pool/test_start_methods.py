@@ -236,7 +236,8 @@ def test_a_worker_has_no_descriptors_but_its_own(make, method):
         expression = f"sorted(os.readlink(f'/proc/self/fd/{{fd}}') for {numbers})"
         (found,) = ask(make, expression, method)
     kinds = [name.split(":")[0] for name in found]
-    assert kinds == ["/memfd", "pipe", "socket"], found  # segment, lifeline, control socket
+    # Segment, the memory for its stack, lifeline, control socket.
+    assert kinds == ["/memfd", "/memfd", "pipe", "socket"], found
 
 
 @methods

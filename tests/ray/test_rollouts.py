@@ -287,7 +287,7 @@ def test_an_actor_with_a_broken_pool_is_replaced(make_rollouts, tmp_path):
 
 def test_an_actor_beyond_its_limits_is_given_up(make_rollouts, tmp_path, caplog):
     rollouts = rollouts_of_two(make_rollouts, tmp_path / "sick", lambda seed: seed in (2, 3))
-    while "The other actors go on: 1 are left" not in caplog.text:
+    while "The other actors continue: 1 are left" not in caplog.text:
         get(rollouts)
     assert "Actor 0 was not restarted: it was restarted 1 times, and max_restarts is 1" in caplog.text
     assert rollouts.stats().restarts == (1, 0)

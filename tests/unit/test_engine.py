@@ -144,6 +144,7 @@ def open_pool(kind, num_envs, *, num_workers, batch_size, in_order, together=1):
         in_order=in_order,
         timeouts=Timeouts(None, PATIENCE, PATIENCE),
         resets_required=True,
+        records=False,
     )
 
 
