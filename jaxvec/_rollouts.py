@@ -231,7 +231,7 @@ class _Place:
     pending: str = ""  # name of the method that the actor runs, if any
     deadline: float = float("inf")  # of that call, of `time.monotonic()`
     dead_nodes: set[str] = field(default_factory=set[str])  # at the start of the actor
-    waits: bool = False  # for room in the cluster, longer than an actor may take to start
+    waits: bool = False  # for free resources, longer than an actor may take to start
     given_up: bool = False  # its limits of faults are exceeded
     unread: int = 0  # finished rollouts that the learner has not taken
     index: int = 0  # of the next rollout
@@ -418,7 +418,7 @@ class ActorGroup:
         self._start(place, dead_nodes)
 
     def _may_wait(self, place: _Place) -> bool:
-        """Extends the time of a place without room in the cluster; returns False if too few others work."""
+        """Extends the time of a place without resources; returns False if too few other actors work."""
         waiting = sum(each.waits and each is not place for each in self._places) + 1
         all_started = self._all_started.is_set()
         if not all_started or self._num_left() - waiting < self._options.min_actors:
@@ -426,7 +426,7 @@ class ActorGroup:
         if not place.waits:
             place.waits = True
             _logger.warning(
-                "actor %d has found no room in the cluster for %s s, and waits on; %d others work",
+                "the cluster has had no free resources for actor %d for %s s; it waits, and %d others work",
                 *(place.number, self._options.start_timeout, self._num_left() - waiting),
             )
         place.deadline = _deadline(self._options.start_timeout)
@@ -598,8 +598,8 @@ class Rollouts:
         on_fault: Fault policy of the actors' pools, as for `jaxvec.make`. `"restart"`, or a
             `jaxvec.Restart`, also replaces lost actors, and those with a pool that its envs or workers have
             broken; its limits count separately for each actor. An exception of `rollout` always ends all.
-        min_actors: Number of actors without which `get` raises. While more work, an actor that finds no room
-            in the cluster waits for it, and one that exceeds its limits of faults is given up.
+        min_actors: Number of actors without which `get` raises. While more work, an actor without free
+            resources in the cluster waits for them, and one that exceeds its limits of faults is given up.
         timeouts: Timeouts of the actors' pools, as for `jaxvec.make`. `start` also limits the time in which
             an actor makes and resets its pool.
         rollout_timeout: Seconds for one rollout, including compilation, before its actor counts as lost;
