@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import jaxvec
 from jaxvec import _util
+from jaxvec.examples.ppo import find_env
 
 _RECENT = 100  # number of episodes in the reported mean return
 
@@ -93,11 +94,9 @@ def parse(
 def check_env_id(parser: argparse.ArgumentParser, env_id: str) -> None:
     """Ends the program with a usage error, rather than a traceback, if the id is misspelt."""
     try:
-        gymnasium.spec(env_id)
-    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound) as error:
+        find_env(env_id)
+    except (gymnasium.error.NameNotFound, gymnasium.error.VersionNotFound, ImportError) as error:
         parser.error(str(error))
-    except gymnasium.error.Error:
-        pass  # such as an id without a version, which gymnasium.make accepts, or with a module to import
 
 
 def need(extra: str, *modules: str) -> None:
