@@ -774,12 +774,7 @@ class EnvSlice(Slice):
             if self._verifies_in_fork:
                 call_in_fork(verify, self._slots.envs[index])
             else:
-                stateful = self._slots.stateful[index]
-                before = stateful.save()
-                try:
-                    verify()
-                finally:
-                    stateful.restore(before)
+                verify()
 
     def _is_chosen(self) -> bool:
         return self._verified_share > 0 and self._random.random() < self._verified_share
@@ -797,9 +792,10 @@ class EnvSlice(Slice):
         self._slots.changed(index)  # it is stepped without the recording
         if state.stateful is not self._slots.stateful[index]:  # a fault has replaced the env
             return
+        before = None
         if not self._verifies_in_fork:
             try:
-                state.stateful.save()
+                before = state.stateful.save()
             except EnvStateError:  # it could not be restored after a verification in place
                 return
-        self._call_apart(index, state.verify)
+        self._call_apart(index, partial(state.verify, before))

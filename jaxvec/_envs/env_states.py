@@ -403,14 +403,21 @@ class Recording:
     def is_complete(self) -> bool:
         return self._state is not None and len(self.results) >= _MAX_RECORDED
 
-    def verify(self) -> None:
-        """Restores the state, makes the same calls, and raises `EnvStateError` if a result differs."""
+    def verify(self, before: EnvState | None) -> None:
+        """Restores the state, makes the same calls, and raises `EnvStateError` if a result differs.
+
+        At the end, it restores the state `before`. In a forked process, which needs none, it is `None`.
+        """
         assert self._state is not None
         name = type(self.stateful.env.unwrapped).__name__
-        for state, form in ((self._state, ""), (_pickled(self._state), " from a pickled state")):
-            if state is not None:
-                self.stateful.restore(state)
-                self.stateful.repeat([self], name + form)
+        try:
+            for state, form in ((self._state, ""), (_pickled(self._state), " from a pickled state")):
+                if state is not None:
+                    self.stateful.restore(state)
+                    self.stateful.repeat([self], name + form)
+        finally:
+            if before is not None:
+                self.stateful.restore(before)
 
     def step(self, action: Any) -> Any:
         return self._call("step", (action,), {})
