@@ -39,7 +39,7 @@ class SerialWorkers(WorkerGroup):
         self._envs: list[Any] = []
         self._close_slice: Callable[[], None] = lambda: None
         self._recipe = recipe
-        self._dispatch, self._debug = dispatch, recipe.config.debug
+        self._dispatch = dispatch
         self._budget = budget
         self.restarts, self.incarnations, self.last_errors = budget.restarts, [0], [None]
         self.env_settings = None
@@ -48,7 +48,7 @@ class SerialWorkers(WorkerGroup):
                 budget.policy, lambda value: value
             )  # envs get the values themselves
         try:
-            with _typed(self._debug):
+            with self._typed():
                 self._envs = build_env(recipe.env_fns, 0, recipe.config.envs_per_instance)
                 self.description = describe(
                     self._envs, first=0, learn_info=learn_info, equal_spaces=recipe.equal_spaces
@@ -68,7 +68,7 @@ class SerialWorkers(WorkerGroup):
         end = parent_end(self._dispatch, Marks.of(arrays), slices=slices, channels=(), spin_ns=0)
         self._open_engine = partial(open_engine, end, spec, arrays, slices=slices)
         make_slice = slice_of(self._recipe.config, self._envs, self._recipe.env_fns)
-        with _typed(self._debug), EnvErrorContext(0, "constructor"):
+        with self._typed(), EnvErrorContext(0, "constructor"):
             self._slice = make_slice(first=0, worker=0, spec=spec, arrays=arrays)
         self._close_slice = self._slice.close
         return arrays
@@ -106,7 +106,7 @@ class SerialWorkers(WorkerGroup):
         if mine is None:
             return [None]
         try:
-            with _typed(self._debug):
+            with self._typed():
                 return [getattr(self._slice, name)(*mine)]
         except (EnvError, EnvStateError) as error:
             return [error]
@@ -120,15 +120,14 @@ class SerialWorkers(WorkerGroup):
     def close(self, timeout: float | None, *, tell: bool = True) -> None:
         envs, self._envs = self._envs, []
         self._close_slice()
-        with _typed(self._debug):
+        with self._typed():
             close_envs(envs, 0, self._recipe.config.envs_per_instance)
 
     def _recover(self, failure: EnvFailure) -> None:
         slot, known, rebuild = failure.env_id, self.env_settings, self._budget.rebuilds
         while True:
-            self._budget.spend(
-                0, _to_error(failure, self._debug), describe_losses(known, [slot]) if rebuild else ""
-            )
+            losses = describe_losses(known, [slot]) if rebuild else ""
+            self._budget.spend(0, self._to_error(failure), losses)
             settings = known.of(slot) if rebuild and known is not None else None
             try:
                 self._slice.recover(failure, rebuild=rebuild, settings=settings)
@@ -137,22 +136,20 @@ class SerialWorkers(WorkerGroup):
             else:
                 return
 
+    @contextmanager
+    def _typed(self) -> Generator[None]:
+        """Turns an `EnvFailure` into its public error."""
+        try:
+            yield
+        except EnvFailure as failure:
+            raise self._to_error(failure) from failure.__cause__
 
-@contextmanager
-def _typed(debug: bool) -> Generator[None]:
-    """Turns an `EnvFailure` into its public error, after pdb if `debug`."""
-    try:
-        yield
-    except EnvFailure as failure:
-        raise _to_error(failure, debug) from failure.__cause__
-
-
-def _to_error(failure: EnvFailure, debug: bool) -> EnvError | EnvStateError:
-    """Returns the public error of a failure; raises Ctrl-C, which is not a failure of the env."""
-    if isinstance(failure.__cause__, KeyboardInterrupt):
-        raise failure.__cause__ from None
-    if debug:
-        debugger.post_mortem(failure)
-    error = failures.to_error(failures.report(failure), worker=None)
-    error.__cause__ = failure.__cause__
-    return error
+    def _to_error(self, failure: EnvFailure) -> EnvError | EnvStateError:
+        """Returns the public error of a failure; raises Ctrl-C, which is not a failure of the env."""
+        if isinstance(failure.__cause__, KeyboardInterrupt):
+            raise failure.__cause__ from None
+        if self._recipe.config.debug:
+            debugger.post_mortem(failure)
+        error = failures.to_error(failures.report(failure), worker=None)
+        error.__cause__ = failure.__cause__
+        return error
