@@ -407,7 +407,7 @@ class ActorGroup:
         """Counts a fault of an actor, and starts another one, or gives up its place if enough are left."""
         try:
             self.budget.spend(place.number, error, ", and resets its envs")
-        except type(error):
+        except (ActorDiedError, RolloutError):  # the error itself
             place.given_up = True
             if self._options.policy is None or self._num_left() < self._options.min_actors:
                 raise
@@ -420,14 +420,14 @@ class ActorGroup:
     def _may_wait(self, place: _Place) -> bool:
         """Extends the time of a place without resources; returns False if too few other actors work."""
         waiting = sum(each.waits and each is not place for each in self._places) + 1
-        all_started = self._all_started.is_set()
-        if not all_started or self._num_left() - waiting < self._options.min_actors:
+        working = self._num_left() - waiting
+        if not self._all_started.is_set() or working < self._options.min_actors:
             return False
         if not place.waits:
             place.waits = True
             _logger.warning(
                 "the cluster has had no free resources for actor %d for %s s; it waits, and %d others work",
-                *(place.number, self._options.start_timeout, self._num_left() - waiting),
+                *(place.number, self._options.start_timeout, working),
             )
         place.deadline = _deadline(self._options.start_timeout)
         return True
@@ -657,9 +657,9 @@ class Rollouts:
         ray_options = Ray() if backend == "ray" else backend
         if not isinstance(ray_options, Ray):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f'backend must be "ray" or a jaxvec.Ray, not {backend!r}')
-        for name, count in (("num_envs", num_envs), ("num_actors", num_actors), ("in_flight", in_flight)):
+        counts = {"num_envs": num_envs, "num_actors": num_actors, "in_flight": in_flight}
+        for name, count in {**counts, "min_actors": min_actors}.items():
             _check_count(name, count, 1)
-        _check_count("min_actors", min_actors, 1)
         if min_actors > num_actors:
             raise ValueError(f"min_actors, {min_actors}, must be at most num_actors, {num_actors}")
         _check_count("seed", seed, 0)
