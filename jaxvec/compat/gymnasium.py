@@ -149,8 +149,9 @@ class PooledVectorEnv(gymnasium.vector.VectorEnv[Any, Any, NDArray[Any]]):
         self.autoreset_mode: AutoresetMode = self._autoreset.as_gymnasium
         self.pool: _vector_env.VectorEnv = self._start(env_fns, options)
         try:
-            for name in ("num_envs", "metadata", "render_mode"):
-                setattr(self, name, getattr(self.pool, name))
+            self.num_envs: int = self.pool.num_envs
+            self.metadata: dict[str, Any] = self.pool.metadata
+            self.render_mode: str | None = self.pool.render_mode
             self.action_space: Space[Any] = self.pool.action_space
             self.observation_space: Space[Any] = self.pool.observation_space
             self.single_action_space: Space[Any] = self.pool.single_action_space
