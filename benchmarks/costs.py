@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ from gymnasium import spaces
 from jax.experimental import io_callback
 
 import jaxvec
-from benchmarks.loads import LOADS, Load
+from benchmarks.loads import LOADS, BusyEnv, Load
 from benchmarks.measure import measure, rate_of
 from benchmarks.peers import gymnasium_async
 from benchmarks.starts import pss
@@ -103,19 +102,12 @@ def _bare_callback(load: Load) -> Generator[Run]:
     yield scan(call, jnp.asarray(array), [array] * NUM_ACTIONS)
 
 
-class _Shows(gymnasium.Env[Any, Any]):
+class _Shows(BusyEnv):
     """An env that always shows the same value of a space."""
 
-    action_space = spaces.Discrete(2)
-
     def __init__(self, space: spaces.Space[Any], value: Any) -> None:
-        self.observation_space, self._obs = space, value
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return self._obs, {}
-
-    def step(self, action: Any) -> Any:
-        return self._obs, 1.0, False, False, {}
+        super().__init__(0)
+        self.observation_space, self._obs = space, value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _BYTES = spaces.Box(0, 255, (32,), np.uint8)
