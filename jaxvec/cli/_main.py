@@ -513,7 +513,8 @@ def _run_top(options: Namespace) -> Outcome:
 def _show_stacks(pid: int, env_id: int | None) -> Outcome:
     workers = [each for each in stacks.find_all(pid) if env_id is None or each.first <= env_id <= each.last]
     if not workers:
-        raise ValueError(f"process {pid} has no worker with env {env_id or 0} that you may inspect")
+        which = "" if env_id is None else f" with env {env_id}"
+        raise ValueError(f"process {pid} has no worker{which} that you may inspect")
     reads = [each.request_stack() for each in workers]
     found: list[dict[str, Any]] = [
         {"pid": w.pid, "worker": w.worker, "envs": [w.first, w.last], "stack": read()}
