@@ -5,31 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxvec import _errors
 from jaxvec._config import Ray, Recycle, Restart, States, Timeouts, Workers, config
-from jaxvec._errors import (
-    ActionError,
-    ActorDiedError,
-    EnvAttributeError,
-    EnvDataError,
-    EnvError,
-    EnvIdError,
-    EnvStateError,
-    EnvTimeoutError,
-    JaxvecError,
-    NotPicklableError,
-    NotReadyError,
-    PendingEnvError,
-    PoolBrokenError,
-    PoolClosedError,
-    ResetNeededError,
-    RolloutError,
-    SpaceMismatchError,
-    StaleHandleError,
-    StaleStateError,
-    StateFileError,
-    UnsupportedSpaceError,
-    WorkerDiedError,
-)
+from jaxvec._errors import *  # noqa: F403 - its `__all__` has the public errors
 from jaxvec._spec import EnvState, TimeStep
 from jaxvec._stats import Stats
 
@@ -48,40 +26,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ActionError",
-    "ActorDiedError",
-    "EnvAttributeError",
-    "EnvDataError",
-    "EnvError",
-    "EnvIdError",
     "EnvState",
-    "EnvStateError",
-    "EnvTimeoutError",
     "Handle",
-    "JaxvecError",
-    "NotPicklableError",
-    "NotReadyError",
-    "PendingEnvError",
-    "PoolBrokenError",
-    "PoolClosedError",
     "Ray",
     "Recycle",
-    "ResetNeededError",
     "Restart",
     "Rollout",
-    "RolloutError",
     "Rollouts",
-    "SpaceMismatchError",
-    "StaleHandleError",
-    "StaleStateError",
-    "StateFileError",
     "States",
     "Stats",
     "TimeStep",
     "Timeouts",
-    "UnsupportedSpaceError",
     "VectorEnv",
-    "WorkerDiedError",
     "Workers",
     "call",
     "config",
@@ -95,6 +51,7 @@ __all__ = [
     "simulate",
     "step",
 ]
+__all__ += _errors.__all__
 
 _MODULES = ("adapters", "compat", "datasets", "logging", "normalize", "spaces", "testing")
 

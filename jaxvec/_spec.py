@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, 
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
-from numpy.typing import NDArray
 
 if sys.version_info >= (3, 11):
     from typing import NamedTuple
@@ -106,26 +105,19 @@ class EnvState:
         return EnvState(self.ids[index])
 
 
-def check_states(state: Any, num_envs: int | None) -> NDArray[np.uint32]:
-    """Returns the ids of states as a NumPy array `[num_envs, 3]`; `None` allows any `num_envs`."""
-    ids = np.asarray(state_ids(state))
-    check_states_type(ids.shape, ids.dtype, num_envs if num_envs is not None else len(ids) if ids.ndim else 0)
-    return ids
-
-
-def state_ids(state: Any) -> Any:
+def check_states(state: Any, num_envs: int | None = None, as_array: Callable[[Any], Any] = np.asarray) -> Any:
+    """Returns the ids of states as an array `[num_envs, 3]`; `None` allows any `num_envs`."""
     if not isinstance(state, EnvState):
         raise TypeError(f"state must be an EnvState from save or simulate, not {type(state).__name__}")
-    return state.ids
-
-
-def check_states_type(shape: tuple[int, ...], dtype: Any, num_envs: int) -> None:
-    """Raises `ValueError` unless an array of this shape and dtype has one state id per env."""
-    if shape != (num_envs, 3) or dtype != np.uint32:
+    ids = as_array(state.ids)
+    if num_envs is None:
+        num_envs = len(ids) if ids.ndim else 0
+    if ids.shape != (num_envs, 3) or ids.dtype != np.uint32:
         raise ValueError(
             f"state: expected one for each of {num_envs} envs, as uint32 ids of shape ({num_envs}, 3); got "
-            f"{dtype} of shape {shape}"
+            f"{ids.dtype} of shape {ids.shape}"
         )
+    return ids
 
 
 # --- Trees of leaves -------------------------------------------------------------------------------------

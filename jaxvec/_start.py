@@ -42,7 +42,6 @@ def start(
     env_kwargs: dict[str, Any],
     policy: DtypePolicy,
     objects: bool = False,
-    pads: bool = False,
     equal_spaces: bool = True,
     resets_required: bool = True,
     place: Place | None = None,
@@ -55,8 +54,7 @@ def start(
         config: The checked options of the user.
         env_kwargs: Keyword arguments of the env's constructor.
         policy: Mapping of the dtypes of spaces to stored dtypes.
-        objects: True to store leaves without fixed shape as Python objects, which JAX can't use.
-        pads: True to store leaves without fixed shape as padded arrays.
+        objects: True to store leaves without fixed shape as Python objects, which JAX can't use, not padded.
         equal_spaces: True if the observation spaces of all envs must be equal; otherwise bounds may differ.
         resets_required: True if steps of envs that must be reset first raise.
         place: Target of the time steps that `VectorEnv` returns; `None` for NumPy arrays.
@@ -97,7 +95,7 @@ def start(
             declared=declared | _learn(learnt, description),
             policy=policy,
             objects=objects,
-            max_sizes=config.max_sizes or {} if pads else None,
+            max_sizes=None if objects else config.max_sizes or {},
             reset_options=config.reset_options,
         )
         pool = Pool(

@@ -295,7 +295,7 @@ class VectorEnv:
                 print(timestep.obs[0, 1] < timestep.obs[1, 1])  # True
             ```
         """
-        ids = _spec.check_states(state, None)
+        ids = _spec.check_states(state)
         actions = _arguments.check_on_host(self.spec, action, len(ids))
         ids, rows = self._pool.simulate(ids, actions, deliver=self._deliver)
         return EnvState(ids), self.spec.build_timestep(rows)
@@ -356,7 +356,7 @@ class VectorEnv:
             ```
         """
         states = self.save() if state is None else state
-        packed = self._pool.export_states(_spec.check_states(states, None))
+        packed = self._pool.export_states(_spec.check_states(states))
         return np.frombuffer(pool_states.pack_states(packed, self.spec.fingerprint), np.uint8)
 
     def unpack_states(self, data: Any) -> EnvState:

@@ -273,7 +273,8 @@ class Pool:
         with self._exclusive_move(move) as active:
             self.state.check_status(self._engine.check_envs(slots, stepped=False), slots)
             needs_reset, send = self._pending_envs.needs_reset[slots], partial(self._send_states, active)
-            ids = self._saved.save(send, slots, needs_reset, self._read)
+            ids, keep_rows = self._saved.save(send, slots, needs_reset)
+            self._views.read(slots, keep_rows)
             self._engine.advance(move)
             return ids
 
@@ -503,10 +504,6 @@ class Pool:
             else:
                 self._wait(active, slots, len(slots), Verb.STEP, waited=result.waited)
             return self._engine.take(slots, deliver)
-
-    def _read(self, slots: NDArray[Any], deliver: Deliver) -> Rows:
-        # `save` passes this: `_views.read` in the traceback of its error would keep the segment mapped.
-        return self._views.read(slots, deliver)
 
     def _receive(
         self,

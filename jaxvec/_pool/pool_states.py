@@ -85,11 +85,7 @@ class StateTable:
         return sum(row[:used].nbytes for row in self.rows)
 
     def allocate(self, count: int) -> NDArray[np.int64]:
-        """Returns the numbers of `count` new states, and frees their places.
-
-        Raises:
-            ValueError: The pool keeps fewer states than that.
-        """
+        """Returns the numbers of `count` new states, and frees their places."""
         if count > self._capacity:
             raise ValueError(
                 f"can't keep {count} states at once, because pool {self._pool_id} keeps {self._capacity}; "
@@ -117,12 +113,8 @@ class StateTable:
         All arguments are `[n]`. `incarnations` are the numbers of times that each of `workers` was replaced.
         """
         places = self.places(numbers)
-        self._numbers[places], self.worker[places], self._incarnations[places] = (
-            numbers,
-            workers,
-            incarnations,
-        )
-        self.needs_reset[places] = needs_reset
+        self._numbers[places], self.worker[places] = numbers, workers
+        self._incarnations[places], self.needs_reset[places] = incarnations, needs_reset
         return places
 
     def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int_]:
@@ -143,9 +135,6 @@ class StateTable:
         """Returns the numbers of the states with the names `ids`, `[n, 3]`.
 
         `incarnations` is the number of times that each worker was replaced so far, `[num_workers]`.
-
-        Raises:
-            StaleStateError: A state is gone, or of another pool.
         """
         foreign = np.flatnonzero(ids[:, 0] != self._pool_id)
         if foreign.size:
@@ -256,7 +245,6 @@ def _checksum(content: bytes) -> bytes:
 
 # `Pool._send_states`: dispatches saves or restores, and returns the indices of the envs that were left out.
 Send: TypeAlias = Callable[[Verb, NDArray[Any], NDArray[np.int64]], NDArray[np.int_]]
-Read: TypeAlias = Callable[[NDArray[Any], Deliver], Any]
 Sources: TypeAlias = NDArray[np.int64] | Sequence[int | bytes]  # numbers of states, or their pickles
 
 
@@ -282,9 +270,9 @@ class SavedStates:
         self._leaf = {leaf.path: index for index, leaf in enumerate(spec.timestep_leaves)}
 
     def save(
-        self, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_], read: Read
-    ) -> NDArray[np.uint32]:
-        """Saves the states of envs, and returns their names `[n, 3]`.
+        self, send: Send, slots: NDArray[Any], needs_reset: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.uint32], Deliver]:
+        """Saves the states of envs. Returns their names `[n, 3]`, and a function that keeps their time steps.
 
         `needs_reset`, `[n]`, has the envs that must be reset before they are stepped. `send` refers to the
         pool, so it is an argument: as an attribute it would be part of a reference cycle.
@@ -302,17 +290,12 @@ class SavedStates:
             for worker, answer in enumerate(answers):
                 settings.save(slots[workers == worker], answer or ())
         places = table.fill(numbers, workers, self._incarnations[workers], needs_reset)
-        read(slots, _copy_into(table.rows, places))
-        return table.ids(numbers)
+        return table.ids(numbers), _copy_into(table.rows, places)
 
     def find(
         self, slots: NDArray[Any], ids: NDArray[np.uint32], packed: PackedStates | None
     ) -> tuple[Sources, list[NDArray[Any]], NDArray[np.bool_]]:
-        """Returns the states to restore `slots` to: sources for the workers, time steps, and `needs_reset`.
-
-        Raises:
-            StaleStateError: A state is gone.
-        """
+        """Returns the states for `slots`: sources for the workers, time steps, and `needs_reset`."""
         sources: Sources
         if packed is None:
             numbers = self.table.find(ids, self._incarnations)
@@ -383,12 +366,7 @@ class SavedStates:
         return PackedStates(self._export(numbers), self.table.read(places), self.table.needs_reset[places])
 
     def unpack(self, packed: PackedStates) -> NDArray[np.uint32]:
-        """Keeps states of another pool, and returns their names `[n, 3]`.
-
-        Raises:
-            EnvStateError: A state is of an env of another class than the env with its index, or with other
-                wrappers.
-        """
+        """Keeps states of another pool, and returns their names `[n, 3]`."""
         slots = packed.rows[self._leaf["info", "env_id"]].astype(np.intp) % self._spec.num_envs
         workers = self._worker_of[slots]
         numbers, oldest = self.table.allocate(len(workers)), self.table.oldest
@@ -432,9 +410,6 @@ class SavedStates:
         """Saves or restores states by a dispatch, and returns the indices of the envs that were left out.
 
         A request for those is slower, but handles all cases and reports their errors.
-
-        Raises:
-            JaxvecError: A worker was replaced before it was done.
         """
         if not self._workers.moves_states:
             return np.arange(len(slots))
@@ -474,9 +449,6 @@ class SavedStates:
         """Calls a method of `EnvSlice` in the workers with an entry in `workers`, `[n]`.
 
         `arguments` maps the mask `[n]` of a worker's entries to the arguments of its call.
-
-        Raises:
-            StaleStateError: States were lost with a worker.
         """
 
         def each(first: int, stop: int) -> tuple[Any, ...] | None:

@@ -39,6 +39,11 @@ def publish_family(pool_id: int, pool_of: PoolOf) -> None:
     _families[pool_id] = weakref.WeakMethod(pool_of, lambda _: _families.pop(pool_id, None))
 
 
+def get(pool_id: int) -> Pool | None:
+    """Returns the pool with this id, if it exists."""
+    return _pools.get(pool_id)
+
+
 def find(pool_id: int, fingerprint: int, fresh: int | None = None) -> Pool:
     """Returns the pool with this id, for a handle to a specification with this fingerprint.
 
@@ -98,20 +103,6 @@ def restore(pool: Pool, move: Move, states: NDArray[np.uint32], *, deliver: Deli
             row[places] = part
         needs_reset[places] = packed.needs_reset
     return pool.restore(move, states, PackedStates(data, rows, needs_reset), deliver=deliver)
-
-
-def keep(pool_id: int, error: BaseException, *, under_way: bool) -> None:
-    """Keeps the error of a program's call in the pool, if it exists; see `PoolState.keep_error`."""
-    pool = _pools.get(pool_id)
-    if pool is not None:
-        pool.state.keep_error(error, under_way=under_way)
-
-
-def expect_late_errors(pool_id: int) -> None:
-    """Notes that a program on an accelerator calls the pool, if it exists: JAX may raise its errors late."""
-    pool = _pools.get(pool_id)
-    if pool is not None:
-        pool.state.errors_late = True
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from jaxvec._memory.segment import Copies, Deliver, Rows, into
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import EnvState, Leaf, Node, PoolSpec, build
-from jaxvec._util import dumps
 
 # --- Handles ---------------------------------------------------------------------------------------------
 
@@ -427,16 +426,6 @@ def declared_options(spec: PoolSpec, options: Any, num_envs: int) -> tuple[list[
     check = partial(_check_batch, num_envs=num_envs, one_for_all=True)
     arrays = check_options(spec, options, num_envs, check, jnp.ones)
     return arrays, {"arguments": tuple((array.shape[1:], np.dtype(array.dtype)) for array in arrays)}
-
-
-def reset_operands(
-    spec: PoolSpec, options: Any, num_envs: int, *, masked: bool
-) -> tuple[list[jax.Array], dict[str, Any]]:
-    """Returns the last operands and the fields of a reset's `Call`."""
-    if spec.reset_options is None:
-        return [], {"extra": dumps((options, masked))}
-    arrays, fields = declared_options(spec, options, num_envs)
-    return arrays, {"extra": dumps((None, masked)), **fields}
 
 
 def _check_batch(node: Node, batch: Any, num_envs: int, *, one_for_all: bool = False) -> list[jax.Array]:

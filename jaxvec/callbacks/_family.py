@@ -16,17 +16,15 @@ from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxvec._config import PoolConfig, Workers
-from jaxvec._dispatch.move import Verb
 from jaxvec._errors import PoolClosedError, SpaceMismatchError
 from jaxvec._pool import registry
 from jaxvec._pool.pool import Pool
 from jaxvec._spec import TimeStep
 from jaxvec._vector_env import VectorEnv
-from jaxvec.callbacks import _call, _functions, _primitive
-from jaxvec.callbacks._call import Call, Handle
+from jaxvec.callbacks import _functions
+from jaxvec.callbacks._call import Handle
 from jaxvec.callbacks._make import make
 
 # Options that users cannot set.
@@ -108,14 +106,9 @@ class EnvFamily:
         `seed` is an integer, a JAX key, or `None`; `options` are fixed at trace time, unless the pool
         declares them. Returns a handle with a token `[1, 3]`, and the time step without an env axis.
         """
-        token = np.array([[self.first.pool.id, 0, 0]], np.uint32)
-        handle = Handle(token, self.first.spec, self.first.transport)  # pyright: ignore[reportArgumentType]
-        spec = _call.check_handle(handle, "reset")
-        given, fields = _call.reset_operands(spec, options, 1, masked=False)
-        call = Call(Verb.RESET, spec, handle.transport, fresh=True, elastic=True, **fields)
-        words, mask = _call.seed_words(seed, 1), _call.mask_array(None, 1)
-        token, *rows = _primitive.bind(call, handle.token, words, mask, *given)
-        return handle.next(token), _first(spec.build_timestep(rows))
+        handle = _functions.fresh_handle(self.first, 1)
+        handle, timestep = _functions.bind_reset(handle, seed, None, options, fresh=True, elastic=True)
+        return handle, _first(timestep)
 
     def step(self, handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Handle, TimeStep]:
         """Steps one env, or under `vmap` one env per instance, with a single dispatch; see `jaxvec.step`."""

@@ -124,7 +124,8 @@ def _nothing() -> None:
 
 def _fail(error: BaseException, pool_id: int, under_way: bool) -> bytes:
     """Records the exception that ends a call, and returns the message for XLA. May run twice for a call."""
-    registry.keep(pool_id, error, under_way=under_way)
+    if (pool := registry.get(pool_id)) is not None:
+        pool.state.keep_error(error, under_way=under_way)
     return f"{type(error).__name__}: {error}".encode(errors="replace")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxvec._arguments import check_ids
 from jaxvec._dispatch.move import Verb
-from jaxvec._spec import EnvState, TimeStep, check_states_type, state_ids
+from jaxvec._spec import EnvState, TimeStep, check_states
 from jaxvec._util import dumps
 from jaxvec._vector_env import VectorEnv
 from jaxvec.callbacks import _primitive
@@ -26,7 +26,6 @@ from jaxvec.callbacks._call import (
     check_handle,
     declared_options,
     mask_array,
-    reset_operands,
     seed_words,
 )
 
@@ -87,15 +86,8 @@ def reset(
     elif not isinstance(envs, VectorEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _not_a_pool("reset", envs)
     else:
-        # The pool fills in the generations at run time, as a compiled reset may run any number of times.
-        token = np.zeros((envs.num_envs if num_envs is None else num_envs, 3), np.uint32)
-        token[:, 0], token[:, 1] = envs.pool.id, np.arange(len(token))
-        handle, fresh = Handle(token, envs.spec, _primitive.choose_transport(envs.transport)), True  # pyright: ignore[reportArgumentType]
-    spec = check_handle(handle, "reset")
-    given, fields = reset_operands(spec, options, handle.num_envs, masked=mask is not None)
-    words, mask = seed_words(seed, handle.num_envs), mask_array(mask, handle.num_envs)
-    token, *rows = _bind(Verb.RESET, handle, words, mask, *given, fresh=fresh, **fields)
-    return handle.next(token), spec.build_timestep(rows)
+        handle, fresh = fresh_handle(envs, envs.num_envs if num_envs is None else num_envs), True
+    return bind_reset(handle, seed, mask, options, fresh=fresh)
 
 
 def step(handle: Handle, action: Any, *, reset_options: Any = None) -> tuple[Handle, TimeStep]:
@@ -405,8 +397,7 @@ def restore(handle: Handle, state: EnvState) -> tuple[Handle, TimeStep]:
         ```
     """
     spec = check_handle(handle, "restore")
-    ids = jnp.asarray(state_ids(state))
-    check_states_type(ids.shape, ids.dtype, handle.num_envs)
+    ids = check_states(state, handle.num_envs, jnp.asarray)
     token, *rows = _bind(Verb.RESTORE, handle, ids)
     return handle.next(token), spec.build_timestep(rows)
 
@@ -441,23 +432,42 @@ def simulate(envs: VectorEnv | Handle, state: EnvState, action: Any) -> tuple[En
             print(left.obs[:, 1] < right.obs[:, 1])  # [ True  True]
         ```
     """
-    ids = jnp.asarray(state_ids(state))
-    count = len(ids) if ids.ndim else 0
-    check_states_type(ids.shape, ids.dtype, count)
-    # Only the pool's id in this token is read: the states name their envs.
-    token: Any = np.zeros((count, 3), np.uint32)
+    ids = check_states(state, as_array=jnp.asarray)
+    # Only the pool's id in the token is read: the states name their envs.
     if isinstance(envs, Handle):
-        spec, transport = check_handle(envs, "simulate"), envs.transport
-        token = jnp.asarray(token).at[:, 0].set(jax.lax.stop_gradient(envs.token)[0, 0])
+        token = jnp.zeros(ids.shape, np.uint32).at[:, 0].set(jax.lax.stop_gradient(envs.token)[0, 0])
+        handle = envs.next(token)
     elif isinstance(envs, VectorEnv):  # pyright: ignore[reportUnnecessaryIsInstance]
-        handle = Handle(token, envs.spec, _primitive.choose_transport(envs.transport))
-        spec, transport = check_handle(handle, "simulate"), handle.transport
-        token[:, 0] = envs.pool.id
+        handle = fresh_handle(envs, len(ids))
     else:
         raise _not_a_pool("simulate", envs)
-    actions = check_action(spec, action, count)
-    ids, *rows = _primitive.bind(Call(Verb.SIMULATE, spec, transport), token, ids, *actions)
+    spec = check_handle(handle, "simulate")
+    ids, *rows = _bind(Verb.SIMULATE, handle, ids, *check_action(spec, action, len(ids)))
     return EnvState(ids), spec.build_timestep(rows)
+
+
+# --- Parts of these functions, and of `EnvFamily` ---------------------------------------------------------
+
+
+def fresh_handle(envs: VectorEnv, num_envs: int) -> Handle:
+    """Returns a handle for a call that does not follow an earlier one."""
+    # The pool fills in the generations at run time, as a compiled reset may run any number of times.
+    token: Any = np.zeros((num_envs, 3), np.uint32)
+    token[:, 0], token[:, 1] = envs.pool.id, np.arange(num_envs)
+    return Handle(token, envs.spec, _primitive.choose_transport(envs.transport))
+
+
+def bind_reset(handle: Handle, seed: Any, mask: Any, options: Any, **fields: Any) -> tuple[Handle, TimeStep]:
+    """Makes a reset, see `reset`; `fields` are further ones of the `Call`."""
+    spec, num_envs = check_handle(handle, "reset"), handle.num_envs
+    given: list[Any] = []
+    if spec.reset_options is not None:
+        given, declared = declared_options(spec, options, num_envs)
+        options, fields = None, fields | declared
+    words, masked = seed_words(seed, num_envs), mask is not None
+    operands = words, mask_array(mask, num_envs), *given
+    token, *rows = _bind(Verb.RESET, handle, *operands, extra=dumps((options, masked)), **fields)
+    return handle.next(token), spec.build_timestep(rows)
 
 
 def _bind(verb: Verb, handle: Handle, *operands: Any, **fields: Any) -> list[jax.Array]:

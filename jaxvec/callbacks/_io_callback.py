@@ -71,8 +71,8 @@ class _Callback:
     def __call__(self, *pieces: Any) -> list[NDArray[Any]]:
         # These arrays may be the program's memory, which is only valid during the call.
         words = np.asarray(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces)
-        if self.on_device:
-            registry.expect_late_errors(int(words[0]))
+        if self.on_device and (pool := registry.get(int(words[0]))) is not None:
+            pool.state.errors_late = True
         results = [np.empty(each.shape, each.dtype) for each in self.to_program.transfers]
         with jax.profiler.TraceAnnotation(self._name):
             self._answer([words], results)

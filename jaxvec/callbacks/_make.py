@@ -267,7 +267,6 @@ def make(
         replace(config, settings=replace(config.settings, transport=transport)),
         env_kwargs=env_kwargs,
         policy=as_is if jax.config.jax_enable_x64 else as_jax,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
-        pads=True,
         place=place,
     )
     if place is not None:

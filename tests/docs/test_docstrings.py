@@ -99,6 +99,8 @@ def _module(module: str) -> Iterator[tuple[str, str]]:
 def _public() -> Iterator[tuple[str, str]]:
     for module in ("jaxvec", "jaxvec.adapters", "jaxvec.logging", "jaxvec.normalize", "jaxvec.testing"):
         yield from _module(module)
+    for name in _errors.__all__:  # jaxvec exports all of them
+        yield from _docstrings(f"jaxvec.{name}", "jaxvec._errors", name)
     for module, symbol in (("_config", "Config"), ("_rollouts", "RolloutStats"), ("_stats", "WorkerStats")):
         yield from _docstrings(f"jaxvec.{module}.{symbol}", f"jaxvec.{module}", symbol)
     for path in sorted((SOURCES / "compat").glob("[!_]*")):
