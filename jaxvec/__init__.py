@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from jaxvec import normalize as normalize
     from jaxvec import spaces as spaces
     from jaxvec import testing as testing
+    from jaxvec._remote.remote import Remote
     from jaxvec._rollouts import Rollout, Rollouts
     from jaxvec._vector_env import VectorEnv
     from jaxvec.callbacks._call import Handle
@@ -65,6 +66,7 @@ __all__ = [
     "PoolBrokenError",
     "PoolClosedError",
     "Ray",
+    "Remote",
     "ResetNeededError",
     "Restart",
     "Rollout",
@@ -100,6 +102,7 @@ _MODULES = ("adapters", "compat", "logging", "normalize", "spaces", "testing")
 # Imported on first use, because workers import this package, too, and must never import jax.
 _LAZY = {
     "Handle": "callbacks._call",
+    "Remote": "_remote.remote",
     "Rollout": "_rollouts",
     "Rollouts": "_rollouts",
     "VectorEnv": "_vector_env",
